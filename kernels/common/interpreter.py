@@ -1,0 +1,56 @@
+"""Repairs to Triton's CPU interpreter (triton 3.4 to 3.9), so that it computes what a GPU computes.
+
+The interpreter keeps bfloat16 as the raw bits in a numpy uint16 array. Left alone, it
+  1. multiplies those bit patterns as integers in tl.dot: the result is silently wrong by orders of magnitude;
+  2. cuts float32 -> bfloat16 towards zero, where a GPU rounds to nearest even (half of all elements differ by one ulp);
+  3. fails on `range(0, tensor)` with numpy >= 2.4, which no longer turns one-element arrays into Python integers.
+Elementwise bfloat16 arithmetic stays wrong, so kernels convert to float32 first, as they should for accuracy anyway.
+"""
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def _bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Round to nearest even, as IEEE 754 and the GPU do; a NaN stays a NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16).reshape(values.shape)
+
+
+def _widen(handle: TensorHandle) -> TensorHandle:
+    if handle.dtype.scalar == tl.bfloat16:
+        return TensorHandle(_bfloat16_to_float32(handle.data), tl.float32)
+    return handle
+
+
+def repair() -> None:
+    """Install the three repairs. Called once, by kernels/common/__init__.py, only under TRITON_INTERPRET=1."""
+    original_dot = InterpreterBuilder.create_dot
+    original_cast = InterpreterBuilder.cast_impl
+    original_patch = interpreter._patch_lang_tensor
+
+    def create_dot(self, a, b, *rest):
+        return original_dot(self, _widen(a), _widen(b), *rest)
+
+    def cast_impl(self, source, target):
+        types = (source.dtype.scalar, target.scalar)
+        if types == (tl.bfloat16, tl.float32):
+            return TensorHandle(_bfloat16_to_float32(source.data), tl.float32)
+        if types == (tl.float32, tl.bfloat16):
+            return TensorHandle(_float32_to_bfloat16(source.data), tl.bfloat16)
+        return original_cast(self, source, target)
+
+    def patch_lang_tensor(tensor, *scope):
+        original_patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.cast_impl = cast_impl
+    interpreter._patch_lang_tensor = patch_lang_tensor
