@@ -1,0 +1,165 @@
+"""The only place that picks a backend.
+
+Order of choice: the ``backend=`` argument, the ``use_backend()`` context, the environment's FASTATTN_BACKEND, then the op's own
+order for the device. A backend asked for by name serves or raises with its reason; the automatic choice takes the first
+that can. Each op has one room per backend: a module with ``why_not`` and the op's functions, imported when first asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+BACKENDS = ("reference", "aten", "triton", "cuda")
+# A kernel becomes a default for a GPU only after its speed was recorded on one (benchmarks/results/).
+DEFAULT_ORDER = {"cuda": ("triton", "aten", "reference")}
+OTHER_ORDER = ("aten", "reference")
+
+_PACKAGE = {
+    "reference": "fastattn.reference",
+    "aten": "fastattn.aten",
+    "triton": "fastattn.kernels",
+    "cuda": "fastattn.cuda",
+}
+# How a kernel serves CPU tensors, when it does.
+_ON_A_CPU = {
+    "triton": "interpreted on the CPU: slow, for checking only",
+    "cuda": "run on the CPU by csrc/host: slow, for checking only",
+}
+_in_context: ContextVar[str | None] = ContextVar("fastattn_backend", default=None)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as the dispatcher knows it. ``query`` checks a call's arguments and gives (device, why_not's arguments)."""
+
+    stem: str
+    function: Callable[..., Any]
+    query: Callable[..., tuple[torch.device, tuple[Any, ...]]]
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(stem: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]]]) -> Callable[[Any], Any]:
+    """Decorator of an op's public function: makes it known to ``explain`` and the doctor."""
+
+    def note(function: Any) -> Any:
+        OPS[stem] = Op(stem, function, query)
+        return function
+
+    return note
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None returns to the automatic choice."""
+    token = _in_context.set(None if name is None else _known(name, "use_backend()"))
+    try:
+        yield
+    finally:
+        _in_context.reset(token)
+
+
+def requested(backend: str | None) -> tuple[str | None, str]:
+    """The backend asked for by name, if any, and where it was asked for."""
+    if backend is not None:
+        return _known(backend, "backend"), "backend="
+    if (name := _in_context.get()) is not None:
+        return name, "use_backend()"
+    if name := os.environ.get("FASTATTN_BACKEND"):
+        return _known(name, "FASTATTN_BACKEND"), "FASTATTN_BACKEND"
+    return None, "automatic choice"
+
+
+def _known(name: str, source: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
+
+
+def default_order(device: torch.device) -> tuple[str, ...]:
+    """The backends in the order in which the automatic choice asks them."""
+    return DEFAULT_ORDER.get(device.type, OTHER_ORDER)
+
+
+@lru_cache(maxsize=None)
+def load_room(stem: str, backend: str) -> ModuleType | str:
+    """The room's module, or why there is none here. A room that is broken, rather than absent, raises."""
+    name = f"{_PACKAGE[backend]}.{stem}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return f"there is no {backend} kernel for this op yet"
+        if backend == "triton" and error.name == "triton":
+            return "triton is not installed (it has wheels for Linux only)"
+        raise
+
+
+def refusal(stem: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
+    """Why this backend cannot serve the call, or None if it can."""
+    room = load_room(stem, backend)
+    return room if isinstance(room, str) else room.why_not(*arguments)
+
+
+def choose(stem: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
+    """The backend's name and its room for this call. RuntimeError with the reason if the one asked for cannot serve."""
+    name, source = requested(backend)
+    if name is not None:
+        if (reason := refusal(stem, name, arguments)) is not None:
+            raise RuntimeError(f"{OPS[stem].function.__name__}: backend {name!r} ({source}) cannot serve this call: {reason}")
+        return name, load_room(stem, name)
+    for name in default_order(device):
+        if refusal(stem, name, arguments) is None:
+            return name, load_room(stem, name)
+    raise AssertionError("unreachable: the reference serves everything")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would use, and why not the others. ``str()`` is the text to read."""
+
+    op: str
+    device: str
+    source: str
+    chosen: str | None  # None: the one asked for by name cannot serve
+    refusals: dict[str, str | None] = field(default_factory=dict)  # backend -> the reason, None = can serve
+    notes: dict[str, str] = field(default_factory=dict)  # backend -> how it serves, where that is out of the ordinary
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} ({self.source})"]
+        for name, reason in self.refusals.items():
+            note = f" ({self.notes[name]})" if name in self.notes else ""
+            verdict = f"no: {reason}" if reason is not None else f"can serve{note}"
+            lines.append(f"  {'->' if name == self.chosen else '  '} {name:<9} {verdict}")
+        return "\n".join(lines)
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend ``op(*args, **kwargs)`` would use here, and every other backend's reason. Launches nothing.
+
+    op: a public function of fastattn, its name, or its stem ("attention").
+    """
+    found = next((o for o in OPS.values() if op in (o.function, o.function.__name__, o.stem)), None)
+    if found is None:
+        raise ValueError(f"op must be one of {', '.join(o.function.__name__ for o in OPS.values())}, got {op!r}")
+    name, source = requested(kwargs.get("backend"))
+    device, arguments = found.query(*args, **kwargs)
+    order = default_order(device)
+    order += tuple(b for b in BACKENDS if b not in order)
+    refusals = {b: refusal(found.stem, b, arguments) for b in order}
+    if name is None:
+        name = next(b for b in default_order(device) if refusals[b] is None)
+    chosen = name if refusals[name] is None else None
+    notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
+    return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes)

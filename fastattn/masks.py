@@ -1,0 +1,378 @@
+"""AttentionMask: everything that decides which query may see which key, in one object built once a batch.
+
+Polarity is fixed here and nowhere else: bool masks say True = attend. (The padding masks of torch.nn.Transformer say
+True = ignore: invert them.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Band = tuple[int | None, int | None]  # j - i in [lo, hi]; None = unbounded
+_ALIGNMENTS = ("top_left", "bottom_right")
+_FREE: Band = (None, None)
+
+
+class Tiles(NamedTuple):
+    """Which tiles of the score matrix hold work. int32, leading dimensions (B or 1, H or 1).
+
+    num_* (.., nQ): how many key tiles a query tile visits; the lists (.., nQ, nK) hold their indices, ascending, in the
+    first num_* places. A partial tile needs the element masks, a full one needs none.
+    *_t is the transpose: the query tiles of a key tile, (.., nK) and (.., nK, nQ).
+    """
+
+    num_partial: Tensor
+    partial: Tensor
+    num_full: Tensor
+    full: Tensor
+    num_partial_t: Tensor
+    partial_t: Tensor
+    num_full_t: Tensor
+    full_t: Tensor
+
+
+class AttentionMask:
+    """Who may attend to whom, in any combination; all that is given must hold (logical and).
+
+    attn_mask: bool, True = attend, broadcastable to (B, H, Lq, Lk).
+    bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); may require grad; -inf masks the entry.
+    key_padding: bool (B, Lk) or (1, Lk), True = a real key.
+    query_padding: bool (B, Lq) or (1, Lq), True = a real query.
+    is_causal: query i sees key j when j <= i, counted as ``align`` says.
+    window: (left, right): i - left <= j <= i + right, counted likewise; None for a side without limit.
+    align: "top_left" counts from the first query and key, as torch does; "bottom_right" from the last, as FlashAttention:
+
+        top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
+                          1 1 . .                              1 1 1 1
+
+    cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), offsets of n sequences packed along Lq and Lk; a query sees only keys of
+        its own sequence, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q.
+
+    A query that may see nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks.
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    def __init__(
+        self,
+        attn_mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        key_padding: Tensor | None = None,
+        query_padding: Tensor | None = None,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        align: str = "top_left",
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> None:
+        if align not in _ALIGNMENTS:
+            raise ValueError(f"align must be one of {_ALIGNMENTS}, got {align!r}")
+        if cu_seqlens_k is None:
+            cu_seqlens_k = cu_seqlens_q
+        elif cu_seqlens_q is None:
+            raise ValueError("cu_seqlens_k was given without cu_seqlens_q")
+        self.attn_mask = _four_dims("attn_mask", attn_mask, _is_bool, "bool; a float mask is bias=")
+        self.bias = _four_dims("bias", bias, torch.is_floating_point, "floating point; a bool mask is attn_mask=")
+        self.key_padding = _padding("key_padding", key_padding)
+        self.query_padding = _padding("query_padding", query_padding)
+        self.cu_seqlens_q = _offsets("cu_seqlens_q", cu_seqlens_q)
+        self.cu_seqlens_k = _offsets("cu_seqlens_k", cu_seqlens_k)
+        if cu_seqlens_q is not None and len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
+                f"got {len(self.cu_seqlens_q) - 1} and {len(self.cu_seqlens_k) - 1}"
+            )
+        self._bands = {name: _FREE for name in _ALIGNMENTS}
+        self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else _FREE)
+        self._cache: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, attn_mask: AttentionMask | Tensor | None) -> AttentionMask | None:
+        """A tensor as scaled_dot_product_attention takes it: bool is a mask, floating point is a bias."""
+        if attn_mask is None or isinstance(attn_mask, AttentionMask):
+            return attn_mask
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask must be a Tensor, an AttentionMask or None, got {type(attn_mask).__name__}")
+        return cls(attn_mask) if attn_mask.dtype == torch.bool else cls(bias=attn_mask)
+
+    def __and__(self, other: AttentionMask) -> AttentionMask:
+        """Both must allow it; biases add up."""
+        if not isinstance(other, AttentionMask):
+            return NotImplemented
+        both = AttentionMask(
+            _combine(self.attn_mask, other.attn_mask, torch.logical_and),
+            bias=_combine(self.bias, other.bias, torch.add),
+            key_padding=_combine(self.key_padding, other.key_padding, torch.logical_and),
+            query_padding=_combine(self.query_padding, other.query_padding, torch.logical_and),
+            cu_seqlens_q=_combine(self.cu_seqlens_q, other.cu_seqlens_q, _one_packing),
+            cu_seqlens_k=_combine(self.cu_seqlens_k, other.cu_seqlens_k, _one_packing),
+        )
+        both._bands = {name: _intersect(self._bands[name], other._bands[name]) for name in _ALIGNMENTS}
+        return both
+
+    def with_bias(self, bias: Tensor | None) -> AttentionMask:
+        """The same mask over another bias; what was prepared for this one is shared."""
+        other = object.__new__(AttentionMask)
+        other.__dict__.update(self.__dict__)
+        other.bias = bias
+        return other
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items() if t is not None]
+        parts += [f"{name} band={band}" for name, band in self._bands.items() if band != _FREE]
+        return f"AttentionMask({', '.join(parts)})"
+
+    def _tensors(self) -> dict[str, Tensor | None]:
+        names = ("attn_mask", "bias", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def band_only(self) -> bool:
+        """Whether nothing but the band and a bias restricts: no tensor has to be read to know which tiles hold work."""
+        return all(t is None for name, t in self._tensors().items() if name != "bias")
+
+    def band(self, Lq: int, Lk: int) -> tuple[int, int] | None:
+        """(lo, hi): query i sees key j only if lo <= j - i <= hi; None when no band was asked for. Not for segments."""
+        if all(band == _FREE for band in self._bands.values()):
+            return None
+        low, high = self._bands["bottom_right"]
+        shifted = (None if low is None else low + Lk - Lq, None if high is None else high + Lk - Lq)
+        low, high = _intersect(self._bands["top_left"], shifted)
+        return (-Lq if low is None else low), (Lk if high is None else high)
+
+    def check(self, B: int, H: int, Lq: int, Lk: int, device: torch.device) -> None:
+        """Raise ValueError if this mask does not fit queries (B, H, Lq, ..) and keys (B, .., Lk, ..) on device."""
+        full = (B, H, Lq, Lk)
+        for name, t in self._tensors().items():
+            if t is None:
+                continue
+            if t.device != device:
+                raise ValueError(f"{name} is on {t.device}, expected {device} as query")
+            if name in ("attn_mask", "bias") and any(n not in (1, want) for n, want in zip(t.shape, full, strict=True)):
+                raise ValueError(f"{name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}")
+        for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
+            if t is not None and (t.shape[0] not in (1, B) or t.shape[1] != length):
+                raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
+
+    def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
+        """The bool mask written out, an expanded (B, H, Lq, Lk) view: the truth that tests compare with. No bias."""
+        keep = self._cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
+        return keep.expand(B, H, Lq, Lk)
+
+    def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
+        i = torch.arange(Lq, device=device)[:, None]
+        j = torch.arange(Lk, device=device)[None, :]
+        keep = torch.ones(1, 1, Lq, Lk, dtype=torch.bool, device=device)
+        shift_tl, shift_br = 0, Lk - Lq
+        if self.cu_seqlens_q is not None:
+            q_segment, q_first, q_len = _segments(self.cu_seqlens_q, i)
+            k_segment, k_first, k_len = _segments(self.cu_seqlens_k, j)
+            keep = keep & (q_segment == k_segment) & (q_segment < len(self.cu_seqlens_q) - 1)
+            shift_tl = k_first - q_first
+            shift_br = shift_tl + k_len - q_len
+        for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
+            low, high = self._bands[name]
+            if low is not None:
+                keep = keep & (j - i - shift >= low)
+            if high is not None:
+                keep = keep & (j - i - shift <= high)
+        if self.key_padding is not None:
+            keep = keep & self.key_padding[:, None, None, :]
+        if self.query_padding is not None:
+            keep = keep & self.query_padding[:, None, :, None]
+        if self.attn_mask is not None:
+            keep = keep & self.attn_mask
+        return keep
+
+    def intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(k_start, k_end), int32 (B or 1, Lq): query i may see only keys k_start <= j < k_end.
+
+        Band, window, segments, query padding (an empty interval) and the first and last real key are folded in.
+        Holes in key_padding and attn_mask apply on top.
+        """
+        return self._cached(("intervals", Lq, Lk, device), lambda: self._build_intervals(Lq, Lk, device))
+
+    def _build_intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        i = torch.arange(Lq, device=device)[None, :]
+        start, end = torch.zeros_like(i), torch.full_like(i, Lk)
+        shift_tl: Tensor | int = 0
+        shift_br: Tensor | int = Lk - Lq
+        if self.cu_seqlens_q is not None:
+            segment, q_first, q_len = _segments(self.cu_seqlens_q, i)
+            offsets = F.pad(self.cu_seqlens_k, (0, 1), value=0)  # queries behind the last segment: an empty interval
+            start, end = offsets[segment], offsets[segment + 1]
+            shift_tl = start - q_first
+            shift_br = shift_tl + (end - start) - q_len
+        for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
+            low, high = self._bands[name]
+            if low is not None:
+                start = torch.maximum(start, i + shift + low)
+            if high is not None:
+                end = torch.minimum(end, i + shift + high + 1)
+        if self.key_padding is not None and Lk > 0:
+            j = torch.arange(Lk, device=device)
+            start = torch.maximum(start, torch.where(self.key_padding, j, Lk).amin(-1, keepdim=True))
+            end = torch.minimum(end, torch.where(self.key_padding, j + 1, 0).amax(-1, keepdim=True))
+        if self.query_padding is not None:
+            end = torch.where(self.query_padding, end, 0)
+        some = end > start
+        return torch.where(some, start, 0).to(torch.int32), torch.where(some, end, 0).to(torch.int32)
+
+    def tiles(self, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int, device: torch.device) -> Tiles:
+        """The lists for tiles of BLOCK_M queries by BLOCK_N keys; built once, on the device, without a host synchronisation."""
+        key = ("tiles", Lq, Lk, BLOCK_M, BLOCK_N, device)
+        return self._cached(key, lambda: self._build_tiles(Lq, Lk, BLOCK_M, BLOCK_N, device))
+
+    def _build_tiles(self, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int, device: torch.device) -> Tiles:
+        pad_q, pad_k = -Lq % BLOCK_M, -Lk % BLOCK_N
+        nQ, nK = (Lq + pad_q) // BLOCK_M, (Lk + pad_k) // BLOCK_N
+        # Rows past the end get an empty interval, so ragged tiles are never full.
+        start, end = (F.pad(t, (0, pad_q)).view(-1, 1, nQ, 1, BLOCK_M) for t in self.intervals(Lq, Lk, device))
+        first = torch.arange(nK, device=device).view(nK, 1) * BLOCK_N
+        some = (torch.maximum(start, first) < torch.minimum(end, first + BLOCK_N)).any(-1)  # (B or 1, 1, nQ, nK)
+        every = ((start <= first) & (end >= first + BLOCK_N)).all(-1)
+        if self.key_padding is not None:
+            keys = F.pad(self.key_padding, (0, pad_k)).view(-1, 1, 1, nK, BLOCK_N)
+            some, every = some & keys.any(-1), every & keys.all(-1)
+        if self.attn_mask is not None:
+            some = some & _any_in_tile(self.attn_mask, BLOCK_M, BLOCK_N)
+            every = every & ~_any_in_tile(~self.attn_mask, BLOCK_M, BLOCK_N)
+        full = some & every
+        lists = (_compact(flags) for flags in (some & ~every, full, (some & ~every).mT, full.mT))
+        return Tiles(*(t for pair in lists for t in pair))
+
+    def _cached(self, key: Any, build: Callable[[], Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return build()
+        # An in-place edit of a mask tensor gives it a new version, and so a new entry.
+        tensors = (t for name, t in self._tensors().items() if name != "bias" and t is not None)
+        key = (*key, *(0 if t.is_inference() else t._version for t in tensors))
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
+
+    def flatten(self) -> tuple[list[Tensor | None], list[int | None]]:
+        """The mask as tensors and integers, for a torch.library op; ``unflatten`` is the way back."""
+        return list(self._tensors().values()), [n for name in _ALIGNMENTS for n in self._bands[name]]
+
+    @classmethod
+    def unflatten(cls, tensors: list[Tensor | None], bands: list[int | None]) -> AttentionMask:
+        attn_mask, bias, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k = tensors
+        mask = cls(
+            attn_mask,
+            bias=bias,
+            key_padding=key_padding,
+            query_padding=query_padding,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        mask._bands = {"top_left": (bands[0], bands[1]), "bottom_right": (bands[2], bands[3])}
+        return mask
+
+
+def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
+    """(B, L) token ids -> bool (B, 1, L), True where the token is not padding."""
+    return (seq != pad_idx).unsqueeze(-2)
+
+
+def get_subsequent_mask(seq: Tensor) -> Tensor:
+    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position sees itself and those before."""
+    L = seq.shape[1]
+    return torch.ones((1, L, L), dtype=torch.bool, device=seq.device).tril()
+
+
+def _is_bool(t: Tensor) -> bool:
+    return t.dtype == torch.bool
+
+
+def _four_dims(name: str, t: Tensor | None, right_dtype: Callable[[Tensor], bool], wanted: str) -> Tensor | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if not right_dtype(t):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected {wanted}")
+    if t.dim() > 4:
+        raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected at most 4: (B, H, Lq, Lk)")
+    return t[(None,) * (4 - t.dim())]
+
+
+def _padding(name: str, t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if t.dtype != torch.bool:
+        raise TypeError(f"{name} has dtype {t.dtype}, expected bool, True = a real token")
+    if t.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B, L) or (1, L)")
+    return t.contiguous()
+
+
+def _offsets(name: str, t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected int32")
+    if t.dim() != 1 or len(t) < 1:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): n offsets and the end")
+    return t.to(torch.int32)
+
+
+def _window_band(window: tuple[int | None, int | None] | None) -> Band:
+    if window is None:
+        return _FREE
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or side < 0):
+            raise ValueError(f"window must hold non-negative integers or None, got {tuple(window)}")
+    left, right = window
+    return (None if left is None else -left), right
+
+
+def _intersect(a: Band, b: Band) -> Band:
+    lows = [n for n in (a[0], b[0]) if n is not None]
+    highs = [n for n in (a[1], b[1]) if n is not None]
+    return (max(lows) if lows else None), (min(highs) if highs else None)
+
+
+def _combine(a: Tensor | None, b: Tensor | None, both: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return both(a, b)
+
+
+def _one_packing(a: Tensor, b: Tensor) -> Tensor:
+    if a is b or torch.equal(a, b):
+        return a
+    raise ValueError("cannot combine two masks with different cu_seqlens: pack the sequences once")
+
+
+def _segments(cu_seqlens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per position: its sequence (n for positions behind the last one), where that begins, and its length. int64."""
+    cu_seqlens = cu_seqlens.long()
+    segment = torch.searchsorted(cu_seqlens, position.contiguous(), right=True) - 1
+    edges = torch.cat([cu_seqlens, cu_seqlens[-1:]])
+    return segment, edges[segment], edges[segment + 1] - edges[segment]
+
+
+def _any_in_tile(mask: Tensor, BLOCK_M: int, BLOCK_N: int) -> Tensor:
+    """Bool (b, h, Lq or 1, Lk or 1) -> does a tile hold a True, (b, h, nQ or 1, nK or 1)."""
+    rows, cols = mask.shape[2:]
+    block_m, block_n = (BLOCK_M if rows != 1 else 1), (BLOCK_N if cols != 1 else 1)
+    padded = F.pad(mask, (0, -cols % block_n, 0, -rows % block_m))
+    return padded.unflatten(3, (-1, block_n)).unflatten(2, (-1, block_m)).any(5).any(3)
+
+
+def _compact(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool (.., n) -> how many are set, int32 (..), and their indices, ascending and first, int32 (.., n)."""
+    order = torch.argsort(flags.to(torch.uint8), dim=-1, descending=True, stable=True)
+    return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)

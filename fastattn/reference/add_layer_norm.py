@@ -1,0 +1,39 @@
+"""Dropout, residual and layer normalisation, the formula. Source: Ba et al. 2016, "Layer Normalization".
+
+    z = residual + dropout(x);  out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.reference import philox
+
+
+def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, dropout_p: float) -> str | None:
+    """The formula serves everything."""
+    return None
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """x, residual (rows, hidden), weight, bias (hidden,) -> out and z, both (rows, hidden) in x's dtype.
+
+    Statistics are taken of z before it is rounded, in float32 or, for float64 inputs, in float64.
+    """
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    z = philox.dropout(x.to(acc), dropout_p, rng_state)
+    if residual is not None:
+        z = residual.to(acc) + z
+    centred = z - z.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    out = centred * torch.rsqrt(variance + eps) * weight.to(acc) + bias.to(acc)
+    return out.to(x.dtype), z.to(x.dtype)
