@@ -1,0 +1,135 @@
+"""Every kind of mask, as keyword arguments of AttentionMask, for the mask tests and the attention tests alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Kwargs = dict[str, Any]
+
+
+def prefix(lengths: list[int], total: int) -> Tensor:
+    """Bool (len(lengths), total): sample b has lengths[b] real tokens."""
+    return torch.arange(total)[None, :] < torch.tensor(lengths)[:, None]
+
+
+def offsets(*lengths: int) -> Tensor:
+    """cu_seqlens of sequences with these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> dict[str, Kwargs]:
+    """name -> AttentionMask arguments that fit (B, H, Lq, Lk). Many leave a row, a head or a sample with nothing."""
+    g = torch.Generator().manual_seed(7)
+
+    def coin(*shape: int, share: float = 0.6) -> Tensor:
+        return torch.rand(*shape, generator=g) < share
+
+    key_lengths = [max(Lk - 3 * b, 0) for b in range(B)]
+    query_lengths = [max(Lq - 2 * b - 1, 0) for b in range(B)]
+    holes = coin(B, Lk)
+    holes[-1] = False  # nothing to see in the last sample
+    full = coin(B, H, Lq, Lk)
+    full[0, 0, Lq // 2] = False  # one empty row
+    full[-1, -1] = False  # one empty head of one sample
+    # Packed sequences: unequal splits of queries and keys, an empty one on either side, and a query beyond the last.
+    packed_q = offsets(Lq // 3, 0, Lq // 4, Lq - 1 - Lq // 3 - Lq // 4) if Lq > 1 else offsets(0, 0, 1, 0)
+    packed_k = offsets(Lk // 4, Lk // 3, 0, Lk - Lk // 4 - Lk // 3)
+    kinds: dict[str, Kwargs] = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "causal_bottom_right": {"is_causal": True, "align": "bottom_right"},
+        "window": {"window": (2, 1)},
+        "window_bottom_right": {"window": (3, 0), "align": "bottom_right"},
+        "window_left_only": {"window": (1, None)},
+        "causal_window": {"is_causal": True, "window": (2, 2)},
+        "key_padding": {"key_padding": prefix(key_lengths, Lk)},
+        "key_padding_holes": {"key_padding": holes},
+        "key_padding_shared": {"key_padding": coin(1, Lk)},
+        "query_padding": {"query_padding": prefix(query_lengths, Lq)},
+        "query_padding_shared": {"query_padding": coin(1, Lq)},
+        "attn_mask": {"attn_mask": full},
+        "attn_mask_2d": {"attn_mask": coin(Lq, Lk)},
+        "attn_mask_3d": {"attn_mask": coin(H, Lq, Lk)},
+        "attn_mask_per_sample": {"attn_mask": coin(B, 1, Lq, Lk)},
+        "attn_mask_keys": {"attn_mask": coin(B, 1, 1, Lk)},
+        "attn_mask_queries": {"attn_mask": coin(1, H, Lq, 1)},
+        "attn_mask_head": {"attn_mask": coin(B, H, 1, 1)},
+        "attn_mask_expanded": {"attn_mask": coin(1, 1, 1, Lk).expand(B, H, Lq, Lk)},
+        "attn_mask_transposed": {"attn_mask": coin(B, H, Lk, Lq).mT},
+        "nothing": {"attn_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
+        "segments": {"cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k},
+        "segments_causal": {"cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k, "is_causal": True},
+        "segments_window_bottom_right": {
+            "cu_seqlens_q": packed_q,
+            "cu_seqlens_k": packed_k,
+            "window": (2, 0),
+            "align": "bottom_right",
+        },
+        "decoder": {
+            "is_causal": True,
+            "key_padding": prefix(key_lengths, Lk),
+            "query_padding": prefix(query_lengths, Lq),
+        },
+        "everything": {
+            "attn_mask": coin(B, H, Lq, Lk, share=0.8),
+            "key_padding": coin(B, Lk, share=0.8),
+            "query_padding": coin(B, Lq, share=0.8),
+            "is_causal": True,
+            "window": (Lk // 2, None),
+            "align": "bottom_right",
+            "cu_seqlens_q": offsets(Lq // 2, Lq - Lq // 2),
+            "cu_seqlens_k": offsets(Lk // 2, Lk - Lk // 2),
+        },
+    }
+    return {
+        name: {key: value.to(device) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        for name, kwargs in kinds.items()
+    }
+
+
+KINDS = tuple(mask_kinds(2, 2, 4, 4))
+
+
+def sees(kwargs: Kwargs, b: int, h: int, i: int, j: int, Lq: int, Lk: int) -> bool:
+    """May query i of head h of sample b see key j? Written from the docstring of AttentionMask, one pair at a time."""
+    if kwargs.get("cu_seqlens_q") is not None:
+        starts_q = kwargs["cu_seqlens_q"].tolist()
+        starts_k = kwargs.get("cu_seqlens_k", kwargs["cu_seqlens_q"]).tolist()
+        for n in range(len(starts_q) - 1):
+            if starts_q[n] <= i < starts_q[n + 1] and starts_k[n] <= j < starts_k[n + 1]:
+                Lq, Lk = starts_q[n + 1] - starts_q[n], starts_k[n + 1] - starts_k[n]
+                local_i, local_j = i - starts_q[n], j - starts_k[n]
+                break
+        else:
+            return False
+    else:
+        local_i, local_j = i, j
+    ahead = local_j - local_i - (Lk - Lq if kwargs.get("align") == "bottom_right" else 0)
+    left, right = kwargs.get("window") or (None, None)
+    if kwargs.get("is_causal") and ahead > 0:
+        return False
+    if left is not None and ahead < -left:
+        return False
+    if right is not None and ahead > right:
+        return False
+    for name, place in (("key_padding", j), ("query_padding", i)):
+        if (t := kwargs.get(name)) is not None and not t[b if t.shape[0] > 1 else 0, place].item():
+            return False
+    if (t := kwargs.get("attn_mask")) is not None:
+        places = (b, h, i, j)[4 - t.dim() :]
+        return bool(t[tuple(p if n > 1 else 0 for p, n in zip(places, t.shape, strict=True))].item())
+    return True
+
+
+def brute_force(kwargs: Kwargs, B: int, H: int, Lq: int, Lk: int) -> Tensor:
+    """The mask by loops, bool (B, H, Lq, Lk)."""
+    keep = torch.zeros(B, H, Lq, Lk, dtype=torch.bool)
+    for b in range(B):
+        for h in range(H):
+            for i in range(Lq):
+                for j in range(Lk):
+                    keep[b, h, i, j] = sees(kwargs, b, h, i, j, Lq, Lk)
+    return keep
