@@ -1,0 +1,47 @@
+"""What a launch asks of its device. Everything is read from the host: no kernel, no synchronisation."""
+
+import contextlib
+import functools
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from . import INTERPRETED
+
+
+def refuse_device(x: Tensor) -> str | None:
+    """Why Triton cannot run where x lies, or None."""
+    if x.is_cuda or INTERPRETED:
+        return None
+    return f"Triton runs on a GPU (on a CPU only under TRITON_INTERPRET=1), got tensors on {x.device}"
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, so make it x's."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def current_arch() -> int:
+    """Compute capability of the current device, 90 for sm_90; 0 in the interpreter. Call inside on_device."""
+    return 0 if INTERPRETED else _arch(driver.active.get_current_device())
+
+
+@functools.cache
+def _arch(device: int) -> int:
+    return driver.active.get_current_target().arch
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Streaming multiprocessors of x's device; 1 in the interpreter, so that persistent loops take several turns."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """input_precision of tl.dot: float32 is multiplied as torch multiplies it on a GPU, by default exactly."""
+    if dtype != torch.float32:
+        return "tf32"  # one name for the 16-bit types, which it does not touch: one compiled kernel
+    matmul = torch.backends.cuda.matmul
+    # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
+    tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if tf32 else "ieee"
