@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 def dropout_constants(dropout_p: float) -> tuple[int, float]:
-    """(threshold, scale): an element is kept when its 16-bit number is >= threshold, and is then multiplied by scale."""
+    """(threshold, scale): an element is kept when its 16-bit number reaches threshold, then multiplied by scale."""
     return round(dropout_p * 65536), 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)
 
 
