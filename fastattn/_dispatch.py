@@ -1,7 +1,7 @@
 """The only place that picks a backend.
 
-Order of choice: the ``backend=`` argument, the ``use_backend()`` context, the environment's FASTATTN_BACKEND, then the op's own
-order for the device. A backend asked for by name serves or raises with its reason; the automatic choice takes the first
+Order of choice: the ``backend=`` argument, the ``use_backend()`` context, the environment's FASTATTN_BACKEND, then the
+device's own order. A backend asked for by name serves or raises with its reason; the automatic choice takes the first
 that can. Each op has one room per backend: a module with ``why_not`` and the op's functions, imported when first asked.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -62,7 +62,7 @@ def register(stem: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None returns to the automatic choice."""
+    """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None: the automatic choice."""
     token = _in_context.set(None if name is None else _known(name, "use_backend()"))
     try:
         yield
@@ -92,7 +92,7 @@ def default_order(device: torch.device) -> tuple[str, ...]:
     return DEFAULT_ORDER.get(device.type, OTHER_ORDER)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_room(stem: str, backend: str) -> ModuleType | str:
     """The room's module, or why there is none here. A room that is broken, rather than absent, raises."""
     name = f"{_PACKAGE[backend]}.{stem}"
@@ -117,7 +117,8 @@ def choose(stem: str, device: torch.device, arguments: tuple[Any, ...], backend:
     name, source = requested(backend)
     if name is not None:
         if (reason := refusal(stem, name, arguments)) is not None:
-            raise RuntimeError(f"{OPS[stem].function.__name__}: backend {name!r} ({source}) cannot serve this call: {reason}")
+            op = OPS[stem].function.__name__
+            raise RuntimeError(f"{op}: backend {name!r} ({source}) cannot serve this call: {reason}")
         return name, load_room(stem, name)
     for name in default_order(device):
         if refusal(stem, name, arguments) is None:

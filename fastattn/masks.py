@@ -45,7 +45,7 @@ class AttentionMask:
     query_padding: bool (B, Lq) or (1, Lq), True = a real query.
     is_causal: query i sees key j when j <= i, counted as ``align`` says.
     window: (left, right): i - left <= j <= i + right, counted likewise; None for a side without limit.
-    align: "top_left" counts from the first query and key, as torch does; "bottom_right" from the last, as FlashAttention:
+    align: "top_left" counts from the first query and key, as torch does; "bottom_right" from the last:
 
         top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
                           1 1 . .                              1 1 1 1
@@ -189,6 +189,31 @@ class AttentionMask:
             keep = keep & self.attn_mask
         return keep
 
+    def visible(
+        self, Lq: int, Lk: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """For PyTorch's own operators: (hide, sees, seen), bool, each None where it is known to change nothing.
+
+        hide (b, h, Lq, Lk): True = masked; but a query that sees nothing is shown everything, so that no softmax is NaN.
+        sees (b, h, Lq, 1): queries that see something.     seen (b, h, Lk, 1): keys that somebody sees.
+        """
+        if self.bias is not None:  # it may hold -inf, and may be another one at the next call
+            return self._build_visible(Lq, Lk, device)
+        return self._cached(("visible", Lq, Lk, device), lambda: self._build_visible(Lq, Lk, device))
+
+    def _build_visible(
+        self, Lq: int, Lk: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        keep = self._cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
+        if self.bias is not None:
+            keep = keep & (self.bias != -torch.inf)
+        sees, seen = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
+        hide = ~keep & sees
+        if device.type != "cpu" or torch.compiler.is_compiling():
+            return hide, sees, seen
+        # On a CPU a look at the values costs no synchronisation and saves passes over the data.
+        return (hide if hide.any() else None), (None if sees.all() else sees), (None if seen.all() else seen)
+
     def intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(k_start, k_end), int32 (B or 1, Lq): query i may see only keys k_start <= j < k_end.
 
@@ -224,7 +249,7 @@ class AttentionMask:
         return torch.where(some, start, 0).to(torch.int32), torch.where(some, end, 0).to(torch.int32)
 
     def tiles(self, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int, device: torch.device) -> Tiles:
-        """The lists for tiles of BLOCK_M queries by BLOCK_N keys; built once, on the device, without a host synchronisation."""
+        """The lists for tiles of BLOCK_M queries by BLOCK_N keys; built once, without a host synchronisation."""
         key = ("tiles", Lq, Lk, BLOCK_M, BLOCK_N, device)
         return self._cached(key, lambda: self._build_tiles(Lq, Lk, BLOCK_M, BLOCK_N, device))
 

@@ -1,10 +1,10 @@
-"""Masked scaled dot-product attention, the formula. Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1.
+"""Masked scaled dot-product attention, the formula. Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1.
 
     S = softmax_scale * q k^T + bias;  S_ij = -inf where query i may not see key j
     lse_i = log sum_j exp(S_ij);  P_ij = exp(S_ij - lse_i);  out = dropout(P) v
 
-A query that sees nothing has out = 0, lse = -inf and no gradient. It, and a key that no query sees, take no part at all:
-whatever they hold, NaN included, reaches nothing (0 * NaN would).
+A query that sees nothing has out = 0, lse = -inf and no gradient. It, and a key that no query sees, take no part at
+all: whatever they hold, NaN included, reaches nothing (0 * NaN would).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def attention(
     return_lse: bool = True,
     return_weights: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk).
+    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv), lse (B, H, Lq) and the weights.
 
-    Differentiable in q, k, v and mask.bias. Sums run in float32, or in float64 for float64 inputs.
+    weights: (B, H, Lq, Lk), P after dropout. Differentiable in q, k, v and mask.bias. Sums run in float32, or in
+    float64 for float64 inputs.
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]

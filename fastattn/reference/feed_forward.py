@@ -2,8 +2,8 @@
 
     out = dropout(act(x weight1^T + bias1)) weight2^T + bias2
 
-Source: Vaswani et al. 2017, section 3.3; gated forms: Shazeer 2020, "GLU Variants Improve Transformer", where the first half
-of weight1's rows makes the gate and the second half the value: act(x G^T) * (x U^T).
+Source: Vaswani et al. 2017, section 3.3; gated forms: Shazeer 2020, "GLU Variants Improve Transformer". There the first
+half of weight1's rows makes the gate and the second half the value: act(x G^T) * (x U^T).
 """
 
 from __future__ import annotations

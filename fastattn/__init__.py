@@ -1,0 +1,25 @@
+"""fastattn: encoder-decoder Transformers in PyTorch, several times faster by changing one import.
+
+Fused kernels for masked attention, residual + dropout + layer normalisation and the position-wise feed-forward network,
+beside a plain PyTorch path that says what they must compute. `python -m fastattn doctor` compares the two here.
+"""
+
+from fastattn._dispatch import Explanation, explain, use_backend
+from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
+from fastattn.ops.add_layer_norm import dropout_add_layer_norm
+from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.feed_forward import feed_forward
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionMask",
+    "Explanation",
+    "dropout_add_layer_norm",
+    "explain",
+    "feed_forward",
+    "get_pad_mask",
+    "get_subsequent_mask",
+    "scaled_dot_product_attention",
+    "use_backend",
+]

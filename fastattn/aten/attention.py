@@ -1,0 +1,100 @@
+"""Attention by PyTorch's fused operator where it keeps our promises, and by matmul, softmax, matmul elsewhere.
+
+The fused operator has no dropout of ours, no weights and no lse, and we give it no bias: it rounds the sum of score and
+bias in ways that depend on which of its backends runs.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattn.masks import AttentionMask
+from fastattn.reference import philox
+
+# cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
+_MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
+    """PyTorch serves everything."""
+    return None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    *,
+    return_lse: bool = True,
+    return_weights: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As fastattn.reference.attention.attention, which is the specification."""
+    B, H, Lq, _ = q.shape
+    Lk = k.shape[2]
+    bias = None if mask is None else mask.bias
+    hide = sees = None
+    if mask is not None:
+        hide, sees, seen = mask.visible(Lq, Lk, q.device)
+        if seen is not None:  # keys that nobody sees: 0 * NaN must not reach the sums
+            if seen.shape[1] != 1:
+                k, v = _repeat_heads(k, v, H)
+            k, v = k.where(seen, 0), v.where(seen, 0)
+        if sees is not None:
+            q = q.where(sees, 0)
+
+    lse = weights = None
+    if rng_state is None and bias is None and not return_lse and not return_weights and Lk > 0:
+        out = _fused(q, k, v, mask, hide, softmax_scale)
+    else:
+        k, v = _repeat_heads(k, v, H)
+        scores = _scores(q, k, softmax_scale)
+        if bias is not None:
+            scores = scores + (bias if hide is None else bias.masked_fill(hide, 0))
+        if hide is not None:
+            scores = scores.masked_fill_(hide, -torch.inf)
+        if return_lse:
+            lse = torch.logsumexp(scores, dim=-1)
+            lse = lse if sees is None else lse.where(sees.squeeze(-1), -torch.inf)
+        weights = torch.softmax(scores, dim=-1).to(q.dtype)
+        scale = 1.0
+        if rng_state is not None:
+            keep = philox.keep_mask(rng_state, B * H * Lq, Lk, dropout_p).view(B, H, Lq, Lk)
+            weights = weights.masked_fill(~keep, 0)
+            scale = philox.rescale(dropout_p)
+        out = torch.matmul(weights, v) * scale  # rescaling here touches Dv numbers a row, not Lk
+        if return_weights:
+            weights = weights * scale if sees is None else (weights * scale).where(sees, 0)
+    return out if sees is None else out.where(sees, 0), lse, weights
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Tensor | None, scale: float) -> Tensor:
+    Lq, Lk, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+    if mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    keep = None if hide is None else ~hide
+    with sdpa_kernel(_MASKED_BACKENDS) if q.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=grouped)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """softmax_scale * q k^T in float32 at least; exact inputs are scaled before the product, where they are fewer."""
+    if q.dtype in (torch.float32, torch.float64):
+        return torch.matmul(q * scale, k.mT)
+    return torch.matmul(q, k.mT).float() * scale
+
+
+def _repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:
+    if k.shape[1] == H:
+        return k, v
+    return k.repeat_interleave(H // k.shape[1], dim=1), v.repeat_interleave(H // v.shape[1], dim=1)

@@ -1,0 +1,56 @@
+"""Checks and casts that the front desks share. Messages name the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_float(name: str, t: object) -> None:
+    """t is a Tensor of a floating dtype that some backend serves."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if t.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {t.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+
+
+def check_like(name: str, t: Tensor, like_name: str, like: Tensor, *, dtype: bool = True) -> None:
+    """t lies on the device, and has the dtype, of another argument."""
+    check_float(name, t)
+    if t.device != like.device:
+        raise ValueError(f"{name} is on {t.device}, expected {like.device} as {like_name}")
+    if dtype and t.dtype != like.dtype:
+        raise TypeError(f"{name} has dtype {t.dtype}, expected {like.dtype} as {like_name}")
+
+
+def check_shape(name: str, t: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    if tuple(t.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {meaning} = {shape}")
+
+
+def check_dropout(dropout_p: float) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p is the probability of dropping, between 0 and 1, got {dropout_p}")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast asks for on this device, None outside of it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """The inputs were cast: below the front desk, formulas run in the dtypes they are given."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def cast(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """t in the autocast dtype; float64 stays, as under torch.autocast."""
+    return t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype)

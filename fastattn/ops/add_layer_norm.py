@@ -1,0 +1,125 @@
+"""Front desk of dropout + residual + layer normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _dispatch
+from fastattn.ops import _arguments as arguments
+from fastattn.ops import _library
+from fastattn.reference.philox import draw_rng_state
+
+
+def _query(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    **options: Any,
+) -> tuple[torch.device, tuple[Tensor, Tensor | None, Tensor, Tensor, float]]:
+    """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
+    arguments.check_float("x", x)
+    dtype = arguments.autocast_dtype(x.device)
+    x = arguments.cast(x, dtype)
+    if x.dim() == 0:
+        raise ValueError("x has no dimensions, expected (..., hidden)")
+    hidden = x.shape[-1]
+    if hidden == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}: the last dimension, hidden, is empty")
+    if residual is not None:
+        arguments.check_float("residual", residual)
+        residual = arguments.cast(residual, dtype)
+        arguments.check_like("residual", residual, "x", x)
+        arguments.check_shape("residual", residual, tuple(x.shape), "the shape of x")
+        residual = residual.reshape(-1, hidden).contiguous()
+    for name, t in (("weight", weight), ("bias", bias)):
+        arguments.check_like(name, t, "x", x, dtype=False)
+        arguments.check_shape(name, t, (hidden,), "(hidden,)")
+    arguments.check_like("bias", bias, "weight", weight)
+    if weight.dtype not in (torch.float32, x.dtype):
+        raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {x.dtype} as x")
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    arguments.check_dropout(dropout_p)
+    x = x.reshape(-1, hidden).contiguous()
+    return x.device, (x, residual, weight.contiguous(), bias.contiguous(), float(dropout_p))
+
+
+@_dispatch.register("add_layer_norm", _query)
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    *,
+    return_sum: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out = layer_norm(residual + dropout(x)) * weight + bias, in one pass over the data each way.
+
+    x (..., hidden): float32, bfloat16, float16 (float64 in the backends reference and aten). Under torch.autocast x and
+        residual are cast to its dtype.
+    residual: as x, or None for layer_norm(dropout(x)).
+    weight, bias (hidden,): float32 or x's dtype.      eps: added to the variance.
+    dropout_p: the probability of dropping an element of x, by the rule of fastattn/reference/philox.py; 0.0 in eval.
+    return_sum: also return z = residual + dropout(x), which a pre-norm model carries on; differentiable.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+
+    Returns out, or (out, z), shaped and typed as x. Sums and statistics run in float32, of z before it is rounded.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
+    """
+    shape = x.shape if isinstance(x, Tensor) else ()
+    device, call = _query(x, residual, weight, bias, eps, dropout_p)
+    name, room = _dispatch.choose("add_layer_norm", device, call, backend)
+    x, residual, weight, bias, dropout_p = call
+    rng_state = draw_rng_state(device) if dropout_p > 0 else None
+    inputs = (x, residual, weight, bias, float(eps), dropout_p, rng_state)
+    with arguments.no_autocast(device):
+        if hasattr(room, "add_layer_norm"):
+            out, z = room.add_layer_norm(*inputs)
+        elif torch.compiler.is_compiling():
+            out, z = _library.add_layer_norm(*inputs, name)
+        else:
+            out, z = _AddLayerNorm.apply(*inputs, room)
+    return (out.view(shape), z.view(shape)) if return_sum else out.view(shape)
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """Straight from autograd to the launch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        dropout_p: float,
+        rng_state: Tensor | None,
+        room: Any,
+    ) -> tuple[Tensor, Tensor]:
+        out, z, mean, rstd = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
+        z = z.view_as(z) if z is x else z  # an input must not be returned as it is
+        ctx.save_for_backward(z, weight, bias, mean, rstd, rng_state)
+        ctx.options = (dropout_p, residual is not None, room)
+        ctx.set_materialize_grads(False)
+        return out, z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        z, weight, bias, mean, rstd, rng_state = ctx.saved_tensors
+        dropout_p, has_residual, room = ctx.options
+        dout = torch.zeros_like(z) if dout is None else dout.contiguous()
+        dz = None if dz is None else dz.contiguous()
+        grads = room.add_layer_norm_bwd(dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual)
+        return *grads, None, None, None, None

@@ -1,0 +1,155 @@
+"""Front desk of masked scaled dot-product attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _dispatch
+from fastattn.masks import AttentionMask
+from fastattn.ops import _arguments as arguments
+from fastattn.ops import _library
+from fastattn.reference.philox import draw_rng_state
+
+
+def _query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | AttentionMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
+    """Check a call's arguments and bring them into the form that rooms take: (device, (q, k, v, mask, dropout_p))."""
+    arguments.check_float("query", query)
+    dtype = arguments.autocast_dtype(query.device)
+    query, key, value = (arguments.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        arguments.check_like(name, t, "query", query)
+        if t.dim() != 4:
+            raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected 4: (B, H, L, D)")
+    B, H, Lq, Dk = query.shape
+    Hk, Lk = key.shape[1:3]
+    arguments.check_shape("key", key, (B, Hk, Lk, Dk), "(B, Hk, Lk, Dk)")
+    arguments.check_shape("value", value, (B, Hk, Lk, value.shape[3]), "(B, Hk, Lk, Dv)")
+    if Hk != H and not enable_gqa:
+        raise ValueError(f"key has {Hk} heads and query {H}: pass enable_gqa=True for grouped-query attention")
+    if Hk != H and (Hk == 0 or H % Hk != 0):
+        raise ValueError(f"key has {Hk} heads, which must divide the {H} heads of query")
+    if Dk == 0 or value.shape[3] == 0:
+        raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
+    arguments.check_dropout(dropout_p)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    mask = AttentionMask.of(attn_mask)
+    if is_causal:
+        causal = AttentionMask(is_causal=True)
+        mask = causal if mask is None else mask & causal
+    if mask is not None:
+        mask.check(B, H, Lq, Lk, query.device)
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    return query.device, (query, key, value, mask, float(dropout_p))
+
+
+@_dispatch.register("attention", _query)
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | AttentionMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """out = dropout(softmax(scale * query key^T + bias, where the mask allows)) value, without storing the scores.
+
+    A drop-in for torch.nn.functional.scaled_dot_product_attention that takes every mask, together with ``is_causal``.
+
+    query (B, H, Lq, Dk), key (B, Hk, Lk, Dk), value (B, Hk, Lk, Dv): float32, bfloat16, float16 (float64 in reference
+        and aten), one dtype and device, any strides. Under torch.autocast they are cast to its dtype.
+    attn_mask: bool, True = attend, or floating point, added to the scores and differentiable; either broadcasts to
+        (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers.
+    dropout_p: the probability of dropping a weight, by the rule of fastattn/reference/philox.py; pass 0.0 in eval.
+    is_causal: query i sees key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
+    scale: default Dk ** -0.5.
+    enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
+    return_lse: also return lse (B, H, Lq), float32, the natural logarithm of the softmax's sum, -inf where nothing is
+        seen; differentiable.
+    return_weights: also return the weights after dropout, (B, H, Lq, Lk). Differentiable in the backends reference and
+        aten; the kernels recompute them from lse, without a gradient.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+
+    Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]). A query that sees nothing gives 0.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
+    """
+    device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    name, room = _dispatch.choose("attention", device, call, backend)
+    q, k, v, mask, dropout_p = call
+    softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    rng_state = draw_rng_state(device) if dropout_p > 0 else None
+    options = (softmax_scale, dropout_p, rng_state)
+    with arguments.no_autocast(device):
+        if hasattr(room, "attention"):
+            out, lse, weights = room.attention(
+                q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights
+            )
+        else:
+            if torch.compiler.is_compiling():
+                out, lse = _library.attention(q, k, v, mask, *options, name)
+            else:
+                out, lse = _Attention.apply(q, k, v, None if mask is None else mask.bias, mask, *options, room)
+            weights = None
+            if return_weights:
+                with torch.no_grad():
+                    weights = room.attention_weights(q, k, lse.detach(), mask, *options)
+    if not return_lse and not return_weights:
+        return out
+    return (out,) + ((lse,) if return_lse else ()) + ((weights,) if return_weights else ())
+
+
+class _Attention(torch.autograd.Function):
+    """Straight from autograd to the launch. bias is an input of its own so that it gets its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: AttentionMask | None,
+        softmax_scale: float,
+        dropout_p: float,
+        rng_state: Tensor | None,
+        room: Any,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = room.attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
+        ctx.save_for_backward(q, k, v, bias, out, lse, rng_state)
+        ctx.mask = None if mask is None else mask.with_bias(None)
+        ctx.options = (softmax_scale, dropout_p, room)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, lse, rng_state = ctx.saved_tensors
+        softmax_scale, dropout_p, room = ctx.options
+        mask = None if ctx.mask is None else ctx.mask.with_bias(bias)
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = room.attention_bwd(
+            dout, dlse, q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state, ctx.needs_input_grad[3]
+        )
+        return *grads, None, None, None, None, None

@@ -1,0 +1,127 @@
+"""Front desk of the position-wise feed-forward network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _dispatch
+from fastattn.ops import _arguments as arguments
+from fastattn.ops import _library
+from fastattn.reference.feed_forward import ACTIVATIONS, GATED
+from fastattn.reference.philox import draw_rng_state
+
+
+def _query(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str = "relu",
+    dropout_p: float = 0.0,
+    **options: Any,
+) -> tuple[torch.device, tuple[Any, ...]]:
+    """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
+    arguments.check_float("x", x)
+    if activation not in ACTIVATIONS and activation not in GATED:
+        raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
+    dtype = arguments.autocast_dtype(x.device)
+    x = arguments.cast(x, dtype)
+    if x.dim() == 0:
+        raise ValueError("x has no dimensions, expected (..., d)")
+    named = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
+    for name, t in named.items():
+        if t is not None or name in ("weight1", "weight2"):
+            arguments.check_float(name, t)
+            named[name] = arguments.cast(t, dtype)
+            arguments.check_like(name, named[name], "x", x)
+    weight1, bias1, weight2, bias2 = named.values()
+    if weight1.dim() != 2 or weight2.dim() != 2:
+        raise ValueError(f"weight1 and weight2 must be matrices, got {tuple(weight1.shape)} and {tuple(weight2.shape)}")
+    d, (rows, halves) = x.shape[-1], (weight1.shape[0], 2 if activation in GATED else 1)
+    arguments.check_shape("weight1", weight1, (rows, d), "(d_ff, d) or, for a gated activation, (2 * d_ff, d)")
+    if rows % halves:
+        raise ValueError(f"weight1 has {rows} rows, but the gated activation {activation!r} needs an even number")
+    arguments.check_shape("weight2", weight2, (weight2.shape[0], rows // halves), "(d_out, d_ff)")
+    if bias1 is not None:
+        arguments.check_shape("bias1", bias1, (rows,), "the rows of weight1")
+    if bias2 is not None:
+        arguments.check_shape("bias2", bias2, (weight2.shape[0],), "the rows of weight2")
+    arguments.check_dropout(dropout_p)
+    x = x.reshape(-1, d).contiguous()
+    return x.device, (x, weight1, bias1, weight2, bias2, activation, float(dropout_p))
+
+
+@_dispatch.register("feed_forward", _query)
+def feed_forward(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str = "relu",
+    dropout_p: float = 0.0,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """out = dropout(act(x weight1^T + bias1)) weight2^T + bias2.
+
+    x (..., d): float32, bfloat16, float16 (float64 in reference and aten); weights as torch.nn.Linear holds them, in
+        x's dtype. Under torch.autocast all are cast to its dtype.
+    activation: "relu", "gelu", "gelu_tanh", "silu", with weight1 (d_ff, d) and bias1 (d_ff,); or, gated, "reglu",
+        "geglu", "geglu_tanh", "swiglu", with weight1 (2 * d_ff, d): act(first half) * second half.
+    weight2 (d_out, d_ff), bias2 (d_out,). Biases may be None.
+    dropout_p: the probability of dropping a hidden unit, by the rule of fastattn/reference/philox.py; 0.0 in eval.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+
+    Returns (..., d_out) in x's dtype.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Source: Vaswani et al. 2017, section 3.3; Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
+    """
+    shape = x.shape[:-1] if isinstance(x, Tensor) else ()
+    device, call = _query(x, weight1, bias1, weight2, bias2, activation, dropout_p)
+    name, room = _dispatch.choose("feed_forward", device, call, backend)
+    rng_state = draw_rng_state(device) if dropout_p > 0 else None
+    with arguments.no_autocast(device):
+        if hasattr(room, "feed_forward"):
+            out = room.feed_forward(*call, rng_state)
+        elif torch.compiler.is_compiling():
+            out = _library.feed_forward(*call, rng_state, name)
+        else:
+            out = _FeedForward.apply(*call, rng_state, room)
+    return out.view(*shape, out.shape[-1])
+
+
+class _FeedForward(torch.autograd.Function):
+    """Straight from autograd to the launch. The room says what it saves; no dropout mask is among it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        bias2: Tensor | None,
+        activation: str,
+        dropout_p: float,
+        rng_state: Tensor | None,
+        room: Any,
+    ) -> Tensor:
+        out, saved = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
+        ctx.save_for_backward(x, weight1, bias1, weight2, bias2, rng_state, *saved)
+        ctx.options = (activation, dropout_p, room)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight1, bias1, weight2, bias2, rng_state, *saved = ctx.saved_tensors
+        activation, dropout_p, room = ctx.options
+        grads = room.feed_forward_bwd(
+            dout.contiguous(), x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, tuple(saved)
+        )
+        return *grads, None, None, None, None
