@@ -1,0 +1,41 @@
+"""Fixtures of all tests. Without a GPU, Triton kernels run in Triton's interpreter: the flag must be set before import."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels are tested: the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty and its kind give NaN (integers: the largest), so an output that a kernel forgot to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> None:
+    torch.manual_seed(20170612)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # two xdist workers on two cores
