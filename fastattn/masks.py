@@ -16,6 +16,7 @@ from torch import Tensor
 Band = tuple[int | None, int | None]  # j - i in [lo, hi]; None = unbounded
 _ALIGNMENTS = ("top_left", "bottom_right")
 _FREE: Band = (None, None)
+_NO_BOUND = 2**62  # None among integers, in flatten()
 
 
 class Tiles(NamedTuple):
@@ -194,7 +195,7 @@ class AttentionMask:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """For PyTorch's own operators: (hide, sees, seen), bool, each None where it is known to change nothing.
 
-        hide (b, h, Lq, Lk): True = masked; but a query that sees nothing is shown everything, so that no softmax is NaN.
+        hide (b, h, Lq, Lk): True = masked; but a query that sees nothing is shown everything, so no softmax is NaN.
         sees (b, h, Lq, 1): queries that see something.     seen (b, h, Lk, 1): keys that somebody sees.
         """
         if self.bias is not None:  # it may hold -inf, and may be another one at the next call
@@ -281,23 +282,18 @@ class AttentionMask:
             self._cache[key] = build()
         return self._cache[key]
 
-    def flatten(self) -> tuple[list[Tensor | None], list[int | None]]:
-        """The mask as tensors and integers, for a torch.library op; ``unflatten`` is the way back."""
-        return list(self._tensors().values()), [n for name in _ALIGNMENTS for n in self._bands[name]]
+    def flatten(self) -> tuple[list[Tensor | None], list[int]]:
+        """Everything but the bias as tensors and integers, for a torch.library op; ``unflatten`` is the way back."""
+        bounds = [n for name in _ALIGNMENTS for n in self._bands[name]]
+        return list(self.with_bias(None)._tensors().values()), [_NO_BOUND if n is None else n for n in bounds]
 
     @classmethod
-    def unflatten(cls, tensors: list[Tensor | None], bands: list[int | None]) -> AttentionMask:
-        attn_mask, bias, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k = tensors
-        mask = cls(
-            attn_mask,
-            bias=bias,
-            key_padding=key_padding,
-            query_padding=query_padding,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-        )
-        mask._bands = {"top_left": (bands[0], bands[1]), "bottom_right": (bands[2], bands[3])}
-        return mask
+    def unflatten(cls, tensors: list[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask:
+        mask = cls()
+        mask.__dict__.update(zip(mask._tensors(), tensors, strict=True))
+        low, high, low_br, high_br = (None if n == _NO_BOUND else n for n in bounds)
+        mask._bands = dict(zip(_ALIGNMENTS, ((low, high), (low_br, high_br)), strict=True))
+        return mask.with_bias(bias)
 
 
 def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:

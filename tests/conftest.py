@@ -1,4 +1,4 @@
-"""Fixtures of all tests. Without a GPU, Triton kernels run in Triton's interpreter: the flag must be set before import."""
+"""Fixtures of all tests. Without a GPU, Triton kernels run in Triton's interpreter; the flag precedes any import."""
 
 from __future__ import annotations
 

@@ -1,0 +1,312 @@
+"""The kernels as torch.library operators, for torch.compile, torch.export and opcheck.
+
+Eager calls do not pass here: they go from autograd.Function straight to the launch, which costs a third of the time on
+the host. Each operator calls the same room functions, named by ``backend``; its fake says shapes, dtypes and strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _dispatch
+from fastattn.masks import AttentionMask
+
+
+def _room(stem: str, backend: str) -> Any:
+    return _dispatch.load_room(stem, backend)
+
+
+def _mask(masks: list[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask | None:
+    return AttentionMask.unflatten(masks, bounds, bias) if bounds else None
+
+
+def _zeros_if_none(t: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if t is None else t
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable, as one operator in a traced graph."""
+    masks, bounds = ([], []) if mask is None else mask.flatten()
+    bias = None if mask is None else mask.bias
+    return attention_op(q, k, v, bias, masks, bounds, softmax_scale, dropout_p, rng_state, backend)
+
+
+@torch.library.custom_op("fastattn::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    masks: list[Tensor | None],
+    bounds: list[int],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    mask = _mask(masks, bounds, bias)
+    return _room("attention", backend).attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
+
+
+@attention_op.register_fake
+def _(q, k, v, bias, masks, bounds, softmax_scale, dropout_p, rng_state, backend):
+    B, H, Lq, _ = q.shape
+    Dv = v.shape[3]
+    # As the rooms allocate it: heads inside positions if q has them so, the layout of a projection seen as heads.
+    if q.stride(1) < q.stride(2):
+        out = q.new_empty(B, Lq, H, Dv).transpose(1, 2)
+    else:
+        out = q.new_empty(B, H, Lq, Dv)
+    return out, q.new_empty(B, H, Lq, dtype=torch.float32)
+
+
+@torch.library.custom_op("fastattn::attention_backward", mutates_args=())
+def attention_backward_op(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    masks: list[Tensor | None],
+    bounds: list[int],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    needs_dbias: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mask = _mask(masks, bounds, bias)
+    dq, dk, dv, dbias = _room("attention", backend).attention_bwd(
+        dout, dlse, q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state, needs_dbias
+    )
+    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
+
+
+@attention_backward_op.register_fake
+def _(dout, dlse, q, k, v, out, lse, bias, masks, bounds, softmax_scale, dropout_p, rng_state, needs_dbias, backend):
+    dbias = torch.empty_like(bias) if needs_dbias else q.new_empty(0)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias
+
+
+def _attention_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, masks, bounds, softmax_scale, dropout_p, rng_state, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, bias, rng_state, *masks)
+    ctx.options = (bounds, softmax_scale, dropout_p, backend)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    q, k, v, out, lse, bias, rng_state, *masks = ctx.saved_tensors
+    bounds, softmax_scale, dropout_p, backend = ctx.options
+    needs_dbias = bias is not None and ctx.needs_input_grad[3]
+    dout = _zeros_if_none(dout, out)
+    options = (softmax_scale, dropout_p, rng_state, needs_dbias, backend)
+    dq, dk, dv, dbias = attention_backward_op(dout, dlse, q, k, v, out, lse, bias, masks, bounds, *options)
+    return dq, dk, dv, dbias if needs_dbias else None, [None] * len(masks), None, None, None, None, None
+
+
+attention_op.register_autograd(_attention_backward, setup_context=_attention_setup)
+
+
+# --- dropout + residual + layer normalisation ----------------------------------------------------------------------
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, z), differentiable, as one operator in a traced graph."""
+    return add_layer_norm_op(x, residual, weight, bias, eps, dropout_p, rng_state, backend)[:2]
+
+
+@torch.library.custom_op("fastattn::add_layer_norm", mutates_args=())
+def add_layer_norm_op(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    room = _room("add_layer_norm", backend)
+    out, z, mean, rstd = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
+    return out, z.clone() if z is x else z, mean, rstd  # an operator's output must not be its input
+
+
+@add_layer_norm_op.register_fake
+def _(x, residual, weight, bias, eps, dropout_p, rng_state, backend):
+    statistics = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(x), torch.empty_like(x), *statistics
+
+
+@torch.library.custom_op("fastattn::add_layer_norm_backward", mutates_args=())
+def add_layer_norm_backward_op(
+    dout: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    has_residual: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    room = _room("add_layer_norm", backend)
+    dx, dresidual, dweight, dbias = room.add_layer_norm_bwd(
+        dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual
+    )
+    if dresidual is None:
+        dresidual = z.new_empty(0)
+    return dx, dresidual.clone() if dresidual is dx else dresidual, dweight, dbias
+
+
+@add_layer_norm_backward_op.register_fake
+def _(dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual, backend):
+    dresidual = torch.empty_like(z) if has_residual else z.new_empty(0)
+    return torch.empty_like(z), dresidual, torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _add_layer_norm_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    _, residual, weight, bias, _, dropout_p, rng_state, backend = inputs
+    _, z, mean, rstd = output
+    ctx.save_for_backward(z, weight, bias, mean, rstd, rng_state)
+    ctx.options = (dropout_p, residual is not None, backend)
+    ctx.set_materialize_grads(False)
+
+
+def _add_layer_norm_backward(ctx: Any, dout: Tensor | None, dz: Tensor | None, *_: None) -> tuple:
+    z, weight, bias, mean, rstd, rng_state = ctx.saved_tensors
+    dropout_p, has_residual, backend = ctx.options
+    dout = _zeros_if_none(dout, z).contiguous()
+    dz = None if dz is None else dz.contiguous()
+    dx, dresidual, dweight, dbias = add_layer_norm_backward_op(
+        dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual, backend
+    )
+    return dx, dresidual if has_residual else None, dweight, dbias, None, None, None, None
+
+
+add_layer_norm_op.register_autograd(_add_layer_norm_backward, setup_context=_add_layer_norm_setup)
+
+
+# --- feed-forward --------------------------------------------------------------------------------------------------
+
+
+def feed_forward(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """out, differentiable, as one operator in a traced graph."""
+    return feed_forward_op(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend)[0]
+
+
+@torch.library.custom_op("fastattn::feed_forward", mutates_args=())
+def feed_forward_op(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    room = _room("feed_forward", backend)
+    out, saved = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
+    hidden, z = (*saved, x.new_empty(0)) if activation == "relu" else saved
+    return out, hidden, z
+
+
+@feed_forward_op.register_fake
+def _(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend):
+    tokens = x.shape[0]
+    z = x.new_empty(0) if activation == "relu" else x.new_empty(tokens, weight1.shape[0])
+    return x.new_empty(tokens, weight2.shape[0]), x.new_empty(tokens, weight2.shape[1]), z
+
+
+@torch.library.custom_op("fastattn::feed_forward_backward", mutates_args=())
+def feed_forward_backward_op(
+    dout: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    hidden: Tensor,
+    z: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    room = _room("feed_forward", backend)
+    saved = (hidden,) if activation == "relu" else (hidden, z)
+    grads = room.feed_forward_bwd(
+        dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, saved
+    )
+    dx, dweight1, dbias1, dweight2, dbias2 = (x.new_empty(0) if grad is None else grad for grad in grads)
+    return dx, dweight1, dbias1, dweight2, dbias2
+
+
+@feed_forward_backward_op.register_fake
+def _(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, hidden, z, backend):
+    dx, dweight1, dbias1, dweight2, dbias2 = (
+        x.new_empty(0) if t is None else x.new_empty(t.shape) for t in (x, weight1, bias1, weight2, bias2)
+    )
+    return dx, dweight1, dbias1, dweight2, dbias2
+
+
+def _feed_forward_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend = inputs
+    _, hidden, z = output
+    ctx.save_for_backward(x, weight1, bias1, weight2, bias2, rng_state, hidden, z)
+    ctx.options = (activation, dropout_p, backend)
+
+
+def _feed_forward_backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple:
+    x, weight1, bias1, weight2, bias2, rng_state, hidden, z = ctx.saved_tensors
+    activation, dropout_p, backend = ctx.options
+    weights = (weight1, bias1, weight2, bias2)
+    dx, dweight1, dbias1, dweight2, dbias2 = feed_forward_backward_op(
+        dout.contiguous(), x, *weights, activation, dropout_p, rng_state, hidden, z, backend
+    )
+    dbias1, dbias2 = (None if b is None else db for b, db in ((bias1, dbias1), (bias2, dbias2)))
+    return dx, dweight1, dbias1, dweight2, dbias2, None, None, None, None
+
+
+feed_forward_op.register_autograd(_feed_forward_backward, setup_context=_feed_forward_setup)
