@@ -1,0 +1,135 @@
+"""Multi-head attention and what it is made of."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastattn.masks import AttentionMask
+from fastattn.nn.residual import OpenSum, Stream, active, add_norm
+from fastattn.ops.attention import scaled_dot_product_attention
+
+
+def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None:
+    """One AttentionMask for a dense mask without a head dimension, so that many layers can share what it prepares.
+
+    mask: (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), bool or integer, nonzero = attend; ValueError for anything else.
+        An AttentionMask or None is returned as it is.
+    """
+    if mask is None or isinstance(mask, AttentionMask):
+        return mask
+    if mask.dim() != 3:
+        raise ValueError(f"a dense mask must be (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), got shape {tuple(mask.shape)}")
+    if mask.is_floating_point():
+        raise ValueError(
+            f"a dense mask must be bool or integer, nonzero = attend, got {mask.dtype}. "
+            "An additive mask goes into AttentionMask(bias=...)"
+        )
+    keep = mask != 0
+    return AttentionMask(key_padding=keep[:, 0]) if keep.size(1) == 1 else AttentionMask(keep[:, None])
+
+
+class ScaledDotProductAttention(nn.Module):
+    """dropout(softmax(q k^T / temperature)) v.     Source: Vaswani et al. 2017, section 3.2.1."""
+
+    def __init__(self, temperature: float, attn_dropout: float = 0.1, *, backend: str | None = None) -> None:
+        super().__init__()
+        self.temperature, self.backend = temperature, backend
+        self.dropout = nn.Dropout(attn_dropout)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None = None, *, return_attn: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """q: (B, H, Lq, Dk); k: (B, Hk, Lk, Dk); v: (B, Hk, Lk, Dv), H % Hk == 0.
+
+        mask: AttentionMask, or a tensor broadcastable to (B, H, Lq, Lk), bool with True = attend or float to add.
+        Returns (out (B, H, Lq, Dv), weights (B, H, Lq, Lk) after dropout or None). The weights cost a further pass
+        and Lq * Lk memory, so they are made on request. A query that may attend to nothing gives 0.
+        """
+        result = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            active(self.dropout),
+            scale=1 / self.temperature,
+            enable_gqa=k.size(1) != q.size(1),
+            return_weights=return_attn,
+            backend=self.backend,
+        )
+        return result if return_attn else (result, None)
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature:.6g}"
+
+
+class MultiHeadAttention(nn.Module):
+    """layer_norm(q + dropout(fc(attention(w_qs(q), w_ks(k), w_vs(v))))), without biases in the four linear maps.
+
+    n_head: query heads, of width d_k for queries and keys and d_v for values.
+    dropout: after fc. attn_dropout: on the attention weights; its default does not follow dropout, as in the public
+        implementation.
+    n_head_kv: heads of w_ks and w_vs, each shared by n_head / n_head_kv query heads (grouped-query attention, Ainslie
+        et al. 2023, arXiv:2305.13245); n_head unless given. ValueError where it does not divide n_head.
+    norm_first: see OpenSum; layer_norm then comes before the projections.
+    Source: Vaswani et al. 2017, section 3.2.2.
+    """
+
+    def __init__(
+        self,
+        n_head: int,
+        d_model: int,
+        d_k: int,
+        d_v: int,
+        dropout: float = 0.1,
+        *,
+        attn_dropout: float = 0.1,
+        n_head_kv: int | None = None,
+        norm_first: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        n_head_kv = n_head if n_head_kv is None else n_head_kv
+        if n_head_kv < 1 or n_head % n_head_kv:
+            raise ValueError(f"n_head must be a multiple of n_head_kv, got n_head={n_head} and n_head_kv={n_head_kv}")
+        self.n_head, self.n_head_kv, self.d_k, self.d_v = n_head, n_head_kv, d_k, d_v
+        self.norm_first, self.backend = norm_first, backend
+        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False)
+        self.w_ks = nn.Linear(d_model, n_head_kv * d_k, bias=False)
+        self.w_vs = nn.Linear(d_model, n_head_kv * d_v, bias=False)
+        self.fc = nn.Linear(n_head * d_v, d_model, bias=False)
+        self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
+        self.dropout = nn.Dropout(dropout)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+
+    def forward(
+        self, q: Stream, k: Stream, v: Stream, mask: Tensor | AttentionMask | None = None, *, return_attn: bool = False
+    ) -> tuple[Stream, Tensor | None]:
+        """q: (B, Lq, d_model), also the residual; k, v: (B, Lk, d_model). mask: see as_attention_mask.
+
+        With norm_first q is an OpenSum; k and v are complete and normalised, or for self-attention q itself.
+        Returns (output, the same kind as q; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
+        """
+        if self.norm_first:
+            normed, total = add_norm(q, self.dropout, self.layer_norm, self.backend, return_sum=True)
+            k, v = (normed if x is q else x for x in (k, v))
+            out, attn = self.branch(normed, k, v, mask, return_attn)
+            return OpenSum(out, total), attn
+        out, attn = self.branch(q, k, v, mask, return_attn)
+        return add_norm(OpenSum(out, q), self.dropout, self.layer_norm, self.backend), attn
+
+    def branch(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None, return_attn: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Projections, attention and fc: what the residual connection goes around. Returns (out, weights or None)."""
+        # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
+        q = self.w_qs(q).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
+        k = self.w_ks(k).unflatten(-1, (self.n_head_kv, self.d_k)).transpose(1, 2)
+        v = self.w_vs(v).unflatten(-1, (self.n_head_kv, self.d_v)).transpose(1, 2)
+        out, attn = self.attention(q, k, v, as_attention_mask(mask), return_attn=return_attn)
+        return self.fc(out.transpose(1, 2).flatten(2)), attn
+
+    def extra_repr(self) -> str:
+        return (
+            f"n_head={self.n_head}, n_head_kv={self.n_head_kv}, d_k={self.d_k}, d_v={self.d_v}, "
+            f"norm_first={self.norm_first}"
+        )

@@ -1,0 +1,52 @@
+"""The position-wise feed-forward sublayer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastattn.nn.residual import OpenSum, Stream, add_norm
+from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
+
+
+class PositionwiseFeedForward(nn.Module):
+    """layer_norm(x + dropout(w_2(activation(w_1(x))))), the same two linear maps at every position.
+
+    d_in, d_hid: model width and hidden width. dropout: after w_2; inside there is none, as in the paper.
+    activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, geglu_tanh, swiglu. The gated ones have w_1 of
+        2 * d_hid rows, the gate first, and use act(gate) * up (Shazeer 2020, arXiv:2002.05202).
+    norm_first: see OpenSum; layer_norm then comes before w_1.     Source: Vaswani et al. 2017, sections 3.3 and 5.4.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_hid: int,
+        dropout: float = 0.1,
+        *,
+        activation: str = "relu",
+        norm_first: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS and activation not in GATED:
+            raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
+        self.activation, self.norm_first, self.backend = activation, norm_first, backend
+        self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid)
+        self.w_2 = nn.Linear(d_hid, d_in)
+        self.layer_norm = nn.LayerNorm(d_in, eps=1e-6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Stream) -> Stream:
+        """x: (B, L, d_in), or with norm_first an OpenSum of such. Returns the same kind."""
+        if self.norm_first:
+            normed, total = add_norm(x, self.dropout, self.layer_norm, self.backend, return_sum=True)
+            return OpenSum(self.branch(normed), total)
+        return add_norm(OpenSum(self.branch(x), x), self.dropout, self.layer_norm, self.backend)
+
+    def branch(self, x: Tensor) -> Tensor:
+        """w_2(activation(w_1(x))). x: (B, L, d_in); returns its shape, in the autocast dtype under torch.autocast."""
+        w_1, w_2 = self.w_1, self.w_2
+        return feed_forward(x, w_1.weight, w_1.bias, w_2.weight, w_2.bias, self.activation, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, norm_first={self.norm_first}"

@@ -1,0 +1,95 @@
+"""One layer of the encoder and one of the decoder."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastattn.masks import AttentionMask
+from fastattn.nn.attention import MultiHeadAttention
+from fastattn.nn.feed_forward import PositionwiseFeedForward
+from fastattn.nn.residual import Stream
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward. The arguments are those of the two sublayers.
+
+    Source: Vaswani et al. 2017, section 3.1.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_inner: int,
+        n_head: int,
+        d_k: int,
+        d_v: int,
+        dropout: float = 0.1,
+        *,
+        attn_dropout: float = 0.1,
+        n_head_kv: int | None = None,
+        activation: str = "relu",
+        norm_first: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend}
+        heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
+        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
+        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
+
+    def forward(
+        self, enc_input: Stream, slf_attn_mask: Tensor | AttentionMask | None = None, *, return_attns: bool = False
+    ) -> tuple[Stream, Tensor | None]:
+        """enc_input: (B, L, d_model), or with norm_first an OpenSum of such. slf_attn_mask: see as_attention_mask.
+
+        Returns (output, the same kind as enc_input; attention weights (B, n_head, L, L) or None).
+        """
+        x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
+        return self.pos_ffn(x), slf_attn
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention to the encoder's output, then feed-forward. Arguments as in EncoderLayer.
+
+    Source: Vaswani et al. 2017, section 3.1.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_inner: int,
+        n_head: int,
+        d_k: int,
+        d_v: int,
+        dropout: float = 0.1,
+        *,
+        attn_dropout: float = 0.1,
+        n_head_kv: int | None = None,
+        activation: str = "relu",
+        norm_first: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend}
+        heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
+        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
+        self.enc_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
+        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
+
+    def forward(
+        self,
+        dec_input: Stream,
+        enc_output: Tensor,
+        slf_attn_mask: Tensor | AttentionMask | None = None,
+        dec_enc_attn_mask: Tensor | AttentionMask | None = None,
+        *,
+        return_attns: bool = False,
+    ) -> tuple[Stream, Tensor | None, Tensor | None]:
+        """dec_input: (B, Lt, d_model), or with norm_first an OpenSum of such; enc_output: (B, Ls, d_model).
+
+        Masks: see as_attention_mask. Returns (output, the same kind as dec_input; weights of the self-attention
+        (B, n_head, Lt, Lt) and of the attention to the encoder (B, n_head, Lt, Ls), or None).
+        """
+        x, slf_attn = self.slf_attn(dec_input, dec_input, dec_input, slf_attn_mask, return_attn=return_attns)
+        x, enc_attn = self.enc_attn(x, enc_output, enc_output, dec_enc_attn_mask, return_attn=return_attns)
+        return self.pos_ffn(x), slf_attn, enc_attn

@@ -1,0 +1,36 @@
+"""Sinusoidal positions, added to word embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class PositionalEncoding(nn.Module):
+    """x + pos_table[:, :L], with pos_table[0, p, 2i] = sin(p / 10000^(2i / d_hid)) and cos in the odd columns.
+
+    pos_table: buffer (1, n_position, d_hid), float32, in the state_dict.     Source: Vaswani et al. 2017, section 3.5.
+    """
+
+    pos_table: Tensor
+
+    def __init__(self, d_hid: int, n_position: int = 200) -> None:
+        super().__init__()
+        column = torch.arange(d_hid)
+        wavelength = 10000.0 ** ((column - column % 2).double() / d_hid)  # over 2 pi
+        angle = torch.arange(n_position).double()[:, None] / wavelength
+        table = torch.where(column % 2 == 0, angle.sin(), angle.cos())
+        self.register_buffer("pos_table", table.float()[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, L, d_hid), L <= n_position, else ValueError. Returns its shape."""
+        length, n_position = x.size(1), self.pos_table.size(1)
+        if length > n_position:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the {n_position} positions of pos_table; "
+                f"make the model with n_position >= {length}"
+            )
+        return x + self.pos_table[:, :length]
+
+    def extra_repr(self) -> str:
+        return f"{self.pos_table.size(2)}, n_position={self.pos_table.size(1)}"

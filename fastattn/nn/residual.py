@@ -1,0 +1,52 @@
+"""Residual connections: where a sublayer's dropout, the addition and a LayerNorm meet in one fused op."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fastattn.ops.add_layer_norm import dropout_add_layer_norm
+
+
+class OpenSum(NamedTuple):
+    """The sum residual + dropout(branch), not added up yet (norm_first only).
+
+    Before a LayerNorm comes a sum, and with norm_first the two belong to different sublayers. A sublayer therefore
+    hands its sum on open, and the next norm closes it, so that sum and norm stay one pass over the data. That next
+    norm's sublayer also applies its own dropout rate to the branch.
+
+    branch: (B, L, d_model).     residual: likewise, or None where the sum is dropout(branch) alone, as at the input.
+    """
+
+    branch: Tensor
+    residual: Tensor | None
+
+
+# A sublayer's input and output: complete and normalised (post-norm), or open (norm_first).
+Stream = Tensor | OpenSum
+
+
+def active(dropout: nn.Dropout) -> float:
+    """The probability of dropping that the module asks for now: 0 in eval mode."""
+    return dropout.p if dropout.training else 0.0
+
+
+def add_norm(
+    total: OpenSum, dropout: nn.Dropout, layer_norm: nn.LayerNorm, backend: str | None, return_sum: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Close a sum: layer_norm(z), or (layer_norm(z), z), with z = residual + dropout(branch), shaped as the branch.
+
+    Under torch.autocast all three are in its dtype, so the stream between sublayers is kept in low precision, as the
+    public implementation's in-place addition keeps it. LayerNorm's weight and bias stay float32, and so do its sums.
+    """
+    return dropout_add_layer_norm(
+        total.branch,
+        total.residual,
+        layer_norm.weight,
+        layer_norm.bias,
+        layer_norm.eps,
+        active(dropout),
+        return_sum=return_sum,
+        backend=backend,
+    )

@@ -1,0 +1,171 @@
+"""The public implementation's Transformer in plain PyTorch: what FusedTransformer must equal, and the speed to beat.
+
+Written from the architecture, with none of fastattn in it: one eager operator after another, the scores of every
+attention in memory. Module and parameter names are the public ones, so a state_dict goes from here to FusedTransformer
+and back. Initial weights are drawn in the same order, so they are equal after the same torch.manual_seed.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    """Parameters w_qs, w_ks, w_vs, fc and layer_norm. q (B, Lq, d), k and v (B, Lk, d), mask as wide as the scores."""
+
+    def __init__(self, n_head, d_model, d_k, d_v, dropout, attn_dropout):
+        super().__init__()
+        self.n_head, self.temperature = n_head, d_k**0.5
+        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False)
+        self.w_ks = nn.Linear(d_model, n_head * d_k, bias=False)
+        self.w_vs = nn.Linear(d_model, n_head * d_v, bias=False)
+        self.fc = nn.Linear(n_head * d_v, d_model, bias=False)
+        self.attn_dropout, self.dropout = nn.Dropout(attn_dropout), nn.Dropout(dropout)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+
+    def heads(self, x):
+        return x.view(x.size(0), x.size(1), self.n_head, -1).transpose(1, 2)
+
+    def forward(self, q, k, v, mask):
+        queries, keys, values = self.heads(self.w_qs(q)), self.heads(self.w_ks(k)), self.heads(self.w_vs(v))
+        scores = torch.matmul(queries / self.temperature, keys.transpose(2, 3))
+        weights = self.attn_dropout(F.softmax(scores.masked_fill(mask.unsqueeze(1) == 0, -1e9), dim=-1))
+        joined = torch.matmul(weights, values).transpose(1, 2).reshape(q.size(0), q.size(1), -1)
+        out = self.dropout(self.fc(joined))
+        out += q
+        return self.layer_norm(out), weights
+
+
+class FeedForward(nn.Module):
+    """Parameters w_1, w_2 and layer_norm; x (B, L, d_model)."""
+
+    def __init__(self, d_model, d_inner, dropout):
+        super().__init__()
+        self.w_1, self.w_2 = nn.Linear(d_model, d_inner), nn.Linear(d_inner, d_model)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        out = self.dropout(self.w_2(F.relu(self.w_1(x))))
+        out += x
+        return self.layer_norm(out)
+
+
+class Layer(nn.Module):
+    """An encoder layer, or with cross=True a decoder layer."""
+
+    def __init__(self, d_model, d_inner, n_head, d_k, d_v, dropout, attn_dropout, cross):
+        super().__init__()
+        self.slf_attn = Attention(n_head, d_model, d_k, d_v, dropout, attn_dropout)
+        if cross:
+            self.enc_attn = Attention(n_head, d_model, d_k, d_v, dropout, attn_dropout)
+        self.pos_ffn = FeedForward(d_model, d_inner, dropout)
+
+    def forward(self, x, mask, memory=None, memory_mask=None):
+        x, attns = self.slf_attn(x, x, x, mask)
+        attns = [attns]
+        if memory is not None:
+            x, attn = self.enc_attn(x, memory, memory, memory_mask)
+            attns.append(attn)
+        return self.pos_ffn(x), attns
+
+
+class Positions(nn.Module):
+    """pos_table (1, n_position, width): sines in the even columns, cosines in the odd ones."""
+
+    def __init__(self, n_position, width):
+        super().__init__()
+        table = torch.zeros(n_position, width, dtype=torch.float64)
+        for column in range(width):
+            period = math.pow(10000, 2 * (column // 2) / width)
+            wave = torch.cos if column % 2 else torch.sin
+            table[:, column] = wave(torch.arange(n_position, dtype=torch.float64) / period)
+        self.register_buffer("pos_table", table.float().unsqueeze(0))
+
+    def forward(self, x):
+        return x + self.pos_table[:, : x.size(1)]
+
+
+class Stack(nn.Module):
+    """Embedding (under the name given), positions, dropout, LayerNorm and the layers."""
+
+    def __init__(self, embedding, n_vocab, pad_idx, width, n_layers, n_position, dropout, scale_emb, **layer):
+        super().__init__()
+        self.embedding, self.scale_emb = embedding, scale_emb
+        self.add_module(embedding, nn.Embedding(n_vocab, width, padding_idx=pad_idx))
+        self.position_enc = Positions(n_position, width)
+        self.dropout = nn.Dropout(dropout)
+        self.layer_stack = nn.ModuleList(Layer(d_model=width, dropout=dropout, **layer) for _ in range(n_layers))
+        self.layer_norm = nn.LayerNorm(width, eps=1e-6)
+
+    def forward(self, seq, mask, memory=None, memory_mask=None):
+        """Returns the output and, for each attention of a layer, the list of the layers' weights."""
+        x = self.get_submodule(self.embedding)(seq)
+        if self.scale_emb:
+            x *= x.size(-1) ** 0.5
+        x = self.layer_norm(self.dropout(self.position_enc(x)))
+        attns = []
+        for layer in self.layer_stack:
+            x, attn = layer(x, mask, memory, memory_mask)
+            attns.append(attn)
+        return x, [list(of_one_kind) for of_one_kind in zip(*attns, strict=True)]
+
+
+class PlainTransformer(nn.Module):
+    """Constructor arguments and forward as FusedTransformer's, without norm_first, activation, n_head_kv, backend."""
+
+    def __init__(
+        self,
+        n_src_vocab,
+        n_trg_vocab,
+        src_pad_idx,
+        trg_pad_idx,
+        d_word_vec=512,
+        d_model=512,
+        d_inner=2048,
+        n_layers=6,
+        n_head=8,
+        d_k=64,
+        d_v=64,
+        dropout=0.1,
+        n_position=200,
+        trg_emb_prj_weight_sharing=True,
+        emb_src_trg_weight_sharing=True,
+        scale_emb_or_prj="prj",
+        *,
+        attn_dropout=0.1,
+    ):
+        super().__init__()
+        assert d_word_vec == d_model
+        self.src_pad_idx, self.trg_pad_idx = src_pad_idx, trg_pad_idx
+        self.logit_scale = d_model**-0.5 if trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj" else 1.0
+        scale_emb = trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"
+        stack = dict(width=d_model, n_layers=n_layers, n_position=n_position, dropout=dropout, scale_emb=scale_emb)
+        layer = dict(d_inner=d_inner, n_head=n_head, d_k=d_k, d_v=d_v, attn_dropout=attn_dropout)
+        self.encoder = Stack("src_word_emb", n_src_vocab, src_pad_idx, cross=False, **stack, **layer)
+        self.decoder = Stack("trg_word_emb", n_trg_vocab, trg_pad_idx, cross=True, **stack, **layer)
+        self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        if trg_emb_prj_weight_sharing:
+            self.trg_word_prj.weight = self.decoder.trg_word_emb.weight
+        if emb_src_trg_weight_sharing:
+            self.encoder.src_word_emb.weight = self.decoder.trg_word_emb.weight
+
+    def masks(self, src_seq, trg_seq):
+        """Dense bool masks: (B, 1, Ls) of the source, (B, Lt, Lt) of the target."""
+        length = trg_seq.size(1)
+        causal = torch.ones(1, length, length, dtype=torch.bool, device=trg_seq.device).tril()
+        return (src_seq != self.src_pad_idx).unsqueeze(1), (trg_seq != self.trg_pad_idx).unsqueeze(1) & causal
+
+    def forward(self, src_seq, trg_seq):
+        src_mask, trg_mask = self.masks(src_seq, trg_seq)
+        memory, _ = self.encoder(src_seq, src_mask)
+        out, _ = self.decoder(trg_seq, trg_mask, memory, src_mask)
+        logits = self.trg_word_prj(out)
+        if self.logit_scale != 1.0:
+            logits *= self.logit_scale
+        return logits.view(-1, logits.size(2))
