@@ -1,0 +1,145 @@
+"""Which backend serves, and what is said about those that do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import _dispatch
+
+
+def _call(**changes: object) -> dict[str, object]:
+    q = torch.randn(1, 2, 4, 8)
+    return {"query": q, "key": q, "value": q} | changes
+
+
+def _attention(**changes: object) -> torch.Tensor:
+    return fastattn.scaled_dot_product_attention(**_call(**changes))
+
+
+def test_a_cpu_is_served_by_aten() -> None:
+    explanation = fastattn.explain("attention", **_call())
+    assert explanation.chosen == "aten"
+    assert explanation.source == "automatic choice"
+    assert set(explanation.refusals) == set(_dispatch.BACKENDS)
+
+
+def test_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "reference")
+    assert _dispatch.requested(None) == ("reference", "FASTATTN_BACKEND")
+    with fastattn.use_backend("aten"):
+        assert _dispatch.requested(None) == ("aten", "use_backend()")
+        assert _dispatch.requested("triton") == ("triton", "backend=")
+        with fastattn.use_backend("reference"):
+            assert _dispatch.requested(None)[0] == "reference"
+        with fastattn.use_backend(None):
+            assert _dispatch.requested(None)[0] == "reference"  # what the environment asks for
+        assert _dispatch.requested(None)[0] == "aten"
+    monkeypatch.delenv("FASTATTN_BACKEND")
+    assert _dispatch.requested(None) == (None, "automatic choice")
+
+
+def test_use_backend_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), fastattn.use_backend("reference"):
+        raise KeyError
+    assert _dispatch.requested(None)[0] is None
+
+
+@pytest.mark.parametrize("ask", ["argument", "context", "environment"])
+def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="must be one of reference, aten, triton, cuda, got 'cudnn'"):
+        if ask == "argument":
+            _attention(backend="cudnn")
+        elif ask == "context":
+            with fastattn.use_backend("cudnn"):
+                pass
+        else:
+            monkeypatch.setenv("FASTATTN_BACKEND", "cudnn")
+            _attention()
+
+
+def test_a_named_backend_that_cannot_serve_raises_its_reason() -> None:
+    with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) cannot serve this call: there is no cuda kernel"):
+        _attention(backend="cuda")
+    explanation = fastattn.explain("attention", **_call(backend="cuda"))
+    assert explanation.chosen is None
+    assert "there is no cuda kernel for this op yet" in str(explanation)
+
+
+def test_explain_takes_function_name_and_stem() -> None:
+    call = _call()
+    texts = {
+        str(fastattn.explain(op, **call))
+        for op in (fastattn.scaled_dot_product_attention, "scaled_dot_product_attention", "attention")
+    }
+    assert len(texts) == 1
+    with pytest.raises(ValueError, match="op must be one of"):
+        fastattn.explain("softmax", **call)
+
+
+def test_explain_checks_arguments_as_the_op_does() -> None:
+    with pytest.raises(TypeError, match="query has dtype torch.int64"):
+        fastattn.explain("attention", **_call(query=torch.ones(1, 2, 4, 8, dtype=torch.int64)))
+
+
+def test_every_op_is_known() -> None:
+    assert set(_dispatch.OPS) == {"attention", "add_layer_norm", "feed_forward"}
+
+
+def test_a_broken_room_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'numpyy'", name="numpyy")
+
+    monkeypatch.setattr(_dispatch.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="numpyy"):
+        _dispatch.load_room.__wrapped__("attention", "triton")
+
+
+def test_a_missing_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(_dispatch.importlib, "import_module", missing)
+    assert "triton is not installed" in _dispatch.load_room.__wrapped__("attention", "triton")
+
+
+def _in_new_process(code: str, **environment: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_needs_neither_triton_nor_the_extension() -> None:
+    code = """
+import sys
+before = set(sys.modules)  # a torch with triton may import it by itself
+sys.modules["triton"] = None
+sys.modules["fastattn._C"] = None
+import torch, fastattn
+q = torch.randn(1, 1, 2, 8)
+print(fastattn.scaled_dot_product_attention(q, q, q).shape)
+print(fastattn.explain("attention", q, q, q).refusals["triton"])
+"""
+    lines = _in_new_process(code).splitlines()
+    assert lines == ["torch.Size([1, 1, 2, 8])", "triton is not installed (it has wheels for Linux only)"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="triton has wheels for Linux only")
+@pytest.mark.parametrize("interpret", [False, True])
+def test_triton_serves_cpu_tensors_only_interpreted(interpret: bool) -> None:
+    code = """
+import torch, fastattn
+q = torch.randn(1, 1, 2, 8)
+print(fastattn.explain("attention", q, q, q))
+"""
+    text = _in_new_process(code, **({"TRITON_INTERPRET": "1"} if interpret else {}))
+    line = next(line for line in text.splitlines() if line.split()[0] == "triton")
+    assert ("can serve (interpreted on the CPU" in line) == interpret
+    assert ("no: " in line) != interpret
+    assert text.splitlines()[0].endswith("aten (automatic choice)")
