@@ -1,13 +1,30 @@
 """`python -m fastattn doctor`: what is installed, which backend serves what and why, and how far each is from float64.
 
-The rule by which every kernel is judged, here and in the tests, is `judge`.
+The doctor solves small random problems, forward and backward, with every backend that can serve them, and compares each
+output and each gradient with the reference formula in float64. The rule, here and in the tests, is `judge`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import argparse
+import importlib.metadata
+import json
+import math
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+
+import fastattn
+from fastattn._dispatch import BACKENDS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = 20170612  # of the problems and of their dropout, so that a report can be repeated
 
 
 class Judgement(NamedTuple):
@@ -75,3 +92,285 @@ def judge(actual: torch.Tensor, truth: torch.Tensor, low: torch.Tensor) -> Judge
 
 def _rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
+
+
+class Problem(NamedTuple):
+    """One small random problem: `function(**tensors, **options, backend=...)` solves it. Each tensor has a gradient."""
+
+    op: str
+    case: str
+    function: Callable[..., Any]
+    tensors: dict[str, torch.Tensor]
+    options: dict[str, Any]
+
+
+def problems(device: torch.device) -> Iterator[Problem]:
+    """The problems of every op, in float64, with lengths that leave ragged tiles. Larger on a GPU than on a CPU."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.rand(shape, generator=generator) < 0.6).to(device)
+
+    gpu = device.type == "cuda"
+    batch, heads, length_q, length_k, dim = (2, 4, 200, 168, 64) if gpu else (2, 2, 40, 72, 16)
+
+    def attention(case: str, heads_k: int = heads, bias: bool = False, **options: Any) -> Problem:
+        tensors = {
+            "query": randn(batch, heads, length_q, dim),
+            "key": randn(batch, heads_k, length_k, dim),
+            "value": randn(batch, heads_k, length_k, dim),
+        }
+        if bias:
+            tensors["attn_mask"] = randn(1, heads, length_q, length_k)
+        return Problem("attention", case, fastattn.scaled_dot_product_attention, tensors, options)
+
+    lengths = torch.tensor([length_k // 3, length_k], device=device)
+    key_padding = torch.arange(length_k, device=device) < lengths[:, None]
+    attn_mask = draw(batch, 1, length_q, length_k)
+    attn_mask[0, 0, 3] = False  # a query that may attend to nothing
+    yield attention("no mask, with lse", return_lse=True)
+    yield attention("causal", is_causal=True)
+    yield attention("key padding", attn_mask=fastattn.AttentionMask(key_padding=key_padding))
+    yield attention("bool mask", attn_mask=attn_mask)
+    yield attention("bias", bias=True)
+    yield attention("grouped-query", heads_k=1, enable_gqa=True)
+    yield attention("causal, dropout", is_causal=True, dropout_p=0.2)
+
+    # Few rows on a CPU: over many, torch's own float32 gradients of weight and bias, summed one row after the other,
+    # are further from float64 than twice the formula's, and aten would be called out of bounds for it.
+    rows, width = (300, 512) if gpu else (10, 96)
+
+    def add_layer_norm(case: str, residual: bool = True, **options: Any) -> Problem:
+        tensors = {"x": randn(2, rows, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
+        if residual:
+            tensors["residual"] = randn(2, rows, width)
+        else:
+            options["residual"] = None
+        return Problem("add_layer_norm", case, fastattn.dropout_add_layer_norm, tensors, options)
+
+    yield add_layer_norm("residual, with sum", return_sum=True)
+    yield add_layer_norm("no residual", residual=False)
+    yield add_layer_norm("residual, dropout", dropout_p=0.2)
+
+    tokens, d_model, d_ff = (300, 256, 512) if gpu else (40, 48, 96)
+
+    def feed_forward(activation: str, **options: Any) -> Problem:
+        d_up = 2 * d_ff if activation.endswith("glu") else d_ff
+        tensors = {
+            "x": randn(2, tokens, d_model),
+            "weight1": randn(d_up, d_model) * d_model**-0.5,
+            "bias1": 0.1 * randn(d_up),
+            "weight2": randn(d_model, d_ff) * d_ff**-0.5,
+            "bias2": 0.1 * randn(d_model),
+        }
+        case = f"{activation}, dropout" if "dropout_p" in options else activation
+        return Problem("feed_forward", case, fastattn.feed_forward, tensors, {"activation": activation, **options})
+
+    yield feed_forward("relu")
+    yield feed_forward("gelu")
+    yield feed_forward("swiglu")
+    yield feed_forward("relu", dropout_p=0.2)
+
+
+def solve(problem: Problem, backend: str, given: torch.dtype, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of `problem`, its tensors rounded to the dtype `given`, computed in `dtype`."""
+    leaves = {name: t.to(given).to(dtype).requires_grad_() for name, t in problem.tensors.items()}
+    torch.manual_seed(SEED)  # one dropout mask for every backend and dtype
+    outputs = problem.function(**leaves, **problem.options, backend=backend)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(SEED)
+    douts = [torch.randn(out.shape, generator=generator).to(given).to(out) for out in outputs]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), douts)
+    results = {"out" if i == 0 else f"out[{i}]": out for i, out in enumerate(outputs)}
+    return results | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Judge every output and gradient of each backend: one record each. An exception is a record too."""
+    truth = solve(problem, "reference", dtype, torch.float64)
+    low = solve(problem, "reference", dtype, dtype)
+    for backend in backends:
+        record = {"op": problem.op, "case": problem.case, "backend": backend, "dtype": _name(dtype)}
+        try:
+            actual = solve(problem, backend, dtype, dtype)
+            for result in truth:
+                judgement = judge(actual[result], truth[result], low[result])
+                error = judgement.error if math.isfinite(judgement.error) else None  # JSON has no inf
+                yield record | {"result": result, "error": error, "bound": judgement.bound, "ok": judgement.ok}
+        except Exception as error:  # whatever a backend does wrong is the finding, not the end of the report
+            yield record | {"failed": _told(error), "ok": False}
+
+
+def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[str, Any]:
+    """The whole report as one JSON-able dict; its key "ok" is False when any usable backend is out of bounds."""
+    start = time.perf_counter()
+    report: dict[str, Any] = {"versions": versions(), "devices": devices(), "device": str(device)}
+    report["cases"], report["checks"] = [], []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for problem in problems(device):
+            for dtype in DTYPES:
+                case = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
+                tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
+                try:
+                    explanation = fastattn.explain(problem.function, **tensors, **problem.options)
+                except Exception as error:  # a backend that cannot even be imported: the other ops are still examined
+                    report["checks"].append(case | {"backend": "any", "failed": _told(error), "ok": False})
+                    continue
+                case["default"] = explanation.chosen
+                refusals = {backend: explanation.refusals[backend] for backend in backends}
+                report["cases"].append(case | {"refusals": refusals, "notes": explanation.notes})
+                usable = [backend for backend, reason in refusals.items() if reason is None]
+                report["checks"] += check(problem, dtype, usable)
+    report["ok"] = all(record["ok"] for record in report["checks"])
+    report["seconds"] = round(time.perf_counter() - start, 1)
+    return report
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def versions() -> dict[str, Any]:
+    """Of everything that a figure may depend on; None for what is not there."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    try:
+        from fastattn import _C
+
+        extension = {"built": True, "path": _C.__file__}
+    except ImportError as error:
+        extension = {"built": False, "reason": str(error)}
+    driver = None
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")[0] or None
+    return {
+        "fastattn": fastattn.__version__,
+        "path": str(Path(fastattn.__file__).parent),
+        "extension": extension,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "numpy": installed("numpy"),
+        "cuda": torch.version.cuda,
+        "driver": driver,
+    }
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU, then every GPU that torch sees."""
+    found: list[dict[str, Any]] = [{"device": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return found
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is often empty there
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text for people."""
+    installed, extension = report["versions"], report["versions"]["extension"]
+    bad = [record for record in report["checks"] if not record["ok"]]
+    lines = [
+        f"fastattn {installed['fastattn']} from {installed['path']}",
+        ", ".join(f"{name} {installed[name] or 'none'}" for name in ("python", "torch", "triton", "numpy")),
+        f"CUDA of torch: {installed['cuda'] or 'none'}; driver: {installed['driver'] or 'none'}",
+        f"fastattn._C {'built: ' + extension['path'] if extension['built'] else 'not built: ' + extension['reason']}",
+        *(", ".join(f"{key} {value}" for key, value in device.items()) for device in report["devices"]),
+        f"\nBackends on {report['device']} (* is the default)",
+        *_render_backends(report),
+        "\nLargest error against float64 and, in brackets, its share of the bound (1 is the limit)",
+        *_render_checks(report),
+        "",
+        *(f"OUT OF BOUNDS  {_where(record)}" for record in bad),
+        f"{len(bad)} of {len(report['checks'])} comparisons out of bounds ({report['seconds']} s)",
+    ]
+    return "\n".join(lines)
+
+
+def _where(record: dict[str, Any]) -> str:
+    where = f"{record['op']}, {record['case']}, {record['backend']}, {record['dtype']}: "
+    if "failed" in record:
+        return where + record["failed"]
+    error = "not finite" if record["error"] is None else f"{record['error']:.2e}"
+    return where + f"error of {record['result']} is {error}, bound {record['bound']:.2e}"
+
+
+def _render_backends(report: dict[str, Any]) -> Iterator[str]:
+    """For each op and backend: the dtypes it serves, and each distinct reason for a refusal with its cases."""
+    for op in _distinct(case["op"] for case in report["cases"]):
+        cases = [case for case in report["cases"] if case["op"] == op]
+        yield f"  {op}"
+        for backend in cases[0]["refusals"]:
+            served = [case for case in cases if case["refusals"][backend] is None]
+            refused = [case for case in cases if case["refusals"][backend] is not None]
+            if served:
+                star = "*" if any(case["default"] == backend for case in served) else " "
+                notes = [f" ({case['notes'][backend]})" for case in served if backend in case["notes"]]
+                dtypes = ", ".join(_distinct(case["dtype"] for case in served))
+                yield f"  {star} {backend:<10} serves {dtypes}{''.join(_distinct(notes))}"
+            for reason in _distinct(case["refusals"][backend] for case in refused):
+                which = _distinct(case["case"] for case in refused if case["refusals"][backend] == reason)
+                yield f"    {backend:<10} refuses{' ' + ', '.join(which) if served else ''}: {reason}"
+
+
+def _render_checks(report: dict[str, Any]) -> Iterator[str]:
+    """A row for each op, case and backend; a column for each dtype: the comparison that came closest to its bound."""
+    worst: dict[tuple[str, str, str], dict[str, tuple[float, str]]] = {}
+    for record in report["checks"]:
+        row = worst.setdefault((record["op"], record["case"], record["backend"]), {})
+        ratio, cell = math.inf, "failed"
+        if record.get("error") is not None:
+            ratio = Judgement(record["error"], record["bound"]).ratio
+            cell = f"{record['error']:.1e} ({ratio:.2f})"
+        row[record["dtype"]] = max(row.get(record["dtype"], (-1.0, "")), (ratio, cell))
+    yield f"  {'':<48}" + "".join(f"{_name(dtype):<17}" for dtype in DTYPES)
+    for (op, case, backend), row in worst.items():
+        cells = "".join(f"{row.get(_name(dtype), (0, '-'))[1]:<17}" for dtype in DTYPES)
+        yield f"  {op:<15}{case:<21}{backend:<12}{cells}".rstrip()
+
+
+def _distinct(items: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(items))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Prints the report; returns 0, or 1 when a usable backend is out of bounds or fails."""
+    parser = argparse.ArgumentParser(prog="python -m fastattn doctor", description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help=f"where to solve the problems (here: {default})")
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="only this backend; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    arguments = parser.parse_args(argv)
+    try:
+        device = torch.empty(0, device=arguments.device).device
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"device {arguments.device!r} cannot be used: {str(error).splitlines()[0]}")
+    report = examine(device, arguments.backend or BACKENDS)
+    print(json.dumps(report, indent=1, allow_nan=False) if arguments.json else render(report))
+    return 0 if report["ok"] else 1

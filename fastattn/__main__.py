@@ -1,0 +1,24 @@
+"""`python -m fastattn NAME [OPTIONS]`: NAME is a module of fastattn, with a function `main(argv) -> exit status`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {"doctor": "what is installed, which backend serves what and why, and how far each is from float64"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. The options after its name are the command's own."""
+    parser = argparse.ArgumentParser(prog="python -m fastattn")
+    commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    arguments, options = parser.parse_known_args(argv)
+    return importlib.import_module(f"fastattn.{arguments.command}").main(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
