@@ -1,0 +1,44 @@
+"""`pytest benchmarks/bench_*.py --benchmark-only`: every quick case by every provider in every direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import common
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "timed" in metafunc.fixturenames:
+        benchmark = metafunc.module.BENCHMARK
+        runs = [
+            pytest.param((benchmark, case, provider, direction), id=f"{case}-{provider.name}-{direction}")
+            for case in benchmark.cases["quick"]
+            for provider in benchmark.providers(DEVICE)
+            for direction in benchmark.directions
+        ]
+        metafunc.parametrize("timed", runs, indirect=True)
+
+
+@pytest.fixture
+def timed(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """The call to time, checked, and synchronised with the device."""
+    benchmark, case, provider, direction = request.param
+    inputs = benchmark.inputs(case, DEVICE)
+    checker = common.Checker(benchmark, case, inputs, benchmark.providers(DEVICE)[0])
+    try:
+        assert checker.ratio(provider) <= 1, "wrong result"
+        call = provider.make(case, inputs, case.dropout_p).timed[direction]
+    except common.Refused as refused:
+        pytest.skip(str(refused))
+
+    def synchronised() -> None:
+        call()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    return synchronised
