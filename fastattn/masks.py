@@ -7,34 +7,18 @@ True = ignore: invert them.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn._mask_tiles import Tiles, build_tiles
+
 Band = tuple[int | None, int | None]  # j - i in [lo, hi]; None = unbounded
 _ALIGNMENTS = ("top_left", "bottom_right")
 _FREE: Band = (None, None)
 _NO_BOUND = 2**62  # None among integers, in flatten()
-
-
-class Tiles(NamedTuple):
-    """Which tiles of the score matrix hold work. int32, leading dimensions (B or 1, H or 1).
-
-    num_* (.., nQ): how many key tiles a query tile visits; the lists (.., nQ, nK) hold their indices, ascending, in the
-    first num_* places. A partial tile needs the element masks, a full one needs none.
-    *_t is the transpose: the query tiles of a key tile, (.., nK) and (.., nK, nQ).
-    """
-
-    num_partial: Tensor
-    partial: Tensor
-    num_full: Tensor
-    full: Tensor
-    num_partial_t: Tensor
-    partial_t: Tensor
-    num_full_t: Tensor
-    full_t: Tensor
 
 
 class AttentionMask:
@@ -82,7 +66,8 @@ class AttentionMask:
         self.key_padding = _padding("key_padding", key_padding)
         self.query_padding = _padding("query_padding", query_padding)
         self.cu_seqlens_q = _offsets("cu_seqlens_q", cu_seqlens_q)
-        self.cu_seqlens_k = _offsets("cu_seqlens_k", cu_seqlens_k)
+        alike = cu_seqlens_k is cu_seqlens_q
+        self.cu_seqlens_k = self.cu_seqlens_q if alike else _offsets("cu_seqlens_k", cu_seqlens_k)
         if cu_seqlens_q is not None and len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
             raise ValueError(
                 "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
@@ -105,6 +90,8 @@ class AttentionMask:
         """Both must allow it; biases add up."""
         if not isinstance(other, AttentionMask):
             return NotImplemented
+        _check_packing(self, other)
+        _check_packing(other, self)
         both = AttentionMask(
             _combine(self.attn_mask, other.attn_mask, torch.logical_and),
             bias=_combine(self.bias, other.bias, torch.add),
@@ -251,26 +238,12 @@ class AttentionMask:
 
     def tiles(self, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int, device: torch.device) -> Tiles:
         """The lists for tiles of BLOCK_M queries by BLOCK_N keys; built once, without a host synchronisation."""
-        key = ("tiles", Lq, Lk, BLOCK_M, BLOCK_N, device)
-        return self._cached(key, lambda: self._build_tiles(Lq, Lk, BLOCK_M, BLOCK_N, device))
 
-    def _build_tiles(self, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int, device: torch.device) -> Tiles:
-        pad_q, pad_k = -Lq % BLOCK_M, -Lk % BLOCK_N
-        nQ, nK = (Lq + pad_q) // BLOCK_M, (Lk + pad_k) // BLOCK_N
-        # Rows past the end get an empty interval, so ragged tiles are never full.
-        start, end = (F.pad(t, (0, pad_q)).view(-1, 1, nQ, 1, BLOCK_M) for t in self.intervals(Lq, Lk, device))
-        first = torch.arange(nK, device=device).view(nK, 1) * BLOCK_N
-        some = (torch.maximum(start, first) < torch.minimum(end, first + BLOCK_N)).any(-1)  # (B or 1, 1, nQ, nK)
-        every = ((start <= first) & (end >= first + BLOCK_N)).all(-1)
-        if self.key_padding is not None:
-            keys = F.pad(self.key_padding, (0, pad_k)).view(-1, 1, 1, nK, BLOCK_N)
-            some, every = some & keys.any(-1), every & keys.all(-1)
-        if self.attn_mask is not None:
-            some = some & _any_in_tile(self.attn_mask, BLOCK_M, BLOCK_N)
-            every = every & ~_any_in_tile(~self.attn_mask, BLOCK_M, BLOCK_N)
-        full = some & every
-        lists = (_compact(flags) for flags in (some & ~every, full, (some & ~every).mT, full.mT))
-        return Tiles(*(t for pair in lists for t in pair))
+        def build() -> Tiles:
+            k_start, k_end = self.intervals(Lq, Lk, device)
+            return build_tiles(k_start, k_end, Lk, self.key_padding, self.attn_mask, BLOCK_M, BLOCK_N)
+
+        return self._cached(("tiles", Lq, Lk, BLOCK_M, BLOCK_N, device), build)
 
     def _cached(self, key: Any, build: Callable[[], Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -377,23 +350,20 @@ def _one_packing(a: Tensor, b: Tensor) -> Tensor:
     raise ValueError("cannot combine two masks with different cu_seqlens: pack the sequences once")
 
 
+def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
+    """Among packed segments a band counts inside each. One that was meant for the whole length is the same only when
+    queries and keys are packed alike."""
+    alike = packed.cu_seqlens_q is packed.cu_seqlens_k
+    if not alike and banded.cu_seqlens_q is None and any(band != _FREE for band in banded._bands.values()):
+        raise ValueError(
+            "cannot combine causal or window with cu_seqlens_q and cu_seqlens_k that differ: "
+            "give them to one AttentionMask, where they count inside each sequence"
+        )
+
+
 def _segments(cu_seqlens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per position: its sequence (n for positions behind the last one), where that begins, and its length. int64."""
     cu_seqlens = cu_seqlens.long()
     segment = torch.searchsorted(cu_seqlens, position.contiguous(), right=True) - 1
     edges = torch.cat([cu_seqlens, cu_seqlens[-1:]])
     return segment, edges[segment], edges[segment + 1] - edges[segment]
-
-
-def _any_in_tile(mask: Tensor, BLOCK_M: int, BLOCK_N: int) -> Tensor:
-    """Bool (b, h, Lq or 1, Lk or 1) -> does a tile hold a True, (b, h, nQ or 1, nK or 1)."""
-    rows, cols = mask.shape[2:]
-    block_m, block_n = (BLOCK_M if rows != 1 else 1), (BLOCK_N if cols != 1 else 1)
-    padded = F.pad(mask, (0, -cols % block_n, 0, -rows % block_m))
-    return padded.unflatten(3, (-1, block_n)).unflatten(2, (-1, block_m)).any(5).any(3)
-
-
-def _compact(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Bool (.., n) -> how many are set, int32 (..), and their indices, ascending and first, int32 (.., n)."""
-    order = torch.argsort(flags.to(torch.uint8), dim=-1, descending=True, stable=True)
-    return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)

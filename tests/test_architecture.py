@@ -21,7 +21,8 @@ ALLOWED = {
     "aten": {"aten", "reference", "masks"},  # the specification's dropout bits and activations
     "kernels": {"kernels", "masks"},
     "cuda": {"cuda", "masks", "_C"},
-    "masks": set(),
+    "masks": {"_mask_tiles"},
+    "_mask_tiles": set(),
     "_dispatch": set(),
 }
 
