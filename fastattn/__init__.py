@@ -6,6 +6,7 @@ beside a plain PyTorch path that says what they must compute. `python -m fastatt
 
 from fastattn._dispatch import Explanation, explain, use_backend
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
+from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.feed_forward import feed_forward
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionMask",
     "Explanation",
+    "FusedTransformer",
     "dropout_add_layer_norm",
     "explain",
     "feed_forward",
