@@ -6,7 +6,7 @@ import pytest
 import torch
 from mask_cases import KINDS, brute_force, mask_kinds, offsets, prefix
 
-from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask
+from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, masks
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 3, 7, 10), (2, 2, 10, 7), (3, 1, 5, 5), (1, 2, 1, 6), (2, 1, 6, 1)]
@@ -50,6 +50,12 @@ def test_and_means_both(left: str, shape: tuple[int, int, int, int]) -> None:
         expected = brute_force(a, *shape) & brute_force(b, *shape)
         assert torch.equal(both.dense(*shape, CPU), expected), right
         assert torch.equal((AttentionMask(**b) & AttentionMask(**a)).dense(*shape, CPU), expected), right
+
+
+def test_and_takes_packed_segments_with_a_band_where_both_mean_the_same() -> None:
+    packed = {"cu_seqlens_q": offsets(3, 0, 4)}
+    both = AttentionMask(**packed) & AttentionMask(is_causal=True)
+    assert torch.equal(both.dense(1, 1, 7, 7, CPU), brute_force({**packed, "is_causal": True}, 1, 1, 7, 7))
 
 
 def test_and_of_many_equals_one_constructor() -> None:
@@ -212,20 +218,25 @@ def test_tile_classes(kind: str, shape: tuple[int, int, int, int], blocks: tuple
 
 def test_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     builds = []
-    for name in ("_build_tiles", "_build_intervals"):
-        original = getattr(AttentionMask, name)
 
-        def counted(self, *args, _original=original, _name=name):
-            builds.append(_name)
-            return _original(self, *args)
+    def counted(owner: object, name: str) -> None:
+        original = getattr(owner, name)
 
-        monkeypatch.setattr(AttentionMask, name, counted)
+        def build(*args):
+            builds.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, build)
+
+    counted(masks, "build_tiles")
+    counted(AttentionMask, "_build_intervals")
     mask = AttentionMask(torch.rand(2, 1, 7, 9) < 0.5, key_padding=prefix([9, 4], 9))
     first = mask.tiles(7, 9, 4, 4, CPU)
     assert mask.tiles(7, 9, 4, 4, CPU) is first
     assert mask.with_bias(torch.randn(1, 1, 7, 9)).tiles(7, 9, 4, 4, CPU) is first
+    assert builds.count("build_tiles") == 1
     mask.tiles(7, 9, 8, 8, CPU)
-    assert builds.count("_build_tiles") == 2 and builds.count("_build_intervals") == 1
+    assert builds.count("build_tiles") == 2 and builds.count("_build_intervals") == 1
     mask.attn_mask[:] = True  # an edit in place must not be answered from the cache
     assert not torch.equal(mask.tiles(7, 9, 4, 4, CPU).num_full, first.num_full)
 
@@ -234,7 +245,7 @@ def test_flatten_round_trip() -> None:
     shape = (2, 3, 7, 10)
     for kwargs in mask_kinds(*shape).values():
         mask = AttentionMask(**kwargs, bias=torch.randn(1, 1, 7, 10))
-        again = AttentionMask.unflatten(*mask.flatten())
+        again = AttentionMask.unflatten(*mask.flatten(), mask.bias)
         assert torch.equal(again.dense(*shape, CPU), mask.dense(*shape, CPU)) and torch.equal(again.bias, mask.bias)
 
 

@@ -1,0 +1,241 @@
+"""One comparison for every attention test: what a room computes, forward and backward, against float64.
+
+    exact(problem)   the formula and its gradients written out in float64: the truth. No autograd, no fused operator.
+    plain(problem)   the formula in plain PyTorch at the problem's own dtype, autograd behind it: the error allowed.
+    check(problem, attend)   runs a room on the problem, judges every result; AssertionError names the one that is off.
+
+`attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a room as `room_call` gives it, or a broken one: the
+planted-bug tests hand those to the same check().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import assert_close_as_torch
+from mask_cases import mask_kinds
+from torch import Tensor
+
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn._dispatch import refusal
+from fastattn.reference import philox
+
+ROOMS = ("reference", "aten", "triton", "cuda")
+KERNEL_ROOMS = ("triton", "cuda")
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask | None, float, float], tuple[Tensor, Tensor, Tensor | None]]
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    weights: Tensor | None
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one attention call and the gradients that come back to it."""
+
+    q: Tensor  # (B, H, Lq, Dk)
+    k: Tensor  # (B, Hk, Lk, Dk)
+    v: Tensor  # (B, Hk, Lk, Dv)
+    dout: Tensor  # (B, H, Lq, Dv)
+    dlse: Tensor | None = None  # (B, H, Lq)
+    mask: dict[str, Any] = field(default_factory=dict)  # arguments of AttentionMask
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+    scale: float = 0.0
+    seed: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, Lq, Lk)"""
+        return (*self.q.shape[:3], self.k.shape[2])
+
+    def but(self, **changes: Any) -> Problem:
+        return replace(self, **changes)
+
+
+def make(
+    B: int = 2,
+    H: int = 2,
+    Lq: int = 21,
+    Lk: int = 37,
+    D: int = 32,
+    *,
+    Hk: int | None = None,
+    Dv: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    mask: str | dict[str, Any] = "none",
+    bias: tuple[int, ...] | None = None,
+    bias_dtype: torch.dtype | None = None,
+    dropout_p: float = 0.0,
+    dlse: bool = True,
+    seed: int = 0,
+) -> Problem:
+    """A random problem. mask: a name from mask_cases, or AttentionMask arguments. bias: its shape."""
+    g = torch.Generator().manual_seed(1000 + seed)
+
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(device, dtype)
+
+    Hk, Dv = Hk or H, Dv or D
+    return Problem(
+        q=randn(B, H, Lq, D),
+        k=randn(B, Hk, Lk, D),
+        v=randn(B, Hk, Lk, Dv),
+        dout=randn(B, H, Lq, Dv),
+        dlse=randn(B, H, Lq, dtype=torch.promote_types(dtype, torch.float32)) if dlse else None,
+        mask=mask_kinds(B, H, Lq, Lk, device)[mask] if isinstance(mask, str) else mask,
+        bias=None if bias is None else randn(*bias, dtype=bias_dtype or dtype),
+        dropout_p=dropout_p,
+        scale=D**-0.5,
+        seed=seed,
+    )
+
+
+def visible(p: Problem) -> Tensor:
+    """Bool (B, H, Lq, Lk), where -inf in the bias masks too. AttentionMask.dense is tested against loops."""
+    keep = AttentionMask(**p.mask).dense(*p.shape, p.q.device)
+    return keep if p.bias is None else keep & (p.bias != -torch.inf)
+
+
+def dropout_multiplier(p: Problem) -> Tensor:
+    """(B, H, Lq, Lk): 0 where dropped, 1 / (1 - dropout_p) elsewhere, by the written rule and the call's own draw."""
+    if p.dropout_p == 0:
+        return torch.ones(p.shape, dtype=torch.float64, device=p.q.device)
+    torch.manual_seed(p.seed)
+    rng_state = philox.draw_rng_state(p.q.device)
+    B, H, Lq, Lk = p.shape
+    keep = philox.keep_mask(rng_state, B * H * Lq, Lk, p.dropout_p).view(p.shape)
+    return keep.double() * philox.rescale(p.dropout_p)
+
+
+def _per_query_head(t: Tensor, H: int) -> Tensor:
+    return t.repeat_interleave(H // t.shape[1], dim=1)
+
+
+
+def exact(p: Problem) -> Results:
+    """S = scale q k^T + bias;  P = exp(S - lse);  W = M P, M the dropout multiplier;  out = W v
+    dv = W^T dout;  dP = M (dout v^T);  dS = P (dP - sum_j P dP + dlse)
+    dq = scale dS k;  dk = scale dS^T q;  dbias = dS;  heads of a group, and what a bias was broadcast over, add up.
+    """
+    B, H, Lq, Lk = p.shape
+    Hk = p.k.shape[1]
+    keep, M = visible(p), dropout_multiplier(p)
+    q, dout = p.q.double(), p.dout.double()
+    k, v = (_per_query_head(t.double(), H) for t in (p.k, p.v))
+    S = p.scale * q @ k.mT
+    if p.bias is not None:
+        S = S + p.bias.double().where(keep, 0)
+    S = S.masked_fill(~keep, -torch.inf)
+    sees = keep.any(-1, keepdim=True)
+    lse = torch.logsumexp(S, -1, keepdim=True) if Lk else S.new_full((B, H, Lq, 1), -torch.inf)
+    P = torch.exp(S - lse.where(sees, 0)) if Lk else S
+    W = M * P
+    dv = W.mT @ dout
+    dP = M * (dout @ v.mT)
+    dlse = torch.zeros_like(lse) if p.dlse is None else p.dlse.double()[..., None]
+    dS = P * (dP - (P * dP).sum(-1, keepdim=True) + dlse)
+    dq, dk = p.scale * dS @ k, p.scale * dS.mT @ q
+    dk, dv = (t.unflatten(1, (Hk, H // Hk)).sum(2) for t in (dk, dv))
+    dbias = None if p.bias is None else dS.sum_to_size(p.bias.shape)
+    return Results(W @ v, lse.squeeze(-1), W, dq, dk, dv, dbias)
+
+
+def plain(p: Problem) -> Results:
+    """What a person writes in PyTorch: products in the tested dtype, softmax in float32."""
+
+    def attend(q, k, v, mask, dropout_p, scale):
+        keep = visible(p)
+        k, v = (_per_query_head(t, p.q.shape[1]) for t in (k, v))
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+        if mask.bias is not None:
+            scores = scores + mask.bias.where(keep, 0)
+        sees = keep.any(-1, keepdim=True)
+        scores = scores.masked_fill(~keep & sees, -torch.inf)  # an empty row is left alone, so that it is not NaN
+        lse = torch.logsumexp(scores, -1).where(sees[..., 0], -torch.inf) if scores.numel() else scores.sum(-1)
+        weights = (torch.softmax(scores, -1).where(sees, 0) * dropout_multiplier(p)).to(q.dtype)
+        return weights @ v, lse, weights
+
+    return solve(p, attend)
+
+
+def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
+    """Forward and backward. needs: which of q, k, v and the bias ask for a gradient."""
+    q, k, v = (t.detach().requires_grad_(n in needs) for t, n in ((p.q, "q"), (p.k, "k"), (p.v, "v")))
+    bias = None if p.bias is None else p.bias.detach().requires_grad_("b" in needs)
+    torch.manual_seed(p.seed)
+    out, lse, weights = attend(q, k, v, AttentionMask(**p.mask, bias=bias), p.dropout_p, p.scale)
+    backward = [(out, p.dout), (lse, p.dlse)] if p.dlse is not None else [(out, p.dout)]
+    if needs:
+        torch.autograd.backward(*zip(*backward, strict=True))
+    grads = (None if t is None else t.grad for t in (q, k, v, bias))
+    return Results(out.detach(), lse.detach(), None if weights is None else weights.detach(), *grads)
+
+
+def room_call(room: str, device: torch.device, *, weights: bool = True) -> Attend:
+    """The public function held to one backend; skips, with why_not's own words, where this machine has no such room."""
+    probe = torch.zeros(1, 1, 1, 16, device=device)
+    if (reason := refusal("attention", room, (probe, probe, probe, None, 0.0))) is not None:
+        pytest.skip(f"{room}: {reason}")
+
+    def attend(q, k, v, mask, dropout_p, scale):
+        options = {"scale": scale, "enable_gqa": True, "return_lse": True, "return_weights": weights, "backend": room}
+        results = scaled_dot_product_attention(q, k, v, mask, dropout_p, **options)
+        return results if weights else (*results, None)
+
+    return attend
+
+
+def check(
+    p: Problem, attend: Attend, names: tuple[str, ...] = Results._fields, low: Results | None = None
+) -> Results:
+    """Judge every result of `attend` on the problem, by the error of `low`, plain(p) if not given. Returns them."""
+    actual = solve(p, attend)
+    compare(p, actual, exact(p), low or plain(p), names)
+    return actual
+
+
+def compare(p: Problem, actual: Results, truth: Results, low: Results, names: tuple[str, ...]) -> None:
+    keep = visible(p)
+    for name in names:
+        a, t, w = getattr(actual, name), getattr(truth, name), getattr(low, name)
+        if t is None or (name == "weights" and a is None):
+            assert a is None, f"{name} came out of nowhere"
+            continue
+        assert a is not None, f"{name} is missing"
+        wanted = torch.promote_types(p.q.dtype, torch.float32) if name == "lse" else p.q.dtype
+        wanted = p.bias.dtype if name == "dbias" else wanted
+        assert a.shape == t.shape and a.dtype == wanted, f"{name}: {tuple(a.shape)} {a.dtype}"
+        assert_close_as_torch(a, t, w, name)
+    empty = ~keep.any(-1)
+    if "out" in names:
+        assert not actual.out[empty].any(), "a query that sees nothing must give exactly 0"
+    if "lse" in names:
+        assert (actual.lse[empty] == -torch.inf).all() and actual.lse[~empty].isfinite().all(), "lse is -inf there only"
+    if "dq" in names and actual.dq is not None:
+        assert not actual.dq[empty].any(), "a query that sees nothing must get exactly 0 gradient"
+    if "weights" in names and actual.weights is not None:
+        assert not actual.weights[~keep].any(), "a masked key must have exactly 0 weight"
+        if p.dropout_p > 0:
+            dropped = dropout_multiplier(p) == 0
+            assert not actual.weights[dropped].any(), "a dropped weight is not 0"
+            sure = keep & ~dropped & (truth.weights > 1e-3)  # far from underflow
+            assert (actual.weights[sure] > 0).all(), "a weight was dropped that the rule keeps"
+    unseen = ~keep.unflatten(1, (p.k.shape[1], -1)).any(2).any(-2)  # (B, Hk, Lk)
+    for name in ("dk", "dv"):
+        grad = getattr(actual, name)
+        if name in names and grad is not None:
+            assert not grad[unseen].any(), f"{name}: a key that no query sees must get exactly 0 gradient"
