@@ -8,17 +8,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import common
+import harness
 import torch
 import torch.nn.functional as F
 from cases import NORM, NormCase
-from common import Inputs, Provider, Run
+from harness import Inputs, Provider, Run
 
 from fastattn import dropout_add_layer_norm
 
 
 def make_inputs(case: NormCase, device: torch.device) -> Inputs:
-    generator = torch.Generator(device).manual_seed(common.SEED)
+    generator = torch.Generator(device).manual_seed(harness.SEED)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
@@ -33,15 +33,15 @@ def torch_operators(case: NormCase, inputs: Inputs, dropout_p: float) -> Run:
     def norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(residual + F.dropout(x, dropout_p), (case.width,), weight, bias, eps=1e-6)
 
-    return common.run_of(norm, inputs)
+    return harness.run_of(norm, inputs)
 
 
 def providers(device: torch.device) -> list[Provider]:
-    ours = common.ours(dropout_add_layer_norm, lambda case, inputs, dropout_p: {"dropout_p": dropout_p})
+    ours = harness.ours(dropout_add_layer_norm, lambda case, inputs, dropout_p: {"dropout_p": dropout_p})
     return [*ours, Provider("torch", torch_operators, ours=False)]
 
 
-BENCHMARK = common.Benchmark(
+BENCHMARK = harness.Benchmark(
     name="add_layer_norm",
     cases=NORM,
     directions=("forward", "backward", "both"),
@@ -56,4 +56,4 @@ def test_add_layer_norm(benchmark: Any, timed: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(common.main(BENCHMARK))
+    sys.exit(harness.main(BENCHMARK))

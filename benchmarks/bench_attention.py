@@ -10,18 +10,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import common
+import harness
 import torch
 import torch.nn.functional as F
 from cases import ATTENTION, AttentionCase
-from common import Inputs, Provider, Refused, Run
+from harness import Inputs, Provider, Refused, Run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn import AttentionMask, scaled_dot_product_attention
 
 
 def make_inputs(case: AttentionCase, device: torch.device) -> Inputs:
-    generator = torch.Generator(device).manual_seed(common.SEED)
+    generator = torch.Generator(device).manual_seed(harness.SEED)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
@@ -78,7 +78,7 @@ def torch_sdpa(name: str, kernel: SDPBackend | None) -> Provider:
             if "No available kernel" in str(error):
                 raise Refused("torch has no such kernel for this case") from error
             raise
-        return common.run_of(attend, inputs)
+        return harness.run_of(attend, inputs)
 
     return Provider(name, make, ours=False)
 
@@ -91,11 +91,11 @@ def providers(device: torch.device) -> list[Provider]:
             "sdpa flash": SDPBackend.FLASH_ATTENTION,
             "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
         }
-    ours = common.ours(scaled_dot_product_attention, arguments)
+    ours = harness.ours(scaled_dot_product_attention, arguments)
     return ours + [torch_sdpa(name, kernel) for name, kernel in peers.items()]
 
 
-BENCHMARK = common.Benchmark(
+BENCHMARK = harness.Benchmark(
     name="attention",
     cases=ATTENTION,
     directions=("forward", "backward", "both"),
@@ -111,4 +111,4 @@ def test_attention(benchmark: Any, timed: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(common.main(BENCHMARK))
+    sys.exit(harness.main(BENCHMARK))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import common
+import harness
 import torch
 import torch.nn.functional as F
 from cases import FEED_FORWARD, FeedForwardCase
-from common import Inputs, Provider, Run
+from harness import Inputs, Provider, Run
 
 from fastattn import feed_forward
 
@@ -20,7 +20,7 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 
 
 def make_inputs(case: FeedForwardCase, device: torch.device) -> Inputs:
-    generator = torch.Generator(device).manual_seed(common.SEED)
+    generator = torch.Generator(device).manual_seed(harness.SEED)
 
     def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return scale * torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
@@ -54,14 +54,14 @@ def torch_operators(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> 
             hidden = act(hidden)
         return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
 
-    return common.run_of(network, inputs)
+    return harness.run_of(network, inputs)
 
 
 def providers(device: torch.device) -> list[Provider]:
-    return [*common.ours(feed_forward, arguments), Provider("torch", torch_operators, ours=False)]
+    return [*harness.ours(feed_forward, arguments), Provider("torch", torch_operators, ours=False)]
 
 
-BENCHMARK = common.Benchmark(
+BENCHMARK = harness.Benchmark(
     name="feed_forward",
     cases=FEED_FORWARD,
     directions=("forward", "backward", "both"),
@@ -76,4 +76,4 @@ def test_feed_forward(benchmark: Any, timed: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(common.main(BENCHMARK))
+    sys.exit(harness.main(BENCHMARK))

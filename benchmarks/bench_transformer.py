@@ -15,11 +15,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import common
+import harness
 import torch
 import torch.nn.functional as F
 from cases import STEP, StepCase
-from common import Inputs, Provider, Refused, Run
+from harness import Inputs, Provider, Refused, Run
 from torch import nn
 
 from fastattn import use_backend
@@ -31,9 +31,9 @@ Build = Callable[[StepCase, float], nn.Module]
 
 def make_inputs(case: StepCase, device: torch.device) -> Inputs:
     """leaves: the weights all models start from; fixed: src_seq (batch, length), trg_seq (batch, length + 1)."""
-    torch.manual_seed(common.SEED)
+    torch.manual_seed(harness.SEED)
     model = fused(case, 0.0).to(device)
-    generator = torch.Generator().manual_seed(common.SEED)
+    generator = torch.Generator().manual_seed(harness.SEED)
 
     def draw(length: int, lengths: torch.Tensor) -> torch.Tensor:
         words = torch.randint(1, case.n_vocab, (case.batch, length), generator=generator)
@@ -117,7 +117,7 @@ def providers(device: torch.device) -> list[Provider]:
     ]
 
 
-BENCHMARK = common.Benchmark(
+BENCHMARK = harness.Benchmark(
     name="transformer",
     cases=STEP,
     directions=("step",),
@@ -132,4 +132,4 @@ def test_transformer(benchmark: Any, timed: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(common.main(BENCHMARK))
+    sys.exit(harness.main(BENCHMARK))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import common
+import harness
 import pytest
 import torch
 
@@ -29,11 +29,11 @@ def timed(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """The call to time, checked, and synchronised with the device."""
     benchmark, case, provider, direction = request.param
     inputs = benchmark.inputs(case, DEVICE)
-    checker = common.Checker(benchmark, case, inputs, benchmark.providers(DEVICE)[0])
+    checker = harness.Checker(benchmark, case, inputs, benchmark.providers(DEVICE)[0])
     try:
         assert checker.ratio(provider) <= 1, "wrong result"
         call = provider.make(case, inputs, case.dropout_p).timed[direction]
-    except common.Refused as refused:
+    except harness.Refused as refused:
         pytest.skip(str(refused))
 
     def synchronised() -> None:
