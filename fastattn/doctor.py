@@ -223,7 +223,8 @@ def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[st
                 refusals = {backend: explanation.refusals[backend] for backend in backends}
                 report["cases"].append(case | {"refusals": refusals, "notes": explanation.notes})
                 usable = [backend for backend, reason in refusals.items() if reason is None]
-                report["checks"] += check(problem, dtype, usable)
+                if usable:
+                    report["checks"] += check(problem, dtype, usable)
     report["ok"] = all(record["ok"] for record in report["checks"])
     report["seconds"] = round(time.perf_counter() - start, 1)
     return report
