@@ -178,9 +178,10 @@ def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
     bias = None if p.bias is None else p.bias.detach().requires_grad_("b" in needs)
     torch.manual_seed(p.seed)
     out, lse, weights = attend(q, k, v, AttentionMask(**p.mask, bias=bias), p.dropout_p, p.scale)
-    backward = [(out, p.dout), (lse, p.dlse)] if p.dlse is not None else [(out, p.dout)]
-    if needs:
-        torch.autograd.backward(*zip(*backward, strict=True))
+    # Where v alone asks for a gradient, lse has none to give.
+    losses = [(t, dt) for t, dt in ((out, p.dout), (lse, p.dlse)) if t.requires_grad and dt is not None]
+    if losses:
+        torch.autograd.backward(*zip(*losses, strict=True))
     grads = (None if t is None else t.grad for t in (q, k, v, bias))
     return Results(out.detach(), lse.detach(), None if weights is None else weights.detach(), *grads)
 

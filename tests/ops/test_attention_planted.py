@@ -1,4 +1,4 @@
-"""The checks can fail: each known bug, planted in a correct flash attention, is caught by the check every room passes."""
+"""The checks can fail: each known bug, planted in a correct flash attention, is caught by the check of every room."""
 
 from __future__ import annotations
 

@@ -1,0 +1,250 @@
+"""Gradients of attention: who asks for one, in which layout it arrives and leaves, through lse and through the bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from attention_checks import KERNEL_ROOMS, LOW_PRECISION, ROOMS, check, compare, exact, make, plain, room_call, solve
+from mask_cases import prefix
+from torch import Tensor
+
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn._dispatch import load_room
+from fastattn.reference import philox
+
+GRADS = ("dq", "dk", "dv", "dbias")
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("room", ["reference", "aten"])
+def test_gradcheck(room: str, dropout_p: float, device: torch.device) -> None:
+    """By finite differences, through out, lse and weights at once."""
+    p = make(B=1, H=2, Hk=1, Lq=4, Lk=5, D=3, dtype=torch.float64, device=device, mask="attn_mask", bias=(1, 2, 1, 5))
+
+    def call(q, k, v, bias):
+        torch.manual_seed(1)
+        mask = AttentionMask(**p.mask, bias=bias)
+        out, lse, weights = room_call(room, device)(q, k, v, mask, dropout_p, 0.7)
+        return out, lse.masked_fill(lse == -torch.inf, 0), weights
+
+    leaves = tuple(t.clone().requires_grad_() for t in (p.q, p.k, p.v, p.bias))
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+# (B, H, Lq, Lk) of the problem is (2, 2, 21, 37).
+FULL_BIASES = [(1, 1, 21, 37), (1, 2, 21, 37), (2, 2, 21, 37), (21, 37)]
+THIN_BIASES = [(2, 1, 1, 37), (1, 1, 1, 37), (2, 1, 21, 1), (1, 2, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", FULL_BIASES + THIN_BIASES, ids=str)
+@pytest.mark.parametrize("room", ROOMS)
+def test_bias_shapes(room: str, shape: tuple[int, ...], device: torch.device) -> None:
+    p = make(mask="key_padding_holes", bias=shape, device=device)
+    if len(shape) < 4:  # a tensor as torch takes it; dbias has the shape that was given
+        bias = p.bias.clone().requires_grad_()
+        mask = AttentionMask(**p.mask, bias=bias)
+        out, lse, _ = room_call(room, device, weights=False)(p.q, p.k, p.v, mask, 0.0, p.scale)
+        torch.autograd.backward((out, lse), (p.dout, p.dlse))
+        four = p.but(bias=p.bias[None, None])
+        actual = solve(four, lambda *_: (out, lse, None), needs="")._replace(dbias=bias.grad[None, None])
+        compare(four, actual, exact(four), plain(four), ("out", "dbias"))
+    else:
+        check(p, room_call(room, device))
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("room", ROOMS)
+def test_float32_bias_on_16_bit_queries(room: str, dtype: torch.dtype, device: torch.device) -> None:
+    p = make(mask="causal", dtype=dtype, bias=(1, 2, 21, 37), bias_dtype=torch.float32, device=device)
+    check(p, room_call(room, device))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("room", ROOMS)
+def test_bias_over_several_tiles(room: str, dropout_p: float, device: torch.device) -> None:
+    """Sums over samples, and over query tiles for a bias of keys alone."""
+    for shape in ((1, 1, 1, 140), (1, 1, 70, 140)):
+        p = make(B=3, H=1, Lq=70, Lk=140, D=16, mask="key_padding", bias=shape, dropout_p=dropout_p, device=device)
+        check(p, room_call(room, device, weights=False))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_infinite_bias_masks(room: str, device: torch.device) -> None:
+    """-inf in a bias: the entry is masked, a whole row of it sees nothing, and no gradient is NaN."""
+    p = make(bias=(2, 1, 21, 37), mask="causal", device=device)
+    p.bias[torch.rand(p.bias.shape, device=device) < 0.3] = -torch.inf
+    p.bias[1, 0, 3:6] = -torch.inf
+    results = check(p, room_call(room, device))
+    assert not results.dbias[p.bias == -torch.inf].any()
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "v", "b", "qb", "kv"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_only_some_ask_for_a_gradient(room: str, needs: str, device: torch.device) -> None:
+    p = make(B=1, mask="attn_mask", bias=(1, 2, 21, 37), device=device)
+    results = solve(p, room_call(room, device, weights=False), needs)
+    wanted = tuple("d" + {"b": "bias"}.get(n, n) for n in needs)
+    assert [name for name in GRADS if getattr(results, name) is not None] == [n for n in GRADS if n in wanted]
+    compare(p, results, exact(p), plain(p), wanted)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_gradient_of_lse_alone_and_of_out_alone(room: str, device: torch.device) -> None:
+    """z-loss: a loss on lse, with and without one on out."""
+    p = make(mask="causal", bias=(1, 1, 21, 37), device=device)
+    attend = room_call(room, device, weights=False)
+    check(p.but(dlse=None), attend)
+    z_loss = p.but(dout=torch.zeros_like(p.dout))
+
+    def lse_only(q, k, v, mask, dropout_p, scale):
+        out, lse, _ = attend(q, k, v, mask, dropout_p, scale)
+        return (out * 0).detach() + 0 * lse[..., None], lse, None  # out itself gets no gradient at all
+
+    results = solve(z_loss, lse_only)._replace(out=exact(z_loss).out)
+    compare(z_loss, results, exact(z_loss), plain(z_loss), ("lse", "dq", "dk", "dbias"))
+    assert results.dv is None or not results.dv.any()
+
+
+# How a gradient may arrive: dout of shape (2, 2, 21, 32).
+ARRIVALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda t: t[:, :, :1, :1].expand_as(t),  # out.sum().backward()
+    "expanded over heads": lambda t: t[:, :1].expand_as(t),
+    "positions before heads": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "sliced": lambda t: torch.cat([t, t], -1)[..., 1 : t.shape[-1] + 1].copy_(t),
+    "every second": lambda t: t.repeat_interleave(2, 2)[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_dout_layouts(room: str, arrival: str, device: torch.device) -> None:
+    p = make(mask="causal", device=device)
+    check(p.but(dout=ARRIVALS[arrival](p.dout)), room_call(room, device, weights=False))
+
+
+def _bshd(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _packed(t: Tensor, place: int) -> Tensor:
+    """One of three in a packed projection (B, L, 3, H, D)."""
+    B, H, L, D = t.shape
+    whole = torch.full((B, L, 3, H, D), torch.nan, dtype=t.dtype, device=t.device)
+    whole[:, :, place] = t.transpose(1, 2)
+    return whole[:, :, place].transpose(1, 2)
+
+
+def _offset(t: Tensor) -> Tensor:
+    """Starts one element into its storage: aligned to its own size only."""
+    return torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "positions before heads": lambda q, k, v: (_bshd(q), _bshd(k), _bshd(v)),
+    "each its own": lambda q, k, v: (_bshd(q), k, _packed(v, 2)),
+    "packed": lambda q, k, v: (q, _packed(k, 1), _packed(v, 2)),
+    "head dimension outside": lambda q, k, v: (q.mT.contiguous().mT, k.mT.contiguous().mT, v),
+    "offset by one": lambda q, k, v: (_offset(q), _offset(k), _offset(v)),
+    "rows of odd length": lambda q, k, v: tuple(torch.cat([t, t[..., :1]], -1)[..., :-1] for t in (q, k, v)),
+    "every second key": lambda q, k, v: (q, k.repeat_interleave(2, 2)[:, :, ::2], v.repeat_interleave(2, 2)[:, :, ::2]),
+    "one key for all samples": lambda q, k, v: (q, k[:1].expand_as(k), v[:1].expand_as(v)),
+    "one key for all heads": lambda q, k, v: (q, k[:, :1].expand_as(k), v[:, :1].expand_as(v)),
+    "one value row for all keys": lambda q, k, v: (q, k, v[:, :, :1].expand_as(v)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_input_layouts(room: str, layout: str, device: torch.device) -> None:
+    p = make(mask="decoder", device=device)
+    q, k, v = LAYOUTS[layout](p.q, p.k, p.v)
+    results = check(p.but(q=q, k=k, v=v), room_call(room, device))
+    if layout == "positions before heads" and room in KERNEL_ROOMS:
+        assert results.out.transpose(1, 2).is_contiguous(), "out must follow the layout of q"
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "sliced", "every second"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_mask_and_bias_layouts(room: str, layout: str, device: torch.device) -> None:
+    """The masks' own strides: stride 0, transposed, a slice that starts on an odd byte."""
+
+    def laid_out(t: Tensor) -> Tensor:
+        if layout == "expanded":
+            return t[:1, :1, :1].expand_as(t)
+        if layout == "transposed":
+            return t.mT.contiguous().mT
+        if layout == "sliced":
+            return torch.cat([t[..., :1], t, t], -1)[..., 1 : t.shape[-1] + 1]
+        return t.repeat_interleave(2, -1)[..., ::2]
+
+    p = make(mask="attn_mask", bias=(2, 2, 21, 37), device=device)
+    check(p.but(mask={"attn_mask": laid_out(p.mask["attn_mask"])}, bias=laid_out(p.bias)), room_call(room, device))
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_backward_of_another_rooms_forward(room: str, device: torch.device) -> None:
+    """out and lse mean the same in every room: a kernel's backward takes the reference's."""
+    room_call(room, device)
+    p = make(H=4, Hk=2, mask="decoder", bias=(1, 4, 1, 37), dropout_p=0.3, device=device)
+    torch.manual_seed(p.seed)
+    rng_state = philox.draw_rng_state(device)
+    mask = AttentionMask(**p.mask, bias=p.bias)
+    rest = (mask, p.scale, p.dropout_p, rng_state)
+    out, lse, weights = load_room("attention", "reference").attention(p.q, p.k, p.v, *rest)
+    kernels = load_room("attention", room)
+    grads = kernels.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *rest, True)
+    own = kernels.attention_weights(p.q, p.k, lse, *rest)
+    actual = plain(p)._replace(out=out, lse=lse, weights=own, **dict(zip(GRADS, grads, strict=True)))
+    compare(p, actual, exact(p), plain(p), ("weights", *GRADS))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_inputs_and_gradients_are_left_alone(room: str, device: torch.device) -> None:
+    """Neither direction writes into what it was given, and a second backward gives the same again."""
+    attend = room_call(room, device, weights=False)
+    p = make(B=1, mask="decoder", bias=(1, 2, 1, 37), dropout_p=0.2, device=device)
+    given = {name: getattr(p, name).clone() for name in ("q", "k", "v", "bias", "dout", "dlse")}
+    leaves = [t.detach().requires_grad_() for t in (p.q, p.k, p.v, p.bias)]
+    mask = AttentionMask(**p.mask, bias=leaves[3])
+    out, lse, _ = attend(*leaves[:3], mask, p.dropout_p, p.scale)
+    first = torch.autograd.grad((out, lse), leaves, (p.dout, p.dlse), retain_graph=True)
+    again = torch.autograd.grad((out, lse), leaves, (p.dout, p.dlse))
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+    for name, before in given.items():
+        assert torch.equal(getattr(p, name), before), f"{name} was overwritten"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_weights_never_lose_a_gradient_in_silence(room: str, device: torch.device) -> None:
+    """The gradient through the weights is right, or asking for it is an error: it is not silently zero."""
+    room_call(room, device)
+    p = make(B=1, H=1, Lq=6, Lk=7, D=8, device=device)
+    q = p.q.clone().requires_grad_()
+    _, weights = scaled_dot_product_attention(q, p.k, p.v, return_weights=True, backend=room)
+    if not weights.requires_grad:
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            weights.square().sum().backward()
+        return
+    weights.square().sum().backward()
+    P = exact(p).weights
+    dS = P * (2 * P - (2 * P * P).sum(-1, keepdim=True))
+    assert torch.allclose(q.grad.double(), p.scale * dS @ p.k.double(), atol=1e-6)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_mask_built_without_grad_serves_training(room: str, device: torch.device) -> None:
+    """A mask whose tiles were prepared under inference_mode, as in validation, then trains."""
+    attend = room_call(room, device, weights=False)
+    p = make(mask={"key_padding": prefix([37, 20], 37).to(device)}, device=device)
+    mask = AttentionMask(**p.mask)
+    with torch.inference_mode():
+        attend(p.q, p.k, p.v, mask, 0.0, p.scale)
+
+    def with_that_mask(q, k, v, _, dropout_p, scale):
+        return attend(q, k, v, mask, dropout_p, scale)
+
+    check(p, with_that_mask)
