@@ -244,20 +244,33 @@ def measure_provider(
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def measure_all(benchmark: Benchmark, device: torch.device, quick: bool) -> dict[str, Any]:
-    """The record of a benchmark: environment, and one row per case and provider."""
+def measure_all(
+    benchmark: Benchmark,
+    device: torch.device,
+    quick: bool,
+    keep: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> dict[str, Any]:
+    """The record: environment, and one row per case and provider. keep: is given the record after each case."""
     providers = benchmark.providers(device)
-    rows = []
-    for case in benchmark.cases["quick" if quick else device.type]:
+    cases = benchmark.cases["quick" if quick else device.type]
+    rows: list[dict[str, Any]] = []
+    record = {
+        "benchmark": benchmark.name,
+        "formula": cases[0].formula,
+        "baseline": providers[0].name,
+        "complete": False,
+    }
+    record |= {"environment": environment(device), "rows": rows}
+    for case in cases:
         inputs = benchmark.inputs(case, device)
         checker = Checker(benchmark, case, inputs, providers[0])
         for provider in providers:
             row = {"case": str(case), "provider": provider.name, "ours": provider.ours}
             row |= measure_provider(benchmark, case, provider, inputs, checker, device, 0.02 if quick else 0.3)
             rows.append(row)
-    formula = benchmark.cases["quick"][0].formula
-    record = {"benchmark": benchmark.name, "formula": formula, "baseline": providers[0].name}
-    return record | {"environment": environment(device), "rows": rows}
+        record["complete"] = case is cases[-1]
+        keep(record)
+    return record
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -325,9 +338,12 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the record here")
     parser.add_argument("--quick", action="store_true", help="tiny cases, to see that everything runs")
     arguments = parser.parse_args(argv)
-    record = measure_all(benchmark, arguments.device, arguments.quick)
+
+    def keep(record: dict[str, Any]) -> None:
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+    record = measure_all(benchmark, arguments.device, arguments.quick, keep)
     print(table(record, benchmark.rates))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     return int(any(row["ours"] and row["status"] in ("wrong result", "failed") for row in record["rows"]))
