@@ -11,9 +11,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +33,8 @@ _ON_A_CPU = {
     "triton": "interpreted on the CPU: slow, for checking only",
     "cuda": "run on the CPU by csrc/host: slow, for checking only",
 }
-_in_context: ContextVar[str | None] = ContextVar("fastattn_backend", default=None)
+_rooms: dict[tuple[str, str], ModuleType] = {}
+_contexts: list[str | None] = []  # of use_backend, innermost last; a plain list, which torch.compile can guard
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,19 @@ def register(stem: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None: the automatic choice."""
-    token = _in_context.set(None if name is None else _known(name, "use_backend()"))
+    _contexts.append(None if name is None else _known(name, "use_backend()"))
     try:
         yield
     finally:
-        _in_context.reset(token)
+        _contexts.pop()
 
 
 def requested(backend: str | None) -> tuple[str | None, str]:
     """The backend asked for by name, if any, and where it was asked for."""
     if backend is not None:
         return _known(backend, "backend"), "backend="
-    if (name := _in_context.get()) is not None:
-        return name, "use_backend()"
+    if _contexts and _contexts[-1] is not None:
+        return _contexts[-1], "use_backend()"
     if name := os.environ.get("FASTATTN_BACKEND"):
         return _known(name, "FASTATTN_BACKEND"), "FASTATTN_BACKEND"
     return None, "automatic choice"
@@ -92,24 +91,34 @@ def default_order(device: torch.device) -> tuple[str, ...]:
     return DEFAULT_ORDER.get(device.type, OTHER_ORDER)
 
 
-@cache
-def load_room(stem: str, backend: str) -> ModuleType | str:
-    """The room's module, or why there is none here. A room that is broken, rather than absent, raises."""
+@torch.compiler.assume_constant_result
+def absence(stem: str, backend: str) -> str | None:
+    """Import the room unless done. Why there is none, or None; a room that is broken, rather than absent, raises."""
+    if (stem, backend) in _rooms:
+        return None
     name = f"{_PACKAGE[backend]}.{stem}"
     try:
-        return importlib.import_module(name)
+        _rooms[stem, backend] = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name:
             return f"there is no {backend} kernel for this op yet"
         if backend == "triton" and error.name == "triton":
             return "triton is not installed (it has wheels for Linux only)"
         raise
+    return None
+
+
+def load_room(stem: str, backend: str) -> Any:
+    """The room's module. RuntimeError if there is none."""
+    if (reason := absence(stem, backend)) is not None:
+        raise RuntimeError(reason)
+    return _rooms[stem, backend]
 
 
 def refusal(stem: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
     """Why this backend cannot serve the call, or None if it can."""
-    room = load_room(stem, backend)
-    return room if isinstance(room, str) else room.why_not(*arguments)
+    reason = absence(stem, backend)
+    return _rooms[stem, backend].why_not(*arguments) if reason is None else reason
 
 
 def choose(stem: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:

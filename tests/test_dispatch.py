@@ -91,21 +91,38 @@ def test_every_op_is_known() -> None:
     assert set(_dispatch.OPS) == {"attention", "add_layer_norm", "feed_forward"}
 
 
-def test_a_broken_room_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'numpyy'", name="numpyy")
+@pytest.mark.parametrize("missing", ["numpyy", "triton"])
+def test_a_missing_module_is_a_reason_only_if_it_is_triton(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
-    monkeypatch.setattr(_dispatch.importlib, "import_module", broken)
-    with pytest.raises(ModuleNotFoundError, match="numpyy"):
-        _dispatch.load_room.__wrapped__("attention", "triton")
+    monkeypatch.setattr(_dispatch.importlib, "import_module", fail)
+    monkeypatch.setattr(_dispatch, "_rooms", {})
+    if missing == "triton":
+        assert _dispatch.absence("attention", "triton") == "triton is not installed (it has wheels for Linux only)"
+    else:
+        with pytest.raises(ModuleNotFoundError, match="numpyy"):
+            _dispatch.absence("attention", "triton")
 
 
-def test_a_missing_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+def test_torch_compile_follows_use_backend() -> None:
+    """The choice is part of the guards: another backend in force gives another graph, without a graph break."""
+    graphs = []
 
-    monkeypatch.setattr(_dispatch.importlib, "import_module", missing)
-    assert "triton is not installed" in _dispatch.load_room.__wrapped__("attention", "triton")
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    compiled = torch.compile(lambda q: fastattn.scaled_dot_product_attention(q, q, q), backend=count, fullgraph=True)
+    q = torch.randn(1, 2, 4, 8)
+    with torch.no_grad():
+        results = [compiled(q)]
+        with fastattn.use_backend("reference"):
+            results.append(compiled(q))
+    torch.testing.assert_close(*results)
+    assert len(graphs) == 2
+    assert any("scaled_dot_product" in target for target in graphs[0])
+    assert not any("scaled_dot_product" in target for target in graphs[1])
 
 
 def _in_new_process(code: str, **environment: str) -> str:

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch
+from fastattn._dispatch import load_room
 from fastattn.masks import AttentionMask
-
-
-def _room(stem: str, backend: str) -> Any:
-    return _dispatch.load_room(stem, backend)
 
 
 def _mask(masks: list[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask | None:
@@ -60,7 +56,7 @@ def attention_op(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     mask = _mask(masks, bounds, bias)
-    return _room("attention", backend).attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
+    return load_room("attention", backend).attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
 
 
 @attention_op.register_fake
@@ -94,7 +90,7 @@ def attention_backward_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mask = _mask(masks, bounds, bias)
-    dq, dk, dv, dbias = _room("attention", backend).attention_bwd(
+    dq, dk, dv, dbias = load_room("attention", backend).attention_bwd(
         dout, dlse, q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state, needs_dbias
     )
     return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
@@ -154,7 +150,7 @@ def add_layer_norm_op(
     rng_state: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    room = _room("add_layer_norm", backend)
+    room = load_room("add_layer_norm", backend)
     out, z, mean, rstd = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
     return out, z.clone() if z is x else z, mean, rstd  # an operator's output must not be its input
 
@@ -179,7 +175,7 @@ def add_layer_norm_backward_op(
     has_residual: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    room = _room("add_layer_norm", backend)
+    room = load_room("add_layer_norm", backend)
     dx, dresidual, dweight, dbias = room.add_layer_norm_bwd(
         dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual
     )
@@ -246,7 +242,7 @@ def feed_forward_op(
     rng_state: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    room = _room("feed_forward", backend)
+    room = load_room("feed_forward", backend)
     out, saved = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
     hidden, z = (*saved, x.new_empty(0)) if activation == "relu" else saved
     return out, hidden, z
@@ -274,7 +270,7 @@ def feed_forward_backward_op(
     z: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    room = _room("feed_forward", backend)
+    room = load_room("feed_forward", backend)
     saved = (hidden,) if activation == "relu" else (hidden, z)
     grads = room.feed_forward_bwd(
         dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, saved
