@@ -61,14 +61,15 @@ def attention_op(
 
 @attention_op.register_fake
 def _(q, k, v, bias, masks, bounds, softmax_scale, dropout_p, rng_state, backend):
-    B, H, Lq, _ = q.shape
-    Dv = v.shape[3]
-    # As the rooms allocate it: heads inside positions if q has them so, the layout of a projection seen as heads.
-    if q.stride(1) < q.stride(2):
-        out = q.new_empty(B, Lq, H, Dv).transpose(1, 2)
-    else:
-        out = q.new_empty(B, H, Lq, Dv)
-    return out, q.new_empty(B, H, Lq, dtype=torch.float32)
+    return _in_layout_of(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:
+    """As the rooms allocate: heads inside positions where x has them so, the layout of a projection seen as heads."""
+    B, H, L, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(B, L, H, head_dim).transpose(1, 2)
+    return x.new_empty(B, H, L, head_dim)
 
 
 @torch.library.custom_op("fastattn::attention_backward", mutates_args=())
@@ -99,7 +100,7 @@ def attention_backward_op(
 @attention_backward_op.register_fake
 def _(dout, dlse, q, k, v, out, lse, bias, masks, bounds, softmax_scale, dropout_p, rng_state, needs_dbias, backend):
     dbias = torch.empty_like(bias) if needs_dbias else q.new_empty(0)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias
+    return *(_in_layout_of(t, t.shape[3]) for t in (q, k, v)), dbias
 
 
 def _attention_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
