@@ -308,8 +308,8 @@ def render(report: dict[str, Any]) -> str:
         "\nLargest error against float64 and, in brackets, its share of the bound (1 is the limit)",
         *_render_checks(report),
         "",
-        *(f"OUT OF BOUNDS  {_where(record)}" for record in bad),
-        f"{len(bad)} of {len(report['checks'])} comparisons out of bounds ({report['seconds']} s)",
+        *(f"{'FAILED' if 'failed' in record else 'OUT OF BOUNDS'}  {_where(record)}" for record in bad),
+        f"{len(bad)} of {len(report['checks'])} comparisons failed or out of bounds ({report['seconds']} s)",
     ]
     return "\n".join(lines)
 

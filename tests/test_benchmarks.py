@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +152,23 @@ def test_pytest_benchmark_collects_the_scripts() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "test_add_layer_norm[40x96 fp32-reference-forward]" in result.stdout
+
+
+def test_gpu_check_says_what_it_skips_and_fails_with_a_stage(tmp_path: Path) -> None:
+    """With no GPU in sight, and a doctor that must fail: the other stages still have their say, the summary is last."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "FASTATTN_BACKEND": "abacus", "PYTHON": sys.executable}
+    command = ["bash", str(BENCHMARKS / "gpu_check.sh"), str(tmp_path), "doctor", "tests", "sanitizer"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 1, result.stdout + result.stderr
+    summary = result.stdout.split("Summary\n")[1]
+    assert re.search(r"^doctor +FAILED", summary, re.MULTILINE)
+    assert re.search(r"^tests +skipped: needs a GPU", summary, re.MULTILINE)
+    assert re.search(r"^sanitizer +skipped: needs a GPU", summary, re.MULTILINE)
+    assert "abacus" in (tmp_path / "doctor.json").read_text()
+
+
+def test_gpu_check_refuses_an_unknown_stage(tmp_path: Path) -> None:
+    command = ["bash", str(BENCHMARKS / "gpu_check.sh"), str(tmp_path), "bulid"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "bulid" in result.stderr and "gpu_check.sh DIR [STAGE ...]" in result.stderr
