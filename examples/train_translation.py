@@ -1,0 +1,204 @@
+"""Trains a Transformer to translate, with fastattn: `python examples/train_translation.py`.
+
+Without options it makes its own sentence pairs (dates as people write them, to ISO dates), trains on whatever device
+there is, and prints how many held-out dates come out right, how fast the fused and the reference path are, and whether
+they agree. With `--data DIR --source de --target en` it trains on your text. `--help` lists everything; the training
+loop is in translation/training.py.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from translation.checkpoint import (
+    ResumeError,
+    averaged_weights,
+    fingerprint,
+    load_run,
+    restore,
+    save_epoch,
+    save_model,
+    save_run,
+)
+from translation.data import Corpus, DataError, Example, encode, read_corpus
+from translation.dates import date_corpus
+from translation.decoding import Score, bleu, exact_match, translate
+from translation.measure import compare_losses, explain_backends, measure_speed
+from translation.report import device_name, plot, write_record
+from translation.settings import Settings, parse_arguments
+from translation.tokens import BpeTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
+from translation.training import Progress, build_model, build_optimizer, train, validation_loss
+
+from fastattn import FusedTransformer, use_backend
+
+HELD_OUT_DATES = 1000  # for validation, and as many others for the score
+EXAMPLES_SHOWN = 8
+
+
+class BackendError(Exception):
+    """The backend asked for cannot serve."""
+
+
+class StopRequest:
+    """Turns Ctrl-C and a termination signal into a question that the training loop asks after every step.
+
+    A second signal ends the program at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def __call__(self) -> bool:
+        return self.signal_number != 0
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def make_corpus(settings: Settings) -> Corpus:
+    """The user's text, or dates."""
+    if settings.data:
+        return read_corpus(settings.data, settings.source, settings.target)
+    return date_corpus(settings.date_count, HELD_OUT_DATES, writings=2, seed=settings.seed)
+
+
+def make_tokenizer(corpus: Corpus, settings: Settings) -> Tokenizer:
+    """Learned from both sides of the training text."""
+    texts = [text for pair in corpus.train for text in pair]
+    return BpeTokenizer.train(texts, settings.vocabulary) if settings.data else CharacterTokenizer.train(texts)
+
+
+def encode_part(corpus: Corpus, part: str, tokenizer: Tokenizer, settings: Settings) -> list[Example]:
+    """`corpus.train` or `corpus.val`, encoded; says what was left out."""
+    pairs = getattr(corpus, part)
+    examples, dropped = encode(pairs, tokenizer, settings.max_length)
+    if dropped:
+        limit = settings.max_length
+        print(f"{part}: left out {dropped} of {len(pairs)} pairs (a side blank or above --max-length {limit})")
+    if not examples:
+        raise DataError(f"{settings.data}: no pair of {part} is left; raise --max-length")
+    return examples
+
+
+def name_backends(settings: Settings) -> dict[str, str]:
+    """Which backend serves each op. BackendError with every reason where one cannot be served."""
+    explanations = explain_backends(settings)
+    for explanation in explanations.values():
+        if explanation.chosen is None:
+            raise BackendError(str(explanation))
+    return {op: explanation.chosen for op, explanation in explanations.items()}
+
+
+def score(model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, settings: Settings) -> list[Score]:
+    """Translates every test set (the validation set where there is none): BLEU for text, exact match for dates."""
+    scores = []
+    for name, pairs in (corpus.tests or {"val": corpus.val}).items():
+        translations = translate(model, tokenizer, [source for source, _ in pairs], settings)
+        if settings.data:
+            value, signature = bleu(pairs, translations)
+            scores.append(Score(name, "BLEU", value, signature, pairs, translations))
+        else:
+            scores.append(Score(name, "exact match", exact_match(pairs, translations), None, pairs, translations))
+    return scores
+
+
+def show(scores: Sequence[Score], out: Path) -> None:
+    """Prints every score and a handful of translations; writes all translations to `out`."""
+    for result in scores:
+        print(f"{result.test}: {result.metric} {result.value:.2f} on {len(result.pairs)} sentences", end="")
+        print(f"  ({result.signature})" if result.signature else "")
+        lines = "".join(f"{translation}\n" for translation in result.translations)
+        (out / f"{result.test}.translations").write_text(lines, encoding="utf-8")
+    handful = zip(scores[0].pairs[:EXAMPLES_SHOWN], scores[0].translations, strict=False)
+    for (source, target), translation in handful:
+        print(f"  {source}\n    -> {translation}" + ("" if translation == target else f"\n    not {target}"))
+
+
+def run(settings: Settings, resume: bool) -> int:
+    """Trains, scores, measures and writes everything to `settings.out`. Returns the exit status."""
+    out = Path(settings.out)
+    state_path = out / "last.pt"
+    if settings.data and state_path.exists() and not resume:
+        raise ResumeError(f"{out}: holds a run already; continue it with --resume, or choose another --out")
+    saved = load_run(state_path, settings) if resume else None
+    backends = name_backends(settings)
+    corpus = make_corpus(settings)
+    tokenizer = load_tokenizer(saved["tokenizer"]) if saved else make_tokenizer(corpus, settings)
+    examples = encode_part(corpus, "train", tokenizer, settings)
+    val_examples = encode_part(corpus, "val", tokenizer, settings)
+    data = fingerprint(examples)
+    out.mkdir(parents=True, exist_ok=True)
+
+    model = build_model(settings, tokenizer.size)
+    optimizer = build_optimizer(model)
+    progress = restore(saved, model, optimizer, settings, data) if saved else Progress()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{device_name(settings.device)}; {', '.join(f'{op}: {backend}' for op, backend in backends.items())}")
+    print(f"{len(examples)} training pairs, vocabulary {tokenizer.size}, {parameters / 1e6:.2f} million parameters")
+    if saved:
+        print(f"resumed after step {progress.step}, in epoch {progress.epoch + 1}")
+
+    def save() -> None:
+        save_run(state_path, model, optimizer, progress, settings, tokenizer, data)
+
+    def end_epoch(entry: dict[str, float]) -> None:
+        entry["val_loss"] = validation_loss(model, val_examples, settings)
+        line = f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}"
+        if not settings.data:
+            translations = translate(model, tokenizer, [source for source, _ in corpus.val], settings)
+            entry["exact_match"] = exact_match(corpus.val, translations)
+            line += f"  exact match {entry['exact_match']:.1f} %"
+        print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
+        save_epoch(out, model, progress.epoch, settings.average)
+
+    stop = StopRequest()
+    with use_backend(settings.backend):
+        train(model, optimizer, examples, settings, progress, end_epoch, save, stop)
+        if stop():
+            print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
+            return 128 + stop.signal_number
+
+        weights, averaged = averaged_weights(out, model, progress, settings.average)
+        model.load_state_dict(weights)
+        save_model(out / "model.pt", model, settings, tokenizer)
+        final_loss = validation_loss(model, val_examples, settings)
+        scores = score(model, tokenizer, corpus, settings)
+    print(f"\nmean of the last {averaged} checkpoints: validation loss {final_loss:.4f}")
+    show(scores, out)
+
+    speed = measure_speed(model, examples, settings) if settings.measure_steps else None
+    if speed:
+        print(f"training: {speed.fused:,.0f} tokens/s fused, {speed.reference:,.0f} tokens/s reference", end="")
+        print(f" ({speed.fused / speed.reference:.2f} times as fast)")
+    agreement = compare_losses(examples, settings, tokenizer.size) if settings.compare_steps else None
+    if agreement:
+        print(
+            f"first {agreement.steps} steps without dropout, fused and reference: the losses differ by at most ", end=""
+        )
+        print(f"{agreement.largest_relative_difference:.1e}, relative")
+
+    facts = {"backends": backends, "parameters": parameters, "vocabulary": tokenizer.size}
+    facts |= {"val_loss": final_loss, "checkpoints_averaged": averaged}
+    write_record(out / "record.json", settings, progress, scores, speed, agreement, facts)
+    plot(out / "curves.png", settings, progress, speed)
+    print(f"wrote model.pt, record.json, curves.png and the translations to {out}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Exit status 2, with the reason on stderr, where the data, the run or the backend cannot be used."""
+    settings, resume = parse_arguments(arguments)
+    try:
+        return run(settings, resume)
+    except (DataError, ResumeError, BackendError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Saving a run so that it continues as if nothing had happened, and the averaged weights that are its result."""
+
+import dataclasses
+import hashlib
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import FusedTransformer
+from translation.data import Example
+from translation.settings import Settings
+from translation.tokens import Tokenizer, load_tokenizer
+from translation.training import Progress, build_model
+
+
+class ResumeError(Exception):
+    """The run in --out cannot be continued as asked."""
+
+
+def fingerprint(examples: Sequence[Example]) -> str:
+    """A hash of the encoded training pairs: a run must go on with the text it began with."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.source.tobytes())
+        digest.update(example.target.tobytes())
+    return digest.hexdigest()
+
+
+def save_atomically(content: dict[str, Any], path: Path) -> None:
+    """Writes beside `path` and renames, so that an interruption never leaves half a file."""
+    partial = path.with_suffix(".partial")
+    torch.save(content, partial)
+    os.replace(partial, path)
+
+
+def save_run(
+    path: Path,
+    model: FusedTransformer,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    data: str,
+) -> None:
+    """The whole state of a run. data: the fingerprint of its training pairs."""
+    cuda = torch.device(settings.device).type == "cuda"
+    content = {
+        "settings": dataclasses.asdict(settings),
+        "tokenizer": tokenizer.to_json(),
+        "data": data,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": progress.state(),
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state(settings.device) if cuda else None,
+        "python_rng": random.getstate(),
+    }
+    save_atomically(content, path)
+
+
+def load_run(path: Path, settings: Settings) -> dict[str, Any]:
+    """What `save_run` wrote, checked against the settings it is to go on with."""
+    if not path.is_file():
+        raise ResumeError(f"{path}: no such file, so there is nothing to resume; leave --resume out to begin")
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    conflicts = settings.conflicts_with(content["settings"])
+    if conflicts:
+        raise ResumeError(f"{path}: was trained with other options: {'; '.join(conflicts)}")
+    return content
+
+
+def restore(
+    content: dict[str, Any], model: FusedTransformer, optimizer: torch.optim.Optimizer, settings: Settings, data: str
+) -> Progress:
+    """Puts a loaded run into `model`, `optimizer` and the random generators; returns its progress."""
+    if content["data"] != data:
+        raise ResumeError(f"{settings.out}: the training text is not the one this run began with")
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    torch.set_rng_state(content["torch_rng"])
+    if content["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(content["cuda_rng"], settings.device)
+    random.setstate(content["python_rng"])
+    return Progress(**content["progress"])
+
+
+def epoch_path(out: Path, epoch: int) -> Path:
+    return out / f"epoch-{epoch:04d}.pt"
+
+
+def save_epoch(out: Path, model: FusedTransformer, epoch: int, keep: int) -> None:
+    """Keeps the weights at the end of the last `keep` epochs."""
+    save_atomically(model.state_dict(), epoch_path(out, epoch))
+    epoch_path(out, epoch - keep).unlink(missing_ok=True)
+
+
+def average(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of every tensor, summed in float64."""
+    return {
+        name: (sum(state[name].double() for state in states) / len(states)).to(first.dtype)
+        for name, first in states[0].items()
+    }
+
+
+def averaged_weights(
+    out: Path, model: FusedTransformer, progress: Progress, keep: int
+) -> tuple[dict[str, Tensor], int]:
+    """The mean of the last `keep` checkpoints, the present weights being the last one; and how many there were."""
+    # After a whole number of epochs the present weights are those that the last epoch saved.
+    last = progress.epoch if progress.position else progress.epoch - 1
+    paths = [epoch_path(out, epoch) for epoch in range(max(1, last - keep + 2), last + 1)]
+    states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths if path.is_file()]
+    states.append({name: value.cpu() for name, value in model.state_dict().items()})
+    return average(states), len(states)
+
+
+def save_model(path: Path, model: FusedTransformer, settings: Settings, tokenizer: Tokenizer) -> None:
+    """The trained model: weights, settings and tokenizer, all that translating needs."""
+    content = {
+        "model": model.state_dict(),
+        "settings": dataclasses.asdict(settings),
+        "tokenizer": tokenizer.to_json(),
+    }
+    save_atomically(content, path)
+
+
+def load_model(path: str | Path, device: str = "cpu") -> tuple[FusedTransformer, Tokenizer, Settings]:
+    """What `save_model` wrote, ready for `decoding.translate`."""
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    settings = dataclasses.replace(Settings(**content["settings"]), device=device)
+    tokenizer = load_tokenizer(content["tokenizer"])
+    model = build_model(settings, tokenizer.size)
+    model.load_state_dict(content["model"])
+    return model.eval(), tokenizer, settings

@@ -1,0 +1,187 @@
+"""Reading line-aligned text, and batches of sentences of similar length."""
+
+import gzip
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from translation.tokens import BOS, EOS, PAD, Tokenizer
+
+Pair = tuple[str, str]
+
+# Sentences are sorted by length within a pool of this many: a batch has little padding, and is another one every epoch.
+POOL = 8192
+
+
+class DataError(Exception):
+    """The user's files cannot be used; the message names the file and, where there is one, the line."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentence pairs (source, target). `tests` maps the name of a test set, such as "test_2016", to its pairs."""
+
+    train: list[Pair]
+    val: list[Pair]
+    tests: dict[str, list[Pair]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One encoded pair: source = tokens EOS, target = BOS tokens EOS, both 1-D int32."""
+
+    source: np.ndarray
+    target: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return max(len(self.source), len(self.target))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded int64 token ids. The decoder reads `target_in` (BOS first) and is to say `target_out` (EOS last)."""
+
+    source: Tensor  # (B, Ls)
+    target_in: Tensor  # (B, Lt)
+    target_out: Tensor  # (B, Lt)
+    tokens: int  # source and target tokens, padding not counted
+    target_tokens: int  # tokens the loss is averaged over
+
+
+def read_corpus(folder: str | Path, source: str, target: str) -> Corpus:
+    """Reads train, val and every test* file of two languages: `train.de`, `train.en.gz`, ...
+
+    Raises DataError where a file is missing, empty, not UTF-8, or does not pair line by line with its partner.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    if source == target:
+        raise DataError(f"{folder}: source and target are both {source!r}; name two languages")
+    names = sorted(
+        {path.name.removesuffix(".gz").removesuffix(f".{source}") for path in _files(folder, "test*", source)}
+    )
+    tests = {name: read_pairs(folder, name, source, target) for name in names}
+    return Corpus(read_pairs(folder, "train", source, target), read_pairs(folder, "val", source, target), tests)
+
+
+def read_pairs(folder: Path, name: str, source: str, target: str) -> list[Pair]:
+    """The line-aligned pairs of `folder/name.source[.gz]` and `folder/name.target[.gz]`."""
+    source_path, target_path = _find(folder, name, source), _find(folder, name, target)
+    source_lines, target_lines = read_lines(source_path), read_lines(target_path)
+    if len(source_lines) != len(target_lines):
+        (short, fewer), (long, more) = sorted(
+            [(source_path, len(source_lines)), (target_path, len(target_lines))], key=lambda item: item[1]
+        )
+        raise DataError(
+            f"{long}, line {fewer + 1}: has no partner; this file has {more} lines and {short} has {fewer}. "
+            "Line N of one must translate line N of the other."
+        )
+    return list(zip(source_lines, target_lines, strict=True))
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file, plain or .gz, stripped. Only a newline ends a line (U+2028 and the like do not)."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    lines = []
+    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8").strip("\ufeff \t\r\v\f")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        if "\0" in text:
+            raise DataError(f"{path}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8")
+        lines.append(text)
+    if not any(lines):
+        raise DataError(f"{path}, line 1: the file is empty")
+    return lines
+
+
+def _files(folder: Path, pattern: str, language: str) -> list[Path]:
+    return [*folder.glob(f"{pattern}.{language}"), *folder.glob(f"{pattern}.{language}.gz")]
+
+
+def _find(folder: Path, name: str, language: str) -> Path:
+    found = _files(folder, name, language)
+    if not found:
+        raise DataError(f"{folder / name}.{language}: no such file, nor {name}.{language}.gz")
+    return found[0]
+
+
+def encode(pairs: Sequence[Pair], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], int]:
+    """Encoded pairs, and how many were left out because a side was blank or longer than `max_length` tokens."""
+    sources = tokenizer.encode([source for source, _ in pairs])
+    targets = tokenizer.encode([target for _, target in pairs])
+    examples = [
+        Example(np.array([*source, EOS], dtype=np.int32), np.array([BOS, *target, EOS], dtype=np.int32))
+        for source, target in zip(sources, targets, strict=True)
+        if source and target
+    ]
+    examples = [example for example in examples if example.length <= max_length]
+    return examples, len(pairs) - len(examples)
+
+
+def plan_batches(examples: Sequence[Example], batch_tokens: int, rng: random.Random | None = None) -> list[list[int]]:
+    """Groups examples of similar length into batches of at most `batch_tokens` padded tokens a side; gives indices.
+
+    With `rng` the examples and the batches come in a random order that depends on nothing but the generator, which is
+    what lets an interrupted epoch be continued. A single example longer than the budget is a batch of its own.
+    """
+    order = list(range(len(examples)))
+    if rng:
+        rng.shuffle(order)
+    batches: list[list[int]] = []
+    for start in range(0, len(order), POOL):
+        pool = sorted(order[start : start + POOL], key=lambda i: (len(examples[i].target), len(examples[i].source)))
+        batch: list[int] = []
+        longest = 0
+        for i in pool:
+            longest = max(longest, examples[i].length)
+            if batch and longest * (len(batch) + 1) > batch_tokens:
+                batches.append(batch)
+                batch, longest = [], examples[i].length
+            batch.append(i)
+        batches.append(batch)
+    if rng:
+        rng.shuffle(batches)
+    return batches
+
+
+def pad(sequences: Sequence[np.ndarray]) -> Tensor:
+    """(B, longest) int64, PAD on the right."""
+    padded = np.full((len(sequences), max(map(len, sequences))), PAD, dtype=np.int64)
+    for row, sequence in zip(padded, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(padded)
+
+
+def collate(examples: Sequence[Example], device: torch.device) -> Batch:
+    """Pads examples into one batch on `device`."""
+    source = pad([example.source for example in examples])
+    target = pad([example.target for example in examples])
+    target_tokens = sum(len(example.target) - 1 for example in examples)
+    return Batch(
+        source=source.to(device),
+        target_in=target[:, :-1].to(device),
+        target_out=target[:, 1:].to(device),
+        tokens=sum(len(example.source) for example in examples) + target_tokens,
+        target_tokens=target_tokens,
+    )
+
+
+def batches_of(
+    examples: Sequence[Example], plan: Sequence[Sequence[int]], device: torch.device, skip: int = 0
+) -> Iterator[Batch]:
+    """The planned batches from number `skip` on."""
+    for indices in plan[skip:]:
+        yield collate([examples[i] for i in indices], device)

@@ -1,0 +1,120 @@
+"""What remains of a run: a JSON record and a picture of its curves."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from translation.decoding import Score
+from translation.measure import Agreement, Speed
+from translation.settings import Settings
+from translation.training import Progress, learning_rate
+
+POINTS = 400  # of the loss curve, at most
+VERSIONS = ("fastattn", "torch", "triton", "numpy", "tokenizers", "sacrebleu")
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the processor's and the threads in use."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that matter; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def loss_curve(progress: Progress) -> tuple[list[int], list[float]]:
+    """Steps, and the mean training loss since the point before: at most POINTS of them."""
+    stride = -(-max(progress.step, 1) // POINTS)
+    ends = list(range(stride, progress.step + 1, stride))
+    return ends, [sum(progress.losses[end - stride : end]) / stride for end in ends]
+
+
+def write_record(
+    path: Path,
+    settings: Settings,
+    progress: Progress,
+    scores: Sequence[Score],
+    speed: Speed | None,
+    agreement: Agreement | None,
+    facts: dict[str, Any],
+) -> None:
+    """Everything about the run that a number in a report may come from, as JSON. facts: further entries."""
+    steps, losses = loss_curve(progress)
+    record = {
+        "settings": dataclasses.asdict(settings),
+        "device": device_name(settings.device),
+        "versions": versions(),
+        **facts,
+        "steps": progress.step,
+        "epochs": progress.epochs,
+        "loss_curve": {"step": steps, "loss": losses},
+        "scores": [
+            {"test": s.test, "metric": s.metric, "value": s.value, "signature": s.signature, "sentences": len(s.pairs)}
+            for s in scores
+        ],
+        "training_tokens_per_second": dataclasses.asdict(speed) if speed else None,
+        "agreement_with_reference": dataclasses.asdict(agreement) if agreement else None,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None) -> None:
+    """Loss, learning rate and exact match (where there is one) over the steps, and both paths' speed, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (loss_axes, rate_axes, speed_axes) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+
+    steps, losses = loss_curve(progress)
+    epoch_ends = [entry["step"] for entry in progress.epochs]
+    loss_axes.plot(steps, losses, label="training", color="tab:blue")
+    loss_axes.plot(
+        epoch_ends, [entry["val_loss"] for entry in progress.epochs], "o-", label="validation", color="tab:orange"
+    )
+    loss_axes.set(title="Loss per target token", xlabel="step", yscale="log")
+    loss_axes.legend()
+
+    every = range(1, progress.step + 1)
+    rates = [learning_rate(step, settings.d_model, settings.warmup, settings.lr_scale) for step in every]
+    rate_axes.plot(every, rates, color="tab:green")
+    rate_axes.set(title="Learning rate", xlabel="step")
+    if progress.epochs and "exact_match" in progress.epochs[0]:
+        rate_axes.set(title="Learning rate (green), exact match in % (red)")
+        match_axes = rate_axes.twinx()
+        match_axes.plot(epoch_ends, [entry["exact_match"] for entry in progress.epochs], "o-", color="tab:red")
+        match_axes.set_ylim(0, 102)
+
+    if speed:
+        bars = speed_axes.bar(["fused", "reference"], [speed.fused, speed.reference], color=["tab:blue", "tab:gray"])
+        speed_axes.bar_label(bars, fmt="{:,.0f}")
+    speed_axes.set(title=f"Training tokens per second\n{device_name(settings.device)}")
+
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

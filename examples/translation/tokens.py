@@ -1,0 +1,89 @@
+"""Text to token ids and back: one token a character for the dates, a joint byte-pair encoding for real text."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+PAD, BOS, EOS, UNKNOWN = 0, 1, 2, 3
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]  # at the ids above
+
+
+class Tokenizer(Protocol):
+    """What training and decoding need. `encode` adds no BOS and no EOS; `decode` skips PAD, BOS and EOS."""
+
+    size: int
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+class CharacterTokenizer:
+    """One token for each of `characters`; anything else is UNKNOWN."""
+
+    def __init__(self, characters: str) -> None:
+        self.characters = characters
+        self.size = len(SPECIAL_TOKENS) + len(characters)
+        self._texts = ["", "", "", "?", *characters]
+        self._ids = {character: i for i, character in enumerate(characters, start=len(SPECIAL_TOKENS))}
+
+    @classmethod
+    def train(cls, texts: Iterable[str]) -> "CharacterTokenizer":
+        """The characters that occur in `texts`."""
+        return cls("".join(sorted(set().union(*texts))))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[self._ids.get(character, UNKNOWN) for character in text] for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._texts[i] for i in ids)
+
+    def to_json(self) -> str:
+        return json.dumps({"characters": self.characters})
+
+
+class BpeTokenizer:
+    """Byte-pair encoding over bytes, one vocabulary for both languages. Any text comes back from its ids unchanged, but
+    for outer spaces. Source: Sennrich et al. 2016, arXiv:1508.07909, as implemented by Hugging Face's `tokenizers`."""
+
+    def __init__(self, serialized: str) -> None:
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+        self._tokenizer = HuggingFaceTokenizer.from_str(serialized)
+        self._tokenizer.encode_special_tokens = True  # "</s>" in a user's text is text
+        self.size = self._tokenizer.get_vocab_size()
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary: int) -> "BpeTokenizer":
+        """Learns merges from `texts` until there are `vocabulary` tokens, 256 bytes and 4 special tokens included."""
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        tokenizer = HuggingFaceTokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=SPECIAL_TOKENS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer.to_str())
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True).strip()
+
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
+
+
+def load_tokenizer(serialized: str) -> Tokenizer:
+    """The tokenizer that `to_json` wrote."""
+    content = json.loads(serialized)
+    return CharacterTokenizer(content["characters"]) if "characters" in content else BpeTokenizer(serialized)

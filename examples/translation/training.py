@@ -1,0 +1,186 @@
+"""Training: the model, the schedule, the loss, one step, and a loop that can be stopped and continued anywhere."""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from fastattn import FusedTransformer
+from translation.data import Batch, Example, batches_of, plan_batches
+from translation.settings import Settings
+from translation.tokens import PAD
+
+READ_STEPS = 20  # steps between two readings of the losses, each of which waits for the device
+
+
+def build_model(settings: Settings, vocabulary: int, dropout: float | None = None) -> FusedTransformer:
+    """The model of `settings`, its weights drawn from `settings.seed`; one embedding matrix for both languages and the
+    output, scaled as in the paper. `dropout` overrides the setting."""
+    torch.manual_seed(settings.seed)
+    dropout = settings.dropout if dropout is None else dropout
+    head_width = settings.d_model // settings.heads
+    return FusedTransformer(
+        vocabulary, vocabulary, PAD, PAD,
+        d_word_vec=settings.d_model, d_model=settings.d_model, d_inner=settings.d_inner,
+        n_layers=settings.layers, n_head=settings.heads, d_k=head_width, d_v=head_width,
+        dropout=dropout, attn_dropout=dropout, n_position=settings.max_length, scale_emb_or_prj="emb",
+    ).to(settings.device)  # fmt: skip
+
+
+def build_optimizer(model: FusedTransformer) -> torch.optim.Optimizer:
+    """Adam with the paper's constants (section 5.3); its learning rate is set at every step."""
+    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+
+def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> float:
+    """scale * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5), steps counted from 1: it rises linearly for `warmup`
+    steps, then falls. Source: Vaswani et al. 2017, arXiv:1706.03762, equation 3."""
+    return scale * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+def loss_of(model: FusedTransformer, batch: Batch, settings: Settings, label_smoothing: float) -> Tensor:
+    """Cross-entropy a target token, padding ignored: a float32 scalar."""
+    with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.amp):
+        logits = model(batch.source, batch.target_in)  # (B * Lt, vocabulary)
+    return F.cross_entropy(
+        logits.float(), batch.target_out.flatten(), ignore_index=PAD, label_smoothing=label_smoothing
+    )
+
+
+def training_step(
+    model: FusedTransformer, optimizer: torch.optim.Optimizer, batch: Batch, rate: float, settings: Settings
+) -> Tensor:
+    """One update of the weights. Returns the loss before it, on the device, so that nothing waits for a GPU."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss = loss_of(model, batch, settings, settings.label_smoothing)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@torch.no_grad()
+def validation_loss(model: FusedTransformer, examples: Sequence[Example], settings: Settings) -> float:
+    """Cross-entropy a target token over all `examples`, without dropout and label smoothing."""
+    model.eval()
+    loss_sum, tokens = 0.0, 0
+    for batch in batches_of(examples, plan_batches(examples, settings.batch_tokens), torch.device(settings.device)):
+        loss_sum += loss_of(model, batch, settings, label_smoothing=0.0).item() * batch.target_tokens
+        tokens += batch.target_tokens
+    return loss_sum / tokens
+
+
+@dataclass
+class Progress:
+    """Where a run stands. With the weights, the optimizer and the random generators it is all that continuing needs."""
+
+    step: int = 0  # updates made
+    epoch: int = 0  # epochs finished
+    position: int = 0  # batches of the current epoch done
+    losses: list[float] = field(default_factory=list)  # of every step, a target token
+    target_tokens: list[int] = field(default_factory=list)  # of every step
+    tokens: int = 0  # source and target tokens of the current epoch so far
+    seconds: float = 0.0  # of the current epoch so far, saving and validation not counted
+    epochs: list[dict[str, float]] = field(default_factory=list)  # one entry a finished epoch
+    _unread: list[Tensor] = field(default_factory=list)  # losses that are still on the device
+    _clock: float = field(default_factory=time.perf_counter)
+
+    def add(self, loss: Tensor, batch: Batch) -> None:
+        """Counts one step. The loss is read later, many at a time: reading waits for the device."""
+        self.step += 1
+        self.position += 1
+        self.target_tokens.append(batch.target_tokens)
+        self.tokens += batch.tokens
+        self._unread.append(loss)
+
+    def restart_clock(self) -> None:
+        """What happened since the last `settle` took no training time."""
+        self._clock = time.perf_counter()
+
+    def settle(self) -> None:
+        """Reads the losses and the clock."""
+        self.losses += torch.stack(self._unread).tolist() if self._unread else []
+        self._unread.clear()
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+
+    def finish_epoch(self) -> dict[str, float]:
+        """Begins the next epoch; returns the new entry of `epochs` for the one that ended."""
+        steps = self.position
+        weights, losses = self.target_tokens[-steps:], self.losses[-steps:]
+        entry = {
+            "epoch": self.epoch + 1,
+            "step": self.step,
+            "train_loss": sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights),
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+        }
+        self.epochs.append(entry)
+        self.epoch, self.position, self.tokens, self.seconds = self.epoch + 1, 0, 0, 0.0
+        return entry
+
+    def state(self) -> dict[str, object]:
+        """Plain values for a checkpoint; `Progress(**state)` gives the progress back."""
+        self.settle()
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+def train(
+    model: FusedTransformer,
+    optimizer: torch.optim.Optimizer,
+    examples: Sequence[Example],
+    settings: Settings,
+    progress: Progress,
+    end_epoch: Callable[[dict[str, float]], None],
+    save: Callable[[], None],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Trains from where `progress` stands to `settings.epochs` or `settings.steps`, whichever is first.
+
+    `end_epoch` is called after every epoch with its new entry of `progress.epochs`, which it may add to. `save` is
+    called after that, every `settings.save_every` steps, and where training stops. `should_stop` is asked after every
+    step.
+    """
+    device = torch.device(settings.device)
+    last_step = settings.steps or sys.maxsize
+    while progress.epoch < settings.epochs and progress.step < last_step:
+        plan = plan_batches(
+            examples, settings.batch_tokens, random.Random(f"epoch {progress.epoch} of {settings.seed}")
+        )
+        bar = progress_bar(len(plan), progress, settings)
+        model.train()
+        progress.restart_clock()
+        for batch in batches_of(examples, plan, device, skip=progress.position):
+            rate = learning_rate(progress.step + 1, settings.d_model, settings.warmup, settings.lr_scale)
+            progress.add(training_step(model, optimizer, batch, rate, settings), batch)
+            bar.update()
+            if progress.step % READ_STEPS == 0:
+                progress.settle()
+                bar.set_postfix(loss=f"{progress.losses[-1]:.3f}", rate=f"{rate:.1e}")
+            if progress.step >= last_step or should_stop():
+                break
+            if progress.step % settings.save_every == 0:
+                save()
+                progress.restart_clock()
+        bar.close()
+        if progress.position == len(plan):
+            progress.settle()
+            end_epoch(progress.finish_epoch())
+        save()
+        if should_stop():
+            return
+
+
+def progress_bar(steps: int, progress: Progress, settings: Settings) -> tqdm:
+    """A bar for the current epoch; into a log file it writes twice a minute."""
+    interval = 0.2 if sys.stderr.isatty() else 30
+    title = f"epoch {progress.epoch + 1}/{settings.epochs}"
+    return tqdm(total=steps, initial=progress.position, desc=title, unit="step", mininterval=interval, leave=False)
