@@ -1,0 +1,122 @@
+"""Backward of the feed-forward network.          Specification: fastattn/reference/feed_forward.py
+
+    dh = dropout(dout weight2);    dz = dh * act'(z), gated: (dh * up * act'(gate), dh * act(gate))
+    dx = dz weight1;    dweight1 = dz^T x;    dbias1 = column sums of dz;    dweight2 = dout^T h;    dbias2 = of dout
+
+Grid: one program for a tile of dh, in the grouped order of matmul.py. Dropout, recomputed from Philox, and act' happen on
+the tile in registers, one half after the other, and dz is what is written; relu needs only the sign of h, so neither z
+nor Philox. The others also write h again, for dweight2: one write here saves holding h from forward to backward.
+Each program adds the columns of its dz in float32, before rounding, into one row of `partial`; their sum over the row
+tiles has one order, so equal inputs give equal bits. The three plain products are cuBLAS's.
+
+Floor, n tokens, hidden f, width d: 8 n d f FLOP (gated 12); beyond what the products read and write, relu reads h once,
+the others read z and write h. `partial` is one float a column for 128 rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.launch import dot_precision, on_device
+from ..common.philox import dropout_constants, dropout_keep
+from .activations import GATED_FORMS, activate_and_slope
+from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
+
+
+@triton.jit(do_not_specialize=["tokens", "threshold"])
+def feed_forward_bwd_kernel(
+    dout, weight2, saved, dz, h, partial, rng_state,
+    tokens, depth, d_ff, stride_wk, stride_wn, threshold, scale,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    m, n = grouped_tile(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), tl.cdiv(d_ff, BLOCK_N), GROUP_M)
+    row = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    in_rows, in_cols = (row < tokens)[:, None], (col < d_ff)[None, :]
+
+    a = dout + row[:, None] * depth + inner[None, :]
+    b = weight2 + col.to(tl.int64)[None, :] * stride_wn + inner.to(tl.int64)[:, None] * stride_wk
+    dhidden, _ = multiply(
+        a, b, b, in_rows, in_cols, 1, stride_wk, depth,
+        BLOCK_M, BLOCK_N, BLOCK_K, False, EVEN_K, PRECISION,
+    )  # fmt: skip
+
+    dhiddens = halves(dhidden)
+    z_width = 2 * d_ff if GATED else d_ff
+    for half in tl.static_range(2):
+        first_col = n * BLOCK_N + half * (BLOCK_N // 2)
+        col = first_col + tl.arange(0, BLOCK_N // 2)
+        inside = in_rows & (col < d_ff)[None, :]
+        place = row[:, None] * d_ff + col[None, :]
+        z_place = row[:, None] * z_width + col[None, :]
+        grad = dhiddens[half]
+        gate = tl.load(saved + z_place, mask=inside, other=0.0).to(tl.float32)
+        if ACTIVATION == "relu" and not GATED:  # saved is h: positive where relu and dropout both let through
+            grad = tl.where(gate > 0, grad * scale, 0.0)
+        else:
+            value, slope = activate_and_slope(gate, ACTIVATION)
+            hidden = value
+            if GATED:
+                up = tl.load(saved + d_ff + z_place, mask=inside, other=0.0).to(tl.float32)
+                hidden = value * up
+                slope *= up
+            if HAS_DROPOUT:
+                keep = dropout_keep(rng_state, threshold, row, first_col, BLOCK_N // 2)
+                hidden = tl.where(keep, hidden * scale, 0.0)
+                grad = tl.where(keep, grad * scale, 0.0)
+            tl.store(h + place, hidden.to(h.dtype.element_ty), mask=inside)
+            if GATED:
+                dup = grad * value
+                tl.store(dz + d_ff + z_place, dup.to(dz.dtype.element_ty), mask=inside)
+                if HAS_BIAS:
+                    tl.store(partial + m.to(tl.int64) * z_width + d_ff + col, tl.sum(dup, axis=0), mask=col < d_ff)
+            grad *= slope
+        tl.store(dz + z_place, grad.to(dz.dtype.element_ty), mask=inside)
+        if HAS_BIAS:
+            tl.store(partial + m.to(tl.int64) * z_width + col, tl.sum(grad, axis=0), mask=col < d_ff)
+
+
+def feed_forward_bwd(
+    dout: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    saved: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """dout: (tokens, d_out), any strides; saved: from feed_forward_fwd, as the rest.
+
+    Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None where a bias is.
+    """
+    dout = dout.contiguous()
+    (tokens, d_out), d_ff = dout.shape, weight2.shape[1]
+    gated = activation in GATED_FORMS
+    (kept,) = saved
+    h = kept if activation == "relu" else x.new_empty(tokens, d_ff)
+    dz = torch.empty_like(kept)
+    threshold, scale = dropout_constants(dropout_p)
+    with on_device(x):
+        tile = tile_for(x.dtype, wide=activation == "relu")
+        m_tiles, n_tiles = triton.cdiv(tokens, tile.block_m), triton.cdiv(d_ff, tile.block_n)
+        partial = torch.empty(m_tiles if bias1 is not None else 0, dz.shape[1], dtype=torch.float32, device=x.device)
+        if h.numel() > 0:
+            feed_forward_bwd_kernel[(m_tiles * n_tiles,)](
+                dout, weight2, kept, dz, h, partial, rng_state,
+                tokens, d_out, d_ff, weight2.stride(0), weight2.stride(1), threshold, scale,
+                ACTIVATION=GATED_FORMS.get(activation, activation), GATED=gated,
+                HAS_BIAS=bias1 is not None, HAS_DROPOUT=dropout_p > 0,
+                EVEN_K=d_out % tile.block_k == 0, PRECISION=dot_precision(x.dtype),
+                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
+    dbias1 = None if bias1 is None else partial.sum(0).to(bias1.dtype)
+    dbias2 = None if bias2 is None else dout.sum(0)
+    return dz @ weight1, dz.t() @ x, dbias1, dout.t() @ h, dbias2

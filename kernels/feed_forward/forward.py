@@ -1,0 +1,110 @@
+"""Forward of the feed-forward network.          Specification: fastattn/reference/feed_forward.py
+
+    z = x weight1^T + bias1;    h = dropout(act(z)), gated: dropout(act(gate) * up);    out = h weight2^T + bias2
+
+Grid: one program for a tile of h, in the grouped order of matmul.py. Bias, activation and dropout happen on the tile in
+registers (float32, BLOCK_M * BLOCK_N / 256 values a thread), one half after the other: as a whole the tile and the
+activation's temporaries do not fit (gelu at 128 x 256: 84 spills whole, none in halves). A gated program multiplies its
+rows of x with the gate's and with the value's columns, so that both halves of z meet in registers.
+The second product has nothing to fuse and is cuBLAS's.
+
+Kept for the backward: relu only h, whose positive elements are those that are kept and positive; the others z, rounded,
+from which act, act' and h are computed again. No dropout mask exists in memory.
+
+Floor, n tokens, hidden f, width d: 4 n d f FLOP (gated 6); the fused tile adds to cuBLAS's traffic nothing for relu and
+one write of z for the others, where separate operators read and write h twice more and store a mask.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.launch import dot_precision, on_device
+from ..common.philox import dropout_constants, dropout_keep
+from .activations import GATED_FORMS, activate
+from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
+
+
+@triton.jit(do_not_specialize=["tokens", "threshold"])
+def feed_forward_fwd_kernel(
+    x, weight1, bias1, z, h, rng_state,
+    tokens, depth, d_ff, stride_wn, stride_wk, threshold, scale,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, STORE_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    m, n = grouped_tile(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), tl.cdiv(d_ff, BLOCK_N), GROUP_M)
+    row = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    in_rows, in_cols = (row < tokens)[:, None], (col < d_ff)[None, :]
+
+    a = x + row[:, None] * depth + inner[None, :]
+    b = weight1 + col.to(tl.int64)[None, :] * stride_wn + inner[:, None] * stride_wk
+    b_up = weight1 + (col.to(tl.int64) + d_ff)[None, :] * stride_wn + inner[:, None] * stride_wk
+    gate, up = multiply(
+        a, b, b_up, in_rows, in_cols, 1, stride_wk, depth,
+        BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION,
+    )  # fmt: skip
+    gates = halves(gate)
+    ups = halves(up)
+    for half in tl.static_range(2):
+        col = n * BLOCK_N + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        inside = in_rows & (col < d_ff)[None, :]
+        place = row[:, None] * d_ff + col[None, :]
+        z_place = row[:, None] * (2 * d_ff) + col[None, :] if GATED else place
+        gate, up = gates[half], ups[half]
+        if HAS_BIAS:
+            gate += tl.load(bias1 + col, mask=col < d_ff, other=0.0).to(tl.float32)[None, :]
+        if STORE_Z:
+            gate = gate.to(z.dtype.element_ty)
+            tl.store(z + z_place, gate, mask=inside)
+            gate = gate.to(tl.float32)
+        value = activate(gate, ACTIVATION)
+        if GATED:
+            if HAS_BIAS:
+                up += tl.load(bias1 + d_ff + col, mask=col < d_ff, other=0.0).to(tl.float32)[None, :]
+            up = up.to(z.dtype.element_ty)
+            tl.store(z + d_ff + z_place, up, mask=inside)
+            value *= up.to(tl.float32)
+        if HAS_DROPOUT:
+            keep = dropout_keep(rng_state, threshold, row, n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)
+            value = tl.where(keep, value * scale, 0.0)
+        tl.store(h + place, value.to(h.dtype.element_ty), mask=inside)
+
+
+def feed_forward_fwd(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d); weight2: (d_out, d_ff).
+
+    Returns out (tokens, d_out) and what the backward wants: relu (h,), h (tokens, d_ff); else (z,), z as wide as weight1.
+    """
+    (tokens, d), d_ff = x.shape, weight2.shape[1]
+    gated = activation in GATED_FORMS
+    h = x.new_empty(tokens, d_ff)
+    z = h if activation == "relu" else x.new_empty(tokens, weight1.shape[0])
+    threshold, scale = dropout_constants(dropout_p)
+    if h.numel() > 0:
+        with on_device(x):
+            tile = tile_for(x.dtype, wide=not gated)
+            grid = (triton.cdiv(tokens, tile.block_m) * triton.cdiv(d_ff, tile.block_n),)
+            feed_forward_fwd_kernel[grid](
+                x, weight1, bias1, z, h, rng_state,
+                tokens, d, d_ff, weight1.stride(0), weight1.stride(1), threshold, scale,
+                ACTIVATION=GATED_FORMS.get(activation, activation), GATED=gated, STORE_Z=activation != "relu",
+                HAS_BIAS=bias1 is not None, HAS_DROPOUT=dropout_p > 0,
+                EVEN_K=d % tile.block_k == 0, PRECISION=dot_precision(x.dtype),
+                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
+    out = h @ weight2.t() if bias2 is None else torch.addmm(bias2, h, weight2.t())
+    return out, (z,)

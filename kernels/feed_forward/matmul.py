@@ -1,0 +1,82 @@
+"""The matrix product that both directions share: tile order, loop and tile sizes."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.launch import current_arch
+
+
+@triton.jit
+def grouped_tile(program, m_tiles, n_tiles, GROUP_M: tl.constexpr):
+    """(m, n) of a program's tile: columns of GROUP_M tiles, one after another.
+
+    The programs that run together then cover about as many rows as columns, and L2 serves most of both operands.
+    """
+    group = program // (GROUP_M * n_tiles)
+    height = tl.minimum(m_tiles - group * GROUP_M, GROUP_M)
+    place = program % (GROUP_M * n_tiles)
+    return group * GROUP_M + place % height, place // height
+
+
+@triton.jit
+def multiply(
+    a, b, b_second, a_mask, b_mask, stride_ak, stride_bk, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIR: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(A @ B, A @ B_second) of one tile in float32; the second is a repetition of the first unless PAIR.
+
+    a: pointers [BLOCK_M, BLOCK_K] at depth 0, a_mask [BLOCK_M, 1]; b, b_second [BLOCK_K, BLOCK_N], b_mask [1, BLOCK_N].
+    """
+    first = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    second = first
+    for k in range(0, depth, BLOCK_K):
+        if EVEN_K:
+            in_a, in_b = a_mask, b_mask
+        else:
+            inner = k + tl.arange(0, BLOCK_K)
+            in_a, in_b = a_mask & (inner < depth)[None, :], b_mask & (inner < depth)[:, None]
+        left = tl.load(a, mask=in_a, other=0.0)
+        first = tl.dot(left, tl.load(b, mask=in_b, other=0.0), first, input_precision=PRECISION)
+        if PAIR:
+            second = tl.dot(left, tl.load(b_second, mask=in_b, other=0.0), second, input_precision=PRECISION)
+            b_second += BLOCK_K * stride_bk
+        a += BLOCK_K * stride_ak
+        b += BLOCK_K * stride_bk
+    return first, second
+
+
+@triton.jit
+def halves(tile):
+    """The left and the right half of a [BLOCK_M, BLOCK_N] tile."""
+    pairs = tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
+    return tl.split(tl.permute(pairs, [0, 2, 1]))
+
+
+class Tile(NamedTuple):
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+GROUP_M = 8  # tiles; with tiles of 128 the 132 programs of one H200 wave cover 1024 rows x about 16 tiles of columns
+
+
+def tile_for(dtype: torch.dtype, wide: bool) -> Tile:
+    """Tile sizes by dtype and architecture; wide: the epilogue leaves the registers to one large accumulator.
+
+    An operand byte fetched from L2 serves BLOCK_M * BLOCK_N / (BLOCK_M + BLOCK_N) multiply-adds: 85 at 128 x 256, 64 at
+    128 x 128. A depth of 512 is only eight steps, so the tile's width counts for more than its stages.
+    Dropped, offline at sm_90, bfloat16: four warps at 128 x 128 (gelu: 86 spills); 128 x 256 where z is read back and
+    two tiles are stored (gelu backward: 470 spills). sm_80 and the 99 KiB of consumer GPUs: 48 KiB, two programs each.
+    """
+    if dtype == torch.float32:
+        return Tile(128, 64, 16, 8, 3)
+    if 90 <= current_arch() < 120:
+        return Tile(128, 256, 64, 8, 3) if wide else Tile(128, 128, 64, 8, 3)
+    return Tile(128, 128, 32, 8, 4) if wide else Tile(128, 64, 32, 8, 4)
