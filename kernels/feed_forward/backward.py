@@ -3,8 +3,8 @@
     dh = dropout(dout weight2);    dz = dh * act'(z), gated: (dh * up * act'(gate), dh * act(gate))
     dx = dz weight1;    dweight1 = dz^T x;    dbias1 = column sums of dz;    dweight2 = dout^T h;    dbias2 = of dout
 
-Grid: one program for a tile of dh, in the grouped order of matmul.py. Dropout, recomputed from Philox, and act' happen on
-the tile in registers, one half after the other, and dz is what is written; relu needs only the sign of h, so neither z
+Grid: one program for a tile of dh, in the grouped order of matmul.py. Dropout (Philox once more) and act' happen on the
+tile in registers, one half after the other, and dz is what is written; relu needs only the sign of h, so neither z
 nor Philox. The others also write h again, for dweight2: one write here saves holding h from forward to backward.
 Each program adds the columns of its dz in float32, before rounding, into one row of `partial`; their sum over the row
 tiles has one order, so equal inputs give equal bits. The three plain products are cuBLAS's.

@@ -86,7 +86,7 @@ def feed_forward_fwd(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d); weight2: (d_out, d_ff).
 
-    Returns out (tokens, d_out) and what the backward wants: relu (h,), h (tokens, d_ff); else (z,), z as wide as weight1.
+    Returns out (tokens, d_out) and what the backward wants: relu (h,), (tokens, d_ff); else (z,), as wide as weight1.
     """
     (tokens, d), d_ff = x.shape, weight2.shape[1]
     gated = activation in GATED_FORMS
