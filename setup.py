@@ -1,5 +1,144 @@
-"""Maps the folders of the repository to packages; everything static is in pyproject.toml."""
+"""Builds fastattn, and the CUDA extension fastattn._C where nvcc is found. Everything static is in pyproject.toml.
 
-from setuptools import find_packages, setup
+torch takes no part in the build: _C receives device pointers and a raw stream as integers, so one build serves every
+torch. nvcc compiles and links everything, several files at a time under ninja; it knows its own headers and libraries,
+also behind a wrapper script. Without nvcc, or when a compile fails, the package is installed without _C, with a warning
+here and the same explanation from fastattn.explain().
 
-setup(packages=find_packages(include=["fastattn", "fastattn.*"]))
+Environment
+  FASTATTN_SKIP_CUDA=1    do not build _C
+  FASTATTN_FORCE_CUDA=1   a missing nvcc or a failed compile is an error
+  FASTATTN_CUDA_ARCHS     semicolon-separated; default "80;90+PTX": one binary for Ampere and Ada, one for Hopper, and
+                          PTX for what comes after. A file named *_sm90.cu is always and only built for sm_90a.
+  CUDA_HOME, CUDA_PATH    the toolkit to use; else nvcc on PATH, in /usr/local/cuda, in PyPI's nvidia-cuda-nvcc
+  CXX                     nvcc's host compiler
+  MAX_JOBS                how many compilers run at once
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SKIP_CUDA = os.environ.get("FASTATTN_SKIP_CUDA") == "1"
+FORCE_CUDA = os.environ.get("FASTATTN_FORCE_CUDA") == "1"
+
+
+def packages() -> dict[str, str]:
+    """Every package and its folder; a Triton room kernels/<op> becomes fastattn.kernels.<op>."""
+    if loose := sorted(path.name for path in (ROOT / "kernels").glob("*.py")):
+        raise SystemExit(f"kernels/ holds rooms (folders) only: {', '.join(loose)} would be missing from the wheel")
+    found = {name: name.replace(".", "/") for name in find_packages(str(ROOT), include=["fastattn", "fastattn.*"])}
+    rooms = find_packages(str(ROOT / "kernels"))
+    return found | {f"fastattn.kernels.{room}": f"kernels/{room.replace('.', '/')}" for room in rooms}
+
+
+def find_nvcc() -> str | None:
+    """A toolkit named by the environment is the only one looked at."""
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which("nvcc", path=f"{home}/bin")
+    spec = importlib.util.find_spec("nvidia")  # the namespace package that PyPI's CUDA wheels share
+    roots = spec.submodule_search_locations if spec else []
+    wheels = [str(path) for root in roots for path in Path(root).glob("cu*/bin")]
+    return shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *wheels]))
+
+
+def gencode(arch: str) -> str:
+    """nvcc's flag for one entry of FASTATTN_CUDA_ARCHS, such as 80, 90a or 120+PTX."""
+    number, _, ptx = arch.strip().partition("+")
+    code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
+    return f"-gencode=arch=compute_{number},code={code}"
+
+
+def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> str:
+    """The build of `target` from the CUDA and C++ sources, as the text of a build.ninja."""
+    import pybind11  # a requirement of the build, absent when only the metadata is asked for
+
+    archs = " ".join(gencode(arch) for arch in os.environ.get("FASTATTN_CUDA_ARCHS", "80;90+PTX").split(";"))
+    include = " ".join(f"-I{path}" for path in (ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include")))
+    ccbin = f"-ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
+    lines = [
+        f"nvcc = {nvcc} {ccbin} -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden",
+        "rule compile",
+        f"  command = $nvcc $arch {include} -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        "  command = $nvcc -shared -cudart static -Xcompiler -static-libstdc++,-static-libgcc"
+        " -Xlinker --exclude-libs,ALL $in -o $out",
+    ]
+    objects = []
+    for source in sources:
+        objects.append(build_dir / (source.replace("/", "_") + ".o"))
+        arch = gencode("90a") if source.endswith("_sm90.cu") else archs if source.endswith(".cu") else ""
+        lines += [f"build {objects[-1]}: compile {ROOT / source}", f"  arch = {arch}"]
+    return "\n".join([*lines, f"build {target}: link {' '.join(map(str, objects))}", ""])
+
+
+class BuildExtension(build_ext):
+    """Compiles _C with ninja; a failure drops the extension, unless FASTATTN_FORCE_CUDA=1."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:
+            if FORCE_CUDA:
+                raise
+            warn(f"the compile failed ({error})")
+            self.extensions = self.distribution.ext_modules = []
+
+    def build_extension(self, ext: Extension) -> None:
+        build_dir = Path(self.build_temp).resolve()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        for folder in (build_dir, target.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        nvcc = find_nvcc()
+        (build_dir / "build.ninja").write_text(ninja_file(nvcc, ext.sources, target, build_dir))
+        jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
+        subprocess.run([sys.executable, "-m", "ninja", "-C", str(build_dir), *jobs], check=True)
+
+
+class BuildWheel(bdist_wheel):
+    """Tags the wheel by what was built: py3-none-any when _C had to be left out."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        self.root_is_pure = not self.distribution.has_ext_modules()
+        super().run()
+
+
+def warn(reason: str) -> None:
+    text = f"fastattn is installed WITHOUT its CUDA extension fastattn._C: {reason}. Triton and PyTorch serve instead."
+    print("\n".join(["", "*" * len(text), text, "*" * len(text), ""]), file=sys.stderr)
+
+
+def extensions() -> list[Extension]:
+    if SKIP_CUDA:
+        return []
+    if find_nvcc() is None:
+        reason = "no nvcc was found (looked at CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda and PyPI's nvidia-cuda-nvcc)"
+        if FORCE_CUDA:
+            raise SystemExit(f"FASTATTN_FORCE_CUDA=1, but {reason}")
+        warn(reason)
+        return []
+    files = sorted(path.relative_to(ROOT) for pattern in ("*.cu", "*.cpp") for path in (ROOT / "csrc").rglob(pattern))
+    return [Extension("fastattn._C", [path.as_posix() for path in files if path.parts[1] != "host"])]
+
+
+if SKIP_CUDA and FORCE_CUDA:
+    raise SystemExit("FASTATTN_SKIP_CUDA=1 and FASTATTN_FORCE_CUDA=1 contradict each other")
+PACKAGES = packages()
+setup(
+    packages=list(PACKAGES),
+    package_dir=PACKAGES,
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildExtension, "bdist_wheel": BuildWheel},
+)

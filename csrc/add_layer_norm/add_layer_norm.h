@@ -1,0 +1,57 @@
+// Dropout + residual + LayerNorm.   Specification: fastattn/reference/add_layer_norm.py
+//
+//   z = residual + dropout(x);   out = (z - mean) * rstd * weight + bias;   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
+//
+// Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
+// (hidden,), both of type float32 or both of type T. Pointers are device pointers, of any alignment: 16-byte vectors are
+// used where all of them and the row length allow. hidden <= kMaxHidden, rows is any 64-bit count, zero included.
+// Sums and statistics run in float32. Nothing synchronises with the host.
+#pragma once
+#include "common/dtype_switch.h"
+#include "common/philox.cuh"
+
+namespace fastattn::add_layer_norm {
+
+constexpr int kMaxHidden = 16384;
+
+struct Forward {
+  const void* x;         // in   (rows, hidden) T
+  const void* residual;  // in   (rows, hidden) T, or null: z = dropout(x)
+  const void* weight;    // in   (hidden,) weight_dtype
+  const void* bias;      // in   (hidden,) weight_dtype
+  void* out;             // out  (rows, hidden) T
+  void* z;               // out  (rows, hidden) T, the rounded sum, for backward; or null: not stored
+  float* mean;           // out  (rows,) of z before it is rounded
+  float* rstd;           // out  (rows,) likewise
+  int64_t rows;
+  int hidden;
+  float eps;
+  Dropout dropout;
+  DType dtype, weight_dtype;
+};
+
+struct Backward {
+  const void* dout;    // in   (rows, hidden) T
+  const void* dz;      // in   (rows, hidden) T, the gradient of a returned z; or null: z was not returned
+  const void* z;       // in   (rows, hidden) T, from forward
+  const void* weight;  // in   (hidden,) weight_dtype
+  const float* mean;   // in   (rows,) from forward
+  const float* rstd;   // in   (rows,) from forward
+  void* dsum;          // out  (rows, hidden) T, the gradient of z: that of residual, and without dropout of x; or null
+  void* dx;            // out  (rows, hidden) T, dropout applied to dsum; or null
+  void* dweight;       // out  (hidden,) weight_dtype
+  void* dbias;         // out  (hidden,) weight_dtype
+  float* partial;      // work (blocks, 2, hidden), blocks = backward_blocks(): sums of dweight and dbias, block by block
+  int64_t rows;
+  int hidden, blocks;
+  Dropout dropout;
+  DType dtype, weight_dtype;
+};
+
+void forward(const Forward& p, cudaStream_t stream);
+void backward(const Backward& p, cudaStream_t stream);
+
+// How many blocks `backward` runs on a device of `multiprocessors`, hence how many rows `partial` has.
+int backward_blocks(int64_t rows, int hidden, int multiprocessors);
+
+}  // namespace fastattn::add_layer_norm

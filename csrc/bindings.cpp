@@ -1,0 +1,18 @@
+// fastattn._C: one line an op. The same file, built with g++ and csrc/host, is the CPU runner's module.
+#include <pybind11/pybind11.h>
+
+#include "common/device.h"
+
+namespace fastattn {
+void bind_add_layer_norm(pybind11::module_& m);
+}
+
+PYBIND11_MODULE(_C, m) {
+#ifdef FASTATTN_HOST
+  m.attr("device_type") = "cpu";
+#else
+  m.attr("device_type") = "cuda";
+#endif
+  m.def("device_problem", fastattn::device_problem);
+  fastattn::bind_add_layer_norm(m);
+}

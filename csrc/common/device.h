@@ -1,0 +1,48 @@
+// The device of a call: making it current, and what the host must know of it.
+#pragma once
+#include "common/check.h"
+
+namespace fastattn {
+
+// Makes `device` the calling thread's current device while in scope, as a launch needs when it is another one's turn.
+// This is the only guard: the Python side passes tensors of any device and sets nothing.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    FASTATTN_CHECK(cudaGetDevice(&previous_));
+    if (previous_ != device_) FASTATTN_CHECK(cudaSetDevice(device_));
+  }
+  ~DeviceGuard() {
+    if (previous_ != device_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int device_, previous_ = 0;
+};
+
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  FASTATTN_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+// Why no kernel of this library can run on `device`; empty if they can.
+inline std::string device_problem(int device) {
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  const auto text = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  if (driver / 1000 < runtime / 1000)
+    return "fastattn._C was built with CUDA " + text(runtime) + ", which the driver (for CUDA " + text(driver) + ") is too old for";
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device);
+  if (major < 8)
+    return "the CUDA kernels need compute capability 8.0, got " + std::to_string(major) + "." +
+           std::to_string(device_attribute(cudaDevAttrComputeCapabilityMinor, device));
+  return "";
+}
+
+}  // namespace fastattn

@@ -1,0 +1,25 @@
+// From a tensor's dtype, known when called, to a C++ type, known when compiled.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdexcept>
+#include <utility>
+
+namespace fastattn {
+
+// The numbers are those of fastattn/cuda/__init__.py.
+enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+// Calls f with a value of the dtype's type: dtype_switch(dtype, [&](auto zero) { using T = decltype(zero); ... });
+template <class Function>
+void dtype_switch(DType dtype, Function&& f) {
+  switch (dtype) {
+    case DType::float32: return std::forward<Function>(f)(float{});
+    case DType::bfloat16: return std::forward<Function>(f)(__nv_bfloat16{});
+    case DType::float16: return std::forward<Function>(f)(__half{});
+  }
+  throw std::invalid_argument("fastattn: unknown dtype");
+}
+
+}  // namespace fastattn

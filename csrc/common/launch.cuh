@@ -1,0 +1,37 @@
+// Included first by every kernel source: launching, and shared memory, under nvcc and under the CPU runner of csrc/host.
+//
+//   launch(kernel, grid, block, shared_bytes, stream, arguments...)    checked; asynchronous on the device
+//   Shared& shared = shared_memory<Shared>()                           in a kernel launched with sizeof(Shared) bytes
+//
+// A kernel keeps all its shared memory in one struct. That is as readable as several __shared__ variables, and lets the
+// CPU runner fill it with NaN before each block and watch its end.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#ifdef FASTATTN_HOST
+#include "host/intrinsics.h"
+#include "host/launch.h"
+#else
+#include "common/check.h"
+
+namespace fastattn {
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            Arguments... arguments) {
+  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+  FASTATTN_CHECK(cudaGetLastError());
+}
+
+template <class Shared>
+__device__ __forceinline__ Shared& shared_memory() {
+  extern __shared__ __align__(16) unsigned char fastattn_shared[];
+  return *reinterpret_cast<Shared*>(fastattn_shared);
+}
+
+}  // namespace fastattn
+#endif

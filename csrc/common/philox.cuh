@@ -1,0 +1,58 @@
+// The dropout rule on the device.   Specification: fastattn/reference/philox.py, equal to it bit for bit.
+//
+// Element (row, col) takes a 16-bit lane of Philox 4x32 with 7 rounds: key = seed, counter = (col / 8, row, offset),
+// lane = col % 8; it is kept if lane >= threshold. One call serves a chunk of eight columns, and depends on the
+// element's global position alone, so the backward pass draws the mask again instead of reading it.
+#pragma once
+#include "common/launch.cuh"
+
+namespace fastattn {
+
+struct Dropout {
+  const int64_t* rng_state;  // in: (seed, offset), on the device; null: no dropout
+  uint32_t threshold;        // round(dropout_p * 65536); 65536 drops everything
+  float scale;               // 1 / (1 - dropout_p), or 0 where everything is dropped
+};
+
+class DropoutMask {
+ public:
+  __device__ __forceinline__ explicit DropoutMask(const Dropout& dropout)
+      : active_(dropout.rng_state != nullptr), threshold_(dropout.threshold), scale_(dropout.scale) {
+    if (!active_) return;
+    const uint64_t seed = dropout.rng_state[0];
+    key_[0] = static_cast<uint32_t>(seed), key_[1] = static_cast<uint32_t>(seed >> 32);
+    offset_ = static_cast<uint32_t>(dropout.rng_state[1]);
+  }
+
+  // Applies dropout to the chunk of columns col .. col + 7 of a row; col is a multiple of 8.
+  __device__ __forceinline__ void apply(float (&values)[8], int64_t row, int col) const {
+    if (!active_) return;
+    uint32_t words[4];
+    draw(words, row, col / 8);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const uint32_t lane = j % 2 == 0 ? words[j / 2] & 0xffff : words[j / 2] >> 16;
+      values[j] = lane >= threshold_ ? values[j] * scale_ : 0.0f;  // a select: a dropped inf or NaN is gone
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void draw(uint32_t (&words)[4], int64_t row, int group) const {
+    uint32_t c0 = group, c1 = static_cast<uint32_t>(row), c2 = static_cast<uint32_t>(row >> 32), c3 = offset_;
+    uint32_t k0 = key_[0], k1 = key_[1];
+#pragma unroll
+    for (int round = 0; round < 7; round++) {
+      const uint64_t p0 = static_cast<uint64_t>(c0) * 0xD2511F53u, p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+      c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0, c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+      c1 = static_cast<uint32_t>(p1), c3 = static_cast<uint32_t>(p0);
+      k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+  }
+
+  bool active_;
+  uint32_t threshold_, key_[2] = {}, offset_ = 0;
+  float scale_;
+};
+
+}  // namespace fastattn

@@ -1,0 +1,38 @@
+// Sums over the threads that share a row. Every sum has one order: equal inputs give equal bits.
+#pragma once
+#include "common/launch.cuh"
+
+namespace fastattn {
+
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 16;  // of a block
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+
+// Replaces each of kCount values by its sum over the threads of equal threadIdx.y; blockDim.x is a multiple of the warp.
+// A row of one warp needs shuffles only. A wider one meets in `scratch`, at one barrier for the whole block: the next
+// call that shares no barrier in between must be given another scratch.
+template <int kCount>
+__device__ __forceinline__ void row_sum(float (&values)[kCount], float (&scratch)[kCount][kMaxWarps]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i++) values[i] = warp_sum(values[i]);
+  if (blockDim.x == kWarp) return;
+  const int row_warps = blockDim.x / kWarp, first = threadIdx.y * row_warps;
+  if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) scratch[i][first + threadIdx.x / kWarp] = values[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    values[i] = 0.0f;
+#pragma unroll 1
+    for (int warp = 0; warp < row_warps; warp++) values[i] += scratch[i][first + warp];
+  }
+}
+
+}  // namespace fastattn

@@ -1,0 +1,178 @@
+#include "host/block.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+
+namespace fastattn::host {
+namespace {
+
+constexpr size_t kMaxSharedBytes = 227 << 10;
+constexpr size_t kGuardBytes = 4 << 10;  // behind a block's shared memory
+constexpr unsigned char kPoison = 0xff;  // NaN in every floating-point type
+constexpr unsigned char kGuard = 0xa5;
+
+struct alignas(1024) SharedArena {
+  unsigned char bytes[kMaxSharedBytes + kGuardBytes];
+};
+
+unsigned char* shared_arena() {
+  static thread_local const std::unique_ptr<SharedArena> arena(new SharedArena);
+  return arena->bytes;
+}
+
+const Stack& stack_of(int thread) {
+  static thread_local std::vector<Stack> stacks;
+  while (static_cast<int>(stacks.size()) <= thread) stacks.emplace_back();
+  return stacks[thread];
+}
+
+}  // namespace
+
+thread_local Block* Block::current = nullptr;
+
+Order Order::from_environment() {
+  Order order;
+  const char* value = std::getenv("FASTATTN_HOST_ORDER");
+  const std::string name = value ? value : "forward";
+  if (name == "forward") return order;
+  order.kind_ = name == "reverse" ? Kind::reverse : Kind::random;
+  if (order.kind_ == Kind::random) {
+    char* end = nullptr;
+    order.state_ = static_cast<uint32_t>(std::strtoul(name.c_str(), &end, 10));
+    if (name.empty() || *end != '\0')
+      throw std::runtime_error("FASTATTN_HOST_ORDER must be forward, reverse or a number, got " + name);
+  }
+  return order;
+}
+
+uint32_t Order::next_random() {
+  state_ = state_ * 1664525u + 1013904223u;
+  return state_ >> 8;
+}
+
+std::vector<uint64_t> Order::permutation(uint64_t count) {
+  std::vector<uint64_t> order(count);
+  std::iota(order.begin(), order.end(), uint64_t{0});
+  if (kind_ == Kind::reverse) std::reverse(order.begin(), order.end());
+  if (kind_ == Kind::random)
+    for (uint64_t i = count; i > 1; i--) std::swap(order[i - 1], order[next_random() % i]);
+  return order;
+}
+
+int Order::lane(uint32_t ready) {
+  const bool high = kind_ == Kind::reverse || (kind_ == Kind::random && next_random() % 2 == 1);
+  return high ? 31 - __builtin_clz(ready) : __builtin_ctz(ready);
+}
+
+Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body)
+    : grid(grid), dim(dim), index(index), shared(shared_arena()), shared_bytes_(shared_bytes), order_(order), body_(body),
+      threads_(dim.x * dim.y * dim.z), alive_(static_cast<int>(threads_.size())) {
+  if (threads_.empty() || threads_.size() > 1024) throw std::runtime_error("host runner: a block has 1 to 1024 threads");
+  if (shared_bytes > kMaxSharedBytes) throw std::runtime_error("host runner: a block has at most 227 KiB of shared memory");
+  std::memset(shared, kPoison, shared_bytes);
+  std::memset(shared + shared_bytes, kGuard, kGuardBytes);
+  const int warps = (alive_ + kLanes - 1) / kLanes;
+  ready_.resize(warps);
+  meetings_.resize(warps);
+  warp_order_ = order.permutation(warps);
+  for (int i = 0; i < alive_; i++) {
+    Thread& thread = threads_[i];
+    thread.linear = i;
+    thread.index = {i % dim.x, i / dim.x % dim.y, i / (dim.x * dim.y)};
+    thread.fiber.start(stack_of(i), enter);
+    wake(thread.warp(), 1u << thread.lane());
+  }
+}
+
+void Block::run() {
+  current = this;
+  while (alive_ > 0 && failure_.empty()) {
+    thread = next();
+    if (thread == nullptr)
+      failure_ = "deadlock: " + whereabouts();
+    else
+      Fiber::switch_between(scheduler_, thread->fiber);
+  }
+  current = nullptr;
+  const unsigned char* guard = shared + shared_bytes_;
+  if (failure_.empty() && std::any_of(guard, guard + kGuardBytes, [](unsigned char byte) { return byte != kGuard; }))
+    failure_ = "a write past the end of shared memory (" + std::to_string(shared_bytes_) + " bytes)";
+  if (!failure_.empty())
+    throw std::runtime_error("host runner: block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
+                             std::to_string(index.z) + "): " + failure_);
+}
+
+// The first function of every fiber.
+void Block::enter() {
+  Block& block = *current;
+  block.body_();
+  Thread& thread = *block.thread;
+  thread.finished = true;
+  block.ready_[thread.warp()] &= ~(1u << thread.lane());
+  block.alive_--;
+  Fiber::switch_between(thread.fiber, block.scheduler_);
+}
+
+// A ready thread of the warp that ran last, or of the first warp after it that has one; null if every thread waits.
+Thread* Block::next() {
+  const int last = thread != nullptr ? thread->warp() : static_cast<int>(warp_order_[0]);
+  const auto turn = std::find(warp_order_.begin(), warp_order_.end(), static_cast<uint64_t>(last)) - warp_order_.begin();
+  for (size_t i = 0; i < warp_order_.size(); i++) {
+    const int warp = static_cast<int>(warp_order_[(turn + i) % warp_order_.size()]);
+    if (ready_[warp] != 0) return &threads_[warp * kLanes + order_.lane(ready_[warp])];
+  }
+  return nullptr;
+}
+
+void Block::wait(Site site) {
+  Thread& me = *thread;
+  me.waits_at = site;
+  ready_[me.warp()] &= ~(1u << me.lane());
+  Fiber::switch_between(me.fiber, scheduler_);
+}
+
+void Block::barrier(Site site) {
+  if (at_barrier_ > 0 && !(site == barrier_site_))
+    fail("threads of one block meet at different barriers: " + barrier_site_.text() + " and " + site.text());
+  barrier_site_ = site;
+  if (++at_barrier_ < static_cast<int>(threads_.size())) return wait(site);
+  at_barrier_ = 0;
+  for (const Thread& other : threads_) wake(other.warp(), 1u << other.lane());
+}
+
+void Block::collective(uint32_t mask, void* slot, Site site, const Exchange& exchange) {
+  const int warp = thread->warp(), lane = thread->lane();
+  if ((mask >> lane & 1) == 0) fail(site.text() + ": lane " + std::to_string(lane) + " is not in its own mask");
+  auto& meetings = meetings_[warp];
+  auto meeting = std::find_if(meetings.begin(), meetings.end(), [&](const Meeting& m) { return (m.mask & mask) != 0; });
+  if (meeting == meetings.end()) meeting = meetings.insert(meetings.end(), Meeting{mask, 0, site, {}});
+  if (meeting->mask != mask || !(meeting->site == site))
+    fail("lanes of one warp meet at different collectives: " + meeting->site.text() + " and " + site.text());
+  meeting->arrived |= 1u << lane;
+  meeting->slots[lane] = slot;
+  if (meeting->arrived != mask) return wait(site);
+  exchange(meeting->slots);
+  meetings.erase(meeting);
+  wake(warp, mask);
+}
+
+void Block::fail(const std::string& what) {
+  failure_ = what;
+  Fiber::switch_between(thread->fiber, scheduler_);
+  std::abort();  // nothing resumes a failed block
+}
+
+std::string Block::whereabouts() const {
+  std::map<std::string, int> counts;
+  for (const Thread& other : threads_) counts[other.finished ? "have finished" : "wait at " + other.waits_at.text()]++;
+  std::string text;
+  for (const auto& [place, count] : counts) text += (text.empty() ? "" : ", ") + std::to_string(count) + " threads " + place;
+  return text;
+}
+
+}  // namespace fastattn::host

@@ -1,0 +1,106 @@
+// The words of CUDA device code that fastattn's kernels use, for a C++ compiler. Included instead of nvcc's own.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "host/block.h"
+
+// CUDA's headers define these for other compilers too, as attributes that g++ does not have or not in this place.
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __forceinline__
+#define __forceinline__ inline __attribute__((always_inline))
+
+#define threadIdx (::fastattn::host::Block::current->thread->index)
+#define blockIdx (::fastattn::host::Block::current->index)
+#define blockDim (::fastattn::host::Block::current->dim)
+#define gridDim (::fastattn::host::Block::current->grid)
+
+using std::max;
+using std::min;
+
+namespace fastattn::host {
+
+// A collective in which each lane of the mask brings a value and receives take(lane, value_of), where value_of(lane) is
+// what another lane brought.
+template <class T, class Take>
+T exchange(uint32_t mask, T value, Site site, Take take) {
+  struct Slot {
+    T brought, received;
+  } mine{value, value};
+  Block& block = *Block::current;
+  block.collective(mask, &mine, site, [&](void* const* slots) {
+    for (int lane = 0; lane < kLanes; lane++) {
+      if ((mask >> lane & 1) == 0) continue;
+      static_cast<Slot*>(slots[lane])->received = take(lane, [&](int other) {
+        if ((mask >> other & 1) == 0)
+          block.fail(site.text() + ": lane " + std::to_string(lane) + " reads lane " + std::to_string(other) +
+                     ", which is not in the mask");
+        return static_cast<Slot*>(slots[other])->brought;
+      });
+    }
+  });
+  return mine.received;
+}
+
+}  // namespace fastattn::host
+
+// The last two parameters of each are its place in the kernel's source.
+#define FASTATTN_HOST_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define FASTATTN_HOST_SITE (::fastattn::host::Site{__func__, file, line})
+
+inline void __syncthreads(FASTATTN_HOST_PLACE) { fastattn::host::Block::current->barrier(FASTATTN_HOST_SITE); }
+
+inline void __syncwarp(uint32_t mask = 0xffffffffu, FASTATTN_HOST_PLACE) {
+  fastattn::host::exchange(mask, 0, FASTATTN_HOST_SITE, [](int, auto) { return 0; });
+}
+
+template <class T>
+T __shfl_sync(uint32_t mask, T value, int source, int width = 32, FASTATTN_HOST_PLACE) {
+  const auto take = [&](int lane, auto value_of) { return value_of((lane & ~(width - 1)) | (source & (width - 1))); };
+  return fastattn::host::exchange(mask, value, FASTATTN_HOST_SITE, take);
+}
+
+template <class T>
+T __shfl_xor_sync(uint32_t mask, T value, int bits, int width = 32, FASTATTN_HOST_PLACE) {
+  const auto take = [&](int lane, auto value_of) {
+    return (lane ^ bits) / width <= lane / width ? value_of(lane ^ bits) : value_of(lane);
+  };
+  return fastattn::host::exchange(mask, value, FASTATTN_HOST_SITE, take);
+}
+
+template <class T>
+T __shfl_down_sync(uint32_t mask, T value, int delta, int width = 32, FASTATTN_HOST_PLACE) {
+  const auto take = [&](int lane, auto value_of) {
+    return value_of(lane % width + delta < width ? lane + delta : lane);
+  };
+  return fastattn::host::exchange(mask, value, FASTATTN_HOST_SITE, take);
+}
+
+inline uint32_t __ballot_sync(uint32_t mask, int predicate, FASTATTN_HOST_PLACE) {
+  const auto take = [&](int, auto value_of) {
+    uint32_t ballot = 0;
+    for (int lane = 0; lane < fastattn::host::kLanes; lane++)
+      if (mask >> lane & 1) ballot |= value_of(lane) << lane;
+    return ballot;
+  };
+  return fastattn::host::exchange(mask, static_cast<uint32_t>(predicate != 0), FASTATTN_HOST_SITE, take);
+}
+
+// Threads run one at a time, so an access is atomic and ordered by itself.
+template <class T>
+T atomicAdd(T* address, T value) {
+  const T old = *address;
+  *address = old + value;
+  return old;
+}
+
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+
+inline void __threadfence() {}

@@ -1,0 +1,23 @@
+// Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns.
+#pragma once
+#include "host/block.h"
+
+namespace fastattn {
+namespace host {
+
+void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
+
+}  // namespace host
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t /*stream*/,
+            Arguments... arguments) {
+  host::run_grid(grid, block, shared_bytes, [&] { kernel(arguments...); });
+}
+
+template <class Shared>
+Shared& shared_memory() {
+  return *reinterpret_cast<Shared*>(host::Block::current->shared);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,41 @@
+// Running a grid on the CPU, and the few CUDA runtime calls that the library makes, for a machine without a driver.
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+
+#include "host/launch.h"
+
+namespace fastattn::host {
+
+void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || grid.x > 0x7fffffffu)
+    throw std::runtime_error("host runner: a grid has 1 to 2^31 - 1, 65535 and 65535 blocks");
+  Order order = Order::from_environment();
+  for (const uint64_t i : order.permutation(uint64_t{grid.x} * grid.y * grid.z)) {
+    const uint3 index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                         static_cast<unsigned>(i / grid.x / grid.y)};
+    Block(grid, block, index, shared_bytes, order, body).run();
+  }
+}
+
+}  // namespace fastattn::host
+
+// One device of compute capability 8.0 with two multiprocessors, few enough that the kernels' loops over blocks turn.
+extern "C" {
+
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: return *value = 2, cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: return *value = 8, cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: return *value = 0, cudaSuccess;
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}

@@ -1,0 +1,98 @@
+"""The CUDA C++ rooms: `fastattn.cuda.<op>` checks what its kernel can serve and calls it in the extension fastattn._C.
+
+The same sources also run on a CPU, thread by thread, in a second build of the extension against csrc/host. It exists for
+tests: `load_host_runner(path)`, or the environment's FASTATTN_CUDA_HOST=path, makes the rooms serve CPU tensors through it.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+# How the extension numbers dtypes: csrc/common/dtype_switch.h.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_host_runner: ModuleType | None = None
+
+
+def load_host_runner(path: str | Path) -> None:
+    """From now on the CUDA rooms serve CPU tensors, through the extension at `path`, built against csrc/host."""
+    global _host_runner
+    loader = importlib.machinery.ExtensionFileLoader("fastattn_host._C", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    if module.device_type != "cpu":
+        raise ValueError(f"{path} was built for {module.device_type}, not against csrc/host")
+    _host_runner = module
+
+
+if _path := os.environ.get("FASTATTN_CUDA_HOST"):
+    load_host_runner(_path)
+
+
+@cache
+def _compiled() -> ModuleType | str:
+    """fastattn._C, or why it cannot be imported."""
+    try:
+        return importlib.import_module("fastattn._C")
+    except ModuleNotFoundError:
+        return (
+            "fastattn._C is not installed: it was built without nvcc, or a compile failed; "
+            "FASTATTN_FORCE_CUDA=1 pip install of the sources says which (CUDA_HOME names the toolkit)"
+        )
+    except ImportError as error:
+        return f"fastattn._C cannot be imported: {error}"
+
+
+def extension(device: torch.device) -> ModuleType:
+    """The extension for tensors of this device, which refuse_device() accepted."""
+    module = _compiled() if device.type == "cuda" else _host_runner
+    assert isinstance(module, ModuleType), f"refuse_device() refuses {device}"
+    return module
+
+
+@cache
+def _device_problem(index: int) -> str | None:
+    return extension(torch.device("cuda")).device_problem(index) or None
+
+
+def refuse_device(x: Tensor) -> str | None:
+    """None if CUDA kernels can run on x's device, or why they cannot."""
+    if x.device.type == "cpu":
+        if _host_runner is None:
+            return "CUDA kernels serve GPU tensors, got a CPU tensor (tests load the CPU runner of csrc/host)"
+        return None
+    if x.device.type != "cuda":
+        return f"CUDA kernels serve GPU tensors, got device {x.device}"
+    if isinstance(missing := _compiled(), str):
+        return missing
+    return _device_problem(device_index(x))
+
+
+def device_index(x: Tensor) -> int:
+    """The GPU to run on; 0 for the CPU runner."""
+    if x.device.type == "cpu":
+        return 0
+    return torch.cuda.current_device() if x.device.index is None else x.device.index
+
+
+def stream(x: Tensor) -> int:
+    """The raw handle of the current stream of x's device."""
+    return 0 if x.device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device_index(x))
+
+
+def address(x: Tensor | None) -> int:
+    """Where the elements start; 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def dropout_constants(dropout_p: float) -> tuple[int, float]:
+    """(threshold, scale) of the dropout rule (fastattn/reference/philox.py)."""
+    return round(dropout_p * 65536), 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)

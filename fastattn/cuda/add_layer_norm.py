@@ -1,0 +1,85 @@
+"""The CUDA room of dropout + residual + LayerNorm. Formula, shapes and grid: csrc/add_layer_norm/."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
+
+MAX_HIDDEN = 16384  # a row lives in the registers of one block; kMaxHidden of csrc/add_layer_norm/add_layer_norm.h
+
+
+def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, dropout_p: float) -> str | None:
+    """None, or what is refused and what was got."""
+    if reason := refuse_device(x):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"the CUDA layer norm takes float32, bfloat16 and float16, got {x.dtype}"
+    if weight.dtype != bias.dtype or weight.dtype not in (torch.float32, x.dtype):
+        return (
+            f"the CUDA layer norm takes weight and bias both in float32 or both in x's {x.dtype}, "
+            f"got {weight.dtype} and {bias.dtype}"
+        )
+    if not 1 <= x.shape[-1] <= MAX_HIDDEN:
+        return f"the CUDA layer norm keeps a row in registers, 1 <= hidden <= {MAX_HIDDEN}, got {x.shape[-1]}"
+    return None
+
+
+def add_layer_norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual: (rows, hidden) contiguous; weight, bias: (hidden,).
+
+    Returns out and z, both like x (z is x itself without residual and dropout), and mean, rstd: (rows,) float32.
+    """
+    rows, hidden = x.shape
+    out = torch.empty_like(x)
+    z = x if residual is None and dropout_p == 0 else torch.empty_like(x)
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    extension(x.device).add_layer_norm_fwd(
+        address(x), address(residual), address(weight), address(bias),
+        address(out), 0 if z is x else address(z), address(mean), address(rstd),
+        rows, hidden, eps, address(rng_state), *dropout_constants(dropout_p),
+        DTYPES[x.dtype], DTYPES[weight.dtype], device_index(x), stream(x),
+    )  # fmt: skip
+    return out, z, mean, rstd
+
+
+def add_layer_norm_bwd(
+    dout: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    has_residual: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
+
+    Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias.
+    """
+    rows, hidden = z.shape
+    module, device = extension(z.device), device_index(z)
+    dsum = torch.empty_like(z) if has_residual or dropout_p == 0 else None  # the gradient of z
+    dx = torch.empty_like(z) if dropout_p > 0 else None
+    dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
+    blocks = module.add_layer_norm_bwd_blocks(rows, hidden, device)
+    partial = torch.empty((blocks, 2, hidden), dtype=torch.float32, device=z.device)
+    module.add_layer_norm_bwd(
+        address(dout), address(dz), address(z), address(weight), address(mean), address(rstd),
+        address(dsum), address(dx), address(dweight), address(dbias), address(partial),
+        rows, hidden, blocks, address(rng_state), *dropout_constants(dropout_p),
+        DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
+    )  # fmt: skip
+    return dsum if dx is None else dx, dsum if has_residual else None, dweight, dbias
