@@ -252,7 +252,9 @@ class AttentionMask:
         tensors = (t for name, t in self._tensors().items() if name != "bias" and t is not None)
         key = (*key, *(0 if t.is_inference() else t._version for t in tensors))
         if key not in self._cache:
-            self._cache[key] = build()
+            # What validation under torch.inference_mode prepares must serve training too.
+            with torch.inference_mode(False):
+                self._cache[key] = build()
         return self._cache[key]
 
     def flatten(self) -> tuple[list[Tensor | None], list[int]]:

@@ -58,7 +58,7 @@ def attention(
         k, v = _repeat_heads(k, v, H)
         scores = _scores(q, k, softmax_scale)
         if bias is not None:
-            scores = scores + (bias if hide is None else bias.masked_fill(hide, 0))
+            scores = scores + _without(bias, hide, sees)
         if hide is not None:
             scores = scores.masked_fill_(hide, -torch.inf)
         if return_lse:
@@ -85,6 +85,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Te
     keep = None if hide is None else ~hide
     with sdpa_kernel(_MASKED_BACKENDS) if q.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=grouped)
+
+
+def _without(bias: Tensor, hide: Tensor | None, sees: Tensor | None) -> Tensor:
+    """The bias with 0 where it has no say: an -inf there would make NaN of an empty row's softmax."""
+    for silent in (hide, None if sees is None else ~sees):
+        if silent is not None:
+            bias = bias.masked_fill(silent, 0)
+    return bias
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -242,18 +242,16 @@ def feed_forward_op(
     dropout_p: float,
     rng_state: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     room = load_room("feed_forward", backend)
-    out, saved = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
-    hidden, z = (*saved, x.new_empty(0)) if activation == "relu" else saved
-    return out, hidden, z
+    out, (kept,) = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
+    return out, kept
 
 
 @feed_forward_op.register_fake
 def _(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend):
     tokens = x.shape[0]
-    z = x.new_empty(0) if activation == "relu" else x.new_empty(tokens, weight1.shape[0])
-    return x.new_empty(tokens, weight2.shape[0]), x.new_empty(tokens, weight2.shape[1]), z
+    return x.new_empty(tokens, weight2.shape[0]), x.new_empty(tokens, weight1.shape[0])  # kept: h of relu, else z
 
 
 @torch.library.custom_op("fastattn::feed_forward_backward", mutates_args=())
@@ -267,21 +265,19 @@ def feed_forward_backward_op(
     activation: str,
     dropout_p: float,
     rng_state: Tensor | None,
-    hidden: Tensor,
-    z: Tensor,
+    kept: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     room = load_room("feed_forward", backend)
-    saved = (hidden,) if activation == "relu" else (hidden, z)
     grads = room.feed_forward_bwd(
-        dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, saved
+        dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, (kept,)
     )
     dx, dweight1, dbias1, dweight2, dbias2 = (x.new_empty(0) if grad is None else grad for grad in grads)
     return dx, dweight1, dbias1, dweight2, dbias2
 
 
 @feed_forward_backward_op.register_fake
-def _(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, hidden, z, backend):
+def _(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, kept, backend):
     dx, dweight1, dbias1, dweight2, dbias2 = (
         x.new_empty(0) if t is None else x.new_empty(t.shape) for t in (x, weight1, bias1, weight2, bias2)
     )
@@ -290,17 +286,16 @@ def _(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state,
 
 def _feed_forward_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend = inputs
-    _, hidden, z = output
-    ctx.save_for_backward(x, weight1, bias1, weight2, bias2, rng_state, hidden, z)
+    ctx.save_for_backward(x, weight1, bias1, weight2, bias2, rng_state, output[1])
     ctx.options = (activation, dropout_p, backend)
 
 
 def _feed_forward_backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple:
-    x, weight1, bias1, weight2, bias2, rng_state, hidden, z = ctx.saved_tensors
+    x, weight1, bias1, weight2, bias2, rng_state, kept = ctx.saved_tensors
     activation, dropout_p, backend = ctx.options
     weights = (weight1, bias1, weight2, bias2)
     dx, dweight1, dbias1, dweight2, dbias2 = feed_forward_backward_op(
-        dout.contiguous(), x, *weights, activation, dropout_p, rng_state, hidden, z, backend
+        dout.contiguous(), x, *weights, activation, dropout_p, rng_state, kept, backend
     )
     dbias1, dbias2 = (None if b is None else db for b, db in ((bias1, dbias1), (bias2, dbias2)))
     return dx, dweight1, dbias1, dweight2, dbias2, None, None, None, None

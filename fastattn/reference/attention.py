@@ -40,7 +40,7 @@ def attention(
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
+    k, v = (t.repeat_interleave(H // max(t.shape[1], 1), dim=1) for t in (k, v))
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     keep = torch.ones(1, 1, Lq, Lk, dtype=torch.bool, device=q.device)
     if mask is not None:

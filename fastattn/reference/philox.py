@@ -47,8 +47,9 @@ def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
     # On a CPU the key's arithmetic is left to Python: a third of the time at the sizes of one sentence batch.
     on_host = device.type == "cpu" and not torch.compiler.is_compiling()
     seed, offset = rng_state.tolist() if on_host else rng_state.unbind()
+    groups = (cols + LANES - 1) // LANES
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
-    c0 = torch.arange((cols + LANES - 1) // LANES, dtype=torch.int64, device=device)[None, :]
+    c0 = torch.arange(groups, dtype=torch.int64, device=device)[None, :]
     c1, c2, c3 = row & _LOW, row >> 32, offset & _LOW
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(ROUNDS):
@@ -57,7 +58,7 @@ def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
         c1, c3 = p1 & _LOW, p0 & _LOW
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
     words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1).to(torch.int32)  # (rows, groups, 4)
-    return words.view(torch.int16).reshape(rows, -1)[:, :cols]  # little-endian: lane = 2 * word + half
+    return words.view(torch.int16).reshape(rows, groups * LANES)[:, :cols]  # little-endian: lane = 2 * word + half
 
 
 def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
