@@ -6,8 +6,9 @@ field's trackers report and those that this algorithm invites.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from attention_checks import Attend
 from torch import Tensor
 
 from fastattn.reference import philox
@@ -54,7 +55,7 @@ BUGS = {
 }
 
 
-def flash(bug: str | None = None) -> Attend:
+def flash(bug: str | None = None) -> Callable[..., tuple[Tensor, Tensor, None]]:
     """A room with (or without) a bug, as attention_checks.check takes it."""
 
     def attend(q, k, v, mask, dropout_p, scale):
@@ -90,10 +91,10 @@ def _visible(mask, q: Tensor, k: Tensor, bug: str | None) -> Tensor:
     return keep
 
 
-def _multiplier(rng_state: Tensor | None, shape: torch.Size, dropout_p: float, bug: str | None) -> Tensor | float:
+def _multiplier(rng_state: Tensor | None, like: Tensor, dropout_p: float, bug: str | None) -> Tensor | float:
     if rng_state is None:
         return 1.0
-    B, H, Lq, Lk = shape
+    B, H, Lq, Lk = like.shape
     if bug == "dropout row off by one":
         keep = philox.keep_mask(rng_state, B * H * Lq + 1, Lk, dropout_p)[1:]
     elif bug == "dropout column from the tile":
@@ -102,7 +103,8 @@ def _multiplier(rng_state: Tensor | None, shape: torch.Size, dropout_p: float, b
         keep = philox.keep_mask(rng_state, Lq, Lk, dropout_p).expand(B, H, Lq, Lk)
     else:
         keep = philox.keep_mask(rng_state, B * H * Lq, Lk, dropout_p)
-    return keep.reshape(shape).float() * (1.0 if bug == "dropout without rescale" else philox.rescale(dropout_p))
+    keep = keep.reshape(like.shape).to(like.dtype)
+    return keep if bug == "dropout without rescale" else keep * philox.rescale(dropout_p)
 
 
 class _Flash(torch.autograd.Function):
@@ -110,17 +112,18 @@ class _Flash(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, mask, dropout_p, scale, rng_state, bug):
         group = q.shape[1] // k.shape[1]
         keep = _visible(mask, q, k, bug)
-        M = _multiplier(rng_state, keep.shape, dropout_p, bug)
         heads = torch.arange(q.shape[1])
         heads = heads % k.shape[1] if bug == "wrong key head" else heads // group
-        K, V = k.float()[:, heads], v.float()[:, heads]
-        S = q.float() @ K.mT * (1.0 if bug == "scale missing" else scale)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        K, V = k.to(wide)[:, heads], v.to(wide)[:, heads]
+        S = q.to(wide) * (1.0 if bug == "scale missing" else scale) @ K.mT
         if bias is not None:
-            S = S + bias.float().where(keep, 0) * (scale if bug == "bias after the scale" else 1.0)
+            S = S + bias.to(wide).where(keep, 0) * (scale if bug == "bias after the scale" else 1.0)
         S = S.masked_fill(~keep, -torch.inf)
+        M = _multiplier(rng_state, S, dropout_p, bug)
 
         peak = S.new_full((*S.shape[:3], 1), -torch.inf)
-        total, acc = torch.zeros_like(peak), torch.zeros(*S.shape[:3], v.shape[-1])
+        total, acc = torch.zeros_like(peak), S.new_zeros(*S.shape[:3], v.shape[-1])
         for n in range(0, S.shape[-1], TILE):
             cols = slice(n, n + TILE)
             peak_new = torch.maximum(peak, S[..., cols].amax(-1, keepdim=True))
@@ -132,29 +135,29 @@ class _Flash(torch.autograd.Function):
             total = total * (1 if bug == "sum not rescaled" else rescale) + summed.sum(-1, keepdim=True)
             acc = acc * (1 if bug == "accumulator not rescaled" else rescale) + W @ V[..., cols, :]
             if bug == "16-bit accumulator":
-                acc = acc.to(q.dtype).float()
+                acc = acc.to(q.dtype).to(wide)
             peak = peak_new
         sees = total > 0
         out = acc / (total if bug == "empty row divides by zero" else total.where(sees, 1))
         lse = torch.log(total) + (0 if bug == "lse without the max" else peak)
         lse = lse.where(sees, -torch.inf).squeeze(-1)
-        ctx.save_for_backward(q, K, V, bias, out, lse, S, keep)
+        ctx.save_for_backward(q, K, V, bias, out, lse, S)
         ctx.rest = k.shape[1], M, dropout_p, scale, rng_state, bug
         return out.to(q.dtype), lse / 0.6931471805599453 if bug == "lse in base 2" else lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, K, V, bias, out, lse, S, keep = ctx.saved_tensors
+        q, K, V, bias, out, lse, S = ctx.saved_tensors
         Hk, M, dropout_p, scale, rng_state, bug = ctx.rest
         if bug == "backward redraws dropout" and rng_state is not None:
-            M = _multiplier(rng_state + 1, keep.shape, dropout_p, bug)
-        dO = dout.float()
+            M = _multiplier(rng_state + 1, S, dropout_p, bug)
+        dO = dout.to(K.dtype)
         P = torch.exp(S - lse[..., None].where(lse[..., None] > -torch.inf, 0))
         dP = M * (dO @ V.mT)
         delta = 0 if bug == "delta missing" else (dO * out).sum(-1, keepdim=True)
         dS = P * (dP - delta + (0 if bug == "dlse dropped" else dlse[..., None]))
         dq = dS @ K * (1 if bug == "dq not scaled" else scale)
-        dk = dS.mT @ q.float() * (1 if bug == "dk not scaled" else scale)
+        dk = dS.mT @ q.to(K.dtype) * (1 if bug == "dk not scaled" else scale)
         dv = (P if bug == "dv without dropout" else P * M).mT @ dO
         dk, dv = (t.unflatten(1, (Hk, -1)) for t in (dk, dv))
         dk = dk[:, :, 0] if bug == "dk of one head of the group" else dk.sum(2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_checks import KERNEL_ROOMS, LOW_PRECISION, ROOMS, check, exact, make, plain, room_call, solve, visible
-from attention_planted import flash
 from helpers import assert_close_as_torch
 from mask_cases import KINDS, mask_kinds, offsets, prefix
 
@@ -57,20 +56,11 @@ def test_several_tiles(room: str, kind: str, device: torch.device) -> None:
     check(make(B=2, H=1, Lq=141, Lk=270, D=16, mask=kind, device=device, bias=(1, 1, 1, 270)), room_call(room, device))
 
 
-@pytest.mark.parametrize("Lq, Lk", [(1, 65), (129, 2), (16, 17), (63, 128), (64, 192), (65, 127), (128, 129)])
+@pytest.mark.parametrize("Lq, Lk", [(1, 1), (1, 65), (129, 1), (16, 17), (63, 128), (64, 192), (65, 127), (128, 129)])
 @pytest.mark.parametrize("room", ROOMS)
 def test_lengths_at_tile_edges(room: str, Lq: int, Lk: int, device: torch.device) -> None:
     mask = {"is_causal": True, "align": "bottom_right"} if Lq <= Lk else {"key_padding": prefix([Lk], Lk).to(device)}
     check(make(B=1, H=1, Lq=Lq, Lk=Lk, D=16, mask=mask, device=device), room_call(room, device))
-
-
-@pytest.mark.parametrize("Lq", [1, 65])
-@pytest.mark.parametrize("room", ROOMS)
-def test_one_key(room: str, Lq: int, device: torch.device) -> None:
-    """P = 1, so dP - sum P dP is 0 but for rounding, and a softmax happens to round it to 0. A flash backward takes the
-    sum from out and dout and does not: it is judged by that algorithm in plain PyTorch."""
-    p = make(B=1, H=1, Lq=Lq, Lk=1, D=16, mask="query_padding_shared", device=device)
-    check(p, room_call(room, device), ("out", "lse", "dq", "dk", "dv"), low=solve(p, flash()))
 
 
 @pytest.mark.parametrize("D", [8, 16, 33, 40, 64, 72, 80, 96, 127, 128, 160, 256])

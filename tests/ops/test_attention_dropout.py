@@ -1,0 +1,152 @@
+"""Dropout of attention: one written rule, so the mask is compared bit for bit and the results exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_checks import LOW_PRECISION, ROOMS, check, dropout_multiplier, make, room_call, solve, visible
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn.reference import philox
+
+
+def lane_by_the_rule(seed: int, offset: int, row: int, col: int) -> int:
+    """The 16-bit number of one element in Python integers, from the docstring of reference/philox.py."""
+    low = 0xFFFFFFFF
+    counter = [col // 8, row & low, row >> 32, offset & low]
+    key = [seed & low, (seed >> 32) & low]
+    words = philox4x32(counter, key, rounds=7)
+    return words[col % 8 // 2] >> (16 * (col % 2)) & 0xFFFF
+
+
+def philox4x32(counter: list[int], key: list[int], rounds: int) -> list[int]:
+    """Salmon et al. 2011, figure 2 and section 3.3, on integers of any size."""
+    low = 0xFFFFFFFF
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(rounds):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & low, (p0 >> 32) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return [c0, c1, c2, c3]
+
+
+def test_philox_against_published_numbers() -> None:
+    """The known answers that Random123 gives for philox4x32 with 7 and 10 rounds."""
+    ones = 0xFFFFFFFF
+    assert philox4x32([0] * 4, [0] * 2, 10) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox4x32([ones] * 4, [ones] * 2, 10) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert philox4x32([0] * 4, [0] * 2, 7) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+
+
+@pytest.mark.parametrize("seed, offset", [(0, 0), (1, 2), (2**62 - 1, 2**61 + 5), (2**33 + 7, 2**32 - 1)])
+def test_reference_lanes(seed: int, offset: int) -> None:
+    lanes = philox.philox_lanes(torch.tensor([seed, offset]), 5, 21)
+    expected = [[lane_by_the_rule(seed, offset, row, col) for col in range(21)] for row in range(5)]
+    assert (lanes.int() & 0xFFFF).tolist() == expected
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-6, 0.1, 0.5, 0.99999, 1.0])
+def test_reference_keeps_by_the_threshold(dropout_p: float) -> None:
+    state = torch.tensor([3, 4])
+    keep = philox.keep_mask(state, 40, 40, dropout_p)
+    lanes = philox.philox_lanes(state, 40, 40).int() & 0xFFFF
+    assert torch.equal(keep, lanes >= round(dropout_p * 65536))
+    assert dropout_p not in (0.0, 1.0) or keep.all() == (dropout_p == 0.0) and keep.any() == (dropout_p == 0.0)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "attn_mask", "segments", "everything"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_forward_and_backward(room: str, kind: str, device: torch.device) -> None:
+    """Exactly the weights that the rule drops are dropped, forward and backward: see check()."""
+    p = make(H=4, Hk=2, mask=kind, dropout_p=0.3, bias=(1, 4, 21, 37), device=device)
+    check(p, room_call(room, device))
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("room", ROOMS)
+def test_16_bit(room: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(make(mask="decoder", dropout_p=0.1, dtype=dtype, device=device), room_call(room, device))
+
+
+@pytest.mark.parametrize("dropout_p", [1e-5, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("room", ROOMS)
+def test_probabilities(room: str, dropout_p: float, device: torch.device) -> None:
+    check(make(B=1, dropout_p=dropout_p, mask="causal", device=device), room_call(room, device))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_over_several_tiles(room: str, device: torch.device) -> None:
+    p = make(B=2, H=1, Lq=141, Lk=270, D=16, mask="causal_bottom_right", dropout_p=0.2, device=device)
+    results = check(p, room_call(room, device))
+    if room != "reference":
+        zeros = dropout_multiplier(p) == 0
+        assert torch.equal((results.weights == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_call_draws_anew_and_a_seed_repeats(room: str, device: torch.device) -> None:
+    room_call(room, device)
+    p = make(B=1, H=2, device=device)
+
+    def dropped() -> Tensor:
+        call = {"dropout_p": 0.5, "return_weights": True, "backend": room}
+        return scaled_dot_product_attention(p.q, p.k, p.v, **call)[1] == 0
+
+    torch.manual_seed(3)
+    first, second = dropped(), dropped()
+    torch.manual_seed(3)
+    again, once_more = dropped(), dropped()
+    torch.manual_seed(4)
+    other = dropped()
+    assert torch.equal(first, again) and torch.equal(second, once_more)
+    for a, b in ((first, second), (first, other), (first[:, 0], first[:, 1])):
+        assert 0.35 < (a == b).float().mean() < 0.65, "masks that should be independent agree too often or too rarely"
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.75])
+@pytest.mark.parametrize("room", ROOMS)
+def test_share_of_dropped(room: str, dropout_p: float, device: torch.device) -> None:
+    """Within 5 standard deviations, overall and in each column octet's lanes."""
+    room_call(room, device)
+    p = make(B=2, H=2, Lq=64, Lk=64, D=16, device=device)
+    call = {"dropout_p": dropout_p, "return_weights": True, "backend": room}
+    dropped = (scaled_dot_product_attention(p.q, p.k, p.v, **call)[1] == 0).double()
+    for part in (dropped, *(dropped[..., lane::8] for lane in range(8))):
+        deviation = (dropout_p * (1 - dropout_p) / part.numel()) ** 0.5
+        assert abs(part.mean().item() - dropout_p) < 5 * deviation
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_dropout_draws_nothing(room: str, device: torch.device) -> None:
+    """dropout_p = 0 is the plain result, and leaves torch's generator where it was."""
+    attend = room_call(room, device)
+    p = make(B=1, mask="causal", device=device)
+    torch.manual_seed(5)
+    before = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
+    mask = AttentionMask(**p.mask)
+    first = attend(p.q, p.k, p.v, mask, 0.0, p.scale)
+    after = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
+    assert torch.equal(before, after)
+    torch.manual_seed(6)
+    for a, b in zip(first, attend(p.q, p.k, p.v, mask, 0.0, p.scale), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("room", ROOMS)
+def test_activation_checkpointing(room: str, use_reentrant: bool, device: torch.device) -> None:
+    """The recomputed forward draws the same mask."""
+    attend = room_call(room, device, weights=False)
+    p = make(B=1, H=2, mask="causal", dropout_p=0.4, dlse=False, device=device)
+
+    def through_checkpoint(q, k, v, mask, dropout_p, scale):
+        def call(q, k, v):
+            return attend(q, k, v, mask, dropout_p, scale)[:2]
+
+        return *checkpoint(call, q, k, v, use_reentrant=use_reentrant), None
+
+    check(p, through_checkpoint)
+    for a, b in zip(solve(p, through_checkpoint), solve(p, attend), strict=True):
+        assert a is b is None or torch.equal(a, b)

@@ -1,0 +1,212 @@
+"""Attention at its edges: NaN where nobody looks, rows that see nothing, no rows at all, extreme scores, bad calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_checks import ROOMS, Problem, check, make, room_call, solve, visible
+from mask_cases import offsets, prefix
+
+from fastattn import AttentionMask, explain, scaled_dot_product_attention
+
+
+def poisoned(p: Problem) -> Problem:
+    """NaN, inf and -inf wherever it must not matter: in keys and values that no query sees, in queries that see nothing
+    and in what flows back to them."""
+    keep = visible(p)
+    empty = ~keep.any(-1)  # (B, H, Lq)
+    unseen = ~keep.unflatten(1, (p.k.shape[1], -1)).any(2).any(-2)  # (B, Hk, Lk)
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf], device=p.q.device, dtype=p.q.dtype)
+
+    def poison(t: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        return t.masked_scatter(where, bad.repeat(t.numel() // 3 + 1)[: t.numel()].to(t.dtype))
+
+    assert empty.any() or unseen.any(), "this problem has nothing to poison"
+    rows, cols = empty[..., None], unseen[..., None]
+    dlse = None if p.dlse is None else poison(p.dlse, empty)
+    return p.but(
+        q=poison(p.q, rows.expand_as(p.q)),
+        dout=poison(p.dout, rows.expand_as(p.dout)),
+        dlse=dlse,
+        k=poison(p.k, cols.expand_as(p.k)),
+        v=poison(p.v, cols.expand_as(p.v)),
+    )
+
+
+def same_when_poisoned(p: Problem, room: str, device: torch.device) -> None:
+    attend = room_call(room, device)
+    clean, dirty = solve(p, attend), solve(poisoned(p), attend)
+    for name, a, b in zip(clean._fields, clean, dirty, strict=True):
+        assert a is None or torch.equal(a, b), f"{name}: what nobody sees has reached it"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["key_padding", "query_padding", "attn_mask", "attn_mask_keys", "attn_mask_queries", "nothing", "window"]
+    + ["causal_bottom_right", "segments", "segments_causal", "decoder", "everything"],
+)
+@pytest.mark.parametrize("room", ROOMS)
+def test_poison_does_not_spread(room: str, kind: str, device: torch.device) -> None:
+    Lq, Lk = (37, 21) if kind == "causal_bottom_right" else (21, 37)
+    same_when_poisoned(make(Lq=Lq, Lk=Lk, D=16, mask=kind, device=device), room, device)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_poison_with_dropout_bias_and_groups(room: str, device: torch.device) -> None:
+    p = make(H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 21, 37), dropout_p=0.3, device=device)
+    same_when_poisoned(p, room, device)
+    p = make(D=16, bias=(2, 2, 21, 37), mask="causal", device=device)
+    p.bias[:, :, 4] = -torch.inf
+    p.bias[..., 9:12] = -torch.inf
+    same_when_poisoned(p, room, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("room", ROOMS)
+def test_poison_16_bit(room: str, dtype: torch.dtype, device: torch.device) -> None:
+    same_when_poisoned(make(D=16, mask="decoder", dtype=dtype, device=device), room, device)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_poison_over_several_tiles(room: str, device: torch.device) -> None:
+    """Unseen keys inside tiles that are visited, and in tiles that are not; empty queries likewise."""
+    mask = {"key_padding": prefix([150, 0], 270).to(device), "query_padding": prefix([70, 141], 141).to(device)}
+    same_when_poisoned(make(B=2, H=1, Lq=141, Lk=270, D=16, mask=mask, device=device), room, device)
+    window = {"window": (3, 0)}
+    same_when_poisoned(make(B=1, H=1, Lq=141, Lk=270, D=16, mask=window, device=device), room, device)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_band_that_lets_nobody_see(room: str, device: torch.device) -> None:
+    """Two bands that exclude each other: no key is visible, though both are bands of the analytic path."""
+    attend = room_call(room, device)
+    p = make(B=1, H=1, Lq=20, Lk=50, D=16, device=device)
+    mask = AttentionMask(is_causal=True) & AttentionMask(window=(0, None), align="bottom_right")
+    assert mask.band_only and not mask.dense(*p.shape, device).any()
+    leaves = [torch.full_like(t, torch.nan, requires_grad=True) for t in (p.q, p.k, p.v)]
+    out, lse, weights = attend(*leaves, mask, 0.0, p.scale)
+    torch.autograd.backward((out, lse), (torch.full_like(p.dout, torch.nan), torch.full_like(p.dlse, torch.nan)))
+    assert (lse == -torch.inf).all()
+    for t in (out, weights, *(leaf.grad for leaf in leaves)):
+        assert torch.equal(t, torch.zeros_like(t))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (0, 2, 0, 0)], ids=str)
+@pytest.mark.parametrize("room", ROOMS)
+def test_zero_lengths(room: str, shape: tuple[int, int, int, int], dropout_p: float, device: torch.device) -> None:
+    attend = room_call(room, device)
+    B, H, Lq, Lk = shape
+    sizes = {"q": (B, H, Lq, 8), "k": (B, H, Lk, 8), "v": (B, H, Lk, 16)}
+    bias = torch.zeros(1, 1, 1, Lk, device=device, requires_grad=True)
+    for mask in (
+        None,
+        AttentionMask(is_causal=True, align="bottom_right"),
+        AttentionMask(key_padding=torch.ones(B, Lk, dtype=torch.bool, device=device)),
+        AttentionMask(bias=bias),
+    ):
+        leaves = {name: torch.randn(size, device=device, requires_grad=True) for name, size in sizes.items()}
+        out, lse, weights = attend(*leaves.values(), mask, dropout_p, 1.0)
+        assert out.shape == (B, H, Lq, 16) and lse.shape == (B, H, Lq) and weights.shape == (B, H, Lq, Lk)
+        assert not out.any() and (Lk > 0 or (lse == -torch.inf).all())
+        torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
+        for name, leaf in leaves.items():
+            assert leaf.grad.shape == leaf.shape and not leaf.grad.any(), name
+    assert bias.grad.shape == bias.shape and not bias.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("room", ROOMS)
+def test_bias_of_the_smallest_number(room: str, dtype: torch.dtype, device: torch.device) -> None:
+    """finfo.min instead of -inf: in part of a row it masks, in all of a row it leaves the uniform average; nothing
+    overflows on the way, in either direction."""
+    p = make(dtype=dtype, bias=(2, 2, 21, 37), bias_dtype=torch.float32, dlse=False, device=device)
+    p.bias[:, :, :, 30:] = torch.finfo(torch.float32).min
+    p.bias[0, 0, 3:5] = torch.finfo(torch.float32).min
+    p.bias[1] = torch.finfo(torch.float32).min
+    results = check(p, room_call(room, device))
+    average = p.v[1].double().mean(-2, keepdim=True).expand_as(results.out[1])
+    assert torch.allclose(results.out[1].double(), average, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("shift", [-300.0, -95.0, 95.0, 300.0])
+@pytest.mark.parametrize("room", ROOMS)
+def test_scores_far_from_zero(room: str, shift: float, device: torch.device) -> None:
+    """lse below log of the smallest float32 (-88.7) and above that of the largest."""
+    p = make(Lq=64, Lk=70, D=16, mask="causal", device=device)
+    direction = torch.zeros(16, device=device)
+    direction[0] = 1
+    moved = p.but(q=p.q + 40 * direction, k=p.k + shift / (40 * p.scale) * direction)
+    results = check(moved, room_call(room, device))
+    assert (results.lse.sign() == torch.tensor(shift).sign()).float().mean() > 0.9
+    biased = p.but(bias=torch.full((1, 1, 1, 70), shift, device=device))
+    assert (check(biased, room_call(room, device)).lse * shift > 0).all()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_long_rows_keep_float32_sums(room: str, device: torch.device) -> None:
+    """The softmax's sums run in float32: the planted 16-bit accumulator fails here."""
+    for dtype in (torch.bfloat16, torch.float16):
+        check(make(B=1, H=1, Lq=16, Lk=1024, D=16, dtype=dtype, device=device), room_call(room, device, weights=False))
+
+
+def q(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(*(shape or (2, 4, 5, 8)), **options)
+
+
+# bad call -> error, the argument it must name
+BAD_CALLS: list[tuple[tuple, dict[str, Any], type[Exception], str]] = [
+    (([[1.0]], q(), q()), {}, TypeError, "query"),
+    ((q(), None, q()), {}, TypeError, "key"),
+    ((q(), q(), 3.0), {}, TypeError, "value"),
+    ((q(dtype=torch.int64), q(), q()), {}, TypeError, "query"),
+    ((q(), q(dtype=torch.bfloat16), q()), {}, TypeError, "key"),
+    ((q(), q(), q(dtype=torch.float64)), {}, TypeError, "value"),
+    ((q(4, 5, 8), q(), q()), {}, ValueError, "query"),
+    ((q(), q(4, 5, 8), q()), {}, ValueError, "key"),
+    ((q(), q(3, 4, 5, 8), q()), {}, ValueError, "key"),
+    ((q(), q(2, 4, 5, 16), q()), {}, ValueError, "key"),
+    ((q(), q(), q(2, 4, 6, 8)), {}, ValueError, "value"),
+    ((q(), q(), q(2, 2, 5, 8)), {}, ValueError, "value"),
+    ((q(), q(2, 2, 5, 8), q(2, 2, 5, 8)), {}, ValueError, "enable_gqa"),
+    ((q(), q(2, 3, 5, 8), q(2, 3, 5, 8)), {"enable_gqa": True}, ValueError, "key"),
+    ((q(2, 4, 5, 0), q(2, 4, 5, 0), q()), {}, ValueError, "query"),
+    ((q(), q(device="meta"), q()), {}, ValueError, "key"),
+    ((q(), q(), q()), {"dropout_p": 1.5}, ValueError, "dropout_p"),
+    ((q(), q(), q()), {"dropout_p": -0.1}, ValueError, "dropout_p"),
+    ((q(), q(), q()), {"dropout_p": float("nan")}, ValueError, "dropout_p"),
+    ((q(), q(), q()), {"dropout_p": "0.1"}, TypeError, "dropout_p"),
+    ((q(), q(), q()), {"scale": float("nan")}, ValueError, "scale"),
+    ((q(), q(), q()), {"scale": "1"}, TypeError, "scale"),
+    ((q(), q(), q()), {"attn_mask": [[True]]}, TypeError, "attn_mask"),
+    ((q(), q(), q()), {"attn_mask": q(5, 5, dtype=torch.int64)}, TypeError, "attn_mask|bias"),
+    ((q(), q(), q()), {"attn_mask": q(5, 6, dtype=torch.bool)}, ValueError, "attn_mask"),
+    ((q(), q(), q()), {"attn_mask": q(3, 1, 5, 5, dtype=torch.bool)}, ValueError, "attn_mask"),
+    ((q(), q(), q()), {"attn_mask": q(4, 2, 5, 5)}, ValueError, "attn_mask|bias"),
+    ((q(), q(), q()), {"attn_mask": q(1, 2, 4, 5, 5)}, ValueError, "attn_mask|bias"),
+    ((q(), q(), q()), {"attn_mask": AttentionMask(key_padding=prefix([3], 4))}, ValueError, "key_padding"),
+    ((q(), q(), q()), {"attn_mask": AttentionMask(query_padding=prefix([3] * 3, 5))}, ValueError, "query_padding"),
+    ((q(), q(), q()), {"attn_mask": AttentionMask(cu_seqlens_q=offsets(5).to("meta"))}, ValueError, "cu_seqlens_q"),
+    ((q(), q(), q()), {"backend": "flash"}, ValueError, "backend"),
+]
+
+
+@pytest.mark.parametrize("args, kwargs, error, name", BAD_CALLS)
+def test_bad_calls_name_the_argument(args: tuple, kwargs: dict[str, Any], error: type[Exception], name: str) -> None:
+    """Before anything is launched, whatever the backend: the front desk refuses, and so does explain()."""
+    with pytest.raises(error, match=name):
+        scaled_dot_product_attention(*args, **kwargs)
+    with pytest.raises(error, match=name):
+        explain("attention", *args, **kwargs)
+
+
+def test_a_named_backend_refuses_with_its_reason() -> None:
+    for backend in ("triton", "cuda"):
+        t = q(dtype=torch.float64)
+        reason = explain("attention", t, t, t).refusals[backend]
+        assert reason
+        with pytest.raises(RuntimeError) as refused:
+            scaled_dot_product_attention(t, t, t, backend=backend)
+        assert reason in str(refused.value)
