@@ -25,7 +25,7 @@ from translation.checkpoint import (
 from translation.data import Corpus, DataError, Example, encode, read_corpus
 from translation.dates import date_corpus
 from translation.decoding import Score, bleu, exact_match, translate
-from translation.measure import compare_losses, explain_backends, measure_speed
+from translation.measure import Agreement, Speed, compare_losses, explain_backends, measure_speed
 from translation.report import device_name, plot, write_record
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BpeTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
@@ -33,7 +33,6 @@ from translation.training import Progress, build_model, build_optimizer, train, 
 
 from fastattn import FusedTransformer, use_backend
 
-HELD_OUT_DATES = 1000  # for validation, and as many others for the score
 EXAMPLES_SHOWN = 8
 
 
@@ -42,15 +41,21 @@ class BackendError(Exception):
 
 
 class StopRequest:
-    """Turns Ctrl-C and a termination signal into a question that the training loop asks after every step.
+    """Within its context, Ctrl-C and a termination signal become a question that the training loop asks every step.
 
     A second signal ends the program at once.
     """
 
     def __init__(self) -> None:
         self.signal_number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def __call__(self) -> bool:
         return self.signal_number != 0
@@ -64,7 +69,7 @@ def make_corpus(settings: Settings) -> Corpus:
     """The user's text, or dates."""
     if settings.data:
         return read_corpus(settings.data, settings.source, settings.target)
-    return date_corpus(settings.date_count, HELD_OUT_DATES, writings=2, seed=settings.seed)
+    return date_corpus(settings.dates, settings.held_out, writings=2, seed=settings.seed)
 
 
 def make_tokenizer(corpus: Corpus, settings: Settings) -> Tokenizer:
@@ -112,11 +117,26 @@ def show(scores: Sequence[Score], out: Path) -> None:
     for result in scores:
         print(f"{result.test}: {result.metric} {result.value:.2f} on {len(result.pairs)} sentences", end="")
         print(f"  ({result.signature})" if result.signature else "")
-        lines = "".join(f"{translation}\n" for translation in result.translations)
+        lines = "".join(translation.replace("\n", " ") + "\n" for translation in result.translations)
         (out / f"{result.test}.translations").write_text(lines, encoding="utf-8")
     handful = zip(scores[0].pairs[:EXAMPLES_SHOWN], scores[0].translations, strict=False)
     for (source, target), translation in handful:
         print(f"  {source}\n    -> {translation}" + ("" if translation == target else f"\n    not {target}"))
+
+
+def measure(
+    model: FusedTransformer, examples: Sequence[Example], settings: Settings, vocabulary: int
+) -> tuple[Speed | None, Agreement | None]:
+    """Compares the fused path with the reference path, in speed and in result, as far as the settings ask for it."""
+    speed = measure_speed(model, examples, settings) if settings.measure_steps else None
+    if speed:
+        print(f"training: {speed.fused:,.0f} tokens/s fused, {speed.reference:,.0f} tokens/s reference", end="")
+        print(f" ({speed.fused / speed.reference:.2f} times as fast)")
+    agreement = compare_losses(examples, settings, vocabulary) if settings.compare_steps else None
+    if agreement:
+        print(f"first {agreement.steps} steps without dropout: the losses of both differ by at most ", end="")
+        print(f"{agreement.largest_relative_difference:.1e}, relative")
+    return speed, agreement
 
 
 def run(settings: Settings, resume: bool) -> int:
@@ -156,13 +176,13 @@ def run(settings: Settings, resume: bool) -> int:
         print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
         save_epoch(out, model, progress.epoch, settings.average)
 
-    stop = StopRequest()
-    with use_backend(settings.backend):
+    with use_backend(settings.backend), StopRequest() as stop:
         train(model, optimizer, examples, settings, progress, end_epoch, save, stop)
-        if stop():
-            print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
-            return 128 + stop.signal_number
+    if stop():
+        print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
+        return 128 + stop.signal_number
 
+    with use_backend(settings.backend):
         weights, averaged = averaged_weights(out, model, progress, settings.average)
         model.load_state_dict(weights)
         save_model(out / "model.pt", model, settings, tokenizer)
@@ -170,17 +190,7 @@ def run(settings: Settings, resume: bool) -> int:
         scores = score(model, tokenizer, corpus, settings)
     print(f"\nmean of the last {averaged} checkpoints: validation loss {final_loss:.4f}")
     show(scores, out)
-
-    speed = measure_speed(model, examples, settings) if settings.measure_steps else None
-    if speed:
-        print(f"training: {speed.fused:,.0f} tokens/s fused, {speed.reference:,.0f} tokens/s reference", end="")
-        print(f" ({speed.fused / speed.reference:.2f} times as fast)")
-    agreement = compare_losses(examples, settings, tokenizer.size) if settings.compare_steps else None
-    if agreement:
-        print(
-            f"first {agreement.steps} steps without dropout, fused and reference: the losses differ by at most ", end=""
-        )
-        print(f"{agreement.largest_relative_difference:.1e}, relative")
+    speed, agreement = measure(model, examples, settings, tokenizer.size)
 
     facts = {"backends": backends, "parameters": parameters, "vocabulary": tokenizer.size}
     facts |= {"val_loss": final_loss, "checkpoints_averaged": averaged}

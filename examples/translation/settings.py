@@ -46,7 +46,8 @@ class Settings:
     lr_scale: float
     label_smoothing: float
     average: int
-    date_count: int
+    dates: int
+    held_out: int
     seed: int
     backend: str | None
     amp: bool
@@ -87,7 +88,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     what.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
     what.add_argument("--vocabulary", type=_positive, default=10000, help="size of the joint BPE (default %(default)s)")
     what.add_argument("--max-length", type=_positive, help=f"longest sentence, in tokens {either('max_length')}")
-    what.add_argument("--date-count", type=_positive, default=12000, help="dates to train on (default %(default)s)")
+    what.add_argument("--dates", type=_positive, default=12000, help="dates to train on (default %(default)s)")
+    what.add_argument(
+        "--held-out", type=_positive, default=1000, help="dates to validate on, and to score (default %(default)s each)"
+    )
 
     model = parser.add_argument_group("model")
     model.add_argument(

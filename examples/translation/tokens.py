@@ -77,7 +77,7 @@ class BpeTokenizer:
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True).strip()
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True).removeprefix(" ")
 
     def to_json(self) -> str:
         return self._tokenizer.to_str()

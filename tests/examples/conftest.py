@@ -1,0 +1,6 @@
+"""The examples are imported as the command sees them: from their own folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -1,0 +1,198 @@
+"""The whole command: what it writes, that an interruption loses nothing, and what it says of bad input."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_translation
+from translation import training
+from translation.checkpoint import load_model
+from translation.decoding import translate
+
+COMMAND = Path(train_translation.__file__)
+TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--device", "cpu"]
+DATES = [*TINY, "--dates", "40", "--held-out", "5", "--batch-tokens", "256", "--warmup", "10", "--max-length", "48"]
+UNMEASURED = ["--measure-steps", "0", "--compare-steps", "0"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder of numbers in digits and words."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    words = "zero one two three four five six seven eight nine".split()
+    held_out = {"val": range(100, 300, 17), "test_a": range(101, 300, 17)}
+    seen = sorted(set(range(100, 300)).difference(*held_out.values()))
+    for name, numbers in {"train": seen, **held_out}.items():
+        (folder / f"{name}.digits").write_text("".join(f"{number}\n" for number in numbers))
+        lines = (" ".join(words[int(digit)] for digit in str(number)) + "\n" for number in numbers)
+        (folder / f"{name}.words").write_text("".join(lines))
+    return folder
+
+
+def on_text(folder: Path, out: Path) -> list[str]:
+    options = ["--data", folder, "--source", "digits", "--target", "words", "--out", out]
+    options += ["--vocabulary", 300, "--batch-tokens", 100, "--warmup", 100, "--max-length", 32, "--dropout", 0.1]
+    return [*TINY, *map(str, options)]
+
+
+def test_the_whole_command(tmp_path: Path) -> None:
+    """As a user runs it, from another folder: checkpoint, picture, record and what is printed."""
+    arguments = [*DATES, "--epochs", "2", "--measure-steps", "2", "--compare-steps", "3", "--out", "run"]
+    result = subprocess.run(
+        [sys.executable, COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    for phrase in ("attention: aten", "epoch   2", "held-out: exact match", "->", "tokens/s reference", "at most"):
+        assert phrase in result.stdout
+
+    run = tmp_path / "run"
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads((run / "record.json").read_text())
+    assert record["settings"]["dates"] == 40 and record["settings"]["data"] is None
+    assert [entry["epoch"] for entry in record["epochs"]] == [1, 2]
+    assert record["steps"] == record["epochs"][-1]["step"] == record["loss_curve"]["step"][-1]
+    assert {"train_loss", "val_loss", "exact_match", "tokens_per_second"} <= set(record["epochs"][0])
+    (score,) = record["scores"]
+    assert (score["test"], score["metric"], score["sentences"]) == ("held-out", "exact match", 5)
+    assert record["training_tokens_per_second"]["fused"] > 0 < record["training_tokens_per_second"]["reference"]
+    assert record["agreement_with_reference"]["steps"] == 3
+    assert 0 <= record["agreement_with_reference"]["largest_relative_difference"] < 1e-4
+    assert record["versions"]["torch"] and record["backends"]["attention"] == "aten"
+
+    model, tokenizer, settings = load_model(run / "model.pt")
+    (translation,) = translate(model, tokenizer, ["3 March 1998"], settings)
+    assert len(translation) < settings.max_length
+
+
+def test_text_is_learned(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    arguments = [*on_text(text, out), "--epochs", "8", "--average", "3", *UNMEASURED]
+    assert train_translation.main(arguments) == 0
+    record = json.loads((out / "record.json").read_text())
+    assert record["epochs"][-1]["val_loss"] < 0.5 * record["epochs"][0]["val_loss"]
+    (score,) = record["scores"]
+    assert score["test"] == "test_a" and score["metric"] == "BLEU" and "tok:13a" in score["signature"]
+    assert score["signature"] in capsys.readouterr().out
+    assert len((out / "test_a.translations").read_text().splitlines()) == 12
+    assert sorted(path.name for path in out.glob("epoch-*")) == ["epoch-0006.pt", "epoch-0007.pt", "epoch-0008.pt"]
+
+    states = [torch.load(path, weights_only=True)["trg_word_prj.weight"] for path in sorted(out.glob("epoch-*"))]
+    mean = torch.stack(states).double().mean(0).float()
+    assert torch.equal(torch.load(out / "model.pt", weights_only=True)["model"]["trg_word_prj.weight"], mean)
+
+
+def final_state(out: Path) -> dict[str, object]:
+    """Everything in a finished run that must not depend on interruptions: no clock, no option that may change."""
+    state = torch.load(out / "last.pt", weights_only=True)
+    for entry in state["progress"]["epochs"]:
+        del entry["seconds"], entry["tokens_per_second"]
+    del state["settings"], state["progress"]["seconds"]
+    state["averaged"] = torch.load(out / "model.pt", weights_only=True)["model"]
+    return state
+
+
+def assert_equal(a: object, b: object, where: str = "") -> None:
+    """Bit for bit, through dicts and sequences."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def test_interrupted_run_ends_as_an_uninterrupted_one(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped by --steps within an epoch, by a signal within the next, and killed after a save: equal bit for bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_translation.main([*on_text(text, whole), "--epochs", "4", *UNMEASURED]) == 0
+    steps = len(torch.load(whole / "last.pt", weights_only=True)["progress"]["losses"])
+    assert steps % 4 == 0 and steps // 4 > 3, "the interruptions below lie within epochs"
+
+    part = [*on_text(text, parts), *UNMEASURED]
+    assert train_translation.main([*part, "--epochs", "4", "--steps", "2"]) == 0
+    assert torch.load(parts / "last.pt", weights_only=True)["progress"]["position"] == 2
+
+    step, calls = training.training_step, []
+
+    def step_and(action: object) -> object:
+        def stepping(*arguments: object) -> torch.Tensor:
+            calls.append(None)
+            loss = step(*arguments)
+            if len(calls) == steps // 4 + 1:
+                action()
+            return loss
+
+        return stepping
+
+    def power_cut() -> None:
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr(training, "training_step", step_and(lambda: signal.raise_signal(signal.SIGTERM)))
+    assert train_translation.main([*part, "--epochs", "4", "--resume"]) == 128 + signal.SIGTERM
+    assert "interrupted after step" in capsys.readouterr().err
+
+    calls.clear()
+    monkeypatch.setattr(training, "training_step", step_and(power_cut))
+    with pytest.raises(RuntimeError, match="power cut"):
+        train_translation.main([*part, "--epochs", "4", "--resume", "--save-every", "2"])
+    monkeypatch.undo()
+
+    assert train_translation.main([*part, "--epochs", "4", "--resume"]) == 0
+    assert_equal(final_state(parts), final_state(whole))
+
+
+def test_resume_refuses_another_run(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    arguments = [*on_text(text, out), "--epochs", "1", *UNMEASURED]
+    assert train_translation.main([*arguments, "--resume"]) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+    assert train_translation.main([*arguments, "--steps", "1"]) == 0
+    assert train_translation.main(arguments) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert train_translation.main([*arguments, "--resume", "--d-model", "32"]) == 2
+    assert "--d-model was 16, is 32" in capsys.readouterr().err
+    lines = (text / "train.words").read_text().splitlines()
+    (text / "train.words").write_text("\n".join([*lines[:-1], "something else"]) + "\n")
+    assert train_translation.main([*arguments, "--resume"]) == 2
+    assert "not the one this run began with" in capsys.readouterr().err
+
+
+def test_bad_data_is_one_line_and_status_2(text: Path, tmp_path: Path) -> None:
+    (text / "val.digits").write_text("300\n")
+    result = subprocess.run(
+        [sys.executable, COMMAND, *on_text(text, tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {text / 'val.words'}, line 2: has no partner")
+    assert result.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads", "3"], "--heads 3 does not divide --d-model 16"),
+        (["--dropout", "1"], "must be at least 0 and below 1"),
+        (["--epochs", "0"], "must be at least 1"),
+        (["--backend", "fast"], "invalid choice: 'fast'"),
+        (["--device", "nowhere"], "'nowhere' cannot be used"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train_translation.main([*TINY, *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

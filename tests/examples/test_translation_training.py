@@ -1,0 +1,161 @@
+"""Schedule, loss, averaging and greedy decoding."""
+
+import dataclasses
+
+import pytest
+import torch
+from translation.checkpoint import average
+from translation.data import Batch
+from translation.decoding import bleu, exact_match, greedy, translate
+from translation.settings import Settings, parse_arguments
+from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
+from translation.training import Progress, build_model, build_optimizer, learning_rate, loss_of, training_step
+
+TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--max-length", "16", "--device", "cpu"]
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return parse_arguments(TINY)[0]
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """Two sentences; the second is shorter on both sides."""
+    return Batch(
+        source=torch.tensor([[4, 5, 6, EOS], [7, EOS, PAD, PAD]]),
+        target_in=torch.tensor([[BOS, 5, 6], [BOS, 7, PAD]]),
+        target_out=torch.tensor([[5, 6, EOS], [7, EOS, PAD]]),
+        tokens=11,
+        target_tokens=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (1, 512**-0.5 * 4000**-1.5),
+        (2000, 512**-0.5 * 2000 * 4000**-1.5),
+        (4000, (512 * 4000) ** -0.5),
+        (16000, (512 * 16000) ** -0.5),
+    ],
+)
+def test_learning_rate(step: int, rate: float) -> None:
+    assert learning_rate(step, d_model=512, warmup=4000) == pytest.approx(rate, rel=1e-12)
+    assert learning_rate(step, d_model=512, warmup=4000, scale=2.0) == pytest.approx(2 * rate, rel=1e-12)
+
+
+def test_learning_rate_peaks_at_the_end_of_warm_up() -> None:
+    assert max(range(1, 2000), key=lambda step: learning_rate(step, 128, 300)) == 300
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_is_the_mean_over_real_tokens(settings: Settings, batch: Batch, smoothing: float) -> None:
+    """Against the definition, written out: -sum_v q(v) log p(v) with q = (1 - e) [v = target] + e / V."""
+    model = build_model(settings, vocabulary=10).eval()
+    log_p = model(batch.source, batch.target_in).double().log_softmax(-1).view(2, 3, 10)
+    losses = [
+        -(1 - smoothing) * log_p[b, t, token] - smoothing * log_p[b, t].mean()
+        for b, t, token in [(0, 0, 5), (0, 1, 6), (0, 2, EOS), (1, 0, 7), (1, 1, EOS)]
+    ]
+    expected = sum(losses).item() / 5
+    assert loss_of(model, batch, settings, smoothing).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_step_sets_the_rate_and_learns(settings: Settings, batch: Batch) -> None:
+    model = build_model(settings, vocabulary=10).train()
+    optimizer = build_optimizer(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    training_step(model, optimizer, batch, 0.0, settings)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    losses = [training_step(model, optimizer, batch, 0.01, settings).item() for _ in range(30)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_mixed_precision_stays_near(settings: Settings, batch: Batch) -> None:
+    model = build_model(settings, vocabulary=10).eval()
+    full = loss_of(model, batch, settings, 0.1).item()
+    mixed = loss_of(model, batch, dataclasses.replace(settings, amp=True), 0.1).item()
+    assert mixed != full and mixed == pytest.approx(full, rel=2**-7)
+
+
+def test_weights_depend_on_the_seed_alone(settings: Settings) -> None:
+    first = build_model(settings, 10).state_dict()
+    torch.rand(5)
+    again, without = build_model(settings, 10).state_dict(), build_model(settings, 10, dropout=0.0).state_dict()
+    other = build_model(dataclasses.replace(settings, seed=2), 10).state_dict()
+    assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], without[name]) for name in first)
+    assert not torch.equal(first["trg_word_prj.weight"], other["trg_word_prj.weight"])
+
+
+def test_progress_of_an_epoch(batch: Batch) -> None:
+    progress = Progress()
+    progress.add(torch.tensor(3.0), batch)
+    progress.add(torch.tensor(1.0), dataclasses.replace(batch, target_tokens=15, tokens=20))
+    state = progress.state()
+    assert (state["losses"], state["step"], state["position"], state["tokens"]) == ([3.0, 1.0], 2, 2, 31)
+    assert Progress(**state).state()["losses"] == [3.0, 1.0]
+    entry = progress.finish_epoch()
+    assert entry["train_loss"] == pytest.approx((3 * 5 + 1 * 15) / 20)
+    assert (progress.epoch, progress.position, progress.tokens, progress.step) == (1, 0, 0, 2)
+
+
+def test_average() -> None:
+    states = [{"weight": torch.tensor([1.0, 2**24])}, {"weight": torch.tensor([2.0, 2**24 + 2])}]
+    mean = average(states)["weight"]
+    assert mean.dtype == torch.float32 and mean[0] == 1.5
+    assert average([states[0]] * 3)["weight"].tolist() == [1.0, 2**24]
+
+
+@torch.no_grad()
+def one_by_one(model: torch.nn.Module, source: torch.Tensor, limit: int) -> list[int]:
+    """Greedy decoding of one sentence by the whole model, from scratch for every token."""
+    ids = [BOS]
+    while len(ids) <= limit:
+        token = model(source[None], torch.tensor([ids]))[-1].argmax().item()
+        if token == EOS:
+            break
+        ids.append(token)
+    return ids[1:]
+
+
+def test_greedy_batch_equals_one_by_one(settings: Settings) -> None:
+    """A model that has learned to copy, so that sentences end at different times; one never ends within the limit."""
+    torch.manual_seed(0)
+    sentences = [[4], [5, 6, 7, 8, 9, 4], [6, 4], [9, 9, 8]]
+    rows = len(sentences)
+    padded = torch.full((rows, 7), PAD)
+    target_in, target_out = torch.full((rows, 7), PAD), torch.full((rows, 7), PAD)
+    for row, ids in enumerate(sentences):
+        padded[row, : len(ids) + 1] = torch.tensor([*ids, EOS])
+        target_in[row, : len(ids) + 1] = torch.tensor([BOS, *ids])
+        target_out[row, : len(ids) + 1] = torch.tensor([*ids, EOS])
+    model = build_model(settings, vocabulary=10).train()
+    optimizer = build_optimizer(model)
+    batch = Batch(padded, target_in, target_out, tokens=0, target_tokens=0)
+    for _ in range(150):
+        training_step(model, optimizer, batch, 0.01, settings)
+    model.eval()
+    assert greedy(model, padded, 10) == sentences
+    assert greedy(model, padded, 3) == [[4], [5, 6, 7], [6, 4], [9, 9, 8]]
+    mixed = padded[:, :6].clone()
+    mixed[0, :6] = torch.tensor([7, 9, 5, EOS, PAD, PAD])
+    mixed[1, :6] = torch.tensor([8, 8, 8, 8, 8, EOS])
+    assert greedy(model, mixed, 8) == [one_by_one(model, row[row != PAD], 8) for row in mixed]
+
+
+def test_translations_come_in_order_and_long_texts_are_cut(settings: Settings) -> None:
+    tokenizer = CharacterTokenizer("abcdef")
+    model = build_model(settings, tokenizer.size)
+    texts = ["abc", "f" * 100, "", "a"]
+    together = translate(model, tokenizer, texts, settings)
+    assert together == [translate(model, tokenizer, [text], settings)[0] for text in texts]
+    assert together[1] == translate(model, tokenizer, ["f" * 15], settings)[0]
+
+
+def test_scores() -> None:
+    pairs = [("a", "The cat sat on the mat."), ("b", "A dog ran over the grass.")]
+    assert exact_match(pairs, ["The cat sat on the mat.", "A dog"]) == 50.0
+    value, signature = bleu(pairs, [target for _, target in pairs])
+    assert value == pytest.approx(100.0) and "tok:13a" in signature and "version:" in signature
+    assert bleu(pairs, ["No.", "Not at all."])[0] < 5
