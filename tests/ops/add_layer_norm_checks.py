@@ -1,0 +1,197 @@
+"""One comparison for every test of dropout + residual + LayerNorm: what a room computes against float64.
+
+    exact(problem)   the formula and its gradients written out in float64: the truth. No autograd.
+    plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed.
+    check(problem, room)   runs a room, judges every result; AssertionError names the one that is off.
+
+A room is called as (x, residual, weight, bias, eps, dropout_p) -> (out, z): room_call's, or a planted() one with a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close_as_torch
+from torch import Tensor
+
+from fastattn import dropout_add_layer_norm
+from fastattn._dispatch import refusal
+from fastattn.reference import philox
+
+ROOMS = ("reference", "aten", "triton", "cuda")
+EPS = 1e-6
+
+Room = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Results(NamedTuple):
+    out: Tensor
+    z: Tensor
+    dx: Tensor | None
+    dresidual: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    x: Tensor  # (rows, hidden)
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    dout: Tensor
+    dz: Tensor
+    dropout_p: float
+    seed: int = 5
+
+    def but(self, **changes: Any) -> Problem:
+        return replace(self, **changes)
+
+
+def make(
+    rows: int = 37,
+    hidden: int = 48,
+    dropout_p: float = 0.0,
+    *,
+    has_residual: bool = True,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    mean: float = 0.0,
+) -> Problem:
+    """Random inputs. The residual is not as large as x, and the gradients differ, so that no mix-up goes unseen."""
+    g = torch.Generator().manual_seed(rows * 1000 + hidden)
+
+    def randn(*shape: int, dtype: torch.dtype = dtype, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale + shift).to(device, dtype)
+
+    shape, weight_dtype = (rows, hidden), weight_dtype or dtype
+    return Problem(
+        x=randn(*shape, shift=mean),
+        residual=randn(*shape, scale=0.7) if has_residual else None,
+        weight=randn(hidden, dtype=weight_dtype, scale=0.3, shift=1.0),
+        bias=randn(hidden, dtype=weight_dtype),
+        dout=randn(*shape),
+        dz=randn(*shape, scale=0.5),
+        dropout_p=dropout_p,
+    )
+
+
+def multiplier(p: Problem) -> Tensor:
+    """(rows, hidden) float64: 0 where dropped, 1 / (1 - dropout_p) elsewhere, for the draw of this problem's seed."""
+    if p.dropout_p == 0:
+        return torch.ones_like(p.x, dtype=torch.float64)
+    torch.manual_seed(p.seed)
+    keep = philox.keep_mask(philox.draw_rng_state(p.x.device), *p.x.shape, p.dropout_p)
+    return keep.double() * (0.0 if p.dropout_p == 1 else 1 / (1 - p.dropout_p))
+
+
+def exact(p: Problem) -> Results:
+    """The formula and its gradients, written out in float64.
+
+    z = M x + residual;  n = (z - mean) rstd;  out = n weight + bias;  g = dout weight
+    dresidual = rstd (g - mean(g) - n mean(g n)) + dz;  dx = M dresidual;  dweight = sum dout n;  dbias = sum dout
+    """
+    M, x, weight, dout = multiplier(p), p.x.double(), p.weight.double(), p.dout.double()
+    z = M * x + (0 if p.residual is None else p.residual.double())
+    centred = z - z.mean(1, keepdim=True)
+    rstd = (centred.square().mean(1, keepdim=True) + EPS) ** -0.5
+    n, g = centred * rstd, dout * weight
+    dresidual = rstd * (g - g.mean(1, keepdim=True) - n * (g * n).mean(1, keepdim=True)) + p.dz.double()
+    out, dweight, dbias = n * weight + p.bias.double(), (dout * n).sum(0), dout.sum(0)
+    return Results(out, z, M * dresidual, None if p.residual is None else dresidual, dweight, dbias)
+
+
+def solve(p: Problem, room: Room, needs: str = "xrwb") -> Results:
+    """Forward and backward. needs: which of x, residual, weight, bias ask for a gradient."""
+    x, weight, bias = (t.detach().requires_grad_(n in needs) for t, n in ((p.x, "x"), (p.weight, "w"), (p.bias, "b")))
+    residual = None if p.residual is None else p.residual.detach().requires_grad_("r" in needs)
+    torch.manual_seed(p.seed)
+    out, z = room(x, residual, weight, bias, EPS, p.dropout_p)
+    losses = [(t, dt) for t, dt in ((out, p.dout), (z, p.dz)) if t.requires_grad]
+    torch.autograd.backward(*zip(*losses, strict=True))
+    grads = (None if t is None else t.grad for t in (x, residual, weight, bias))
+    return Results(out.detach(), z.detach(), *grads)
+
+
+def plain(p: Problem) -> Results:
+    """As a person writes it in PyTorch, in the tested dtype throughout: its error decides what is allowed."""
+
+    def room(x, residual, weight, bias, eps, dropout_p):
+        z = x * multiplier(p).to(x.dtype)
+        z = z if residual is None else residual + z
+        return F.layer_norm(z, z.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps), z
+
+    return solve(p, room)
+
+
+def check(p: Problem, room: Room) -> Results:
+    got = solve(p, room)
+    for name, actual, truth, low in zip(Results._fields, got, exact(p), plain(p), strict=True):
+        if truth is not None:
+            assert_close_as_torch(actual, truth, low, name)
+    return got
+
+
+def room_call(room: str, device: torch.device) -> Room:
+    """The public function held to one backend; skips, in why_not's own words, where this machine has no such room."""
+    probe = torch.zeros(1, 16, device=device)
+    if (reason := refusal("add_layer_norm", room, (probe, None, probe[0], probe[0], 0.0))) is not None:
+        pytest.skip(f"{room}: {reason}")
+    return lambda *inputs: dropout_add_layer_norm(*inputs, return_sum=True, backend=room)
+
+
+class Planted(torch.autograd.Function):
+    """The op in plain PyTorch, correct or with one bug."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, dropout_p, bug):
+        rng_state = philox.draw_rng_state(x.device)
+        M = Planted.multiplier(x, dropout_p, rng_state, bug)
+        z = M * x.float() + (0 if residual is None or bug == "residual ignored" else residual.float())
+        mean = z.mean(1, keepdim=True)
+        if bug == "mean in the input dtype":
+            mean = mean.to(x.dtype).float()
+        var = (z - mean).square().mean(1, keepdim=True)
+        if bug == "variance from E[z^2] - mean^2":
+            var = (z.square().mean(1, keepdim=True) - mean.square()).clamp_min(0)
+        if bug == "variance over hidden - 1":
+            var = var * x.shape[1] / (x.shape[1] - 1)
+        rstd = (var + eps).rsqrt()
+        n = (z - mean) * rstd
+        ctx.save_for_backward(M, n, rstd, weight, residual)
+        ctx.again = (x, dropout_p, rng_state, bug)
+        return (n * weight.float() + bias.float()).to(x.dtype), z.to(x.dtype)
+
+    @staticmethod
+    def multiplier(x, dropout_p, rng_state, bug):
+        rows, cols = x.shape
+        shift_row, shift_col = bug == "dropout row off by one", bug == "dropout column off by one"
+        keep = philox.keep_mask(rng_state, rows + shift_row, cols + shift_col, dropout_p)[shift_row:, shift_col:]
+        return keep.float() * (1 if bug == "dropout without rescale" else philox.rescale(dropout_p))
+
+    @staticmethod
+    def backward(ctx, dout, dz):
+        M, n, rstd, weight, residual = ctx.saved_tensors
+        x, dropout_p, rng_state, bug = ctx.again
+        g = dout.float() * weight.float()
+        g_mean = 0 if bug == "mean of the gradient missing" else g.mean(1, keepdim=True)
+        gn_mean = 0 if bug == "second mean missing" else (g * n).mean(1, keepdim=True)
+        dresidual = rstd * (g - g_mean - n * gn_mean) + (0 if bug == "dz ignored" else dz.float())
+        if bug == "backward redraws dropout":
+            M = Planted.multiplier(x, dropout_p, rng_state + 1, bug)
+        if bug == "backward without dropout":
+            M = 1
+        rows = slice(0, -1) if bug == "last row missing in dweight" else slice(None)
+        dweight, dbias = (dout.float() * n)[rows].sum(0), dout.float().sum(0)
+        dx = (M * dresidual).to(dout.dtype)
+        return dx, None if residual is None else dresidual.to(dout.dtype), dweight, dbias, None, None, None
+
+
+def planted(bug: str | None) -> Room:
+    return lambda *inputs: Planted.apply(*inputs, bug)
