@@ -1,7 +1,8 @@
 """The CUDA C++ rooms: `fastattn.cuda.<op>` checks what its kernel can serve and calls it in the extension fastattn._C.
 
-The same sources also run on a CPU, thread by thread, in a second build of the extension against csrc/host. It exists for
-tests: `load_host_runner(path)`, or the environment's FASTATTN_CUDA_HOST=path, makes the rooms serve CPU tensors through it.
+The same sources also run on a CPU, thread by thread, in a second build of the extension against csrc/host. It exists
+for tests: `load_host_runner(path)`, or the environment's FASTATTN_CUDA_HOST=path, makes the rooms serve CPU tensors
+through it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,24 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _host_runner: ModuleType | None = None
 
 
-def load_host_runner(path: str | Path) -> None:
-    """From now on the CUDA rooms serve CPU tensors, through the extension at `path`, built against csrc/host."""
+def load_host_runner(path: str | Path | None) -> None:
+    """From now on the CUDA rooms serve CPU tensors, through the extension at `path`, built against csrc/host.
+
+    None: they refuse CPU tensors again.
+    """
     global _host_runner
-    loader = importlib.machinery.ExtensionFileLoader("fastattn_host._C", str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    _host_runner = None if path is None else _load(Path(path))
+
+
+@cache
+def _load(path: Path) -> ModuleType:
+    name = str(path.parent).replace(".", "_") + "._C"  # pybind11 takes two modules of one name for the same
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     loader.exec_module(module)
     if module.device_type != "cpu":
         raise ValueError(f"{path} was built for {module.device_type}, not against csrc/host")
-    _host_runner = module
+    return module
 
 
 if _path := os.environ.get("FASTATTN_CUDA_HOST"):

@@ -1,0 +1,41 @@
+"""Where CUDA kernels are tested: on the CPU through csrc/host, and on the GPU as well where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import host_build
+import pytest
+import torch
+
+import fastattn.cuda
+
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+ORDERS = ("forward", "reverse", "1", "2")  # of warps, lanes and blocks: csrc/host/block.h
+
+
+@pytest.fixture(scope="session")
+def build_folder(request: pytest.FixtureRequest) -> Path:
+    """Where builds of csrc/ for the CPU are kept between sessions."""
+    if reason := host_build.why_not():
+        pytest.skip(reason)
+    return request.config.cache.mkdir("fastattn-host")
+
+
+@pytest.fixture(scope="session")
+def host_extension(build_folder: Path) -> Path:
+    """fastattn._C, built for the CPU."""
+    return host_build.build("_C", host_build.extension_sources(), build_folder)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A device whose tensors fastattn.cuda serves."""
+    device = torch.device(request.param)
+    if device.type == "cpu":
+        fastattn.cuda.load_host_runner(request.getfixturevalue("host_extension"))
+    elif reason := fastattn.cuda.refuse_device(torch.empty(0, device=device)):
+        pytest.skip(reason)
+    yield device
+    fastattn.cuda.load_host_runner(None)

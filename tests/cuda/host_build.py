@@ -1,0 +1,106 @@
+"""Builds CUDA sources for the CPU with g++ and csrc/host. Needs CUDA's headers, not the toolkit.
+
+Objects and libraries are kept in a folder and named by a hash of what they are made of, so that a session compiles only
+what changed, and several test processes share the work.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CXX = os.environ.get("CXX", "g++")
+HOST_SOURCES = (CSRC / "host" / "block.cpp", CSRC / "host" / "runtime.cpp")
+# Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/host/runtime.cpp.
+FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_HOST", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+
+
+@cache
+def cuda_include() -> tuple[Path, ...] | str:
+    """The folders of CUDA's headers, the toolkit's before those of PyPI's wheels; or why there are none."""
+    roots = []
+    if nvcc := shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '')}/bin{os.pathsep}{os.environ['PATH']}"):
+        # nvcc on PATH may be a wrapper; the compiler itself says where its toolkit is.
+        said = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
+        roots += re.findall(r"#\$ TOP=(.*)", said)
+    if spec := importlib.util.find_spec("nvidia"):
+        roots += [path for parent in spec.submodule_search_locations for path in sorted(Path(parent).glob("cu*"))]
+    for root in map(Path, roots):
+        if (root / "include" / "cuda_runtime.h").is_file():
+            return root.resolve() / "include", root.resolve() / "include" / "cccl"
+    return "CUDA's headers are not here: install nvcc, or the wheels of the extra fastattn[test]"
+
+
+@cache
+def why_not() -> str | None:
+    """Why CUDA sources cannot be built for the CPU here."""
+    if shutil.which(CXX) is None:
+        return f"no C++ compiler: {CXX} is not on PATH"
+    include = cuda_include()
+    return include if isinstance(include, str) else None
+
+
+def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
+    """A shared library `name`.so of `sources`, in a subfolder of `folder`.
+
+    options: further ones for the compiler. A source includes headers from its own csrc/, which may be a changed copy,
+    and from the real one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        objects = list(pool.map(lambda source: _compile(source, folder, options), [*sources, *HOST_SOURCES]))
+        library = folder / _digest(*map(str, objects)) / f"{name}.so"
+        if not library.exists():
+            library.parent.mkdir(exist_ok=True)
+            _run([CXX, "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o"], library)
+    return library
+
+
+def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
+    roots = [path for path in source.parents if path.name == "csrc"][:1]
+    roots += [CSRC] if CSRC not in roots else []
+    contents = [path.read_bytes() for root in roots for path in sorted(root.rglob("*.*h"))]
+    binding = source.name.startswith("bind")  # small, and slow to optimise
+    options = [*FLAGS, "-O0" if binding else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
+    target = folder / f"{source.stem}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
+    if not target.exists():
+        import pybind11
+
+        include = [*roots, pybind11.get_include(), sysconfig.get_path("include")]
+        system = [f"-isystem{path}" for path in cuda_include()]
+        _run([CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source), "-o"], target)
+    return target
+
+
+def extension_sources(kernels: Path = CSRC) -> list[Path]:
+    """The sources of fastattn._C; the kernels may come from a changed copy of csrc/."""
+    bindings = [path for path in sorted(CSRC.rglob("*.cpp")) if path.parent.name != "host"]
+    return [*sorted(kernels.rglob("*.cu")), *bindings]
+
+
+def _run(command: list[str], target: Path) -> None:
+    """Runs a command that ends in -o; the target appears when complete."""
+    partial = target.with_name(target.name + ".partial")
+    done = subprocess.run([*command, str(partial)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    partial.rename(target)
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,135 @@
+"""The CUDA room of layer norm against the formulas in float64, with every buffer inside guard zones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import assert_close_as_torch
+from torch import Tensor
+
+from fastattn.cuda import add_layer_norm as room
+from fastattn.reference import add_layer_norm as reference
+from fastattn.reference.philox import keep_mask, rescale
+
+EPS = 1e-2  # large enough to matter
+GUARD = 64  # elements before and after each buffer
+
+
+class Case(NamedTuple):
+    rows: int
+    hidden: int
+    dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
+    dropout_p: float = 0.0
+    residual: bool = True
+    dz: bool = True
+    shift: int = 0  # elements by which every buffer starts after a 16-byte boundary
+
+    def __str__(self) -> str:
+        short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        words = [f"{self.rows}x{self.hidden}", short[self.dtype], f"w-{short[self.weight_dtype]}"]
+        words += [f"p{self.dropout_p}"] if self.dropout_p else []
+        words += [name for name in ("residual", "dz") if getattr(self, name)]
+        return "-".join([*words, *([f"shift{self.shift}"] if self.shift else [])])
+
+
+class Guarded:
+    """Allocates NaN-filled buffers between guard zones, `shift` elements off a boundary; stands in for torch in the room."""
+
+    float32 = torch.float32
+
+    def __init__(self, device: torch.device, shift: int) -> None:
+        self.device, self.shift = device, shift
+        self.zones: list[tuple[Tensor, int, int]] = []
+
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        count = torch.Size([shape] if isinstance(shape, int) else shape).numel()
+        whole = torch.full((count + 2 * GUARD + self.shift,), torch.nan, dtype=dtype, device=device)
+        start = GUARD + self.shift
+        whole[:start] = whole[start + count :] = 7.0
+        self.zones.append((whole, start, count))
+        return whole[start : start + count].view(shape)
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        return self.empty(tuple(x.shape), x.dtype, x.device)
+
+    def copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.empty(tuple(x.shape), dtype, self.device).copy_(x)
+
+    def check(self) -> None:
+        for whole, start, count in self.zones:
+            outside = torch.cat([whole[:start], whole[start + count :]])
+            assert (outside == 7.0).all(), "a kernel wrote outside its buffer"
+
+
+def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
+    """x, residual, weight, bias, rng_state, and dout, dz; in memory's buffers."""
+    matrix, vector = (case.rows, case.hidden), (case.hidden,)
+    rng_state = torch.tensor([0x1234_5678_9ABC_DEF0, 0x1_0000_002A], dtype=torch.int64, device=memory.device)
+    return SimpleNamespace(
+        x=memory.copy(torch.randn(matrix) + 0.5, case.dtype),
+        residual=memory.copy(torch.randn(matrix), case.dtype) if case.residual else None,
+        weight=memory.copy(torch.randn(vector), case.weight_dtype),
+        bias=memory.copy(torch.randn(vector), case.weight_dtype),
+        dout=memory.copy(torch.randn(matrix), case.dtype),
+        dz=memory.copy(torch.randn(matrix), case.dtype) if case.dz else None,
+        rng_state=rng_state if case.dropout_p > 0 else None,
+    )
+
+
+def backward_formula(
+    case: Case, given: SimpleNamespace, z: Tensor, mean: Tensor, rstd: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dz_total, dweight, dbias, calculated in `dtype`."""
+    z, mean, rstd, dout, weight = (t.to(dtype) for t in (z, mean[:, None], rstd[:, None], given.dout, given.weight))
+    normal = (z - mean) * rstd
+    g = dout * weight
+    total = (g - g.mean(-1, keepdim=True) - normal * (g * normal).mean(-1, keepdim=True)) * rstd
+    if given.dz is not None:
+        total = total + given.dz.to(dtype)
+    dx = total
+    if given.rng_state is not None:
+        keep = keep_mask(given.rng_state, case.rows, case.hidden, case.dropout_p)
+        dx = torch.where(keep, total * rescale(case.dropout_p), 0.0)
+    return dx, total, (dout * normal).sum(0), dout.sum(0)
+
+
+def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
+    """Forward and backward in the room, each judged; every result, for comparisons of bits."""
+    memory = Guarded(device, case.shift)
+    given = inputs(case, memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "torch", memory)
+        out, z, mean, rstd = room.add_layer_norm_fwd(
+            given.x, given.residual, given.weight, given.bias, EPS, case.dropout_p, given.rng_state
+        )
+        dx, dresidual, dweight, dbias = room.add_layer_norm_bwd(
+            given.dout, given.dz, z, given.weight, given.bias, mean, rstd, case.dropout_p, given.rng_state, case.residual
+        )
+    memory.check()
+    assert (z is given.x) == (not case.residual and case.dropout_p == 0)
+    assert (dresidual is None) == (not case.residual)
+
+    wide = [None if t is None else t.double() for t in (given.x, given.residual, given.weight, given.bias)]
+    options = (EPS, case.dropout_p, given.rng_state)
+    truth = reference.add_layer_norm(*wide, *options)
+    low = reference.add_layer_norm(given.x, given.residual, given.weight, given.bias, *options)
+    for name, got, t, plain in zip(("out", "z"), (out, z), truth, low, strict=True):
+        assert_close_as_torch(got, t, plain, name)
+    # The statistics are those of z before it was rounded: in 16-bit types, those of the stored z are further off.
+    center = truth[1].mean(-1, keepdim=True)
+    variance = (truth[1] - center).square().mean(-1)
+    torch.testing.assert_close(mean, center[:, 0].float())
+    torch.testing.assert_close(rstd, (variance + EPS).rsqrt().float())
+
+    truth = backward_formula(case, given, z, mean, rstd, torch.float64)
+    low = backward_formula(case, given, z, mean, rstd, torch.float32)
+    for name, got, t, plain in zip(
+        ("dx", "dresidual", "dweight", "dbias"), (dx, dresidual, dweight, dbias), truth, low, strict=True
+    ):
+        if got is not None:
+            assert_close_as_torch(got, t, plain.to(got.dtype), name)
+    return out, z, mean, rstd, dx, *(() if dresidual is None else (dresidual,)), dweight, dbias

@@ -1,0 +1,133 @@
+"""The CUDA layer norm: on the CPU through csrc/host, in several warp orders, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import ORDERS
+from layer_norm_checks import EPS, Case, backward_formula, inputs, run
+from torch import Tensor
+
+import fastattn
+from fastattn.cuda import add_layer_norm as room
+from fastattn.reference import add_layer_norm as reference
+from fastattn.reference.philox import keep_mask, rescale
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+PAIRS = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
+
+# Widths on both sides of every switch: of chunks and warps of a row, forward and backward, of vectors and single elements.
+WIDTHS = (1, 7, 8, 100, 256, 264, 512, 520, 1000, 1024, 1032, 2048, 3001, 4104, 8192, 8200, 16383, 16384)
+SHAPES = [Case(5 if width < 4096 else 2, width, dropout_p=0.3) for width in WIDTHS]
+DTYPES = [
+    Case(9, width, dtype, weight_dtype, dropout_p)
+    for dtype, weight_dtype in PAIRS
+    for width, dropout_p in ((72, 0.1), (500, 0.0), (1040, 0.1))
+]
+ARGUMENTS = [
+    Case(37, width, BFLOAT16, FLOAT32, dropout_p, residual, dz)
+    for width in (64, 132)
+    for dropout_p in (0.0, 0.5)
+    for residual in (True, False)
+    for dz in (True, False)
+]
+UNALIGNED = [Case(6, width, *pair, 0.2, shift=1) for width in (64, 1040) for pair in PAIRS]
+WIDE = [Case(3, 16384, *pair, 0.1, shift=shift) for pair in PAIRS for shift in (0, 1)]
+
+
+@pytest.mark.parametrize("case", [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *WIDE], ids=str)
+def test_against_float64(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(case, device, monkeypatch)
+
+
+@pytest.mark.parametrize("case", [Case(0, 64, dropout_p=0.1), Case(0, 33)], ids=str)
+def test_no_rows(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, dweight, dbias = run(case, device, monkeypatch)
+    assert not dweight.any() and not dbias.any()
+
+
+# 37 rows: more than two multiprocessors take at once, and not a multiple of a block's rows.
+@pytest.mark.parametrize("case", [Case(37, 64), Case(37, 520, dropout_p=0.1), Case(19, 1040, BFLOAT16)], ids=str)
+def test_bits_do_not_depend_on_the_run(
+    case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits in every order of warps, lanes and blocks, and from run to run."""
+    results = []
+    for order in (*ORDERS, ORDERS[0]):
+        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        torch.manual_seed(0)
+        results.append(run(case, device, monkeypatch))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dropout_p", [1e-6, 0.1, 0.5, 1 - 1e-6, 1.0])
+@pytest.mark.parametrize("shape", [(19, 48), (5, 1030)])
+def test_dropout_is_the_written_rule(dropout_p: float, shape: tuple[int, int], device: torch.device) -> None:
+    """Forward and backward drop exactly the elements that the reference drops, an infinite one included."""
+    rng_state = torch.tensor([-3, 2**40 + 5], dtype=torch.int64, device=device)
+    keep = keep_mask(rng_state, *shape, dropout_p)
+    expected = torch.where(keep, torch.tensor(rescale(dropout_p), device=device), 0.0)
+    ones, weight = torch.ones(shape, device=device), torch.ones(shape[1], device=device)
+    x = torch.where(keep, ones, torch.inf)
+    _, z, mean, rstd = room.add_layer_norm_fwd(x, None, weight, weight, EPS, dropout_p, rng_state)
+    assert torch.equal(z, expected)
+    nothing = torch.zeros_like(ones)
+    grads = room.add_layer_norm_bwd(nothing, ones, z, weight, weight, mean, rstd, dropout_p, rng_state, False)
+    assert torch.equal(grads[0], expected)
+
+
+def test_backward_formula_is_the_gradient() -> None:
+    """The formula that the backward kernel is judged by, against autograd through the reference, in float64."""
+    case = Case(4, 12, dropout_p=0.3)
+
+    class Float64:
+        device = torch.device("cpu")
+
+        def copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+            return x.double()
+
+    given = inputs(case, Float64())
+    tensors = (given.x, given.residual, given.weight, given.bias)
+    for tensor in tensors:
+        tensor.requires_grad_()
+    out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state)
+    grads = torch.autograd.grad((out, z), tensors, (given.dout, given.dz))
+    statistics = z.mean(-1), (z.var(-1, unbiased=False) + EPS).rsqrt()
+    with torch.no_grad():
+        for mine, grad in zip(backward_formula(case, given, z, *statistics, torch.float64), grads, strict=True):
+            torch.testing.assert_close(mine, grad)
+
+
+def test_public_function(device: torch.device) -> None:
+    """Through the front desk and autograd: the room is chosen by name, explained, and equal to the reference."""
+    shape = (2, 5, 40)
+    tensors = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, shape[2:], shape[2:])]
+    assert fastattn.explain("add_layer_norm", *tensors).refusals["cuda"] is None
+    results = []
+    for backend in ("cuda", "reference"):
+        torch.manual_seed(1)
+        out, z = fastattn.dropout_add_layer_norm(*tensors, dropout_p=0.2, return_sum=True, backend=backend)
+        results.append((out, z, *torch.autograd.grad((out.square() + z).sum(), tensors)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_refusals(device: torch.device) -> None:
+    """Each limit is refused with what was got."""
+    x, weight = torch.empty(2, 64, device=device), torch.empty(64, device=device)
+    wide = torch.empty(16385, device=device)
+    assert room.why_not(x, None, weight, weight, 0.0) is None
+    for arguments, said in (
+        ((x.double(), None, weight, weight), "float64"),
+        ((x, None, weight.half(), weight.half()), "torch.float16"),
+        ((x.half(), None, weight, weight.half()), "torch.float32 and torch.float16"),
+        ((wide[None], None, wide, wide), "16385"),
+        ((x.to("meta"), None, weight, weight), "meta"),
+    ):
+        assert said in room.why_not(*arguments, 0.0)
+
+
+def test_refuses_a_cpu_tensor_without_the_host_runner() -> None:
+    x, weight = torch.empty(2, 64), torch.empty(64)
+    assert "got a CPU tensor" in room.why_not(x, None, weight, weight, 0.0)

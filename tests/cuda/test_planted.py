@@ -1,0 +1,91 @@
+"""Known bugs, planted one at a time in a copy of the sources: the checks of test_add_layer_norm.py must fail on each.
+
+The copy compiles two of the layer norm's kernels, those of float32 and two chunks a thread, which all cases below use.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import host_build
+import pytest
+import torch
+from conftest import ORDERS
+from layer_norm_checks import Case, run
+
+import fastattn.cuda
+
+# 520: two warps a row, vectors. 500: one warp a row, element by element. 37 rows: every block takes several turns.
+CASES = [Case(37, width, dropout_p=0.3) for width in (520, 500)]
+
+DISPATCH = (
+    "add_layer_norm/rows.cuh",
+    "dtype_switch(dtype, [&](auto t) {",
+    "return is_aligned ? f(float{}, float{}, Int<2>{}, Int<1>{}) : f(float{}, float{}, Int<2>{}, Int<0>{});\n"
+    "  dtype_switch(dtype, [&](auto t) {",
+)
+
+
+class Bug(NamedTuple):
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+BUGS = [
+    Bug("no barrier in a row's sum", "common/reduce.cuh", "  __syncthreads();\n", ""),
+    Bug("sum over too few lanes", "common/reduce.cuh", "step = kWarp / 2", "step = kWarp / 4"),
+    Bug("a column too many", "common/vec.cuh", "max(hidden - col, 0)", "max(hidden - col + 1, 0)"),
+    Bug("a Philox round less", "common/philox.cuh", "round < 7", "round < 6"),
+    Bug("dropout counts elements", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)"),
+    Bug("lanes swapped", "common/philox.cuh", "j % 2 == 0 ?", "j % 2 == 1 ?"),
+    Bug("no eps", "add_layer_norm/forward.cu", " + p.eps", ""),
+    Bug("columns outside the row counted", "add_layer_norm/forward.cu", "if (j < inside) square", "square"),
+    Bug("statistics of another row", "add_layer_norm/backward.cu", "p.mean[row]", "p.mean[first]"),
+    Bug("no mean of g * normal", "add_layer_norm/backward.cu", " - normal[j] * mean_g_normal", ""),
+    Bug("one scratch for all rows", "add_layer_norm/backward.cu", "shared.sums[turn]", "shared.sums[0]"),
+    Bug("dz scaled", "add_layer_norm/backward.cu", "grad[j] += (g", "grad[j] = (grad[j] + g"),
+    Bug("a block's rows not added up", "add_layer_norm/backward.cu", "if (y > 0) dweight", "if (y > 1) dweight"),
+    Bug("no barrier between a block's rows", "add_layer_norm/backward.cu", "    __syncthreads();\n", ""),
+    Bug("partial rows left out", "add_layer_norm/backward.cu", "block = threadIdx.y;", "block = threadIdx.y + 1;"),
+    Bug("dweight and dbias swapped", "add_layer_norm/backward.cu", "[col] = W(dweight)", "[col] = W(dbias)"),
+]
+
+
+def fails(extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Does a check fail on this build, in one of the orders?"""
+    fastattn.cuda.load_host_runner(extension)
+    try:
+        for order in ORDERS:
+            monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+            for case in CASES:
+                torch.manual_seed(0)
+                run(case, torch.device("cpu"), monkeypatch)
+    except (AssertionError, RuntimeError):
+        return True
+    finally:
+        fastattn.cuda.load_host_runner(None)
+    return False
+
+
+def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path:
+    shutil.copytree(host_build.CSRC, copy, ignore=shutil.ignore_patterns("host", "*.cpp"))
+    for file, right, wrong in changes:
+        text = (copy / file).read_text()
+        assert text.count(right) == 1, f"{file} has {right!r} {text.count(right)} times"
+        (copy / file).write_text(text.replace(right, wrong))
+    return host_build.build("_C", host_build.extension_sources(copy), folder)
+
+
+def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy as such passes, so it is the bug that fails below."""
+    assert not fails(build(build_folder, tmp_path / "csrc", [DISPATCH]), monkeypatch)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = build(build_folder, tmp_path / "csrc", [DISPATCH, (bug.file, bug.right, bug.wrong)])
+    assert fails(extension, monkeypatch)
