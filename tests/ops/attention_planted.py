@@ -55,13 +55,12 @@ BUGS = {
 }
 
 
-def flash(bug: str | None = None) -> Callable[..., tuple[Tensor, Tensor, None]]:
+def flash(bug: str | None = None) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """A room with (or without) a bug, as attention_checks.check takes it."""
 
     def attend(q, k, v, mask, dropout_p, scale):
         rng_state = philox.draw_rng_state(q.device) if dropout_p > 0 else None
-        out, lse = _Flash.apply(q, k, v, mask.bias, mask, dropout_p, scale, rng_state, bug)
-        return out, lse, None
+        return _Flash.apply(q, k, v, mask.bias, mask, dropout_p, scale, rng_state, bug)
 
     return attend
 
@@ -107,6 +106,10 @@ def _multiplier(rng_state: Tensor | None, like: Tensor, dropout_p: float, bug: s
     return keep if bug == "dropout without rescale" else keep * philox.rescale(dropout_p)
 
 
+def _probabilities(S: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(S - lse.where(lse > -torch.inf, 0).unsqueeze(-1))
+
+
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, mask, dropout_p, scale, rng_state, bug):
@@ -143,16 +146,18 @@ class _Flash(torch.autograd.Function):
         lse = lse.where(sees, -torch.inf).squeeze(-1)
         ctx.save_for_backward(q, K, V, bias, out, lse, S)
         ctx.rest = k.shape[1], M, dropout_p, scale, rng_state, bug
-        return out.to(q.dtype), lse / 0.6931471805599453 if bug == "lse in base 2" else lse
+        weights = (_probabilities(S, lse) * M).to(q.dtype)
+        ctx.mark_non_differentiable(weights)
+        return out.to(q.dtype), lse / 0.6931471805599453 if bug == "lse in base 2" else lse, weights
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, _):
         q, K, V, bias, out, lse, S = ctx.saved_tensors
         Hk, M, dropout_p, scale, rng_state, bug = ctx.rest
         if bug == "backward redraws dropout" and rng_state is not None:
             M = _multiplier(rng_state + 1, S, dropout_p, bug)
         dO = dout.to(K.dtype)
-        P = torch.exp(S - lse[..., None].where(lse[..., None] > -torch.inf, 0))
+        P = _probabilities(S, lse)
         dP = M * (dO @ V.mT)
         delta = 0 if bug == "delta missing" else (dO * out).sum(-1, keepdim=True)
         dS = P * (dP - delta + (0 if bug == "dlse dropped" else dlse[..., None]))

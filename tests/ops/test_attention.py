@@ -49,11 +49,11 @@ def test_aten_fused_path(kind: str, device: torch.device) -> None:
     check(p, attend, names=("out", "dq", "dk", "dv"))
 
 
-# Three tiles each way at the kernels' largest tiles, none of them whole at the end.
+# Several tiles each way, in the interpreter 2 by 3, the last of them ragged.
 @pytest.mark.parametrize("kind", ["none", "causal", "key_padding_holes", "attn_mask_per_sample", "segments", "decoder"])
 @pytest.mark.parametrize("room", ROOMS)
 def test_several_tiles(room: str, kind: str, device: torch.device) -> None:
-    check(make(B=2, H=1, Lq=141, Lk=270, D=16, mask=kind, device=device, bias=(1, 1, 1, 270)), room_call(room, device))
+    check(make(B=2, H=1, Lq=70, Lk=140, D=16, mask=kind, device=device, bias=(1, 1, 1, 140)), room_call(room, device))
 
 
 @pytest.mark.parametrize("Lq, Lk", [(1, 1), (1, 65), (129, 1), (16, 17), (63, 128), (64, 192), (65, 127), (128, 129)])
@@ -154,9 +154,9 @@ def test_equal_masks_equal_results(room: str, device: torch.device) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_bitwise_repeatable(room: str, device: torch.device) -> None:
     attend = room_call(room, device)
-    p = make(B=2, H=2, Lq=70, Lk=70, D=16, mask="decoder", bias=(1, 2, 1, 70), dropout_p=0.2, device=device)
+    p = make(B=2, H=1, Lq=70, Lk=70, D=16, mask="decoder", bias=(1, 1, 1, 70), dropout_p=0.2, device=device)
     first = solve(p, attend)
-    for _ in range(2 if device.type == "cpu" else 30):
+    for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(first._fields, first, solve(p, attend), strict=True):
             assert torch.equal(a, b), f"{name} differs from one run to the next"
 

@@ -56,6 +56,18 @@ def test_reference_keeps_by_the_threshold(dropout_p: float) -> None:
     assert dropout_p not in (0.0, 1.0) or keep.all() == (dropout_p == 0.0) and keep.any() == (dropout_p == 0.0)
 
 
+@pytest.mark.parametrize("first_row", [0, 2**31 - 3, 2**32 - 3, 2**40 + 5])
+@pytest.mark.parametrize("seed, offset", [(1, 2), (2**62 - 1, 2**61 + 5)])
+def test_triton_tile_by_the_rule(seed: int, offset: int, first_row: int, device: torch.device) -> None:
+    """Also where the row number, the linear index of a weight's row, leaves 32 bits."""
+    room_call("triton", device)
+    from dropout_tile import keep_tile
+
+    keep = keep_tile(torch.tensor([seed, offset], device=device), 20000, first_row, 24, rows=8, cols=16)
+    rows, cols = range(first_row, first_row + 8), range(24, 40)
+    assert keep.tolist() == [[lane_by_the_rule(seed, offset, row, col) >= 20000 for col in cols] for row in rows]
+
+
 @pytest.mark.parametrize("kind", ["none", "causal", "attn_mask", "segments", "everything"])
 @pytest.mark.parametrize("room", ROOMS)
 def test_forward_and_backward(room: str, kind: str, device: torch.device) -> None:

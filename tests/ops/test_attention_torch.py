@@ -1,0 +1,119 @@
+"""Attention inside PyTorch's machinery: torch.library, torch.compile, autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_checks import KERNEL_ROOMS, ROOMS, Problem, Results, compare, make, room_call, solve
+from torch import Tensor
+
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn.reference import philox
+
+SDPA = scaled_dot_product_attention
+
+
+def operator_arguments(p: Problem, backend: str, grad: bool) -> tuple:
+    """The arguments of torch.ops.fastattn.attention for a problem."""
+    masks, bounds = AttentionMask(**p.mask).flatten() if p.mask else ([], [])
+    q, k, v, bias = (None if t is None else t.detach().requires_grad_(grad) for t in (p.q, p.k, p.v, p.bias))
+    rng_state = philox.draw_rng_state(p.q.device) if p.dropout_p else None
+    if bias is not None and not bounds:
+        masks, bounds = AttentionMask().flatten()
+    return q, k, v, bias, masks, bounds, p.scale, p.dropout_p, rng_state, backend
+
+
+SMALL = {"B": 1, "Lq": 8, "Lk": 9, "D": 16}
+OPERATOR_PROBLEMS = {
+    "plain": SMALL,
+    "masks and dropout": {**SMALL, "mask": "everything", "dropout_p": 0.3},
+    "bias": {**SMALL, "mask": "decoder", "bias": (1, 2, 1, 9)},
+    "positions before heads, grouped, bfloat16": {**SMALL, "H": 4, "Hk": 2, "Dv": 32, "dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", OPERATOR_PROBLEMS)
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_opcheck(room: str, name: str, grad: bool, device: torch.device) -> None:
+    """Schema, fake tensors (shapes, dtypes, strides), autograd registration, AOT dispatch with dynamic shapes."""
+    room_call(room, device)
+    p = make(**OPERATOR_PROBLEMS[name], device=device)
+    if "before" in name:
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (p.q, p.k, p.v))
+        p = p.but(q=q, k=k, v=v)
+    torch.library.opcheck(torch.ops.fastattn.attention.default, operator_arguments(p, room, grad))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_compiled_in_one_graph(room: str, device: torch.device) -> None:
+    """The masks' tensors are inputs of the graph; AttentionMask is built in it."""
+    room_call(room, device)
+    p = make(H=4, Hk=2, mask="everything", bias=(1, 4, 1, 37), dropout_p=0.3, device=device)
+    tensors = {name: t for name, t in p.mask.items() if isinstance(t, Tensor)}
+    flags = {name: value for name, value in p.mask.items() if name not in tensors}
+    wanted = {"enable_gqa": True, "return_lse": True, "return_weights": True, "backend": room}
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(q, k, v, bias, tensors, dropout_p, scale):
+        return SDPA(q, k, v, AttentionMask(bias=bias, **tensors, **flags), dropout_p, scale=scale, **wanted)
+
+    def attend(q, k, v, mask, dropout_p, scale):
+        return call(q, k, v, mask.bias, tensors, dropout_p, scale)
+
+    compiled = solve(p, attend)
+    compare(p, compiled, Results._fields)
+    if room in KERNEL_ROOMS:
+        for name, a, b in zip(Results._fields, compiled, solve(p, room_call(room, device)), strict=True):
+            assert a is b is None or torch.equal(a, b), f"{name}: compiled and eager differ"
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_one_graph_for_many_lengths(room: str, device: torch.device) -> None:
+    """Lengths that change from batch to batch compile once more, then no more."""
+    room_call(room, device)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=graphs)
+    def call(q, k, v, key_padding):
+        return SDPA(q, k, v, AttentionMask(key_padding=key_padding, is_causal=True), backend=room)
+
+    for L in (5, 9, 14):
+        p = make(B=2, H=2, Lq=L, Lk=L, D=16, mask="key_padding", device=device)
+        p = p.but(mask={**p.mask, "is_causal": True})
+        out = call(p.q, p.k, p.v, p.mask["key_padding"])
+        compare(p, Results(out, *[None] * 6), ("out",))
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_autocast(room: str, device: torch.device) -> None:
+    """Under autocast float32 inputs give a bfloat16 result and float32 gradients, as torch's own operator does."""
+    room_call(room, device)
+    p = make(mask="decoder", bias=(1, 2, 21, 37), device=device)
+    leaves = [t.clone().requires_grad_() for t in (p.q, p.k, p.v, p.bias)]
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = SDPA(*leaves[:3], AttentionMask(**p.mask, bias=leaves[3]), scale=p.scale, backend=room)
+    assert out.dtype == torch.bfloat16
+    out.backward(p.dout.bfloat16())
+    low = p.but(**{n: getattr(p, n).bfloat16() for n in ("q", "k", "v", "dout")}, dlse=None)
+    grads = [leaf.grad for leaf in leaves]
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    as_computed = Results(out.detach(), None, None, *(grad.bfloat16() for grad in grads[:3]), grads[3])
+    compare(low, as_computed, ("out", "dq", "dk", "dv", "dbias"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_second_derivative_is_right_or_refused(room: str, device: torch.device) -> None:
+    room_call(room, device)
+    p = make(B=1, H=1, Lq=4, Lk=5, D=8, device=device)
+    q = p.q.clone().requires_grad_()
+    out = SDPA(q, p.k, p.v, backend=room)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    if room in KERNEL_ROOMS:
+        with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+            dq.sum().backward()
+    else:
+        k, v = p.k.double(), p.v.double()
+        call = lambda q: SDPA(q, k, v, return_lse=True, backend=room)[0]  # noqa: E731
+        assert torch.autograd.gradgradcheck(call, q.detach().double().requires_grad_())
