@@ -1,0 +1,305 @@
+"""The feed-forward network in every room against float64, forward and backward; and bugs that are to be found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from feed_forward_checks import (
+    ACTIVATIONS,
+    GATED,
+    ROOMS,
+    Results,
+    check,
+    exact,
+    make,
+    planted,
+    room_call,
+    solve,
+)
+from torch import Tensor
+
+from fastattn import feed_forward
+from fastattn._dispatch import refusal
+from fastattn.ops import _library
+from fastattn.reference import philox
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_float32(room: str, activation: str, dropout_p: float, device: torch.device) -> None:
+    check(make(activation, dropout_p, device=device), room_call(room, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_16_bit(room: str, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(make(activation, 0.3, dtype=dtype, device=device), room_call(room, device))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_without_biases(room: str, activation: str, device: torch.device) -> None:
+    got = check(make(activation, 0.3, has_bias=False, device=device), room_call(room, device))
+    assert got.dbias1 is None and got.dbias2 is None
+
+
+# Several tiles each way, ragged; single elements; widths that no tile divides.
+@pytest.mark.parametrize("activation", ["relu", "geglu_tanh"])
+@pytest.mark.parametrize("tokens, d, d_ff, d_out", [(270, 33, 150, 20), (1, 1, 1, 1), (3, 50, 129, 65)])
+@pytest.mark.parametrize("room", ROOMS)
+def test_sizes(room: str, tokens: int, d: int, d_ff: int, d_out: int, activation: str, device: torch.device) -> None:
+    p = make(activation, 0.3, tokens=tokens, d=d, d_ff=d_ff, d_out=d_out, device=device)
+    check(p, room_call(room, device))
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("room", ["aten", "triton", "cuda"])
+def test_several_tiles_bfloat16(room: str, activation: str, device: torch.device) -> None:
+    """Not for the reference: it rounds x weight1^T before it adds bias1, and one of these 36 720 elements changes sides
+    of relu's corner."""
+    p = make(activation, 0.3, tokens=270, d=72, d_ff=136, d_out=40, dtype=torch.bfloat16, device=device)
+    check(p, room_call(room, device))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("room", ["reference", "aten"])
+def test_float64_and_gradcheck(room: str, activation: str, device: torch.device) -> None:
+    p = make(activation, 0.3, tokens=3, d=4, d_ff=5, d_out=3, dtype=torch.float64, device=device)
+    call = room_call(room, device)
+    for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
+        torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
+
+    def with_one_draw(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(p.seed)
+        return call(*inputs, activation, 0.3)
+
+    assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in p.inputs])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "reglu"])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("room", ROOMS)
+def test_mask_is_the_rule(room: str, dropout_p: float, activation: str, device: torch.device) -> None:
+    """Every pre-activation is 1 and weight2 the identity: out is h, and its zeros are the mask. Each row of x is another
+    unit vector: dweight1's columns are the rows of dz, and its zeros the mask of the backward."""
+    call, (tokens, d_ff) = room_call(room, device), (19, 45)
+    x, eye = torch.eye(tokens, device=device), torch.eye(d_ff, device=device)
+    halves = 2 if activation in GATED else 1
+    weight1 = torch.ones(halves * d_ff, tokens, device=device, requires_grad=True)
+    torch.manual_seed(3)
+    rng_state = philox.draw_rng_state(device)
+    keep = philox.keep_mask(rng_state, tokens, d_ff, dropout_p)
+    torch.manual_seed(3)
+    out = call(x, weight1, None, eye, None, activation, dropout_p)
+    out.sum().backward()
+    assert torch.equal(out != 0, keep)
+    for dweight1 in weight1.grad.chunk(halves):
+        assert torch.equal(dweight1.T != 0, keep)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_draws(room: str, device: torch.device) -> None:
+    """A new mask at every call; the same one under the same seed."""
+    p, call = make("relu", 0.5, device=device), room_call(room, device)
+    torch.manual_seed(1)
+    first, second = call(*p.inputs, "relu", 0.5), call(*p.inputs, "relu", 0.5)
+    torch.manual_seed(1)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, call(*p.inputs, "relu", 0.5))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_strides(room: str, device: torch.device) -> None:
+    """Expanded (stride 0), transposed and sliced gradients; transposed weights; sliced and unaligned x."""
+    p, call = make("gelu", 0.3, device=device), room_call(room, device)
+    row, one = p.dout[:1], torch.ones((), device=device)
+    for dout in (row.expand_as(p.dout), one.expand_as(p.dout), p.dout.T.contiguous().T, p.dout.repeat(1, 2)[:, ::2]):
+        check(p.but(dout=dout), call)
+    check(p.but(weight1=p.weight1.T.contiguous().T, weight2=p.weight2.T.contiguous().T), call)
+    unaligned = torch.empty(p.x.numel() + 1, device=device)[1:].view_as(p.x).copy_(p.x)
+    check(p.but(x=unaligned, weight1=torch.cat([p.weight1, p.weight1], 1)[:, : p.x.shape[1]]), call)
+    check(p.but(x=torch.cat([p.x, p.x], 1)[:, : p.x.shape[1]]), call)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_leading_dimensions(room: str, device: torch.device) -> None:
+    p, call = make("gelu", 0.3, tokens=12, device=device), room_call(room, device)
+    rest = (*p.inputs[1:], "gelu", 0.3)
+    torch.manual_seed(0)
+    rows = call(p.x, *rest)
+    torch.manual_seed(0)
+    assert torch.equal(call(p.x.view(3, 4, -1), *rest), rows.view(3, 4, -1))
+    vector = call(p.x[0], *rest[:-1], 0.0)
+    assert vector.shape == (24,)
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("needs", ["x", "1", "b", "2", "c", "12"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_frozen_inputs(room: str, needs: str, activation: str, device: torch.device) -> None:
+    """Only those get a gradient that ask for one, and it is right."""
+    p, call = make(activation, 0.3, device=device), room_call(room, device)
+    everything, some = solve(p, call), solve(p, call, needs)
+    for name, letter, a, b in zip(Results._fields[1:], "x1b2c", everything[1:], some[1:], strict=True):
+        assert torch.equal(a, b) if letter in needs else b is None, name
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)])
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_tokens(room: str, shape: tuple[int, ...], activation: str, device: torch.device) -> None:
+    p = make(activation, 0.3, d=16, device=device)
+    inputs = [torch.zeros(shape, device=device), *p.inputs[1:]]
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out = room_call(room, device)(*inputs, activation, 0.3)
+    out.sum().backward()
+    assert out.shape == (*shape[:-1], 24) and inputs[0].grad.shape == shape
+    for t in inputs[1:]:
+        assert torch.equal(t.grad, torch.zeros_like(t))
+
+
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_equal_bits_run_to_run(room: str, activation: str, device: torch.device) -> None:
+    p, call = make(activation, 0.3, tokens=140, device=device), room_call(room, device)
+    first = solve(p, call)
+    for _ in range(1 if device.type == "cpu" else 30):
+        for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_large_preactivations(room: str, device: torch.device) -> None:
+    """|z| up to some thousands: the exponentials saturate, nothing becomes NaN."""
+    call = room_call(room, device)
+    for activation in ACTIVATIONS:
+        p = make(activation, device=device)
+        check(p.but(x=p.x * 1000), call)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("room", ["triton", "cuda"])
+def test_what_is_kept_for_the_backward(room: str, activation: str, device: torch.device) -> None:
+    """No dropout mask and no second tensor: beside inputs and rng_state, one tensor as wide as weight1 has rows."""
+    p, call = make(activation, 0.3, tokens=40, device=device), room_call(room, device)
+    inputs = [t.detach().requires_grad_() for t in p.inputs]
+    given, kept = {t.data_ptr() for t in inputs}, []
+
+    def note(t: Tensor) -> Tensor:
+        if t.data_ptr() not in given and t.dtype != torch.int64:
+            kept.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        call(*inputs, activation, 0.3)
+    assert kept == [(40, p.weight1.shape[0])]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_autocast(room: str, device: torch.device) -> None:
+    p, call = make("gelu", device=device), room_call(room, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        got = solve(p.but(dout=p.dout.bfloat16()), call)
+    low = {name: vars(p)[name].bfloat16() for name in ("x", "weight1", "bias1", "weight2", "bias2", "dout")}
+    want = solve(p.but(**low), call)
+    assert got.out.dtype == torch.bfloat16 and got.dx.dtype == got.dweight1.dtype == torch.float32
+    for name, a, b in zip(Results._fields, got, want, strict=True):
+        assert torch.equal(a, b.to(a.dtype)), name
+
+
+@pytest.mark.parametrize("activation, has_bias, dropout_p", [("relu", True, 0.3), ("geglu", False, 0.0)])
+@pytest.mark.parametrize("room", ["triton", "cuda"])
+def test_library_operators(room: str, activation: str, has_bias: bool, dropout_p: float, device: torch.device) -> None:
+    room_call(room, device)
+    p = make(activation, dropout_p, tokens=6, has_bias=has_bias, device=device)
+    inputs = [None if t is None else t.requires_grad_() for t in p.inputs]
+    rng_state = philox.draw_rng_state(device) if dropout_p else None
+    torch.library.opcheck(_library.feed_forward_op, (*inputs, activation, dropout_p, rng_state, room))
+
+
+def test_triton_refuses_float64(device: torch.device) -> None:
+    room_call("triton", device)
+    p = make(dtype=torch.float64, device=device)
+    assert "float64" in refusal("feed_forward", "triton", (*p.inputs, "relu", 0.0))
+
+
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("x", torch.zeros(4, 8, dtype=torch.int64), TypeError),
+        ("x", None, TypeError),
+        ("x", torch.zeros(()), ValueError),
+        ("weight1", torch.zeros(12, 7), ValueError),
+        ("weight1", torch.zeros(12), ValueError),
+        ("weight1", torch.zeros(12, 8, dtype=torch.bfloat16), TypeError),
+        ("weight1", None, TypeError),
+        ("bias1", torch.zeros(8), ValueError),
+        ("bias1", torch.zeros(12, device="meta"), ValueError),
+        ("weight2", torch.zeros(8, 11), ValueError),
+        ("weight2", None, TypeError),
+        ("bias2", torch.zeros(12), ValueError),
+        ("bias2", torch.zeros(8, dtype=torch.float64), TypeError),
+        ("activation", "tanh", ValueError),
+        ("activation", None, ValueError),
+        ("dropout_p", -0.1, ValueError),
+        ("dropout_p", True, TypeError),
+        ("backend", "fast", ValueError),
+    ],
+)
+def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) -> None:
+    good = {
+        "x": torch.zeros(4, 8),
+        "weight1": torch.zeros(12, 8),
+        "bias1": torch.zeros(12),
+        "weight2": torch.zeros(8, 12),
+        "bias2": torch.zeros(8),
+    }
+    with pytest.raises(error, match=name):
+        feed_forward(**(good | {name: value}))
+
+
+def test_an_odd_weight_has_no_halves() -> None:
+    x, weight1, weight2 = torch.zeros(4, 8), torch.zeros(13, 8), torch.zeros(8, 6)
+    with pytest.raises(ValueError, match="weight1 has 13 rows"):
+        feed_forward(x, weight1, None, weight2, None, "swiglu")
+
+
+# bug -> the problem that must find it (the kinds that every room is given above) and the result it must be found in.
+GELU, SWIGLU = make("gelu", 0.3), make("swiglu", 0.3)
+HALF = make("gelu", 0.3, dtype=torch.bfloat16)
+PLANTED = {
+    "bias1 missing": (GELU, "out"),
+    "tanh for erf": (GELU, "out"),
+    "gate and up exchanged": (SWIGLU, "out"),
+    "dropout row off by one": (GELU, "out"),
+    "dropout column off by one": (GELU, "out"),
+    "dropout column from the tile": (GELU, "out"),
+    "dropout without rescale": (GELU, "out"),
+    "backward redraws dropout": (GELU, "dx"),
+    "backward without rescale": (GELU, "dx"),
+    "backward without dropout": (GELU, "dx"),
+    "slope missing": (GELU, "dx"),
+    "up's gradient without act": (SWIGLU, "dx"),
+    "dweight2 of h before dropout": (GELU, "dweight2"),
+    "dbias1 of one tile": (GELU, "dbias1"),
+}
+
+
+@pytest.mark.parametrize("problem", [GELU, SWIGLU, HALF], ids=["gelu", "swiglu", "bfloat16"])
+def test_the_unplanted_formula_passes(problem) -> None:
+    check(problem, planted(None))
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_each_planted_bug_is_found(bug: str) -> None:
+    problem, result = PLANTED[bug]
+    with pytest.raises(AssertionError, match=f"^{result}: error"):
+        check(problem, planted(bug))
+
+
+@pytest.mark.parametrize("bug", ["dropout column off by one", "slope missing", "dbias1 of one tile"])
+def test_16_bit_tolerance_is_not_idle(bug: str) -> None:
+    with pytest.raises(AssertionError):
+        check(HALF, planted(bug))
