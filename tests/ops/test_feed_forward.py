@@ -82,8 +82,8 @@ def test_float64_and_gradcheck(room: str, activation: str, device: torch.device)
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("room", ROOMS)
 def test_mask_is_the_rule(room: str, dropout_p: float, activation: str, device: torch.device) -> None:
-    """Every pre-activation is 1 and weight2 the identity: out is h, and its zeros are the mask. Each row of x is another
-    unit vector: dweight1's columns are the rows of dz, and its zeros the mask of the backward."""
+    """Every pre-activation is 1 and weight2 the identity: out is h, and its zeros are the mask. Rows of x are unit
+    vectors: dweight1's columns are the rows of dz, and its zeros the mask of the backward."""
     call, (tokens, d_ff) = room_call(room, device), (19, 45)
     x, eye = torch.eye(tokens, device=device), torch.eye(d_ff, device=device)
     halves = 2 if activation in GATED else 1
