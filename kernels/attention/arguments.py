@@ -39,7 +39,7 @@ def problem(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> dict[str, 
     """Sizes, and what follows from them alone."""
     return {
         "num_heads": q.shape[1],
-        "group": q.shape[1] // k.shape[1],  # query heads that share a key head
+        "group": q.shape[1] // max(k.shape[1], 1),  # query heads that share a key head
         "seqlen_q": q.shape[2],
         "seqlen_k": k.shape[2],
         "softmax_scale": softmax_scale,

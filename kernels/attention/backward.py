@@ -217,6 +217,7 @@ def attention_dkv_kernel(
 
     for g in range(group):
         h = h_k * group + g
+        row0 = (b * num_heads + h) * seqlen_q
         q_head = q_ptr + b * q_stride_b + h * q_stride_h
         dout_head = dout_ptr + b * dout_stride_b + h * dout_stride_h
         attn_mask_head, bias_head, partial, full = attn_mask_ptr, bias_ptr, partial_ptr, full_ptr
@@ -238,15 +239,19 @@ def attention_dkv_kernel(
             for i in range(num_full if FULL else num_partial):
                 m0 = BLOCK_M * tile_at(i, full if FULL else partial, first, num_left, num_full, FULL, LISTS)
                 m = m0 + tl.arange(0, BLOCK_M)
-                row = (b * num_heads + h) * seqlen_q + m
-                lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
                 # A query that sees nothing may hold anything, and its gradient too: neither is loaded.
-                sees = None if FULL and not HAS_BIAS else lse != float("-inf")
-                delta = tl.load(delta_ptr + row, mask=m < seqlen_q if sees is None else sees, other=0.0)
+                if FULL and not HAS_BIAS:
+                    sees = None
+                    lse = tl.load(lse_ptr + row0 + m)
+                    delta = tl.load(delta_ptr + row0 + m)
+                else:
+                    lse = tl.load(lse_ptr + row0 + m, mask=m < seqlen_q, other=float("-inf"))
+                    sees = lse != float("-inf")
+                    delta = tl.load(delta_ptr + row0 + m, mask=sees, other=0.0)
                 shift = lse * LOG2E if FOLD_SCALE else lse
                 remainder = 0.0
                 if HAS_REMAINDER:
-                    remainder = tl.load(remainder_ptr + row, mask=m < seqlen_q, other=0.0)[None, :]
+                    remainder = tl.load(remainder_ptr + row0 + m, mask=m < seqlen_q, other=0.0)[None, :]
                 q = load_rows(q_head, m0, q_stride_m, sees, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
                 dout = load_rows(dout_head, m0, dout_stride_m, sees, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
                 scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -272,7 +277,7 @@ def attention_dkv_kernel(
                 dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
                 z = p
                 if HAS_DROPOUT:
-                    kept = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, row, n0, BLOCK_N))
+                    kept = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, row0 + m, n0, BLOCK_N))
                     z = tl.where(kept, p * dropout_scale, 0.0)
                     dp = tl.where(kept, dp * dropout_scale, 0.0)
                 dv = tl.dot(z.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -326,7 +331,7 @@ def attention_bwd(
                 out_ptr=out, dlse_ptr=dlse, dq_ptr=dq, **arguments.strides("m", out=out, dq=dq),
                 **inputs, **shared, **arguments.visits(mask, q, k, c, by_key=False), **c._asdict(),
             )  # fmt: skip
-        c = config("dkv", current_arch(), q.dtype, head_dim, Lq)
+        c = config("dkv", current_arch(), q.dtype, head_dim, Lk)
         programs = B * Hk * triton.cdiv(Lk, c.BLOCK_N)
         if programs > 0:
             attention_dkv_kernel[(programs,)](

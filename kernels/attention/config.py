@@ -1,18 +1,19 @@
 """Tile sizes of the attention kernels: a table, read at every launch. Nothing is tuned at call time.
 
-Entries were chosen offline, by compiling for each architecture: no spilled registers in the forward, as few as possible
-in the backward, shared memory within the device's limit.
+Chosen offline, by compiling for each architecture (tests/compile): no spilled register in the forward, as few as can be
+in the backward, tensor cores in every product, shared memory within the device's limit.
 """
 
 from typing import NamedTuple
 
 import torch
+import triton
 
 from ..common import INTERPRETED
 
 
 class Config(NamedTuple):
-    """BLOCK_M queries by BLOCK_N keys a tile; num_warps warps a program; loads run num_stages - 1 tiles ahead."""
+    """Tiles of BLOCK_M queries by BLOCK_N keys, num_warps warps a program, loads num_stages - 1 tiles ahead."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -20,11 +21,57 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# On a CPU a visited tile costs milliseconds whatever its size. Tests shrink this to walk over many tiles.
+# In the interpreter a visited tile costs milliseconds whatever its size. Tests shrink this to walk over many tiles.
 INTERPRETED_CONFIG = Config(64, 64, 4, 1)
 
+# Devices with 99 KiB of shared memory a block; the others from sm_80 on have at least 163.
+_SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 
-def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, seqlen_q: int) -> Config:
+# (kernel, 16-bit or float32, head dimension at most) -> (roomy devices, those of _SMALL_SHARED_MEMORY)
+_CONFIGS: dict[tuple[str, int, int], tuple[Config, Config]] = {
+    ("forward", 16, 64): (Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
+    ("forward", 16, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    ("forward", 16, 256): (Config(128, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("forward", 32, 64): (Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
+    ("forward", 32, 128): (Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("forward", 32, 256): (Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
+    ("dq", 16, 64): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    ("dq", 16, 128): (Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
+    ("dq", 16, 256): (Config(64, 32, 8, 2), Config(32, 32, 4, 1)),
+    ("dq", 32, 64): (Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("dq", 32, 128): (Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
+    ("dq", 32, 256): (Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
+    ("dkv", 16, 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
+    ("dkv", 16, 128): (Config(32, 128, 8, 2), Config(32, 64, 4, 2)),
+    ("dkv", 16, 256): (Config(32, 64, 8, 2), Config(32, 32, 4, 1)),
+    ("dkv", 32, 64): (Config(32, 64, 8, 2), Config(32, 64, 8, 1)),
+    ("dkv", 32, 128): (Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
+    ("dkv", 32, 256): (Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
+    ("dbias", 16, 64): (Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+    ("dbias", 16, 128): (Config(64, 64, 4, 1), Config(64, 64, 4, 1)),
+    ("dbias", 16, 256): (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("dbias", 32, 64): (Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("dbias", 32, 128): (Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    ("dbias", 32, 256): (Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
+    ("weights", 16, 64): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    ("weights", 16, 128): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    ("weights", 16, 256): (Config(64, 32, 4, 2), Config(64, 32, 4, 1)),
+    ("weights", 32, 64): (Config(64, 32, 8, 1), Config(64, 32, 8, 1)),
+    ("weights", 32, 128): (Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    ("weights", 32, 256): (Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
+}
+
+
+def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights" (which also serves the
+    remainder). arch: 90 for sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the
+    work, Lk for "dkv" and Lq for the others; a short one gets half the block and half the warps."""
     if INTERPRETED:
         return INTERPRETED_CONFIG
-    return Config(128, 64, 8, 3)
+    columns = max(64, triton.next_power_of_2(head_dim))
+    c = _CONFIGS[kernel, dtype.itemsize * 8, columns][arch in _SMALL_SHARED_MEMORY]
+    if rows <= 64 and kernel == "dkv" and c.BLOCK_N == 128:
+        return c._replace(BLOCK_N=64, num_warps=4)
+    if rows <= 64 and c.BLOCK_M == 128:
+        return c._replace(BLOCK_M=64, num_warps=4)
+    return c

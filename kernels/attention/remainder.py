@@ -43,7 +43,7 @@ def lse_remainder_kernel(
     m0 = tile * BLOCK_M
     m = m0 + tl.arange(0, BLOCK_M)
     row = (b * num_heads + h) * seqlen_q + m
-    lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
     coarse = (tl.abs(lse) >= coarse_from) & (lse != float("-inf"))
     total = tl.where(coarse, 0.0, 1.0)
     if tl.max(coarse.to(tl.int32), axis=0) > 0:
@@ -89,7 +89,7 @@ def lse_remainder(q: Tensor, k: Tensor, lse: Tensor, shared: dict[str, Any]) -> 
     if shared["FOLD_SCALE"] or not (shared["HAS_BIAS"] or q.dtype == torch.float32):
         return {"remainder_ptr": None, "HAS_REMAINDER": False}
     remainder = torch.empty_like(lse)
-    c = config("remainder", current_arch(), q.dtype, q.shape[3], q.shape[2])
+    c = config("weights", current_arch(), q.dtype, q.shape[3], q.shape[2])
     programs = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], c.BLOCK_M)
     if programs > 0:
         lse_remainder_kernel[(programs,)](

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastattn.masks import AttentionMask
 
-from ..common.launch import current_arch
-from .config import config
 from .tiles import keep_elements, key_interval, load_bias, program_place
+
+_BLOCK_M, _BLOCK_N = 64, 128
 
 
 @triton.jit
@@ -70,15 +70,14 @@ def seen_keys(mask: AttentionMask, Lq: int, Lk: int, device: torch.device, who: 
         per_batch = [t for t in (who["k_start_ptr"], mask.key_padding, *per_head) if t is not None]
         B, H = max(t.shape[0] for t in per_batch), max((t.shape[1] for t in per_head), default=1)
         seen = torch.empty(B, H, Lk, dtype=torch.bool, device=device)
-        c = config("seen", current_arch(), torch.float32, 0, Lq)
-        programs = B * H * triton.cdiv(Lk, c.BLOCK_N)
+        programs = B * H * triton.cdiv(Lk, _BLOCK_N)
         if programs > 0:
             seen_keys_kernel[(programs,)](
                 seen_ptr=seen, num_heads=H, seqlen_q=Lq, seqlen_k=Lk,
                 key_padding_ptr=mask.key_padding,
                 key_padding_stride_b=0 if mask.key_padding is None or len(mask.key_padding) == 1 else Lk,
                 HAS_KEY_PADDING=mask.key_padding is not None,
-                **who, **c._asdict(),
+                BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, **who,
             )  # fmt: skip
         return seen
 
