@@ -6,7 +6,7 @@ True = ignore: invert them.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -260,12 +260,13 @@ class AttentionMask:
     def flatten(self) -> tuple[list[Tensor | None], list[int]]:
         """Everything but the bias as tensors and integers, for a torch.library op; ``unflatten`` is the way back."""
         bounds = [n for name in _ALIGNMENTS for n in self._bands[name]]
-        return list(self.with_bias(None)._tensors().values()), [_NO_BOUND if n is None else n for n in bounds]
+        tensors = [t for name, t in self._tensors().items() if name != "bias"]
+        return tensors, [_NO_BOUND if n is None else n for n in bounds]
 
     @classmethod
-    def unflatten(cls, tensors: list[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask:
+    def unflatten(cls, tensors: Sequence[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask:
         mask = cls()
-        mask.__dict__.update(zip(mask._tensors(), tensors, strict=True))
+        mask.__dict__.update(zip((name for name in mask._tensors() if name != "bias"), tensors, strict=True))
         low, high, low_br, high_br = (None if n == _NO_BOUND else n for n in bounds)
         mask._bands = dict(zip(_ALIGNMENTS, ((low, high), (low_br, high_br)), strict=True))
         return mask.with_bias(bias)

@@ -15,15 +15,12 @@ from fastattn._dispatch import load_room
 from fastattn.masks import AttentionMask
 
 
-def _mask(masks: list[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask | None:
-    return AttentionMask.unflatten(masks, bounds, bias) if bounds else None
-
-
 def _zeros_if_none(t: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if t is None else t
 
 
 # --- attention ---------------------------------------------------------------------------------------------------
+# An operator takes a mask apart: its tensors, of which the bias has a gradient, and the bounds of its bands.
 
 
 def attention(
@@ -37,9 +34,25 @@ def attention(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable, as one operator in a traced graph."""
-    masks, bounds = ([], []) if mask is None else mask.flatten()
-    bias = None if mask is None else mask.bias
-    return attention_op(q, k, v, bias, masks, bounds, softmax_scale, dropout_p, rng_state, backend)
+    mask = AttentionMask() if mask is None else mask
+    masks, bounds = mask.flatten()
+    return attention_op(q, k, v, mask.bias, *masks, bounds, softmax_scale, dropout_p, rng_state, backend)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """The weights, without a gradient, as one operator in a traced graph."""
+    mask = AttentionMask() if mask is None else mask
+    masks, bounds = mask.flatten()
+    return attention_weights_op(q, k, lse, mask.bias, *masks, bounds, softmax_scale, dropout_p, rng_state, backend)
 
 
 @torch.library.custom_op("fastattn::attention", mutates_args=())
@@ -48,19 +61,24 @@ def attention_op(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    masks: list[Tensor | None],
+    attn_mask: Tensor | None,
+    key_padding: Tensor | None,
+    query_padding: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     bounds: list[int],
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    mask = _mask(masks, bounds, bias)
+    masks = (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k)
+    mask = AttentionMask.unflatten(masks, bounds, bias)
     return load_room("attention", backend).attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
 
 
 @attention_op.register_fake
-def _(q, k, v, bias, masks, bounds, softmax_scale, dropout_p, rng_state, backend):
+def _(q, k, v, *options):
     return _in_layout_of(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -70,6 +88,33 @@ def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:
     if x.stride(1) < x.stride(2):
         return x.new_empty(B, L, H, head_dim).transpose(1, 2)
     return x.new_empty(B, H, L, head_dim)
+
+
+@torch.library.custom_op("fastattn::attention_weights", mutates_args=())
+def attention_weights_op(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    key_padding: Tensor | None,
+    query_padding: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    bounds: list[int],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    backend: str,
+) -> Tensor:
+    masks = (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k)
+    mask = AttentionMask.unflatten(masks, bounds, bias)
+    return load_room("attention", backend).attention_weights(q, k, lse, mask, softmax_scale, dropout_p, rng_state)
+
+
+@attention_weights_op.register_fake
+def _(q, k, *options):
+    return q.new_empty(*q.shape[:3], k.shape[2])
 
 
 @torch.library.custom_op("fastattn::attention_backward", mutates_args=())
@@ -82,7 +127,11 @@ def attention_backward_op(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    masks: list[Tensor | None],
+    attn_mask: Tensor | None,
+    key_padding: Tensor | None,
+    query_padding: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     bounds: list[int],
     softmax_scale: float,
     dropout_p: float,
@@ -90,7 +139,8 @@ def attention_backward_op(
     needs_dbias: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mask = _mask(masks, bounds, bias)
+    masks = (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k)
+    mask = AttentionMask.unflatten(masks, bounds, bias)
     dq, dk, dv, dbias = load_room("attention", backend).attention_bwd(
         dout, dlse, q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state, needs_dbias
     )
@@ -98,26 +148,27 @@ def attention_backward_op(
 
 
 @attention_backward_op.register_fake
-def _(dout, dlse, q, k, v, out, lse, bias, masks, bounds, softmax_scale, dropout_p, rng_state, needs_dbias, backend):
+def _(dout, dlse, q, k, v, out, lse, bias, *options):
+    needs_dbias = options[-2]
     dbias = torch.empty_like(bias) if needs_dbias else q.new_empty(0)
     return *(_in_layout_of(t, t.shape[3]) for t in (q, k, v)), dbias
 
 
 def _attention_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, masks, bounds, softmax_scale, dropout_p, rng_state, backend = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, rng_state, *masks)
+    q, k, v, bias, *masks, bounds, softmax_scale, dropout_p, rng_state, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, rng_state, bias, *masks)
     ctx.options = (bounds, softmax_scale, dropout_p, backend)
     ctx.set_materialize_grads(False)
 
 
-def _attention_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    q, k, v, out, lse, bias, rng_state, *masks = ctx.saved_tensors
+def _attention_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, rng_state, bias, *masks = ctx.saved_tensors
     bounds, softmax_scale, dropout_p, backend = ctx.options
     needs_dbias = bias is not None and ctx.needs_input_grad[3]
     dout = _zeros_if_none(dout, out)
     options = (softmax_scale, dropout_p, rng_state, needs_dbias, backend)
-    dq, dk, dv, dbias = attention_backward_op(dout, dlse, q, k, v, out, lse, bias, masks, bounds, *options)
-    return dq, dk, dv, dbias if needs_dbias else None, [None] * len(masks), None, None, None, None, None
+    dq, dk, dv, dbias = attention_backward_op(dout, dlse, q, k, v, out, lse, bias, *masks, bounds, *options)
+    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * 10
 
 
 attention_op.register_autograd(_attention_backward, setup_context=_attention_setup)

@@ -108,14 +108,16 @@ def scaled_dot_product_attention(
                 q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights
             )
         else:
-            if torch.compiler.is_compiling():
+            traced = torch.compiler.is_compiling()
+            if traced:
                 out, lse = _library.attention(q, k, v, mask, *options, name)
             else:
                 out, lse = _Attention.apply(q, k, v, None if mask is None else mask.bias, mask, *options, room)
             weights = None
             if return_weights:
                 with torch.no_grad():
-                    weights = room.attention_weights(q, k, lse.detach(), mask, *options)
+                    given = (q, k, lse.detach(), mask, *options)
+                    weights = _library.attention_weights(*given, name) if traced else room.attention_weights(*given)
     if not return_lse and not return_weights:
         return out
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if return_weights else ())

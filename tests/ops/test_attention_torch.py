@@ -15,12 +15,10 @@ SDPA = scaled_dot_product_attention
 
 def operator_arguments(p: Problem, backend: str, grad: bool) -> tuple:
     """The arguments of torch.ops.fastattn.attention for a problem."""
-    masks, bounds = AttentionMask(**p.mask).flatten() if p.mask else ([], [])
+    masks, bounds = AttentionMask(**(p.mask or {})).flatten()
     q, k, v, bias = (None if t is None else t.detach().requires_grad_(grad) for t in (p.q, p.k, p.v, p.bias))
     rng_state = philox.draw_rng_state(p.q.device) if p.dropout_p else None
-    if bias is not None and not bounds:
-        masks, bounds = AttentionMask().flatten()
-    return q, k, v, bias, masks, bounds, p.scale, p.dropout_p, rng_state, backend
+    return q, k, v, bias, *masks, bounds, p.scale, p.dropout_p, rng_state, backend
 
 
 SMALL = {"B": 1, "Lq": 8, "Lk": 9, "D": 16}
