@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fastattn.aten.attention
 import fastattn.aten.feed_forward
 from fastattn import doctor
 from fastattn.__main__ import main
+from fastattn._problems import problems, solve
 
 INF, NAN = float("inf"), float("nan")
 
@@ -105,6 +107,19 @@ def test_doctor_reports_every_op_backend_and_gradient(capsys: pytest.CaptureFixt
                 assert {(op, backend, dtype, name) for name in names} <= compared
     assert all(c["ok"] == (c["error"] <= c["bound"]) for c in report["checks"])
     assert all(case["refusals"] == {"reference": None, "aten": None} for case in report["cases"])
+
+
+def test_the_other_order_of_a_formula_is_the_same_formula() -> None:
+    """What sets the bound must be right: in float64 both orders agree, outputs and gradients."""
+    orders = [problem for problem in problems(torch.device("cpu")) if problem.other_order]
+    assert {problem.op for problem in orders} == {"attention"}
+    for problem in orders:
+        one, other = (
+            solve(problem, partial(function, backend="reference"), torch.float64, torch.float64)
+            for function in (problem.function, problem.other_order)
+        )
+        for name, result in one.items():
+            torch.testing.assert_close(other[name], result, rtol=1e-12, atol=1e-12, msg=f"{problem.case}: {name}")
 
 
 def test_doctor_names_a_backend_that_is_wrong(
