@@ -1,8 +1,9 @@
 """What the benchmarks share: providers are checked, then timed; a record is kept as JSON and shown as a table.
 
 A benchmark script fills in `Benchmark` and calls `main`. For each case it makes the inputs, and each provider turns
-them into a `Run`. A provider that cannot serve a case says why; one whose result is outside the bound of
-`fastattn.doctor.judge` is not timed: "wrong result". Nothing that a provider does can stop the others.
+them into a `Run`. A provider that cannot serve a case says why; one whose result is far outside the bound of
+`fastattn.doctor.judge` is not timed: "wrong result". Every other's share of that bound is in the record and the table.
+Nothing that a provider does can stop the others.
 
 Timing. GPU: CUDA events around each call, the L2 cache overwritten before it. CPU: `time.perf_counter`. Warm-up is
 outside; median and quartiles are kept. forward: with inputs that require gradients, so what the backward needs is
@@ -30,6 +31,9 @@ from fastattn._dispatch import BACKENDS
 from fastattn.doctor import devices, judge, versions
 
 SEED = 20170612
+# A result this many times past its bound is wrong, not just less accurate. The tests hold fastattn's kernels to 1;
+# torch's own operators reach 2 (gradients of float32 attention) to 7 (float32 sums over thousands of rows).
+WRONG = 10.0
 
 
 class Refused(Exception):
@@ -221,7 +225,7 @@ def measure_provider(
     """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": why not, "reason": ...}."""
     try:
         ratio = checker.ratio(provider)
-        if not ratio <= 1:
+        if not ratio <= WRONG:
             return {"status": "wrong result", "reason": f"error is {ratio:.3g} x its bound"}
         run = provider.make(case, inputs, case.dropout_p)
         timings = {}
@@ -307,7 +311,7 @@ def _rate(per_s: float, unit: str) -> str:
 
 
 def table(record: dict[str, Any], rates: Sequence[str]) -> str:
-    """The record for people: milliseconds as median [quartiles], rates and the speed-up over the reference path."""
+    """The record for people: median [quartiles], rates, speed-up over the reference path, error / bound."""
     environment = record["environment"]
     device = ", ".join(f"{key} {value}" for key, value in environment["device"].items())
     lines = [f"{record['benchmark']} on {device}, torch {environment['versions']['torch']}", record["formula"]]
@@ -326,7 +330,8 @@ def table(record: dict[str, Any], rates: Sequence[str]) -> str:
             speeds = "".join(f"{_rate(timing[f'{unit}_per_s'], unit):>16}" for unit in rates)
             speed_up = f"{baseline / timing['median_ms']:>8.2f}x"
             memory = "" if row["peak_mib"] is None else f"{row['peak_mib']:>10.1f} MiB"
-            lines.append(f"  {row['provider']:<16}{direction:<9}{spread:<36}{speeds}{speed_up}{memory}")
+            error = f"  error {row['error_over_bound']:.2f}"
+            lines.append(f"  {row['provider']:<16}{direction:<9}{spread:<36}{speeds}{speed_up}{error}{memory}")
     return "\n".join(lines)
 
 
