@@ -12,7 +12,6 @@ import torch
 import fastattn.cuda
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-ORDERS = ("forward", "reverse", "1", "2")  # of warps, lanes and blocks: csrc/host/block.h
 
 
 @pytest.fixture(scope="session")

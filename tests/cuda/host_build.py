@@ -18,9 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import pybind11
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CXX = os.environ.get("CXX", "g++")
 HOST_SOURCES = (CSRC / "host" / "block.cpp", CSRC / "host" / "runtime.cpp")
+ORDERS = ("forward", "reverse", "1", "2")  # of warps, lanes and blocks, for FASTATTN_HOST_ORDER: csrc/host/block.h
 # Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/host/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_HOST", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 
@@ -57,13 +60,11 @@ def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
     and from the real one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: _compile(source, folder, options), [*sources, *HOST_SOURCES]))
-        library = folder / _digest(*map(str, objects)) / f"{name}.so"
-        if not library.exists():
-            library.parent.mkdir(exist_ok=True)
-            _run([CXX, "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o"], library)
+    library = folder / _digest(*map(str, objects)) / f"{name}.so"
+    library.parent.mkdir(exist_ok=True)
+    _make(library, [CXX, "-shared", "-Wl,-Bsymbolic", *map(str, objects)])
     return library
 
 
@@ -74,12 +75,9 @@ def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     binding = source.name.startswith("bind")  # small, and slow to optimise
     options = [*FLAGS, "-O0" if binding else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
     target = folder / f"{source.stem}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
-    if not target.exists():
-        import pybind11
-
-        include = [*roots, pybind11.get_include(), sysconfig.get_path("include")]
-        system = [f"-isystem{path}" for path in cuda_include()]
-        _run([CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source), "-o"], target)
+    include = [*roots, pybind11.get_include(), sysconfig.get_path("include")]
+    system = [f"-isystem{path}" for path in cuda_include()]
+    _make(target, [CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source)])
     return target
 
 
@@ -89,13 +87,17 @@ def extension_sources(kernels: Path = CSRC) -> list[Path]:
     return [*sorted(kernels.rglob("*.cu")), *bindings]
 
 
-def _run(command: list[str], target: Path) -> None:
-    """Runs a command that ends in -o; the target appears when complete."""
-    partial = target.with_name(target.name + ".partial")
-    done = subprocess.run([*command, str(partial)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-    partial.rename(target)
+def _make(target: Path, command: list[str]) -> None:
+    """Makes a missing target by `command -o target`; other processes that want the same one wait for it."""
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        partial = target.with_suffix(".partial")
+        done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        partial.rename(target)
 
 
 def _digest(*parts: str | bytes) -> str:

@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 class Guarded:
-    """Allocates NaN-filled buffers between guard zones, `shift` elements off a boundary; stands in for torch in the room."""
+    """Stands in for torch in the room: NaN-filled buffers between guard zones, `shift` elements off a boundary."""
 
     float32 = torch.float32
 
@@ -101,22 +101,20 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     """Forward and backward in the room, each judged; every result, for comparisons of bits."""
     memory = Guarded(device, case.shift)
     given = inputs(case, memory)
+    dropout = case.dropout_p, given.rng_state
     with monkeypatch.context() as patch:
         patch.setattr(room, "torch", memory)
-        out, z, mean, rstd = room.add_layer_norm_fwd(
-            given.x, given.residual, given.weight, given.bias, EPS, case.dropout_p, given.rng_state
-        )
+        out, z, mean, rstd = room.add_layer_norm_fwd(given.x, given.residual, given.weight, given.bias, EPS, *dropout)
         dx, dresidual, dweight, dbias = room.add_layer_norm_bwd(
-            given.dout, given.dz, z, given.weight, given.bias, mean, rstd, case.dropout_p, given.rng_state, case.residual
+            given.dout, given.dz, z, given.weight, given.bias, mean, rstd, *dropout, case.residual
         )
     memory.check()
     assert (z is given.x) == (not case.residual and case.dropout_p == 0)
     assert (dresidual is None) == (not case.residual)
 
     wide = [None if t is None else t.double() for t in (given.x, given.residual, given.weight, given.bias)]
-    options = (EPS, case.dropout_p, given.rng_state)
-    truth = reference.add_layer_norm(*wide, *options)
-    low = reference.add_layer_norm(given.x, given.residual, given.weight, given.bias, *options)
+    truth = reference.add_layer_norm(*wide, EPS, *dropout)
+    low = reference.add_layer_norm(given.x, given.residual, given.weight, given.bias, EPS, *dropout)
     for name, got, t, plain in zip(("out", "z"), (out, z), truth, low, strict=True):
         assert_close_as_torch(got, t, plain, name)
     # The statistics are those of z before it was rounded: in 16-bit types, those of the stored z are further off.

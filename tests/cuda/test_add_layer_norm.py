@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import ORDERS
+from host_build import ORDERS
 from layer_norm_checks import EPS, Case, backward_formula, inputs, run
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from fastattn.reference.philox import keep_mask, rescale
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 PAIRS = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
 
-# Widths on both sides of every switch: of chunks and warps of a row, forward and backward, of vectors and single elements.
+# Widths on both sides of every switch: chunks and warps of a row, forward and backward; vectors and single elements.
 WIDTHS = (1, 7, 8, 100, 256, 264, 512, 520, 1000, 1024, 1032, 2048, 3001, 4104, 8192, 8200, 16383, 16384)
 SHAPES = [Case(5 if width < 4096 else 2, width, dropout_p=0.3) for width in WIDTHS]
 DTYPES = [
@@ -48,9 +48,7 @@ def test_no_rows(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPat
 
 # 37 rows: more than two multiprocessors take at once, and not a multiple of a block's rows.
 @pytest.mark.parametrize("case", [Case(37, 64), Case(37, 520, dropout_p=0.1), Case(19, 1040, BFLOAT16)], ids=str)
-def test_bits_do_not_depend_on_the_run(
-    case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_do_not_depend_on_the_run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal bits in every order of warps, lanes and blocks, and from run to run."""
     results = []
     for order in (*ORDERS, ORDERS[0]):

@@ -9,7 +9,7 @@ from pathlib import Path
 import host_build
 import pytest
 import torch
-from conftest import ORDERS
+from host_build import ORDERS
 from torch import Tensor
 
 THREADS = 128

@@ -1,0 +1,142 @@
+"""The wheel and the sdist hold what they must, and an installed fastattn works from any folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "fastattn", "kernels", "csrc", "tests")
+
+
+def call(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def files(root: Path, *patterns: str) -> set[str]:
+    return {path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern)}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that building leaves nothing in the real ones."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def dist(checkout: Path) -> Path:
+    """The sdist, and the wheel built from it, without CUDA."""
+    call(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ".", cwd=checkout, FASTATTN_SKIP_CUDA="1")
+    return checkout / "dist"
+
+
+def test_wheel(checkout: Path, dist: Path) -> None:
+    """Without _C the wheel fits every platform; it holds the package and every Triton room, and no sources of CUDA."""
+    (wheel,) = dist.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    rooms = {f"fastattn/{name}" for name in files(checkout, "kernels/**/*.py")}
+    assert rooms and names == files(checkout, "fastattn/**/*.py") | rooms
+
+
+def test_sdist(checkout: Path, dist: Path) -> None:
+    """The sdist holds what a build with CUDA and the tests need."""
+    (sdist,) = dist.glob("*.tar.gz")
+    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    assert files(checkout, "*.*", "csrc/**/*.*", "kernels/**/*.py", "fastattn/**/*.py", "tests/**/*.*") <= names
+
+
+def test_installed_away_from_the_checkout(dist: Path, tmp_path: Path) -> None:
+    """In a virtual environment that sees this one's packages, from another folder.
+
+    It computes, its rooms import, it says why there is no CUDA kernel, and a foreign package `kernels` stays itself.
+    """
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (wheel,) = dist.glob("*.whl")
+    call(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=tmp_path)
+    seen = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "seen.pth").write_text("\n".join(seen))
+    (site / "kernels").mkdir()
+    (site / "kernels" / "__init__.py").write_text("name = 'foreign'\n")
+    program = """
+import sys
+import fastattn, torch
+print(fastattn.__file__)
+x = torch.randn(2, 3, 4, 8)
+fastattn.scaled_dot_product_attention(x, x, x)
+import fastattn.cuda.add_layer_norm, kernels
+assert kernels.name == "foreign"
+print(fastattn.explain("add_layer_norm", x, None, x[0, 0, 0], x[0, 0, 0]).refusals["cuda"])
+if sys.platform == "linux":
+    import fastattn.kernels.add_layer_norm
+    print(fastattn.kernels.add_layer_norm.__file__)
+"""
+    said = call(python, "-c", program, cwd=tmp_path, PYTHONPATH="").splitlines()
+    assert all(path.startswith(str(site / "fastattn")) for path in (said[0], said[-1])), said
+    assert "got a CPU tensor" in said[1]
+
+
+def test_loose_files_are_refused(checkout: Path) -> None:
+    """A module directly in kernels/ would import here and be missing from the wheel."""
+    loose = checkout / "kernels" / "loose.py"
+    loose.write_text("")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=checkout, capture_output=True, text=True, env=os.environ
+    )
+    loose.unlink()
+    assert done.returncode != 0 and "loose.py would be missing from the wheel" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"CUDA_HOME": "/nonexistent", "FASTATTN_FORCE_CUDA": "1"}, "FASTATTN_FORCE_CUDA=1, but no nvcc was found"),
+        ({"FASTATTN_SKIP_CUDA": "1", "FASTATTN_FORCE_CUDA": "1"}, "contradict each other"),
+    ],
+)
+def test_forced_cuda_is_not_dropped_silently(environment: dict[str, str], said: str, checkout: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert done.returncode != 0 and said in done.stderr
+
+
+def test_failed_compile_is_an_install_without_the_extension(checkout: Path, tmp_path: Path) -> None:
+    """An nvcc that fails costs the extension, not the install: the wheel fits every platform and the build says so."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho no licence today >&2\nexit 1\n")
+    nvcc.chmod(0o755)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path)]
+    settings = os.environ | {"CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, env=settings)
+    assert done.returncode == 0, done.stderr
+    assert "no licence today" in done.stdout + done.stderr
+    assert "installed WITHOUT its CUDA extension fastattn._C: the compile failed" in done.stderr
+    assert [path.name.endswith("-py3-none-any.whl") for path in tmp_path.glob("*.whl")] == [True]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, env=settings | {"FASTATTN_FORCE_CUDA": "1"})
+    assert done.returncode != 0
