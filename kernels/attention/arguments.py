@@ -1,5 +1,9 @@
-"""From tensors and an AttentionMask to the arguments that every attention kernel takes, under one set of names."""
+"""From tensors and an AttentionMask to the arguments that every attention kernel takes, under one set of names.
 
+A launch takes some seventy of them, by name; what can be known beforehand is cached, because microseconds add up.
+"""
+
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from .config import Config
 from .seen import seen_keys
 
 
+@functools.cache
 def padded_head_dim(head_dim: int) -> int:
     """Columns of a tile in registers: tl.dot and tl.arange want a power of two, and at least 16."""
     return max(16, triton.next_power_of_2(head_dim))
@@ -29,9 +34,9 @@ def empty_like(x: Tensor, head_dim: int) -> Tensor:
 
 def strides(rows: str, **tensors: Tensor) -> dict[str, int]:
     """strides("m", q=q) -> q_stride_b, q_stride_h, q_stride_m. The last dimension has stride 1."""
-    named = {}
+    named: dict[str, int] = {}
     for name, t in tensors.items():
-        named |= _named(name, "bh" + rows, t.stride()[:3])
+        named.update(zip(_names(name, "bh" + rows), t.stride(), strict=False))
     return named
 
 
@@ -111,4 +116,9 @@ def _broadcast_strides(t: Tensor | None, dims: str) -> tuple[int, ...]:
 
 
 def _named(tensor: str, dims: str, strides: tuple[int, ...]) -> dict[str, int]:
-    return {f"{tensor}_stride_{dim}": stride for dim, stride in zip(dims, strides, strict=True)}
+    return dict(zip(_names(tensor, dims), strides, strict=True))
+
+
+@functools.cache
+def _names(tensor: str, dims: str) -> tuple[str, ...]:
+    return tuple(f"{tensor}_stride_{dim}" for dim in dims)

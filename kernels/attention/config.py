@@ -4,6 +4,7 @@ Chosen offline, by compiling for each architecture (tests/compile): no spilled r
 in the backward, tensor cores in every product, shared memory within the device's limit.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ _CONFIGS: dict[tuple[str, int, int], tuple[Config, Config]] = {
     ("dkv", 32, 64): (Config(32, 64, 8, 2), Config(32, 64, 8, 1)),
     ("dkv", 32, 128): (Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
     ("dkv", 32, 256): (Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
-    ("dbias", 16, 64): (Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
-    ("dbias", 16, 128): (Config(64, 64, 4, 1), Config(64, 64, 4, 1)),
+    ("dbias", 16, 64): (Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
+    ("dbias", 16, 128): (Config(64, 64, 8, 1), Config(64, 64, 8, 1)),
     ("dbias", 16, 256): (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
     ("dbias", 32, 64): (Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     ("dbias", 32, 128): (Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
@@ -66,12 +67,14 @@ def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int)
     """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights" (which also serves the
     remainder). arch: 90 for sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the
     work, Lk for "dkv" and Lq for the others; a short one gets half the block and half the warps."""
-    if INTERPRETED:
-        return INTERPRETED_CONFIG
+    return INTERPRETED_CONFIG if INTERPRETED else _look_up(kernel, arch, dtype, head_dim, rows <= 64)
+
+
+@functools.cache
+def _look_up(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, short: bool) -> Config:
     columns = max(64, triton.next_power_of_2(head_dim))
     c = _CONFIGS[kernel, dtype.itemsize * 8, columns][arch in _SMALL_SHARED_MEMORY]
-    if rows <= 64 and kernel == "dkv" and c.BLOCK_N == 128:
-        return c._replace(BLOCK_N=64, num_warps=4)
-    if rows <= 64 and c.BLOCK_M == 128:
-        return c._replace(BLOCK_M=64, num_warps=4)
+    owned = "BLOCK_N" if kernel == "dkv" else "BLOCK_M"
+    if short and getattr(c, owned) == 128:
+        return c._replace(**{owned: 64}, num_warps=c.num_warps // 2)
     return c
