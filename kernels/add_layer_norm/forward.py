@@ -41,9 +41,11 @@ def add_layer_norm_fwd_kernel(
     if HAS_RESIDUAL or HAS_DROPOUT:
         tl.store(z + place, value.to(z.dtype.element_ty), mask=inside)
 
-    center = tl.sum(value, axis=1) / hidden
+    # Rounded to nearest: on a GPU the plain division and root may be two units off, the same way along the whole row.
+    count = tl.zeros([BLOCK_M], tl.float32) + hidden
+    center = tl.div_rn(tl.sum(value, axis=1), count)
     value = tl.where(in_row[None, :], value - center[:, None], 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(value * value, axis=1) / hidden + eps)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, axis=1) / hidden + eps))
     tl.store(mean + row, center, mask=row < rows)
     tl.store(rstd + row, inverse, mask=row < rows)
 
