@@ -25,8 +25,11 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """As fastattn.reference.add_layer_norm.add_layer_norm, which is the specification."""
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    z = philox.dropout(x.to(acc), dropout_p, rng_state)
-    if residual is not None:
-        z = residual + z
+    z = x.to(acc)
+    if rng_state is None:
+        z = z if residual is None else residual + z
+    else:
+        factor = philox.keep_factor(rng_state, *x.shape, dropout_p, acc)
+        z = z * factor if residual is None else torch.addcmul(residual.to(acc), z, factor)
     out = F.layer_norm(z, z.shape[-1:], weight.to(acc), bias.to(acc), eps)
     return out.to(x.dtype), z.to(x.dtype)

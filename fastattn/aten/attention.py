@@ -6,6 +6,7 @@ bias in ways that depend on which of its backends runs.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -44,7 +45,7 @@ def attention(
     hide = sees = None
     if mask is not None:
         hide, sees, seen = mask.visible(Lq, Lk, q.device)
-        if seen is not None:  # keys that nobody sees: 0 * NaN must not reach the sums
+        if seen is not None and not _known_finite(k, v):  # keys that nobody sees: 0 * NaN must not reach the sums
             if seen.shape[1] != 1:
                 k, v = _repeat_heads(k, v, H)
             k, v = k.where(seen, 0), v.where(seen, 0)
@@ -59,20 +60,21 @@ def attention(
         scores = _scores(q, k, softmax_scale)
         if bias is not None:
             scores = scores + _without(bias, hide, sees)
-        if hide is not None:
+        if hide is not None and _known_finite(q, k):  # a sum is cheaper than a choice, and passes its gradient as it is
+            scores += torch.zeros_like(hide, dtype=scores.dtype).masked_fill_(hide, -torch.inf)
+        elif hide is not None:
             scores = scores.masked_fill_(hide, -torch.inf)
         if return_lse:
             lse = torch.logsumexp(scores, dim=-1)
             lse = lse if sees is None else lse.where(sees.squeeze(-1), -torch.inf)
-        weights = torch.softmax(scores, dim=-1).to(q.dtype)
-        scale = 1.0
+        weights = torch.softmax(scores, dim=-1)
         if rng_state is not None:
-            keep = philox.keep_mask(rng_state, B * H * Lq, Lk, dropout_p).view(B, H, Lq, Lk)
-            weights = weights.masked_fill(~keep, 0)
-            scale = philox.rescale(dropout_p)
-        out = torch.matmul(weights, v) * scale  # rescaling here touches Dv numbers a row, not Lk
-        if return_weights:
-            weights = weights * scale if sees is None else (weights * scale).where(sees, 0)
+            factor = philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, weights.dtype)
+            weights = weights * factor.view(B, H, Lq, Lk)
+        weights = weights.to(q.dtype)
+        out = torch.matmul(weights, v)
+        if return_weights and sees is not None:
+            weights = weights.where(sees, 0)
     return out if sees is None else out.where(sees, 0), lse, weights
 
 
@@ -100,6 +102,14 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     if q.dtype in (torch.float32, torch.float64):
         return torch.matmul(q * scale, k.mT)
     return torch.matmul(q, k.mT).float() * scale
+
+
+def _known_finite(*tensors: Tensor) -> bool:
+    """Neither NaN nor inf is in them. Asked on a CPU only, where a sum is cheap and needs no synchronisation."""
+    if tensors[0].device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    # Transposed: (B, L, H, D) is the order in memory of what a projection gives.
+    return all(math.isfinite(t.detach().transpose(1, 2).sum(dtype=torch.float32)) for t in tensors)
 
 
 def _repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:

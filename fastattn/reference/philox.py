@@ -50,14 +50,22 @@ def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
     groups = (cols + LANES - 1) // LANES
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
     c0 = torch.arange(groups, dtype=torch.int64, device=device)[None, :]
-    c1, c2, c3 = row & _LOW, row >> 32, offset & _LOW
+    c1, c2, c3 = row & _LOW, (row >> 32 if rows > _LOW else 0), offset & _LOW
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
-    for _ in range(ROUNDS):
-        p0, p1 = c0 * _M0, c2 * _M1  # 64-bit products; the copies of the sign bit are masked away below
-        c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & _LOW, ((p0 >> 32) ^ c3 ^ k1) & _LOW
-        c1, c3 = p1 & _LOW, p0 & _LOW
+    for step in range(ROUNDS):
+        # 64-bit products: the low half of p becomes the next c1 or c3, whose high half is cut off where it is used.
+        if step < 3:  # some words are still one per row or one per column, which is cheap
+            p0, p1 = c0 * _M0, c2 * _M1
+            c0, c2 = (p1 >> 32) ^ c1, (p0 >> 32) ^ c3
+        else:  # in place, because what is left is the price of passing over memory
+            p0, p1 = c0.mul_(_M0), c2.mul_(_M1)
+            c0, c2 = (p1 >> 32).bitwise_xor_(c1), (p0 >> 32).bitwise_xor_(c3)
+        c0.bitwise_xor_(k0).bitwise_and_(_LOW)
+        c2.bitwise_xor_(k1).bitwise_and_(_LOW)
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1).to(torch.int32)  # (rows, groups, 4)
+    pairs = (c1.bitwise_left_shift_(32).bitwise_or_(c0), c3.bitwise_left_shift_(32).bitwise_or_(c2))
+    words = torch.stack(pairs, dim=-1)  # (rows, groups, 2), two words in each
     return words.view(torch.int16).reshape(rows, groups * LANES)[:, :cols]  # little-endian: lane = 2 * word + half
 
 
@@ -67,6 +75,15 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tens
     if limit > 65535:
         return torch.zeros_like(lanes, dtype=torch.bool)
     return lanes + (-32768) >= limit - 32768  # unsigned comparison: both sides moved down by 2^15
+
+
+def keep_factor(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype) -> Tensor:
+    """What dropout multiplies each element of a (rows, cols) matrix by: 0 or 1 / (1 - dropout_p), float32 or float64.
+
+    On a CPU a product with it costs a tenth of a choice by a bool mask.
+    """
+    lanes = philox_lanes(rng_state, rows, cols) ^ -32768  # signed, and in the order of the unsigned
+    return lanes.to(dtype).ge_(threshold(dropout_p) - 32768).mul_(rescale(dropout_p))
 
 
 def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
