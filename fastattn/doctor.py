@@ -271,18 +271,24 @@ def _distinct(items: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(items))
 
 
+def usable_device(name: str) -> torch.device:
+    """The device of that name, for a command line: argparse.ArgumentTypeError where it cannot be used."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Prints the report; returns 0, or 1 when a usable backend is out of bounds or fails."""
     parser = argparse.ArgumentParser(prog="python -m fastattn doctor", description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help=f"where to solve the problems (here: {default})")
+    parser.add_argument(
+        "--device", type=usable_device, default=default, help=f"where to solve the problems (here: {default})"
+    )
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="only this backend; may be repeated")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
-    try:
-        device = torch.empty(0, device=arguments.device).device
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"device {arguments.device!r} cannot be used: {str(error).splitlines()[0]}")
-    report = examine(device, arguments.backend or BACKENDS)
+    report = examine(arguments.device, arguments.backend or BACKENDS)
     print(json.dumps(report, indent=1, allow_nan=False) if arguments.json else render(report))
     return 0 if report["ok"] else 1

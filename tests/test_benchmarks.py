@@ -72,7 +72,7 @@ def test_a_script_makes_a_record_and_a_table(
         assert row["error_over_bound"] <= load("harness").WRONG
         assert list(row["timings"]) == list(module.BENCHMARK.directions)
         for timing in row["timings"].values():
-            assert 0 < timing["q1_ms"] <= timing["median_ms"] <= timing["q3_ms"]
+            assert 0 < timing["min_ms"] <= timing["q1_ms"] <= timing["median_ms"] <= timing["q3_ms"]
             assert timing["samples"] >= 5
             assert timing["flop_per_s"] == pytest.approx(timing["flop"] / timing["median_ms"] * 1e3)
     assert {"reference", "aten"} <= {row["provider"] for row in record["rows"] if row["status"] == "ok"}
