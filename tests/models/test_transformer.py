@@ -10,26 +10,29 @@ import torch.nn.functional as F
 from plain_transformer import PlainTransformer
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, use_backend
-from fastattn.models import FusedTransformer
+from fastattn import (
+    AttentionMask,
+    FusedTransformer,
+    dropout_add_layer_norm,
+    explain,
+    get_pad_mask,
+    get_subsequent_mask,
+    use_backend,
+)
 from fastattn.nn import residual
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD_SRC, PAD_TRG, VOCAB = 1, 2, 40
 SMALL = dict(d_word_vec=32, d_model=32, d_inner=64, n_layers=2, n_head=4, d_k=8, d_v=12, n_position=30)
 NO_DROPOUT = dict(dropout=0.0, attn_dropout=0.0)
 
 
 def fused(**changes):
-    return FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL | changes)
+    return FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL | changes).to(DEVICE)
 
 
 def plain(**changes):
-    return PlainTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL | changes)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+    return PlainTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL | changes).to(DEVICE)
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def batch():
     src = torch.randint(3, VOCAB, (3, 11), generator=generator)
     trg = torch.randint(3, VOCAB, (3, 9), generator=generator)
     src[1, 7:], src[2, 4:], trg[0, 8:], trg[2, 5:] = PAD_SRC, PAD_SRC, PAD_TRG, PAD_TRG
-    return src, trg
+    return src.to(DEVICE), trg.to(DEVICE)
 
 
 def train_step(model, batch):
@@ -74,6 +77,46 @@ def test_equals_the_public_architecture(sharing, scale, backend, batch):
     assert logits.shape == (3 * 9, VOCAB)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=2e-5)
     assert_same_gradients(gradients, expected_gradients, 1e-3)
+
+
+TINY = dict(d_word_vec=16, d_model=16, d_inner=24, n_layers=1, n_head=2, d_k=8, d_v=12)
+
+
+@pytest.fixture
+def triton():
+    """Skips where Triton cannot serve; without a GPU it does in its interpreter."""
+    x = torch.zeros(1, 16, device=DEVICE)
+    reason = explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_triton_equals_the_public_architecture(triton, batch):
+    ours, theirs = fused(**TINY, **NO_DROPOUT, backend="triton"), plain(**TINY, **NO_DROPOUT)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    logits, gradients = train_step(ours, batch)
+    expected_logits, expected_gradients = train_step(theirs, batch)
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=2e-5)
+    assert_same_gradients(gradients, expected_gradients, 1e-3)
+
+
+def test_triton_drops_what_the_reference_drops(triton, batch):
+    options = dict(norm_first=True, n_head_kv=1, activation="swiglu", dropout=0.2, attn_dropout=0.3)
+    model = fused(**TINY, **options)
+    results = []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(4)
+        with use_backend(backend):
+            results.append(train_step(copy.deepcopy(model), batch))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=2e-5)
+    assert_same_gradients(results[0][1], results[1][1], 1e-3)
+
+
+def test_layers_share_one_mask_of_each_kind(batch, monkeypatch):
+    made, build = [], AttentionMask._build_visible
+    monkeypatch.setattr(AttentionMask, "_build_visible", lambda *args: made.append(args) or build(*args))
+    fused(n_layers=3, backend="aten")(*batch)
+    assert len(made) == 3, "source over source, target over target, target over source, whatever the number of layers"
 
 
 def test_state_dict_loads_strictly_both_ways():
@@ -271,7 +314,7 @@ def test_autocast_is_as_accurate_as_plain_pytorch(batch):
     ours.load_state_dict(theirs.state_dict())
     exact.load_state_dict(theirs.state_dict())
     truth, true_gradients = train_step(exact, batch)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         logits, gradients = train_step(ours, batch)
         rival, rival_gradients = train_step(theirs, batch)
     assert logits.dtype == torch.bfloat16
@@ -306,7 +349,7 @@ def test_autocast_keeps_statistics_in_float32(norm_first, batch, monkeypatch):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(100.0)  # biases far from 0: a mean taken in bfloat16 would be wrong in its third digit
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+    with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
         model(*batch)
     assert len(calls) == 2 + 2 * 2 + 2 * 3
     for x, summand, weight, bias, out in calls:

@@ -18,16 +18,20 @@ from fastattn.nn import (
 )
 from fastattn.nn import attention as attention_module
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, LQ, LK, D, H, DK, DV = 2, 5, 7, 16, 4, 6, 10
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+def randn(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+def rand(*shape):
+    return torch.rand(*shape, device=DEVICE)
 
 
 def heads(**options):
-    return MultiHeadAttention(H, D, DK, DV, **options).eval()
+    return MultiHeadAttention(H, D, DK, DV, **options).to(DEVICE).eval()
 
 
 def test_positions_follow_the_formula():
@@ -40,17 +44,17 @@ def test_positions_follow_the_formula():
 
 
 def test_positions_are_added_and_are_no_parameter():
-    module, x = PositionalEncoding(D, n_position=9), torch.randn(B, LQ, D)
+    module, x = PositionalEncoding(D, n_position=9).to(DEVICE), randn(B, LQ, D)
     assert torch.equal(module(x), x + module.pos_table[:, :LQ])
     assert not list(module.parameters()) and list(module.state_dict()) == ["pos_table"]
     with pytest.raises(ValueError, match="10 tokens .* 9 positions"):
-        module(torch.randn(B, 10, D))
+        module(randn(B, 10, D))
 
 
 def test_scaled_dot_product_attention():
     module = ScaledDotProductAttention(temperature=3.0, attn_dropout=0.5).eval()
-    q, k, v = torch.randn(B, H, LQ, DK), torch.randn(B, H, LK, DK), torch.randn(B, H, LK, DV)
-    keep = torch.rand(B, 1, LQ, LK) < 0.7
+    q, k, v = randn(B, H, LQ, DK), randn(B, H, LK, DK), randn(B, H, LK, DV)
+    keep = rand(B, 1, LQ, LK) < 0.7
     keep[..., 0] = True
     weights = (q @ k.mT / 3.0).masked_fill(~keep, -torch.inf).softmax(-1)
     out, none = module(q, k, v, keep)
@@ -63,7 +67,7 @@ def test_scaled_dot_product_attention():
 
 def test_returned_weights_are_those_after_dropout():
     module = ScaledDotProductAttention(temperature=1.0, attn_dropout=0.5)
-    q, k, v = torch.randn(B, H, LQ, DK), torch.randn(B, H, LK, DK), torch.randn(B, H, LK, DV)
+    q, k, v = randn(B, H, LQ, DK), randn(B, H, LK, DK), randn(B, H, LK, DV)
     out, weights = module(q, k, v, return_attn=True)
     torch.testing.assert_close(weights @ v, out, rtol=0, atol=1e-5)
     assert 0.2 < (weights == 0).float().mean() < 0.8
@@ -72,14 +76,14 @@ def test_returned_weights_are_those_after_dropout():
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 def test_multi_head_attention(n_head_kv):
     module = heads(n_head_kv=n_head_kv)
-    q, memory = torch.randn(B, LQ, D), torch.randn(B, LK, D)
-    keep = torch.rand(B, LQ, LK) < 0.7
+    q, memory = randn(B, LQ, D), randn(B, LK, D)
+    keep = rand(B, LQ, LK) < 0.7
     keep[..., 0] = True
     queries, keys, values = (
         w(x).view(B, x.size(1), n, -1).transpose(1, 2)
         for w, x, n in ((module.w_qs, q, H), (module.w_ks, memory, n_head_kv), (module.w_vs, memory, n_head_kv))
     )
-    which = torch.arange(H) // (H // n_head_kv)  # the key and value head of each query head
+    which = torch.arange(H, device=DEVICE) // (H // n_head_kv)  # the key and value head of each query head
     weights = (queries @ keys[:, which].mT / DK**0.5).masked_fill(~keep[:, None], -torch.inf).softmax(-1)
     expected = F.layer_norm(
         q + module.fc((weights @ values[:, which]).transpose(1, 2).reshape(B, LQ, -1)),
@@ -98,29 +102,29 @@ def test_multi_head_attention(n_head_kv):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8])
 def test_dense_masks(dtype):
-    module, x = heads(), torch.randn(B, LQ, D)
-    keys = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]]).bool()
+    module, x = heads(), randn(B, LQ, D)
+    keys = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]], device=DEVICE).bool()
     expected, _ = module(x, x, x, AttentionMask(key_padding=keys))
     for mask in (keys[:, None], keys[:, None].expand(B, LQ, LQ)):
         torch.testing.assert_close(module(x, x, x, mask.to(dtype))[0], expected, rtol=0, atol=1e-6)
-    causal = torch.ones(1, LQ, LQ).tril().to(dtype)
+    causal = torch.ones(1, LQ, LQ, device=DEVICE).tril().to(dtype)
     torch.testing.assert_close(
         module(x, x, x, causal)[0], module(x, x, x, AttentionMask(is_causal=True))[0], rtol=0, atol=1e-6
     )
 
 
 def test_a_mask_that_could_be_misread_is_refused():
-    module, x = heads(), torch.randn(B, LQ, D)
+    module, x = heads(), randn(B, LQ, D)
     with pytest.raises(ValueError, match=r"\(B, 1, Lk\).*\(2, 5\)"):
-        module(x, x, x, torch.ones(B, LQ, dtype=torch.bool))
+        module(x, x, x, torch.ones(B, LQ, dtype=torch.bool, device=DEVICE))
     with pytest.raises(ValueError, match="float32.*bias"):
-        module(x, x, x, torch.zeros(B, LQ, LQ))
+        module(x, x, x, torch.zeros(B, LQ, LQ, device=DEVICE))
     with pytest.raises(ValueError, match="key_padding"):
-        module(x, x, x, torch.ones(B, 1, LK, dtype=torch.bool))
+        module(x, x, x, torch.ones(B, 1, LK, dtype=torch.bool, device=DEVICE))
 
 
 def test_heads_are_views_and_none_is_copied(monkeypatch):
-    module, x, seen = heads(), torch.randn(B, LQ, D), []
+    module, x, seen = heads(), randn(B, LQ, D), []
     op = attention_module.scaled_dot_product_attention
 
     def spy(q, k, v, *args, **kwargs):
@@ -135,7 +139,7 @@ def test_heads_are_views_and_none_is_copied(monkeypatch):
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"])
 def test_feed_forward(activation):
-    module, x = PositionwiseFeedForward(D, 24, activation=activation).eval(), torch.randn(B, LQ, D)
+    module, x = PositionwiseFeedForward(D, 24, activation=activation).to(DEVICE).eval(), randn(B, LQ, D)
     plain = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
     act = {
         "relu": F.relu,
@@ -152,16 +156,16 @@ def test_feed_forward(activation):
 
 def test_dropout_is_around_the_branch_only():
     """With dropout 1 a branch vanishes, and only the normalised residual is left."""
-    x = torch.randn(B, LQ, D)
+    x = randn(B, LQ, D)
     expected = F.layer_norm(x, (D,), eps=1e-6)
-    torch.testing.assert_close(PositionwiseFeedForward(D, 24, dropout=1.0)(x), expected, rtol=0, atol=1e-5)
-    attention = MultiHeadAttention(H, D, DK, DV, dropout=1.0)
+    torch.testing.assert_close(PositionwiseFeedForward(D, 24, dropout=1.0).to(DEVICE)(x), expected, rtol=0, atol=1e-5)
+    attention = MultiHeadAttention(H, D, DK, DV, dropout=1.0).to(DEVICE)
     torch.testing.assert_close(attention(x, x, x)[0], expected, rtol=0, atol=1e-5)
 
 
 def test_norm_first_leaves_the_sum_open():
-    x, branch = torch.randn(B, LQ, D), torch.randn(B, LQ, D)
-    for module in (PositionwiseFeedForward(D, 24, norm_first=True), heads(norm_first=True)):
+    x, branch = randn(B, LQ, D), randn(B, LQ, D)
+    for module in (PositionwiseFeedForward(D, 24, norm_first=True).to(DEVICE), heads(norm_first=True)):
         module.eval()
         torch.nn.init.normal_(module.layer_norm.weight)
         total = OpenSum(branch, x)
@@ -175,9 +179,12 @@ def test_norm_first_leaves_the_sum_open():
 
 
 def test_layers_are_their_sublayers_in_order():
-    x, memory = torch.randn(B, LQ, D), torch.randn(B, LK, D)
+    x, memory = randn(B, LQ, D), randn(B, LK, D)
     mask = AttentionMask(is_causal=True)
-    encoder, decoder = EncoderLayer(D, 24, H, DK, DV).eval(), DecoderLayer(D, 24, H, DK, DV).eval()
+    encoder, decoder = (
+        EncoderLayer(D, 24, H, DK, DV).to(DEVICE).eval(),
+        DecoderLayer(D, 24, H, DK, DV).to(DEVICE).eval(),
+    )
     out, none = encoder(x, mask)
     assert none is None
     torch.testing.assert_close(out, encoder.pos_ffn(encoder.slf_attn(x, x, x, mask)[0]))
