@@ -6,7 +6,7 @@ Who sees whom is decided from an AttentionMask in tiles.py, for every kernel ali
     bias_gradient.py   dbias, where the bias needs it
     weights.py         the weights, on request
     seen.py            keys that nobody sees, once a mask
-    remainder.py       what float32 cannot hold of an lse, with a bias
+    rows.py            what the backward must know of a row more exactly than lse and out say
 arguments.py turns tensors into kernel arguments; config.py holds the tile sizes.
 """
 

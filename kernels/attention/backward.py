@@ -21,7 +21,7 @@ from ..common.philox import dropout_keep
 from . import arguments
 from .bias_gradient import bias_gradient
 from .config import config
-from .remainder import lse_remainder
+from .rows import row_statistics
 from .tiles import (
     LOG2E,
     exponential,
@@ -57,7 +57,7 @@ def attention_dq_kernel(
     rng_state_ptr, dropout_threshold, dropout_scale,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD_SCALE: tl.constexpr, LISTS: tl.constexpr, HAS_ATTN_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_REMAINDER: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_REMAINDER: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid and walk as in the forward: one program per (batch, head, BLOCK_M queries), along the keys.
@@ -103,11 +103,14 @@ def attention_dq_kernel(
         bias_ptr += b * bias_stride_b + h * bias_stride_h
 
     dout = load_rows(dout_ptr, m0, dout_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-    out = load_rows(out_ptr, m0, out_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)
-    tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
+    else:
+        out = load_rows(out_ptr, m0, out_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)
+        tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
 
     unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
     shift = tl.load(lse_ptr + row, mask=m < seqlen_q, other=0.0)
@@ -317,18 +320,24 @@ def attention_bwd(
     delta = torch.empty_like(lse)
     dbias = None
     with on_device(q):
-        shared = {**arguments.problem(q, k, v, softmax_scale), **arguments.visibility(q, k, mask, softmax_scale)}
-        shared |= {**lse_remainder(q, k, lse, shared), **arguments.dropout(dropout_p, rng_state)}
+        shared = {
+            **arguments.problem(q, k, v, softmax_scale),
+            **arguments.visibility(q, k, mask, softmax_scale),
+            **arguments.dropout(dropout_p, rng_state),
+        }
         inputs = {
             "q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
             **arguments.strides("m", q=q, dout=dout), **arguments.strides("n", k=k, v=v),
         }  # fmt: skip
+        rows = row_statistics(inputs, shared, dlse)
+        shared |= {"remainder_ptr": rows.remainder, "HAS_REMAINDER": rows.remainder is not None}
         head_dim = max(Dk, Dv)
         c = config("dq", current_arch(), q.dtype, head_dim, Lq)
         programs = B * H * triton.cdiv(Lq, c.BLOCK_M)
         if programs > 0:
             attention_dq_kernel[(programs,)](
-                out_ptr=out, dlse_ptr=dlse, dq_ptr=dq, **arguments.strides("m", out=out, dq=dq),
+                out_ptr=out, dlse_ptr=dlse, dq_ptr=dq, HAS_DELTA=rows.has_delta,
+                **arguments.strides("m", out=out, dq=dq),
                 **inputs, **shared, **arguments.visits(mask, q, k, c, by_key=False), **c._asdict(),
             )  # fmt: skip
         c = config("dkv", current_arch(), q.dtype, head_dim, Lk)

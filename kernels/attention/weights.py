@@ -16,7 +16,7 @@ from ..common.launch import current_arch, on_device
 from ..common.philox import dropout_keep
 from . import arguments
 from .config import config
-from .remainder import lse_remainder
+from .rows import row_statistics
 from .tiles import LOG2E, exponential, keep_elements, key_interval, load_bias, load_rows, program_place
 
 
@@ -104,11 +104,18 @@ def attention_weights(
     with on_device(q):
         c = config("weights", current_arch(), q.dtype, Dk, Lq)
         if weights.numel() > 0:
-            lse = lse.contiguous()
-            shared = {**arguments.problem(q, k, k, softmax_scale), **arguments.visibility(q, k, mask, softmax_scale)}
-            attention_weights_kernel[(B * H * triton.cdiv(Lq, c.BLOCK_M),)](
-                q_ptr=q, k_ptr=k, lse_ptr=lse, weights_ptr=weights,
+            inputs = {
+                "q_ptr": q, "k_ptr": k, "lse_ptr": lse.contiguous(),
                 **arguments.strides("m", q=q), **arguments.strides("n", k=k),
-                **shared, **lse_remainder(q, k, lse, shared), **arguments.dropout(dropout_p, rng_state), **c._asdict(),
+            }  # fmt: skip
+            shared = {
+                **arguments.problem(q, k, k, softmax_scale),
+                **arguments.visibility(q, k, mask, softmax_scale),
+                **arguments.dropout(dropout_p, rng_state),
+            }
+            rows = row_statistics(inputs, shared)
+            attention_weights_kernel[(B * H * triton.cdiv(Lq, c.BLOCK_M),)](
+                weights_ptr=weights, remainder_ptr=rows.remainder, HAS_REMAINDER=rows.remainder is not None,
+                **inputs, **shared, **c._asdict(),
             )  # fmt: skip
     return weights
