@@ -97,11 +97,11 @@ run() {
 }
 
 echo "fastattn on ${GPU:-a machine without a GPU}: $STAGES -> $DIR"
-run build 80
+run build 110
 # Compiling Triton kernels is most of these three, so they share the cores; the benchmarks have the machine to themselves.
-run tests 200 &
-run sanitizer 200 &
-run doctor 200 &
+run tests 190 &
+run sanitizer 190 &
+run doctor 190 &
 wait
 run bench 230
 
