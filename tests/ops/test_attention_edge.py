@@ -50,14 +50,14 @@ def same_when_poisoned(p: Problem, room: str, device: torch.device) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_poison_does_not_spread(room: str, kind: str, device: torch.device) -> None:
     Lq, Lk = (37, 21) if kind == "causal_bottom_right" else (21, 37)
-    same_when_poisoned(make(Lq=Lq, Lk=Lk, D=16, mask=kind, device=device), room, device)
+    same_when_poisoned(make(H=1, Lq=Lq, Lk=Lk, D=16, mask=kind, device=device), room, device)
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_poison_with_dropout_bias_and_groups(room: str, device: torch.device) -> None:
-    p = make(H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 21, 37), dropout_p=0.3, device=device)
+    p = make(B=1, H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 21, 37), dropout_p=0.3, device=device)
     same_when_poisoned(p, room, device)
-    p = make(D=16, bias=(2, 2, 21, 37), mask="causal", device=device)
+    p = make(H=1, D=16, bias=(2, 1, 21, 37), mask="causal", device=device)
     p.bias[:, :, 4] = -torch.inf
     p.bias[..., 9:12] = -torch.inf
     same_when_poisoned(p, room, device)
@@ -66,16 +66,16 @@ def test_poison_with_dropout_bias_and_groups(room: str, device: torch.device) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("room", ROOMS)
 def test_poison_16_bit(room: str, dtype: torch.dtype, device: torch.device) -> None:
-    same_when_poisoned(make(D=16, mask="decoder", dtype=dtype, device=device), room, device)
+    same_when_poisoned(make(H=1, D=16, mask="decoder", dtype=dtype, device=device), room, device)
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_poison_over_several_tiles(room: str, device: torch.device) -> None:
     """Unseen keys inside tiles that are visited, and in tiles that are not; empty queries likewise."""
-    mask = {"key_padding": prefix([150, 0], 270).to(device), "query_padding": prefix([70, 141], 141).to(device)}
-    same_when_poisoned(make(B=2, H=1, Lq=141, Lk=270, D=16, mask=mask, device=device), room, device)
+    mask = {"key_padding": prefix([70, 0], 140).to(device), "query_padding": prefix([60, 70], 70).to(device)}
+    same_when_poisoned(make(B=2, H=1, Lq=70, Lk=140, D=16, mask=mask, device=device), room, device)
     window = {"window": (3, 0)}
-    same_when_poisoned(make(B=1, H=1, Lq=141, Lk=270, D=16, mask=window, device=device), room, device)
+    same_when_poisoned(make(B=1, H=1, Lq=70, Lk=140, D=16, mask=window, device=device), room, device)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -134,11 +134,11 @@ def test_bias_of_the_smallest_number(room: str, dtype: torch.dtype, device: torc
     assert torch.allclose(results.out[1].double(), average, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("shift", [-300.0, -95.0, 95.0, 300.0])
+@pytest.mark.parametrize("shift", [-300.0, -95.0, 300.0])
 @pytest.mark.parametrize("room", ROOMS)
 def test_scores_far_from_zero(room: str, shift: float, device: torch.device) -> None:
     """lse below log of the smallest float32 (-88.7) and above that of the largest."""
-    p = make(Lq=64, Lk=70, D=16, mask="causal", device=device)
+    p = make(B=1, H=1, Lq=64, Lk=70, D=16, mask="causal", device=device)
     direction = torch.zeros(16, device=device)
     direction[0] = 1
     moved = p.but(q=p.q + 40 * direction, k=p.k + shift / (40 * p.scale) * direction)

@@ -33,15 +33,15 @@ def test_gradcheck(room: str, dropout_p: float, device: torch.device) -> None:
     assert torch.autograd.gradcheck(call, leaves)
 
 
-# (B, H, Lq, Lk) of the problem is (2, 2, 21, 37).
-FULL_BIASES = [(1, 1, 21, 37), (1, 2, 21, 37), (2, 2, 21, 37), (21, 37)]
-THIN_BIASES = [(2, 1, 1, 37), (1, 1, 1, 37), (2, 1, 21, 1), (1, 2, 1, 1)]
+# (B, H, Lq, Lk) of the problem is (2, 4, 21, 37).
+FULL_BIASES = [(1, 1, 21, 37), (1, 4, 21, 37), (2, 4, 21, 37), (21, 37)]
+THIN_BIASES = [(2, 1, 1, 37), (1, 1, 1, 37), (2, 1, 21, 1), (2, 4, 1, 1)]
 
 
 @pytest.mark.parametrize("shape", FULL_BIASES + THIN_BIASES, ids=str)
 @pytest.mark.parametrize("room", ROOMS)
 def test_bias_shapes(room: str, shape: tuple[int, ...], device: torch.device) -> None:
-    p = make(mask="key_padding_holes", bias=shape, device=device)
+    p = make(H=4, D=16, mask="key_padding_holes", bias=shape, device=device)
     if len(shape) < 4:  # a tensor as torch takes it; dbias has the shape that was given
         bias = p.bias.clone().requires_grad_()
         mask = AttentionMask(**p.mask, bias=bias)
@@ -61,13 +61,12 @@ def test_float32_bias_on_16_bit_queries(room: str, dtype: torch.dtype, device: t
     check(p, room_call(room, device))
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 140), (1, 1, 70, 140)], ids=str)
 @pytest.mark.parametrize("room", ROOMS)
-def test_bias_over_several_tiles(room: str, dropout_p: float, device: torch.device) -> None:
+def test_bias_over_several_tiles(room: str, shape: tuple[int, ...], device: torch.device) -> None:
     """Sums over samples, and over query tiles for a bias of keys alone."""
-    for shape in ((1, 1, 1, 140), (1, 1, 70, 140)):
-        p = make(B=3, H=1, Lq=70, Lk=140, D=16, mask="key_padding", bias=shape, dropout_p=dropout_p, device=device)
-        check(p, room_call(room, device, weights=False))
+    p = make(B=2, H=1, Lq=70, Lk=140, D=16, mask="key_padding", bias=shape, dropout_p=0.25, device=device)
+    check(p, room_call(room, device, weights=False))
 
 
 @pytest.mark.parametrize("room", ROOMS)

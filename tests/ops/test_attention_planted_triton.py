@@ -1,0 +1,108 @@
+"""The checks can fail, in the Triton kernels themselves: a helper that they call, or a table that they read, is spoilt.
+
+Interpreted kernels look their helpers up by name at every call, so a test can put a broken one in their place.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_checks import check, make, room_call
+
+from fastattn import AttentionMask
+
+Spoil = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _list_partial_tiles_as_full(tiles: Callable[..., Any]) -> Callable[..., Any]:
+    def swapped(*args: Any) -> Any:
+        found = tiles(*args)
+        found = found._replace(num_partial=found.num_full, num_full=found.num_partial)
+        return found._replace(partial=found.full, full=found.partial)
+
+    return swapped
+
+
+def _leave_out_a_tile(tiles: Callable[..., Any]) -> Callable[..., Any]:
+    def fewer(*args: Any) -> Any:
+        found = tiles(*args)
+        return found._replace(num_partial=found.num_partial - 1)
+
+    return fewer
+
+
+def _key_off(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda m, n, *rest: f(m, n + 1, *rest)
+
+
+def _query_off(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda m, n, *rest: f(m + 1, n, *rest)
+
+
+def _row_off(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda rng_state, threshold, rows, *rest: f(rng_state, threshold, rows + 1, *rest)
+
+
+def _column_of_the_tile(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda rng_state, threshold, rows, first_col, BLOCK_N: f(rng_state, threshold, rows, 0, BLOCK_N)
+
+
+# bug -> the module of the room (or AttentionMask) and the name spoilt there, how, and the result that must show it
+BUGS: dict[str, tuple[Any, str, Spoil, str]] = {
+    "element mask one key off": ("forward", "keep_elements", _key_off, "out"),
+    "element mask one query off": ("forward", "keep_elements", _query_off, "out"),
+    "bias one key off": ("forward", "load_bias", _key_off, "out"),
+    "the first tile again and again": ("forward", "tile_at", lambda f: lambda i, *rest: f(i * 0, *rest), "out"),
+    "rescale forgotten": ("forward", "tl", lambda tl: _Language(tl, exp2=lambda x: tl.exp2(x * 0)), "out"),
+    "dropout row off by one": ("forward", "dropout_keep", _row_off, "out"),
+    "dropout column from the tile": ("forward", "dropout_keep", _column_of_the_tile, "out"),
+    "backward draws other dropout": ("backward", "dropout_keep", _row_off, "dq"),
+    "backward masks one key off": ("backward", "keep_elements", _key_off, "dq"),
+    "backward without the bias": ("backward", "load_bias", lambda f: lambda *args: f(*args) * 0, "dq"),
+    "gradient of lse forgotten": ("", "attention_bwd", lambda f: lambda dout, dlse, *rest: f(dout, None, *rest), "dq"),
+    "bias gradient one key off": ("bias_gradient", "load_bias", _key_off, "dbias"),
+    "intervals one key short": (AttentionMask, "intervals", lambda f: lambda *a: (f(*a)[0], f(*a)[1] - 1), "out"),
+    "a tile left out": (AttentionMask, "tiles", _leave_out_a_tile, "out"),
+    "partial tiles listed as full": (AttentionMask, "tiles", _list_partial_tiles_as_full, "out"),
+}
+
+
+class _Language:
+    """triton.language with some functions replaced."""
+
+    def __init__(self, language: Any, **replaced: Callable[..., Any]) -> None:
+        self._language = language
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._language, name)
+
+
+PROBLEM = {"B": 1, "H": 2, "Lq": 20, "Lk": 140, "D": 16, "mask": "attn_mask", "bias": (1, 2, 20, 140), "dropout_p": 0.3}
+
+
+@pytest.fixture
+def interpreted(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("compiled kernels hold their helpers inside; they can be replaced in the interpreter only")
+
+
+def test_the_problem_is_passed_without_a_bug(interpreted: None, device: torch.device) -> None:
+    check(make(**PROBLEM), room_call("triton", device))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_each_bug_is_caught(interpreted: None, bug: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    attend = room_call("triton", device, weights=False)
+    place, name, spoil, result = BUGS[bug]
+    if isinstance(place, str):
+        place = importlib.import_module(".".join(filter(None, ["fastattn.kernels.attention", place])))
+    if name == "tl":  # the interpreter asks that a kernel sees triton.language under some name
+        monkeypatch.setattr(place, "_language", place.tl, raising=False)
+    monkeypatch.setattr(place, name, spoil(getattr(place, name)))
+    with pytest.raises(AssertionError, match=f"^{result}: error"):
+        check(make(**PROBLEM), attend)
