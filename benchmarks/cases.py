@@ -199,7 +199,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 # Each table: "quick" (seconds on one core, for tests), "cpu" (about a minute on two cores), "cuda" (a data-centre GPU).
 ATTENTION = {
-    "quick": [AttentionCase(2, 2, 40, 72, 16), AttentionCase(2, 2, 72, 72, 16, "padding")],
+    "quick": [AttentionCase(2, 2, 40, 72, 16), AttentionCase(2, 2, 72, 72, 16, "padding", BF16)],
     "cpu": [
         AttentionCase(8, 8, 32, 32, 64, "padding"),
         AttentionCase(4, 8, 128, 128, 64),
@@ -250,7 +250,7 @@ FEED_FORWARD = {
     ],
 }
 STEP = {
-    "quick": [StepCase(2, 12, 1, 32, 64, 2, 50)],
+    "quick": [StepCase(2, 12, 1, 32, 64, 2, 50), StepCase(2, 12, 1, 32, 64, 2, 50, BF16)],
     "cpu": [StepCase(32, 24, 4, 128, 256, 4, 8000), StepCase(8, 32, 2, 512, 2048, 8, 8000)],
     "cuda": [
         StepCase(256, 32, 6, 512, 2048, 8, 32000, BF16),

@@ -143,17 +143,20 @@ class Checker:
         dropout_p = self.case.dropout_p if provider.ours else 0.0
         run = provider.make(self.case, self.inputs, dropout_p)
         if dropout_p not in self.known:
-            self.known[dropout_p] = self._expected(torch.float64, dropout_p), self._expected(self.case.dtype, dropout_p)
+            inputs = self._inputs()
+            self.known[dropout_p] = tuple(
+                _seeded(self.reference.make(self.case, given, dropout_p))
+                for given in (inputs.to(torch.float64), inputs)
+            )
         truth, low = self.known[dropout_p]
         actual = {name: self._part(name.removeprefix("grad of "), value) for name, value in _seeded(run).items()}
         return max(judge(actual[name], truth[name], low[name]).ratio for name in truth)
 
-    def _expected(self, dtype: torch.dtype, dropout_p: float) -> dict[str, torch.Tensor]:
-        """The reference's results on the part that is compared, computed in `dtype` from inputs as they are."""
-        leaves = {name: self._part(name, value) for name, value in self.inputs.leaves.items()}
+    def _inputs(self) -> Inputs:
+        """The inputs of the part that is compared."""
+        leaves = {name: self._part(name, value).detach().requires_grad_() for name, value in self.inputs.leaves.items()}
         fixed = {name: self._part(name, value) for name, value in self.inputs.fixed.items()}
-        inputs = Inputs(leaves, fixed, self._part("out", self.inputs.dout))
-        return _seeded(self.reference.make(self.case, inputs.to(dtype), dropout_p))
+        return Inputs(leaves, fixed, self._part("out", self.inputs.dout))
 
     def _part(self, name: str, value: Any) -> Any:
         return self.benchmark.part(self.case, name, value) if isinstance(value, torch.Tensor) else value
