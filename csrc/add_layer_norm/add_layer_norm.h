@@ -7,8 +7,10 @@
 // used where all of them and the row length allow. hidden <= kMaxHidden, rows is any 64-bit count, zero included.
 // Sums and statistics run in float32. Nothing synchronises with the host.
 #pragma once
+#include <cuda_runtime.h>
+
+#include "common/dropout.h"
 #include "common/dtype_switch.h"
-#include "common/philox.cuh"
 
 namespace fastattn::add_layer_norm {
 

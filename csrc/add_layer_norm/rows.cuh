@@ -1,6 +1,7 @@
 // What forward and backward share: how a row is spread over threads, and which compiled kernel a call needs.
 #pragma once
 #include "add_layer_norm/add_layer_norm.h"
+#include "common/philox.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 

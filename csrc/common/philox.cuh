@@ -4,15 +4,10 @@
 // lane = col % 8; it is kept if lane >= threshold. One call serves a chunk of eight columns, and depends on the
 // element's global position alone, so the backward pass draws the mask again instead of reading it.
 #pragma once
+#include "common/dropout.h"
 #include "common/launch.cuh"
 
 namespace fastattn {
-
-struct Dropout {
-  const int64_t* rng_state;  // in: (seed, offset), on the device; null: no dropout
-  uint32_t threshold;        // round(dropout_p * 65536); 65536 drops everything
-  float scale;               // 1 / (1 - dropout_p), or 0 where everything is dropped
-};
 
 class DropoutMask {
  public:
