@@ -106,7 +106,8 @@ def test_dense_masks(dtype):
     keys = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]], device=DEVICE).bool()
     expected, _ = module(x, x, x, AttentionMask(key_padding=keys))
     for mask in (keys[:, None], keys[:, None].expand(B, LQ, LQ)):
-        torch.testing.assert_close(module(x, x, x, mask.to(dtype))[0], expected, rtol=0, atol=1e-6)
+        mask = mask if dtype == torch.bool else 3 * mask.to(dtype)  # any number but 0 says attend
+        torch.testing.assert_close(module(x, x, x, mask)[0], expected, rtol=0, atol=1e-6)
     causal = torch.ones(1, LQ, LQ, device=DEVICE).tril().to(dtype)
     torch.testing.assert_close(
         module(x, x, x, causal)[0], module(x, x, x, AttentionMask(is_causal=True))[0], rtol=0, atol=1e-6
