@@ -85,8 +85,9 @@ def backward_tile(hidden: int) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps, stages): 16 values a lane; above 4096 one turn already fills the loads in flight.
 
     Registers a thread at sm_90, offline: 94 to 128 in bfloat16, up to 161 in float32; up to 8192 at most 2 spilled.
-    At 16384 the two sums and a row are all 64 registers of 1024 threads: 45 to 90 spilled values, held by L1.
-    Dropped: three stages (147 to 173 registers: one program a multiprocessor instead of two); 32 values a lane (246).
+    At 16384 the two sums and a row are all 64 registers of 1024 threads: 45 to 91 spilled values, held by L1; 16 warps
+    spill 273. Dropped: three stages (147 to 173 registers: one program a multiprocessor instead of two); 32 values a
+    lane (246 registers at 512).
     """
     block_n = max(triton.next_power_of_2(hidden), 8)
     return max(4096 // block_n, 1), block_n, max(block_n // 512, 8), 2 if block_n <= 4096 else 1

@@ -95,7 +95,7 @@ def feed_forward_fwd(
     threshold, scale = dropout_constants(dropout_p)
     if h.numel() > 0:
         with on_device(x):
-            tile = tile_for(x.dtype, wide=not gated)
+            tile = tile_for(x.dtype, tokens, wide=not gated)
             grid = (triton.cdiv(tokens, tile.block_m) * triton.cdiv(d_ff, tile.block_n),)
             feed_forward_fwd_kernel[grid](
                 x, weight1, bias1, z, h, rng_state,

@@ -67,16 +67,19 @@ class Tile(NamedTuple):
 GROUP_M = 8  # tiles; with tiles of 128 the 132 programs of one H200 wave cover 1024 rows x about 16 tiles of columns
 
 
-def tile_for(dtype: torch.dtype, wide: bool) -> Tile:
-    """Tile sizes by dtype and architecture; wide: the epilogue leaves the registers to one large accumulator.
+def tile_for(dtype: torch.dtype, tokens: int, wide: bool) -> Tile:
+    """Tile sizes by dtype, architecture and rows; wide: the epilogue leaves the registers to one large accumulator.
 
-    An operand byte fetched from L2 serves BLOCK_M * BLOCK_N / (BLOCK_M + BLOCK_N) multiply-adds: 85 at 128 x 256, 64 at
-    128 x 128. A depth of 512 is only eight steps, so the tile's width counts for more than its stages.
-    Dropped, offline at sm_90, bfloat16: four warps at 128 x 128 (gelu: 86 spills); 128 x 256 where z is read back and
-    two tiles are stored (gelu backward: 470 spills). sm_80 and the 99 KiB of consumer GPUs: 48 KiB, two programs each.
+    An operand element fetched from L2 serves BLOCK_M * BLOCK_N / (BLOCK_M + BLOCK_N) multiply-adds: 85 at 128 x 256, 64
+    at 128 x 128. A depth of 512 is only eight steps, so the tile's width counts for more than its stages. A few tokens,
+    as in decoding, are cut small: 64 x 64 makes 32 programs of d_ff 2048 where 128 x 256 makes 8.
+    Dropped, offline at sm_90, bfloat16: 128 x 256 where z is read back and two tiles are stored (gelu backward: 470
+    spills). Not taken without a timing: 128 x 128 by four warps, two programs a multiprocessor (gelu: 255 registers, no
+    spills; its backward 400). sm_80 and the 99 KiB of consumer GPUs: 48 KiB, two programs each.
     """
+    few = tokens <= 256
     if dtype == torch.float32:
-        return Tile(128, 64, 16, 8, 3)
+        return Tile(32, 64, 16, 4, 3) if few else Tile(128, 64, 16, 8, 3)
     if 90 <= current_arch() < 120:
-        return Tile(128, 256, 64, 8, 3) if wide else Tile(128, 128, 64, 8, 3)
-    return Tile(128, 128, 32, 8, 4) if wide else Tile(128, 64, 32, 8, 4)
+        return Tile(64, 64, 64, 4, 3) if few else Tile(128, 256 if wide else 128, 64, 8, 3)
+    return Tile(64, 64, 32, 4, 4) if few else Tile(128, 128 if wide else 64, 32, 8, 4)
