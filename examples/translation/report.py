@@ -114,6 +114,7 @@ def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None
     if speed:
         bars = speed_axes.bar(["fused", "reference"], [speed.fused, speed.reference], color=["tab:blue", "tab:gray"])
         speed_axes.bar_label(bars, fmt="{:,.0f}")
+        speed_axes.margins(y=0.12)
     speed_axes.set(title=f"Training tokens per second\n{device_name(settings.device)}")
 
     figure.savefig(path, dpi=110)

@@ -13,11 +13,11 @@ BACKENDS = ("reference", "aten", "triton", "cuda")
 # model of "Attention Is All You Need" for real text.
 DATE_DEFAULTS = dict(
     out="runs/dates", layers=2, d_model=96, d_inner=192, heads=4, dropout=0.0, max_length=64,
-    epochs=10, batch_tokens=2048, warmup=400, label_smoothing=0.0, average=1,
+    epochs=6, batch_tokens=1024, warmup=400, lr_scale=0.5, label_smoothing=0.0, average=3,
 )  # fmt: skip
 TEXT_DEFAULTS = dict(
     out="runs/text", layers=6, d_model=512, d_inner=2048, heads=8, dropout=0.1, max_length=200,
-    epochs=20, batch_tokens=8192, warmup=4000, label_smoothing=0.1, average=5,
+    epochs=20, batch_tokens=8192, warmup=4000, lr_scale=1.0, label_smoothing=0.1, average=5,
 )  # fmt: skip
 
 # A run may be continued with these changed: they do not touch the weights that the steps before produced.
@@ -109,10 +109,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         "--batch-tokens", type=_positive, help=f"padded tokens a side of a batch {either('batch_tokens')}"
     )
     training.add_argument("--warmup", type=_positive, help=f"steps until the learning rate peaks {either('warmup')}")
-    training.add_argument(
-        "--lr-scale", type=float, default=1.0, help="multiplies the learning rate (default %(default)s)"
-    )
-    training.add_argument("--label-smoothing", type=_share, help=f"{either('label_smoothing')}")
+    training.add_argument("--lr-scale", type=float, help=f"multiplies the learning rate {either('lr_scale')}")
+    training.add_argument("--label-smoothing", type=_share, help=f"spread over all words {either('label_smoothing')}")
     training.add_argument(
         "--average", type=_positive, help=f"average the weights of this many last epochs {either('average')}"
     )
