@@ -155,21 +155,28 @@ def exact(p: Problem) -> Results:
     return Results(W @ v, lse.squeeze(-1), W, dq, dk, dv, dbias)
 
 
-def plain(p: Problem) -> Results:
-    """The formula as a person writes it in PyTorch: products in the tested dtype, softmax in float32."""
+def plain(p: Problem, backwards: bool = False) -> Results:
+    """The formula as a person writes it in PyTorch: products in the tested dtype, softmax in float32.
+
+    backwards: with queries, keys and features in reverse order, so that every sum runs the other way.
+    """
+
+    def turned(t: Tensor, *dims: int) -> Tensor:
+        return t.flip(dims) if backwards else t
 
     def attend(q, k, v, mask, dropout_p, scale):
-        keep = visible(p)
+        keep, factor = turned(visible(p), -2, -1), turned(dropout_multiplier(p), -2, -1)
+        q, k, v = turned(q, -2, -1), turned(k, -2, -1), turned(v, -2)
         k, v = (_per_query_head(t, p.q.shape[1]) for t in (k, v))
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
         if mask.bias is not None:
-            scores = scores + mask.bias.where(keep, 0)
+            scores = scores + turned(mask.bias, -2, -1).where(keep, 0)
         sees = keep.any(-1, keepdim=True)
         scores = scores.masked_fill(~keep & sees, -torch.inf)  # an empty row is left alone, so that it is not NaN
         lse = torch.logsumexp(scores, -1).where(sees[..., 0], -torch.inf)
         weights = torch.softmax(scores, -1).where(sees, 0)
-        weights = (weights * dropout_multiplier(p).to(weights.dtype)).to(q.dtype)
-        return weights @ v, lse, weights
+        weights = (weights * factor.to(weights.dtype)).to(q.dtype)
+        return turned(weights @ v, -2), turned(lse, -1), turned(weights, -2, -1)
 
     return solve(p, attend)
 
@@ -212,20 +219,22 @@ def check(
 
 
 def less_exact(p: Problem, truth: Results) -> Results:
-    """Of two plain ways to compute the problem, for each result the one that is further from the truth.
+    """Of three plain ways to compute the problem, for each result the one that is furthest from the truth.
 
-    One is plain(). The other scales q before the product and takes P = exp(S - lse) in the backward, as tiled
-    algorithms must. Both are honest; on a small problem either may hit the truth by luck (softmax of one key is 1).
+    Two are plain(), forwards and backwards; the third takes P = exp(S - lse) in the backward, as tiled algorithms must.
+    All are honest; on a small problem each may come near the truth by luck (the softmax of a single key is 1).
     """
 
-    def distance(actual: Tensor, truth: Tensor) -> float:
-        error = (actual.double() - truth).abs()
-        return error[error.isfinite()].sum().item()
+    def distance(way: Tensor, truth: Tensor) -> float:
+        error = (way.double() - truth).abs()
+        return error.where(error.isfinite(), 0).max().item() if error.numel() else 0.0
 
-    ways = plain(p), solve(p, flash())
-    pairs = zip(truth, *ways, strict=True)
-    return Results(*(one if t is None or two is None or distance(one, t) >= distance(two, t) else two
-                     for t, one, two in pairs))  # fmt: skip
+    def furthest(truth: Tensor | None, *ways: Tensor | None) -> Tensor | None:
+        if truth is None or any(way is None for way in ways):
+            return None
+        return max(ways, key=lambda way: distance(way, truth))
+
+    return Results(*map(furthest, truth, plain(p), plain(p, backwards=True), solve(p, flash())))
 
 
 def compare(p: Problem, actual: Results, names: tuple[str, ...], low: Results | None = None) -> None:
