@@ -62,9 +62,5 @@ def feed_forward(
     rng_state: Tensor | None,
 ) -> Tensor:
     """x (tokens, d), weight1 (d_ff or 2 * d_ff, d), weight2 (d, d_ff) -> (tokens, d)."""
-    hidden = x @ weight1.mT
-    if bias1 is not None:
-        hidden = hidden + bias1
-    hidden = philox.dropout(activate(hidden, activation), dropout_p, rng_state)
-    out = hidden @ weight2.mT
-    return out if bias2 is None else out + bias2
+    hidden = activate(F.linear(x, weight1, bias1), activation)
+    return F.linear(philox.dropout(hidden, dropout_p, rng_state), weight2, bias2)
