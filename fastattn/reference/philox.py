@@ -82,8 +82,8 @@ def keep_factor(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype
 
     On a CPU a product with it costs a tenth of a choice by a bool mask.
     """
-    lanes = philox_lanes(rng_state, rows, cols) ^ -32768  # signed, and in the order of the unsigned
-    return lanes.to(dtype).ge_(threshold(dropout_p) - 32768).mul_(rescale(dropout_p))
+    lanes = philox_lanes(rng_state, rows, cols).view(torch.uint16)
+    return lanes.to(dtype).ge_(threshold(dropout_p)).mul_(rescale(dropout_p))
 
 
 def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
