@@ -66,7 +66,7 @@ def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> 
     include = " ".join(f"-I{path}" for path in (ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include")))
     ccbin = f"-ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
     lines = [
-        f"nvcc = {nvcc} {ccbin} -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden",
+        f"nvcc = {nvcc} {ccbin} -std=c++17 -O2 -Xcompiler -fPIC,-fvisibility=hidden",
         "rule compile",
         f"  command = $nvcc $arch {include} -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",

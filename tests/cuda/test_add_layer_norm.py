@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from host_build import ORDERS
@@ -101,7 +106,9 @@ def test_public_function(device: torch.device) -> None:
     """Through the front desk and autograd: the room is chosen by name, explained, and equal to the reference."""
     shape = (2, 5, 40)
     tensors = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, shape[2:], shape[2:])]
-    assert fastattn.explain("add_layer_norm", *tensors).refusals["cuda"] is None
+    explanation = fastattn.explain("add_layer_norm", *tensors)
+    assert explanation.refusals["cuda"] is None
+    assert ("run on the CPU by csrc/host" in str(explanation)) == (device.type == "cpu")
     results = []
     for backend in ("cuda", "reference"):
         torch.manual_seed(1)
@@ -124,6 +131,17 @@ def test_refusals(device: torch.device) -> None:
         ((x.to("meta"), None, weight, weight), "meta"),
     ):
         assert said in room.why_not(*arguments, 0.0)
+
+
+def test_host_runner_from_the_environment(host_extension: Path) -> None:
+    program = """
+import fastattn, torch
+x, weight = torch.randn(2, 64), torch.ones(64)
+print(fastattn.dropout_add_layer_norm(x, x, weight, weight, backend="cuda").shape)
+"""
+    environment = os.environ | {"FASTATTN_CUDA_HOST": str(host_extension)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "torch.Size([2, 64])", done.stderr
 
 
 def test_refuses_a_cpu_tensor_without_the_host_runner() -> None:

@@ -1,23 +1,25 @@
-"""What nvcc makes of the CUDA kernels for sm_80 and sm_90a: registers, spills, and the width of memory accesses."""
+"""fastattn._C as setup.py builds it with nvcc for sm_80 and sm_90a.
+
+It imports without a driver; its kernels do not spill, and access memory 16 bytes at a time. `pytest -rP` prints them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import host_build
 import pytest
 
+ROOT = host_build.CSRC.parent
 ARCHS = ("80", "90a")
-FILES = ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 TYPES = {"f": "fp32", "13__nv_bfloat16": "bf16", "6__half": "fp16", "S3_": "as x"}
 
 
@@ -41,35 +43,59 @@ def find_cuobjdump() -> str | None:
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=":".join(triton))
 
 
-def compile_file(arch: str, file: str, folder: Path) -> list[Kernel]:
-    target = folder / f"{Path(file).stem}-{arch}.cubin"
-    command = ["nvcc", "-std=c++17", "-O3", "-Xptxas", "-v", f"-arch=sm_{arch}", f"-I{host_build.CSRC}", "-cubin"]
-    done = subprocess.run([*command, host_build.CSRC / file, "-o", target], capture_output=True, text=True)
-    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
-    sass = subprocess.run([find_cuobjdump(), "-sass", target], capture_output=True, text=True, check=True).stdout
-    functions = re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", sass, re.DOTALL)
-    accesses = {name: Counter(re.findall(r"\b(?:LDG|STG)[.\w]*", body)) for name, body in functions}
-    used = r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-    kernels = []
-    for name, spilled, registers in re.findall(used, done.stderr, re.DOTALL):
-        if parts := re.search(r"\d(forward|backward)_kernelI(f|13__nv_bfloat16|6__half)(f|S3_)Li(\d)ELb([01])E", name):
-            direction, x, weight, chunks, vectors = parts.groups()
-            types = f"{TYPES[x]}, weight {TYPES[weight]}"
-            numbers = int(registers), int(spilled), accesses[name]
-            kernels.append(Kernel(arch, direction, types, int(chunks), vectors == "1", *numbers))
-    return kernels
+class Build(NamedTuple):
+    folder: Path  # of the package with _C
+    objects: list[Path]
+    said: str
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH")
-    if find_cuobjdump() is None:
+    folder = tmp_path_factory.mktemp("build")
+    settings = {
+        "FASTATTN_FORCE_CUDA": "1",
+        "FASTATTN_SKIP_CUDA": "0",
+        "FASTATTN_CUDA_ARCHS": ";".join(ARCHS),
+        "NVCC_APPEND_FLAGS": "-Xptxas -v",
+    }
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return Build(folder / "lib" / "fastattn", sorted((folder / "temp").glob("*.cu.o")), said)
+
+
+def test_imports_without_a_driver(build: Build) -> None:
+    """The extension loads anywhere; asked for a device where there is none, it says so in an exception."""
+    program = "import _C; assert _C.device_type == 'cuda'; print(_C.device_problem(0) or 'none')"
+    environment = os.environ | {"PYTHONPATH": str(build.folder), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "too old" in done.stdout or "no CUDA-capable device" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def kernels(build: Build) -> list[Kernel]:
+    """Every instance of the layer norm's kernels."""
+    if (cuobjdump := find_cuobjdump()) is None:
         pytest.skip("cuobjdump is neither on PATH nor in the triton package")
-    folder = tmp_path_factory.mktemp("nvcc")
-    jobs = list(itertools.product(ARCHS, FILES))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [kernel for found in pool.map(lambda job: compile_file(*job, folder), jobs) for kernel in found]
+    accesses: dict[tuple[str, str], Counter[str]] = {}
+    for target in build.objects:
+        sass = subprocess.run([cuobjdump, "-sass", target], capture_output=True, text=True, check=True).stdout
+        for section in sass.split("Fatbin elf code")[1:]:
+            arch = re.search(r"arch = sm_(\w+)", section)[1]
+            for name, body in re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", section, re.DOTALL):
+                accesses[arch, name] = Counter(re.findall(r"\b(?:LDG|STG)[.\w]*", body))
+    used = r"Compiling entry function '(\S+)' for 'sm_(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    kernels = []
+    for name, arch, spilled, registers in re.findall(used, build.said, re.DOTALL):
+        if parts := re.search(r"\d(forward|backward)_kernelI(f|13__nv_bfloat16|6__half)(f|S3_)Li(\d)ELb([01])E", name):
+            direction, x, weight, chunks, vectors = parts.groups()
+            types = f"{TYPES[x]}, weight {TYPES[weight]}"
+            numbers = int(registers), int(spilled), accesses[arch, name]
+            kernels.append(Kernel(arch, direction, types, int(chunks), vectors == "1", *numbers))
+    return kernels
 
 
 def test_registers_and_spills(kernels: list[Kernel]) -> None:
