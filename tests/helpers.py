@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastattn._dispatch import BACKENDS, absence
 from fastattn.doctor import judge
+
+
+def rooms(stem: str, *, kernels_only: bool = False) -> tuple[str, ...]:
+    """The backends that have a room for this op. Whether one can serve on this machine, its why_not says."""
+    there = (b for b in BACKENDS if not (absence(stem, b) or "").startswith("there is no"))
+    return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 
 
 def assert_close_as_torch(actual: Tensor, truth: Tensor, low: Tensor, what: str = "result") -> None:

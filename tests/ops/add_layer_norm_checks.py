@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch
+from helpers import assert_close_as_torch, rooms
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
-ROOMS = ("reference", "aten", "triton", "cuda")
+ROOMS = rooms("add_layer_norm")
 EPS = 1e-6
 
 Room = Callable[..., tuple[Tensor, Tensor]]

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch
+from helpers import assert_close_as_torch, rooms
 from torch import Tensor
 
 from fastattn import feed_forward
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
-ROOMS = ("reference", "aten", "triton", "cuda")
+ROOMS = rooms("feed_forward")
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 ACTIVATIONS = (*GATED.values(), *GATED)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from add_layer_norm_checks import EPS, ROOMS, Problem, Results, check, exact, make, plain, planted, room_call, solve
-from helpers import assert_close_as_torch
+from helpers import assert_close_as_torch, rooms
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm
@@ -212,7 +212,7 @@ def test_autocast(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("has_residual, dropout_p", [(True, 0.3), (False, 0.0)])
-@pytest.mark.parametrize("room", ["triton", "cuda"])
+@pytest.mark.parametrize("room", rooms("add_layer_norm", kernels_only=True))
 def test_library_operators(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
     room_call(room, device)
     p = make(6, 40, dropout_p, has_residual=has_residual, device=device)

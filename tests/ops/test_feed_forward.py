@@ -16,6 +16,7 @@ from feed_forward_checks import (
     room_call,
     solve,
 )
+from helpers import rooms
 from torch import Tensor
 
 from fastattn import feed_forward
@@ -55,10 +56,8 @@ def test_sizes(room: str, tokens: int, d: int, d_ff: int, d_out: int, activation
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("room", ["aten", "triton", "cuda"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_several_tiles_bfloat16(room: str, activation: str, device: torch.device) -> None:
-    """Not for the reference: it rounds x weight1^T before it adds bias1, and one of these 36 720 elements changes sides
-    of relu's corner."""
     p = make(activation, 0.3, tokens=270, d=72, d_ff=136, d_out=40, dtype=torch.bfloat16, device=device)
     check(p, room_call(room, device))
 
@@ -181,7 +180,7 @@ def test_large_preactivations(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-@pytest.mark.parametrize("room", ["triton", "cuda"])
+@pytest.mark.parametrize("room", rooms("feed_forward", kernels_only=True))
 def test_what_is_kept_for_the_backward(room: str, activation: str, device: torch.device) -> None:
     """No dropout mask and no second tensor: beside inputs and rng_state, one tensor as wide as weight1 has rows."""
     p, call = make(activation, 0.3, tokens=40, device=device), room_call(room, device)
@@ -211,7 +210,7 @@ def test_autocast(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("activation, has_bias, dropout_p", [("relu", True, 0.3), ("geglu", False, 0.0)])
-@pytest.mark.parametrize("room", ["triton", "cuda"])
+@pytest.mark.parametrize("room", rooms("feed_forward", kernels_only=True))
 def test_library_operators(room: str, activation: str, has_bias: bool, dropout_p: float, device: torch.device) -> None:
     room_call(room, device)
     p = make(activation, dropout_p, tokens=6, has_bias=has_bias, device=device)
