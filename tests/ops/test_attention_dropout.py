@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import LOW_PRECISION, ROOMS, check, dropout_multiplier, make, room_call, solve, visible
+from attention_checks import (
+    KERNEL_ROOMS,
+    LOW_PRECISION,
+    ROOMS,
+    check,
+    dropout_multiplier,
+    make,
+    room_call,
+    solve,
+    visible,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -144,6 +154,32 @@ def test_no_dropout_draws_nothing(room: str, device: torch.device) -> None:
     torch.manual_seed(6)
     for a, b in zip(first, attend(p.q, p.k, p.v, mask, 0.0, p.scale), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_cuda_graph_draws_anew_at_every_replay(room: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    room_call(room, device)
+    p = make(B=1, H=2, mask="decoder", device=device)
+    mask = AttentionMask(**p.mask)
+
+    def weights() -> Tensor:
+        call = {"dropout_p": 0.5, "return_weights": True, "backend": room}
+        return scaled_dot_product_attention(p.q, p.k, p.v, mask, **call)[1]
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        weights()  # compiles the kernels and prepares the mask
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = weights()
+    replays = []
+    for _ in range(3):
+        graph.replay()
+        replays.append(captured.clone())
+    assert replays[0].any()
+    assert not torch.equal(replays[0], replays[1]) and not torch.equal(replays[1], replays[2])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

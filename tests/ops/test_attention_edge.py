@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_checks import ROOMS, Problem, check, make, plain, room_call, solve, visible
@@ -153,6 +154,43 @@ def test_long_rows_keep_float32_sums(room: str, device: torch.device) -> None:
     """The softmax's sums run in float32: the planted 16-bit accumulator fails here."""
     for dtype in (torch.bfloat16, torch.float16):
         check(make(B=1, H=1, Lq=16, Lk=1024, D=16, dtype=dtype, device=device), room_call(room, device, weights=False))
+
+
+def spread(t: torch.Tensor, stride: int) -> torch.Tensor:
+    """The matrix t (1, 1, rows, columns) with its rows so far apart that the last begins beyond 2^31 elements.
+
+    Only touched pages of the storage take memory.
+    """
+    rows, columns = t.shape[2:]
+    size = (rows - 1) * stride + columns
+    assert (rows - 1) * stride > 2**31
+    try:
+        if t.is_cuda:
+            storage = torch.zeros(size, dtype=t.dtype, device=t.device)
+        else:
+            storage = torch.from_numpy(np.zeros(size, dtype=f"i{t.itemsize}")).view(t.dtype)
+    except (MemoryError, torch.OutOfMemoryError):
+        pytest.skip(f"this machine cannot reserve {size * t.itemsize >> 30} GiB")
+    return storage.as_strided(t.shape, (size, size, stride, 1)).copy_(t)
+
+
+@pytest.mark.parametrize("wide", ["attn_mask", "k", "v", "q"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_offsets_beyond_32_bits(room: str, wide: str, device: torch.device) -> None:
+    attend = room_call(room, device)
+    p = make(B=1, H=1, Lq=20, Lk=20, D=16, mask="attn_mask", dtype=torch.bfloat16, device=device)
+    t = p.mask["attn_mask"] if wide == "attn_mask" else getattr(p, wide)
+    far = spread(t, 2**27 + 8)
+    check(p.but(**({"mask": {wide: far}} if wide == "attn_mask" else {wide: far})), attend)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_another_device_than_the_current(room: str, device: torch.device) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = torch.device("cuda", 1)
+    with torch.cuda.device(0):
+        check(make(mask="decoder", bias=(1, 2, 1, 37), dropout_p=0.2, device=other), room_call(room, other))
 
 
 def q(*shape: int, **options: Any) -> torch.Tensor:
