@@ -202,6 +202,14 @@ class AttentionMask:
         # On a CPU a look at the values costs no synchronisation and saves passes over the data.
         return (hide if hide.any() else None), (None if sees.all() else sees), (None if seen.all() else seen)
 
+    def additive(self, hide: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
+        """visible()'s hide as what to add to the scores: -inf where it is True, else 0."""
+
+        def build() -> Tensor:
+            return torch.zeros_like(hide, dtype=dtype).masked_fill_(hide, -torch.inf)
+
+        return build() if self.bias is not None else self._cached(("additive", Lq, Lk, dtype, hide.device), build)
+
     def intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(k_start, k_end), int32 (B or 1, Lq): query i may see only keys k_start <= j < k_end.
 

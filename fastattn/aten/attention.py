@@ -7,7 +7,6 @@ bias in ways that depend on which of its backends runs.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +60,7 @@ def attention(
         if bias is not None:
             scores = scores + _without(bias, hide, sees)
         if hide is not None and _known_finite(q, k):  # a sum is cheaper than a choice, and passes its gradient as it is
-            scores += torch.zeros_like(hide, dtype=scores.dtype).masked_fill_(hide, -torch.inf)
+            scores += mask.additive(hide, Lq, Lk, scores.dtype)
         elif hide is not None:
             scores = scores.masked_fill_(hide, -torch.inf)
         if return_lse:
@@ -84,9 +83,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Te
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
     if mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    keep = None if hide is None else ~hide
-    with sdpa_kernel(_MASKED_BACKENDS) if q.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=grouped)
+    if not q.is_cuda:  # PyTorch would turn a bool mask into this one at every call
+        shown = None if hide is None else mask.additive(hide, Lq, Lk, q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
+    with sdpa_kernel(_MASKED_BACKENDS):
+        shown = None if hide is None else ~hide
+        return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
 
 
 def _without(bias: Tensor, hide: Tensor | None, sees: Tensor | None) -> Tensor:
