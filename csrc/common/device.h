@@ -36,8 +36,9 @@ inline std::string device_problem(int device) {
   const auto text = [](int version) {
     return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
   };
+  if (driver == 0) return "there is no NVIDIA driver";
   if (driver / 1000 < runtime / 1000)
-    return "fastattn._C was built with CUDA " + text(runtime) + ", which the driver (for CUDA " + text(driver) + ") is too old for";
+    return "fastattn._C was built with CUDA " + text(runtime) + ", the driver serves CUDA " + text(driver) + " at most";
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device);
   if (major < 8)
     return "the CUDA kernels need compute capability 8.0, got " + std::to_string(major) + "." +
