@@ -7,6 +7,9 @@ Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in two kernel
 and delta, the other owns key tiles and writes dk and dv. S and dP are computed twice, 7 products where one kernel needs
 5, but nobody adds into memory that another program writes: no atomics, no float32 copy of dq, equal results run to run.
 lse is differentiable at no cost: its gradient only shifts delta.
+Compiled offline, triton 3.6, bf16 causal, sm_90a: dq 128 registers at D 64 and 207 at D 128, dk and dv 255 at both;
+nothing spills. With dropout, bias and attn_mask together, D 128: 42 and 39 stores spill.
+Tried and dropped for dk and dv, D 128: 64 queries by 128 keys, 59 stores spilled without a mask; 128 by 64, 244.
 """
 
 import torch
