@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+import fastattn
 from translation.decoding import Score
 from translation.measure import Agreement, Speed
 from translation.settings import Settings
 from translation.training import Progress, learning_rate
 
 POINTS = 400  # of the loss curve, at most
-VERSIONS = ("fastattn", "torch", "triton", "numpy", "tokenizers", "sacrebleu")
+VERSIONS = ("torch", "triton", "numpy", "tokenizers", "sacrebleu")
 
 
 def device_name(device: str) -> str:
@@ -38,7 +39,7 @@ def _processor() -> str:
 
 def versions() -> dict[str, str | None]:
     """Of Python and of the packages that matter; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "fastattn": fastattn.__version__}
     for name in VERSIONS:
         try:
             found[name] = importlib.metadata.version(name)

@@ -62,7 +62,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert record["training_tokens_per_second"]["fused"] > 0 < record["training_tokens_per_second"]["reference"]
     assert record["agreement_with_reference"]["steps"] == 3
     assert 0 <= record["agreement_with_reference"]["largest_relative_difference"] < 1e-4
-    assert record["versions"]["torch"] and record["backends"]["attention"] == "aten"
+    assert record["versions"]["fastattn"] and record["backends"]["attention"] == "aten"
 
     model, tokenizer, settings = load_model(run / "model.pt")
     (translation,) = translate(model, tokenizer, ["3 March 1998"], settings)
