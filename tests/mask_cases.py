@@ -30,10 +30,12 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
     key_lengths = [max(Lk - 3 * b, 0) for b in range(B)]
     query_lengths = [max(Lq - 2 * b - 1, 0) for b in range(B)]
     holes = coin(B, Lk)
-    holes[-1] = False  # nothing to see in the last sample
+    if B > 1:
+        holes[-1] = False  # nothing to see in the last sample
     full = coin(B, H, Lq, Lk)
     full[0, 0, Lq // 2] = False  # one empty row
-    full[-1, -1] = False  # one empty head of one sample
+    if B * H > 1:
+        full[-1, -1] = False  # one empty head of one sample
     # Packed sequences: unequal splits of queries and keys, an empty one on either side, and a query beyond the last.
     packed_q = offsets(Lq // 3, 0, Lq // 4, Lq - 1 - Lq // 3 - Lq // 4) if Lq > 1 else offsets(0, 0, 1, 0)
     packed_k = offsets(Lk // 4, Lk // 3, 0, Lk - Lk // 4 - Lk // 3)

@@ -91,7 +91,7 @@ def make(
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(device, dtype)
 
     Hk, Dv = Hk or H, Dv or D
-    return Problem(
+    problem = Problem(
         q=randn(B, H, Lq, D),
         k=randn(B, Hk, Lk, D),
         v=randn(B, Hk, Lk, Dv),
@@ -103,6 +103,8 @@ def make(
         scale=D**-0.5,
         seed=seed,
     )
+    assert mask == "nothing" or visible(problem).any(), "a problem in which nobody sees anything finds no bug"
+    return problem
 
 
 def visible(p: Problem) -> Tensor:
