@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_checks import check, make, room_call
+from test_attention_edge import spread
 
 from fastattn import AttentionMask
 
@@ -106,3 +107,22 @@ def test_each_bug_is_caught(interpreted: None, bug: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(place, name, spoil(getattr(place, name)))
     with pytest.raises(AssertionError, match=f"^{result}: error"):
         check(make(**PROBLEM), attend)
+
+
+def test_32_bit_offsets_are_caught(interpreted: None, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The problem of test_offsets_beyond_32_bits, with the rows of q, k and v found by 32-bit arithmetic."""
+    attend = room_call("triton", device, weights=False)
+    forward = importlib.import_module("fastattn.kernels.attention.forward")
+    tl = forward.tl
+
+    def load_rows(ptr: Any, first: Any, stride: Any, inside: Any, BLOCK: int, HEAD_DIM: int, BLOCK_D: int) -> Any:
+        col = tl.arange(0, BLOCK_D)[None, :]
+        places = ((first + tl.arange(0, BLOCK)[:, None]) * stride).to(tl.int32) + col
+        keep = (places >= 0) & (col < HEAD_DIM)  # what wrapped around would be read from before the tensor
+        return tl.load(ptr + places, mask=keep if inside is None else keep & inside[:, None], other=0.0)
+
+    monkeypatch.setattr(forward, "load_rows", load_rows)
+    p = make(B=1, H=1, Lq=20, Lk=20, D=16, mask="attn_mask", dtype=torch.bfloat16)
+    check(p, attend, ("out",))  # near by, the 32 bits suffice
+    with pytest.raises(AssertionError, match="^out: error"):
+        check(p.but(k=spread(p.k, 2**27 + 8)), attend, ("out",))
