@@ -149,7 +149,7 @@ class AttentionMask:
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """The bool mask written out, an expanded (B, H, Lq, Lk) view: the truth that tests compare with. No bias."""
-        keep = self._cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
+        keep = self.cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
         return keep.expand(B, H, Lq, Lk)
 
     def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
@@ -187,12 +187,12 @@ class AttentionMask:
         """
         if self.bias is not None:  # it may hold -inf, and may be another one at the next call
             return self._build_visible(Lq, Lk, device)
-        return self._cached(("visible", Lq, Lk, device), lambda: self._build_visible(Lq, Lk, device))
+        return self.cached(("visible", Lq, Lk, device), lambda: self._build_visible(Lq, Lk, device))
 
     def _build_visible(
         self, Lq: int, Lk: int, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        keep = self._cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
+        keep = self.cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
         sees, seen = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
@@ -208,7 +208,7 @@ class AttentionMask:
         def build() -> Tensor:
             return torch.zeros_like(hide, dtype=dtype).masked_fill_(hide, -torch.inf)
 
-        return build() if self.bias is not None else self._cached(("additive", Lq, Lk, dtype, hide.device), build)
+        return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype, hide.device), build)
 
     def intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(k_start, k_end), int32 (B or 1, Lq): query i may see only keys k_start <= j < k_end.
@@ -216,7 +216,7 @@ class AttentionMask:
         Band, window, segments, query padding (an empty interval) and the first and last real key are folded in.
         Holes in key_padding and attn_mask apply on top.
         """
-        return self._cached(("intervals", Lq, Lk, device), lambda: self._build_intervals(Lq, Lk, device))
+        return self.cached(("intervals", Lq, Lk, device), lambda: self._build_intervals(Lq, Lk, device))
 
     def _build_intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         i = torch.arange(Lq, device=device)[None, :]
@@ -251,9 +251,10 @@ class AttentionMask:
             k_start, k_end = self.intervals(Lq, Lk, device)
             return build_tiles(k_start, k_end, Lk, self.key_padding, self.attn_mask, BLOCK_M, BLOCK_N)
 
-        return self._cached(("tiles", Lq, Lk, BLOCK_M, BLOCK_N, device), build)
+        return self.cached(("tiles", Lq, Lk, BLOCK_M, BLOCK_N, device), build)
 
-    def _cached(self, key: Any, build: Callable[[], Any]) -> Any:
+    def cached(self, key: Any, build: Callable[[], Any]) -> Any:
+        """What build() makes of this mask, its bias apart; made once, and known by key."""
         if torch.compiler.is_compiling():
             return build()
         # An in-place edit of a mask tensor gives it a new version, and so a new entry.

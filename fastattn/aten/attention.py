@@ -59,7 +59,8 @@ def attention(
         scores = _scores(q, k, softmax_scale)
         if bias is not None:
             scores = scores + _without(bias, hide, sees)
-        if hide is not None and _known_finite(q, k):  # a sum is cheaper than a choice, and passes its gradient as it is
+        # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
+        if hide is not None and abs(softmax_scale) <= 1 and _known_finite(q, k):
             scores += mask.additive(hide, Lq, Lk, scores.dtype)
         elif hide is not None:
             scores = scores.masked_fill_(hide, -torch.inf)
@@ -107,11 +108,15 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _known_finite(*tensors: Tensor) -> bool:
-    """Neither NaN nor inf is in them. Asked on a CPU only, where a sum is cheap and needs no synchronisation."""
+    """Neither NaN nor inf is in them or in a product of two of their rows: the sums of their squares are finite.
+
+    Asked on a CPU only, where a sum is cheap and needs no synchronisation.
+    """
     if tensors[0].device.type != "cpu" or torch.compiler.is_compiling():
         return False
     # Transposed: (B, L, H, D) is the order in memory of what a projection gives.
-    return all(math.isfinite(t.detach().transpose(1, 2).sum(dtype=torch.float32)) for t in tensors)
+    flat = (t.detach().transpose(1, 2).reshape(-1) for t in tensors)
+    return all(math.isfinite(torch.dot(t, t)) for t in flat)
 
 
 def _repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:

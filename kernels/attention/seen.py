@@ -82,4 +82,4 @@ def seen_keys(mask: AttentionMask, Lq: int, Lk: int, device: torch.device, who: 
         return seen
 
     # A bias may be another one at every call.
-    return build() if mask.bias is not None else mask._cached(("seen_keys", Lq, Lk, device), build)
+    return build() if mask.bias is not None else mask.cached(("seen_keys", Lq, Lk, device), build)
