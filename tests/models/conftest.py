@@ -1,0 +1,26 @@
+"""Fixtures of the model tests."""
+
+import pytest
+import torch
+from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB
+
+from fastattn import dropout_add_layer_norm, explain
+
+
+@pytest.fixture
+def batch():
+    """Three sentence pairs, (3, 11) and (3, 9), padded at the end to different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    src = torch.randint(3, VOCAB, (3, 11), generator=generator)
+    trg = torch.randint(3, VOCAB, (3, 9), generator=generator)
+    src[1, 7:], src[2, 4:], trg[0, 8:], trg[2, 5:] = PAD_SRC, PAD_SRC, PAD_TRG, PAD_TRG
+    return src.to(DEVICE), trg.to(DEVICE)
+
+
+@pytest.fixture
+def triton():
+    """Skips where Triton cannot serve; without a GPU it does in its interpreter."""
+    x = torch.zeros(1, 16, device=DEVICE)
+    reason = explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]
+    if reason is not None:
+        pytest.skip(reason)
