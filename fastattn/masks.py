@@ -36,7 +36,8 @@ class AttentionMask:
                           1 1 . .                              1 1 1 1
 
     cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), offsets of n sequences packed along Lq and Lk; a query sees only keys of
-        its own sequence, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q.
+        its own sequence, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. Positions before
+        the first offset or from the last one on see nothing and are not seen.
 
     A query that may see nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks.
     Raises TypeError or ValueError naming the argument.
@@ -374,8 +375,9 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
 
 
 def _segments(cu_seqlens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per position: its sequence (n for positions behind the last one), where that begins, and its length. int64."""
+    """Per position: its sequence (n for positions in none), where that begins, and its length. int64."""
     cu_seqlens = cu_seqlens.long()
     segment = torch.searchsorted(cu_seqlens, position.contiguous(), right=True) - 1
+    segment = torch.where(segment < 0, len(cu_seqlens) - 1, segment)
     edges = torch.cat([cu_seqlens, cu_seqlens[-1:]])
     return segment, edges[segment], edges[segment + 1] - edges[segment]

@@ -64,6 +64,12 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
         "nothing": {"attn_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
         "segments": {"cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k},
         "segments_causal": {"cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k, "is_causal": True},
+        "segments_with_strays": {  # one position before the first sequence and one behind the last are in none
+            "cu_seqlens_q": torch.tensor([min(1, Lq), Lq // 2, max(Lq - 1, 1)]).cummax(0).values.to(torch.int32),
+            "cu_seqlens_k": torch.tensor([min(1, Lk), Lk // 3, max(Lk - 1, 1)]).cummax(0).values.to(torch.int32),
+            "is_causal": True,
+            "align": "bottom_right",
+        },
         "segments_window_bottom_right": {
             "cu_seqlens_q": packed_q,
             "cu_seqlens_k": packed_k,

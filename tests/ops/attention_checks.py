@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_planted import flash
-from helpers import assert_close_as_torch
+from helpers import assert_close_as_torch, rooms
 from mask_cases import mask_kinds
 from torch import Tensor
 
@@ -25,8 +25,8 @@ from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
-ROOMS = ("reference", "aten", "triton", "cuda")
-KERNEL_ROOMS = ("triton", "cuda")
+ROOMS = rooms("attention")
+KERNEL_ROOMS = rooms("attention", kernels_only=True)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask | None, float, float], tuple[Tensor, Tensor, Tensor | None]]
