@@ -149,7 +149,9 @@ def test_a_script_runs_by_itself() -> None:
 def test_pytest_benchmark_collects_the_scripts() -> None:
     command = [sys.executable, "-m", "pytest", str(BENCHMARKS / "bench_add_layer_norm.py"), "--benchmark-only", "-q"]
     command += ["--benchmark-max-time=0.01", "--benchmark-min-rounds=1", "-p", "no:cacheprovider", "-k", "forward"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # Under pytest-xdist its variables would tell the new process that it is a worker, where nothing is timed.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "test_add_layer_norm[40x96 fp32-reference-forward]" in result.stdout
 

@@ -1,4 +1,4 @@
-"""Known bugs, planted one at a time in a copy of the sources: the checks of test_add_layer_norm.py must fail on each.
+"""Known bugs, planted one at a time in a copy of the sources: the checks of layer_norm_checks.py must fail on each.
 
 The copy compiles two of the layer norm's kernels, those of float32 and two chunks a thread, which all cases below use.
 """
