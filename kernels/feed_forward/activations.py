@@ -12,7 +12,7 @@ SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 INV_SQRT_TAU: tl.constexpr = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 TANH_SCALE: tl.constexpr = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 TANH_CUBIC: tl.constexpr = tl.constexpr(0.044715)
-# Below, a constant stands behind its tensor: in front of it, the interpreter of triton 3.9 makes a constant of the result.
+# Below a constant stands behind its tensor: before it, the interpreter of triton 3.9 makes a constant of the product.
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def activate(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         return 0.5 * z * (1 + tl.erf(z * SQRT_HALF))
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
-        return z * tl.sigmoid((z + z * z * z * TANH_CUBIC) * TANH_SCALE)
+        return z * tl.sigmoid((z + z * TANH_CUBIC * z * z) * TANH_SCALE)
     return z * tl.sigmoid(z)
 
 
@@ -36,7 +36,7 @@ def activate_and_slope(z, ACTIVATION: tl.constexpr):
         below = 0.5 * (1 + tl.erf(z * SQRT_HALF))
         return z * below, below + z * INV_SQRT_TAU * tl.exp(-0.5 * z * z)
     if ACTIVATION == "gelu_tanh":
-        share = tl.sigmoid((z + z * z * z * TANH_CUBIC) * TANH_SCALE)
-        return z * share, share + z * share * (1 - share) * TANH_SCALE * (1 + z * z * (3 * TANH_CUBIC))
+        share = tl.sigmoid((z + z * TANH_CUBIC * z * z) * TANH_SCALE)
+        return z * share, share + z * share * (1 - share) * TANH_SCALE * (1 + z * (3 * TANH_CUBIC) * z)
     share = tl.sigmoid(z)
     return z * share, share + z * share * (1 - share)
