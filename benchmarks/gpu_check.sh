@@ -45,7 +45,7 @@ build() { # without nvcc the build says so and leaves the extension out; on a ma
 
 one_test_file() {
   local log=$DIR/tests/${1//\//_}.log status
-  within 180 "$PYTHON" -m pytest -q -p no:cacheprovider "$1" > "$log" 2>&1
+  within 180 "$PYTHON" -m pytest -q "$1" > "$log" 2>&1
   status=$?
   echo "exit $status  $1: $(tail -n 1 "$log")"
   [ $status -eq 0 ] || [ $status -eq 5 ] # 5: the file has no test

@@ -60,7 +60,8 @@ def test_several_tiles(room: str, kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_lengths_at_tile_edges(room: str, Lq: int, Lk: int, device: torch.device) -> None:
     mask = {"is_causal": True, "align": "bottom_right"} if Lq <= Lk else {"key_padding": prefix([Lk], Lk).to(device)}
-    check(make(B=1, H=1, Lq=Lq, Lk=Lk, D=16, mask=mask, device=device), room_call(room, device))
+    H = 8 if Lq * Lk == 1 else 1  # the plain formula's error on a single score would be a matter of luck
+    check(make(B=1, H=H, Lq=Lq, Lk=Lk, D=16, mask=mask, device=device), room_call(room, device))
 
 
 @pytest.mark.parametrize("D", [8, 16, 33, 40, 64, 72, 80, 96, 127, 128, 160, 256])

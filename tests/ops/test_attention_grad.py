@@ -92,7 +92,7 @@ def test_only_some_ask_for_a_gradient(room: str, needs: str, device: torch.devic
 @pytest.mark.parametrize("room", ROOMS)
 def test_gradient_of_lse_alone_and_of_out_alone(room: str, device: torch.device) -> None:
     """z-loss: a loss on lse, with and without one on out."""
-    p = make(mask="causal", bias=(1, 1, 21, 37), device=device)
+    p = make(Lq=45, Lk=60, mask="causal", bias=(1, 1, 45, 60), device=device)
     attend = room_call(room, device, weights=False)
     check(p.but(dlse=None), attend)
     z_loss = p.but(dout=torch.zeros_like(p.dout))
