@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from attention_checks import KERNEL_ROOMS, ROOMS, Problem, Results, compare, make, room_call, solve
 from torch import Tensor
 
