@@ -20,9 +20,9 @@ struct alignas(1024) SharedArena {
   unsigned char bytes[kMaxSharedBytes + kGuardBytes];
 };
 
-unsigned char* shared_arena() {
-  static thread_local const std::unique_ptr<SharedArena> arena(new SharedArena);
-  return arena->bytes;
+unsigned char* shared_arena(int which) {
+  static thread_local const std::unique_ptr<SharedArena[]> arenas(new SharedArena[2]);
+  return arenas[which].bytes;
 }
 
 const Stack& stack_of(int thread) {
@@ -37,6 +37,11 @@ thread_local Block* Block::current = nullptr;
 
 Order Order::from_environment() {
   Order order;
+  const char* async = std::getenv("FASTATTN_HOST_ASYNC");
+  const std::string completion = async ? async : "lazy";
+  order.eager_ = completion == "eager";
+  if (!order.eager_ && completion != "lazy")
+    throw std::runtime_error("FASTATTN_HOST_ASYNC must be lazy or eager, got " + completion);
   const char* value = std::getenv("FASTATTN_HOST_ORDER");
   const std::string name = value ? value : "forward";
   if (name == "forward") return order;
@@ -69,16 +74,22 @@ int Order::lane(uint32_t ready) {
   return high ? 31 - __builtin_clz(ready) : __builtin_ctz(ready);
 }
 
+size_t Order::pick(size_t count) {
+  return kind_ == Kind::forward ? 0 : kind_ == Kind::reverse ? count - 1 : next_random() % count;
+}
+
 Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body)
-    : grid(grid), dim(dim), index(index), shared(shared_arena()), shared_bytes_(shared_bytes), order_(order), body_(body),
-      threads_(dim.x * dim.y * dim.z), alive_(static_cast<int>(threads_.size())) {
-  if (threads_.empty() || threads_.size() > 1024) throw std::runtime_error("host runner: a block has 1 to 1024 threads");
+    : grid(grid), dim(dim), index(index), shared(shared_arena(0)), async_view(shared_arena(1)), shared_bytes_(shared_bytes),
+      order_(order), body_(body), threads_(dim.x * dim.y * dim.z), alive_(static_cast<int>(threads_.size())) {
+  if (threads_.empty() || threads_.size() > kMaxThreads) throw std::runtime_error("host runner: a block has 1 to 1024 threads");
   if (shared_bytes > kMaxSharedBytes) throw std::runtime_error("host runner: a block has at most 227 KiB of shared memory");
   std::memset(shared, kPoison, shared_bytes);
+  std::memset(async_view, kPoison, shared_bytes);
   std::memset(shared + shared_bytes, kGuard, kGuardBytes);
   const int warps = (alive_ + kLanes - 1) / kLanes;
   ready_.resize(warps);
   meetings_.resize(warps);
+  warpgroups_.resize((alive_ + kGroupThreads - 1) / kGroupThreads);
   warp_order_ = order.permutation(warps);
   for (int i = 0; i < alive_; i++) {
     Thread& thread = threads_[i];
@@ -92,19 +103,35 @@ Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order
 void Block::run() {
   current = this;
   while (alive_ > 0 && failure_.empty()) {
-    thread = next();
-    if (thread == nullptr)
-      failure_ = "deadlock: " + whereabouts();
-    else
+    if (Thread* const ready = next(); ready != nullptr) {
+      thread = ready;
+      in_fiber_ = true;
       Fiber::switch_between(scheduler_, thread->fiber);
+      in_fiber_ = false;
+    } else if (!in_flight_.empty()) {
+      complete_one();
+    } else {
+      failure_ = "deadlock: " + whereabouts();
+    }
   }
   current = nullptr;
+  if (failure_.empty()) failure_ = left_undone();
   const unsigned char* guard = shared + shared_bytes_;
   if (failure_.empty() && std::any_of(guard, guard + kGuardBytes, [](unsigned char byte) { return byte != kGuard; }))
     failure_ = "a write past the end of shared memory (" + std::to_string(shared_bytes_) + " bytes)";
   if (!failure_.empty())
     throw std::runtime_error("host runner: block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
                              std::to_string(index.z) + "): " + failure_);
+}
+
+void Block::complete_one() {
+  const auto place = in_flight_.begin() + static_cast<std::ptrdiff_t>(order_.pick(in_flight_.size()));
+  const Work work = std::move(*place);
+  in_flight_.erase(place);
+  try {
+    work();
+  } catch (const Failure&) {  // of fail(), outside the fibers
+  }
 }
 
 // The first function of every fiber.
@@ -161,10 +188,85 @@ void Block::collective(uint32_t mask, void* slot, Site site, const Exchange& exc
   wake(warp, mask);
 }
 
+void Block::named_barrier(int id, int count, bool waits, Site site) {
+  if (id < 1 || id >= kNamedBarriers) fail(site.text() + ": barriers 1 to 15 have a name, got " + std::to_string(id));
+  if (count <= 0 || count % kLanes != 0) fail(site.text() + ": a barrier is for whole warps, got " + std::to_string(count));
+  NamedBarrier& barrier = named_[id];
+  const int me = thread->linear, warp = thread->warp(), first = warp * kLanes;
+  if (barrier.arrived.none()) barrier.count = count;
+  if (barrier.count != count)
+    fail(site.text() + ": barrier " + std::to_string(id) + " is for " + std::to_string(barrier.count) + " threads and for " +
+         std::to_string(count));
+  if (barrier.arrived[me]) fail(site.text() + ": a thread arrives twice at barrier " + std::to_string(id));
+  for (int other = first; other < first + kLanes; other++)
+    if (barrier.arrived[other] && !(barrier.sites[warp] == site))
+      fail("lanes of one warp meet at different barriers: " + barrier.sites[warp].text() + " and " + site.text());
+  barrier.sites[warp] = site;
+  barrier.arrived.set(me);
+  if (static_cast<int>(barrier.arrived.count()) < count) {
+    if (!waits) return;
+    barrier.waiting.set(me);
+    return wait(site);
+  }
+  for (const Thread& other : threads_)
+    if (barrier.waiting[other.linear]) wake(other.warp(), 1u << other.lane());
+  barrier.arrived.reset(), barrier.waiting.reset();
+}
+
+void Block::warpgroup_collective(void* slot, Site site, const Exchange& exchange) {
+  Warpgroup& group = warpgroup();
+  const int first = thread->warpgroup() * kGroupThreads;
+  if (first + kGroupThreads > static_cast<int>(threads_.size())) fail(site.text() + ": not a whole warpgroup");
+  if (group.arrived > 0 && !(group.site == site))
+    fail("threads of one warpgroup meet at different collectives: " + group.site.text() + " and " + site.text());
+  group.site = site;
+  group.slots[thread->linear - first] = slot;
+  if (++group.arrived < kGroupThreads) return wait(site);
+  group.arrived = 0;
+  exchange(group.slots);
+  for (int warp = first / kLanes; warp < first / kLanes + kGroupWarps; warp++) wake(warp, 0xffffffffu);
+}
+
+void Block::sleep(Site site) {
+  sleepers_.push_back(thread);
+  wait(site);
+}
+
+void Block::wake_sleepers() {
+  for (const Thread* sleeper : sleepers_) wake(sleeper->warp(), 1u << sleeper->lane());
+  sleepers_.clear();
+}
+
+size_t Block::shared_offset(const void* pointer, size_t bytes, const char* what) {
+  const auto* const at = static_cast<const unsigned char*>(pointer);
+  if (at < shared || at >= shared + shared_bytes_) fail(std::string(what) + ": not an address in shared memory");
+  check_shared(at - shared, bytes, what);
+  return at - shared;
+}
+
+void Block::check_shared(size_t offset, size_t bytes, const char* what) {
+  if (offset + bytes > shared_bytes_)
+    fail(std::string(what) + ": reaches past the end of shared memory (" + std::to_string(shared_bytes_) + " bytes)");
+}
+
+void Block::fence_async_proxy() { std::memcpy(async_view, shared, shared_bytes_); }
+
 void Block::fail(const std::string& what) {
   failure_ = what;
+  if (!in_fiber_) throw Failure{};
   Fiber::switch_between(thread->fiber, scheduler_);
   std::abort();  // nothing resumes a failed block
+}
+
+std::string Block::left_undone() const {
+  if (!in_flight_.empty()) return "the block ended before loads that nobody waited for";
+  for (const Thread& other : threads_) {
+    if (!other.copies.idle()) return "the block ended before a cp.async that nobody waited for";
+    if (!other.stores.idle()) return "the block ended before a store from shared memory that nobody waited for";
+  }
+  for (const Warpgroup& group : warpgroups_)
+    if (!group.products.idle()) return "the block ended before a wgmma that nobody waited for";
+  return "";
 }
 
 std::string Block::whereabouts() const {

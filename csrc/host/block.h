@@ -3,23 +3,32 @@
 // A thread runs until it waits; then the next ready thread of its warp runs, and only when its warp can do no more, another
 // warp. Warps thus run as far ahead of each other as the barriers allow, in an order (Order) that tests vary: a missing
 // barrier shows as a wrong or NaN result in one order or another, because shared memory starts as NaN in every block.
+// Asynchronous work is done as early or as late as it may be: async.h.
 // What cannot go on, or is undefined on a GPU, is reported as an exception: threads that wait for each other for ever, a
 // barrier reached from two places of the source, lanes that a collective names but that have left or wait elsewhere, a
-// shuffle that reads a lane outside its mask, and a write past the end of shared memory.
-// Not modelled: memory fences and caches (all accesses are in program order), bank conflicts, time.
+// shuffle that reads a lane outside its mask, asynchronous work that nobody waited for, and a write past the end of shared
+// memory.
+// The asynchronous proxy (TMA, wgmma) sees what threads wrote to shared memory only after fence.proxy.async: it reads a
+// second copy of shared memory, which that fence brings up to date.
+// Not modelled: other memory fences and caches (all accesses are in program order), bank conflicts, time.
 #pragma once
 #include <cuda_runtime.h>
 
+#include <array>
+#include <bitset>
 #include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "host/async.h"
+#include "host/copies.h"
 #include "host/fiber.h"
 
 namespace fastattn::host {
 
-constexpr int kLanes = 32;
+constexpr int kLanes = 32, kGroupWarps = 4, kGroupThreads = kLanes * kGroupWarps;
+constexpr int kMaxThreads = 1024;
 
 // Where in the source a thread waits.
 struct Site {
@@ -31,13 +40,15 @@ struct Site {
   std::string text() const { return std::string(what) + " (" + file + ":" + std::to_string(line) + ")"; }
 };
 
-// The order in which warps, lanes and blocks get their turn: FASTATTN_HOST_ORDER = forward (default), reverse, or the seed
-// of a random order. Read at each launch.
+// The order in which warps, lanes, blocks and asynchronous work get their turn: FASTATTN_HOST_ORDER = forward (default),
+// reverse, or the seed of a random order. FASTATTN_HOST_ASYNC = lazy (default) or eager. Both are read at each launch.
 class Order {
  public:
   static Order from_environment();
   std::vector<uint64_t> permutation(uint64_t count);
   int lane(uint32_t ready);  // one of the set bits
+  size_t pick(size_t count);  // which of so many asynchronous works is done first
+  bool eager() const { return eager_; }
 
  private:
   enum class Kind { forward, reverse, random };
@@ -45,6 +56,7 @@ class Order {
 
   Kind kind_ = Kind::forward;
   uint32_t state_ = 0;
+  bool eager_ = false;
 };
 
 struct Thread {
@@ -53,27 +65,64 @@ struct Thread {
   int linear;
   bool finished = false;
   Site waits_at = {};
+  Copies copies = {};
+  AsyncGroups copies = {}, stores = {};  // cp.async; stores from shared memory by TMA and bulk copies
 
   int warp() const { return linear / kLanes; }
   int lane() const { return linear % kLanes; }
+  int warpgroup() const { return linear / kGroupThreads; }
+};
+
+// Four warps that issue wgmma together.
+struct Warpgroup {
+  int arrived = 0;
+  Site site = {};
+  void* slots[kGroupThreads];
+  AsyncGroups products = {};
+  bool fenced = false;  // by wgmma.fence, since the last wait
+  int registers = 0;    // that setmaxnreg gave to each thread
+};
+
+// bar.sync and bar.arrive with a number of threads.
+struct NamedBarrier {
+  int count = 0;
+  std::bitset<kMaxThreads> arrived, waiting;
+  std::array<Site, kMaxThreads / kLanes> sites;  // of each warp
 };
 
 class Block {
  public:
   // What the last thread to arrive computes for all: slots[lane] is what each lane of the mask brought.
   using Exchange = std::function<void(void* const* slots)>;
+  static constexpr int kNamedBarriers = 16;
 
   Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body);
   void run();  // throws std::runtime_error with what went wrong
 
   void barrier(Site site);
+  void named_barrier(int id, int count, bool waits, Site site);
   void collective(uint32_t mask, void* slot, Site site, const Exchange& exchange);
+  void warpgroup_collective(void* slot, Site site, const Exchange& exchange);  // slots of its 128 threads
+  Warpgroup& warpgroup() { return warpgroups_[thread->warpgroup()]; }
+
+  // For work that ends at a group's wait, and for work whose end a barrier in shared memory tells.
+  void start(AsyncGroups& groups, Work work) { order_.eager() ? work() : groups.add(std::move(work)); }
+  void start(Work work) { order_.eager() ? work() : in_flight_.push_back(std::move(work)); }
+  void sleep(Site site);  // until wake_sleepers(): for a thread that looks at a barrier in shared memory again and again
+  void wake_sleepers();
+
+  // The place in shared memory of `bytes` bytes at `pointer`, which must lie inside it.
+  size_t shared_offset(const void* pointer, size_t bytes, const char* what);
+  void check_shared(size_t offset, size_t bytes, const char* what);
+  void fence_async_proxy();
   [[noreturn]] void fail(const std::string& what);
 
   const dim3 grid, dim;
   const uint3 index;
   Thread* thread = nullptr;  // the one that runs
   unsigned char* const shared;
+  unsigned char* const async_view;   // of shared memory, as the asynchronous proxy reads it
+  bool barriers_initialised = true;  // false between mbarrier.init and its fence
 
   static thread_local Block* current;
 
@@ -84,11 +133,15 @@ class Block {
     void* slots[kLanes];
   };
 
+  struct Failure {};  // thrown by fail() where there is no fiber to leave
+
   static void enter();
+  void complete_one();
   Thread* next();
   void wait(Site site);
   void wake(int warp, uint32_t lanes) { ready_[warp] |= lanes; }
   std::string whereabouts() const;
+  std::string left_undone() const;
 
   const size_t shared_bytes_;
   Order& order_;
@@ -98,7 +151,12 @@ class Block {
   std::vector<uint64_t> warp_order_;
   std::vector<uint32_t> ready_;                 // a bit for each lane of a warp
   std::vector<std::vector<Meeting>> meetings_;  // of each warp
+  std::vector<Warpgroup> warpgroups_;
+  std::array<NamedBarrier, kNamedBarriers> named_;
+  std::vector<Work> in_flight_;
+  std::vector<Thread*> sleepers_;
   int alive_, at_barrier_ = 0;
+  bool in_fiber_ = false;
   Site barrier_site_ = {};
   std::string failure_;
 };
