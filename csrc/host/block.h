@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "host/async.h"
-#include "host/copies.h"
 #include "host/fiber.h"
 
 namespace fastattn::host {
@@ -65,7 +64,6 @@ struct Thread {
   int linear;
   bool finished = false;
   Site waits_at = {};
-  Copies copies = {};
   AsyncGroups copies = {}, stores = {};  // cp.async; stores from shared memory by TMA and bulk copies
 
   int warp() const { return linear / kLanes; }
