@@ -23,13 +23,16 @@ namespace fastattn {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             Arguments... arguments) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared_bytes > kWithoutAsking)
+    FASTATTN_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   FASTATTN_CHECK(cudaGetLastError());
 }
 
 template <class Shared>
 __device__ __forceinline__ Shared& shared_memory() {
-  extern __shared__ __align__(16) unsigned char fastattn_shared[];
+  extern __shared__ __align__(1024) unsigned char fastattn_shared[];  // as swizzled tiles want it
   return *reinterpret_cast<Shared*>(fastattn_shared);
 }
 

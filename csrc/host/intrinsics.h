@@ -13,6 +13,8 @@
 #define __launch_bounds__(...)
 #undef __forceinline__
 #define __forceinline__ inline __attribute__((always_inline))
+#undef __grid_constant__
+#define __grid_constant__
 
 #define threadIdx (::fastattn::host::Block::current->thread->index)
 #define blockIdx (::fastattn::host::Block::current->index)
