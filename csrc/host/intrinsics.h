@@ -60,10 +60,17 @@ inline void __syncwarp(uint32_t mask = 0xffffffffu, FASTATTN_HOST_PLACE) {
   fastattn::host::exchange(mask, 0, FASTATTN_HOST_SITE, [](int, auto) { return 0; });
 }
 
+// Each lane names its own source.
 template <class T>
 T __shfl_sync(uint32_t mask, T value, int source, int width = 32, FASTATTN_HOST_PLACE) {
-  const auto take = [&](int lane, auto value_of) { return value_of((lane & ~(width - 1)) | (source & (width - 1))); };
-  return fastattn::host::exchange(mask, value, FASTATTN_HOST_SITE, take);
+  struct Brought {
+    T value;
+    int source;
+  };
+  const auto take = [&](int lane, auto brought) {
+    return Brought{brought((lane & ~(width - 1)) | (brought(lane).source & (width - 1))).value, 0};
+  };
+  return fastattn::host::exchange(mask, Brought{value, source}, FASTATTN_HOST_SITE, take).value;
 }
 
 template <class T>
