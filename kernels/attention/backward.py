@@ -351,5 +351,5 @@ def attention_bwd(
                 **inputs, **shared, **arguments.visits(mask, q, k, c, by_key=True), **c._asdict(),
             )  # fmt: skip
         if needs_dbias:
-            dbias = bias_gradient(mask.bias, inputs, shared)
+            dbias = bias_gradient(mask.bias, dlse, inputs, shared)
     return dq, dk, dv, dbias

@@ -6,7 +6,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_checks import KERNEL_ROOMS, LOW_PRECISION, ROOMS, Results, check, compare, exact, make, room_call, solve
+from attention_checks import (
+    KERNEL_ROOMS,
+    LOW_PRECISION,
+    ROOMS,
+    Results,
+    check,
+    compare,
+    exact,
+    less_exact,
+    make,
+    plain,
+    room_call,
+    solve,
+    visible,
+)
+from helpers import assert_close_as_torch
 from mask_cases import prefix
 from torch import Tensor
 
@@ -67,6 +82,57 @@ def test_bias_over_several_tiles(room: str, shape: tuple[int, ...], device: torc
     """Sums over samples, and over query tiles for a bias of keys alone."""
     p = make(B=2, H=1, Lq=70, Lk=140, D=16, mask="key_padding", bias=shape, dropout_p=0.25, device=device)
     check(p, room_call(room, device, weights=False))
+
+
+# One number for a whole row of scores, of a problem (2, 2, 21, 37).
+ROW_BIASES = [(2, 2, 21, 1), (1, 1, 21, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("dropout_p, dlse", [(0.0, False), (0.3, False), (0.0, True), (0.3, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
+@pytest.mark.parametrize("shape", ROW_BIASES, ids=str)
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_bias_of_whole_rows(
+    room: str, shape: tuple[int, ...], dtype: torch.dtype, dropout_p: float, dlse: bool, device: torch.device
+) -> None:
+    """It moves lse but no weight, so out alone gives it the gradient 0: what rounds on the way must not show.
+
+    The bias is float32, which hides no error behind a rounding to 16 bits. Some rows see nothing, one by the bias.
+    """
+    attend = room_call(room, device, weights=False)
+    results = []
+    for seed in range(1 if shape[2] > 1 else 4):  # the plain formula's error on one number would be a matter of luck
+        p = make(D=16, dtype=dtype, mask="attn_mask", bias=shape, bias_dtype=torch.float32, seed=seed, device=device)
+        p = p.but(dropout_p=dropout_p, dlse=p.dlse if dlse else None)
+        if shape[2] > 1:
+            p.bias[0, 0, 3] = -torch.inf
+        truth = exact(p)
+        results.append([r.dbias for r in (solve(p, attend), truth, less_exact(p, truth))])
+    assert_close_as_torch(*(torch.cat(dbias) for dbias in zip(*results, strict=True)), "dbias")
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_bias_of_whole_rows_as_torch_takes_it(room: str, dtype: torch.dtype, device: torch.device) -> None:
+    """A 16-bit tensor (Lq, 1): dbias has its shape and dtype, and only the last step rounds to it."""
+    attend = room_call(room, device, weights=False)
+    p = make(D=16, dtype=dtype, mask="attn_mask", bias=(1, 1, 21, 1), dlse=False, device=device)
+    bias = p.bias[0, 0].clone().requires_grad_()
+    attend(p.q, p.k, p.v, AttentionMask(**p.mask, bias=bias), 0.0, p.scale)[0].backward(p.dout)
+    low = plain(p.but(bias=p.bias.float())).dbias[0, 0].to(dtype)
+    assert_close_as_torch(bias.grad, exact(p).dbias[0, 0], low, "dbias")
+
+
+@pytest.mark.parametrize("shape", ROW_BIASES, ids=str)
+@pytest.mark.parametrize("room", ROOMS)
+def test_bias_of_rows_that_see_nothing(room: str, shape: tuple[int, ...], device: torch.device) -> None:
+    """The lse of such a row may get any gradient, NaN included: it reaches no bias."""
+    attend = room_call(room, device, weights=False)
+    p = make(D=16, mask="attn_mask", bias=shape, device=device)
+    empty = ~visible(p).any(-1)
+    clean = solve(p, attend).dbias
+    poisoned = solve(p.but(dlse=p.dlse.masked_fill(empty, torch.nan)), attend).dbias
+    assert torch.equal(clean, poisoned)
 
 
 @pytest.mark.parametrize("room", ROOMS)
