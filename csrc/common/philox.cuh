@@ -19,6 +19,19 @@ class DropoutMask {
     offset_ = static_cast<uint32_t>(dropout.rng_state[1]);
   }
 
+  __device__ __forceinline__ bool active() const { return active_; }
+  __device__ __forceinline__ float scale() const { return scale_; }
+
+  // Which of the columns 8 * group .. 8 * group + 7 of a row are kept: bit j for column 8 * group + j.
+  __device__ __forceinline__ uint32_t kept(int64_t row, int group) const {
+    uint32_t words[4], bits = 0;
+    draw(words, row, group);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      bits |= ((words[j] & 0xffff) >= threshold_ ? 1u : 0u) << (2 * j) | (words[j] >> 16 >= threshold_ ? 2u : 0u) << (2 * j);
+    return bits;
+  }
+
   // Applies dropout to the chunk of columns col .. col + 7 of a row; col is a multiple of 8.
   __device__ __forceinline__ void apply(float (&values)[8], int64_t row, int col) const {
     if (!active_) return;
