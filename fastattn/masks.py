@@ -18,6 +18,7 @@ from fastattn._mask_tiles import Tiles, build_tiles
 Band = tuple[int | None, int | None]  # j - i in [lo, hi]; None = unbounded
 _ALIGNMENTS = ("top_left", "bottom_right")
 _FREE: Band = (None, None)
+_STRUCTURE = ("attn_mask", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
 _NO_BOUND = 2**62  # None among integers, in flatten()
 
 
@@ -112,18 +113,22 @@ class AttentionMask:
         return other
 
     def __repr__(self) -> str:
-        parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items() if t is not None]
+        parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items()]
         parts += [f"{name} band={band}" for name, band in self._bands.items() if band != _FREE]
         return f"AttentionMask({', '.join(parts)})"
 
-    def _tensors(self) -> dict[str, Tensor | None]:
-        names = ("attn_mask", "bias", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
-        return {name: getattr(self, name) for name in names}
+    def _structure(self) -> tuple[Tensor | None, ...]:
+        """Everything but the bias, in the order of _STRUCTURE."""
+        return self.attn_mask, self.key_padding, self.query_padding, self.cu_seqlens_q, self.cu_seqlens_k
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = (("bias", self.bias), *zip(_STRUCTURE, self._structure(), strict=True))
+        return {name: t for name, t in named if t is not None}
 
     @property
     def band_only(self) -> bool:
         """Whether nothing but the band and a bias restricts: no tensor has to be read to know which tiles hold work."""
-        return all(t is None for name, t in self._tensors().items() if name != "bias")
+        return all(t is None for t in self._structure())
 
     def band(self, Lq: int, Lk: int) -> tuple[int, int] | None:
         """(lo, hi): query i sees key j only if lo <= j - i <= hi; None when no band was asked for. Not for segments."""
@@ -138,8 +143,6 @@ class AttentionMask:
         """Raise ValueError if this mask does not fit queries (B, H, Lq, ..) and keys (B, .., Lk, ..) on device."""
         full = (B, H, Lq, Lk)
         for name, t in self._tensors().items():
-            if t is None:
-                continue
             if t.device != device:
                 raise ValueError(f"{name} is on {t.device}, expected {device} as query")
             if name in ("attn_mask", "bias") and any(n not in (1, want) for n, want in zip(t.shape, full, strict=True)):
@@ -259,8 +262,7 @@ class AttentionMask:
         if torch.compiler.is_compiling():
             return build()
         # An in-place edit of a mask tensor gives it a new version, and so a new entry.
-        tensors = (t for name, t in self._tensors().items() if name != "bias" and t is not None)
-        key = (*key, *(0 if t.is_inference() else t._version for t in tensors))
+        key = (*key, *[0 if t is None or t.is_inference() else t._version for t in self._structure()])
         if key not in self._cache:
             # What validation under torch.inference_mode prepares must serve training too.
             with torch.inference_mode(False):
@@ -270,13 +272,12 @@ class AttentionMask:
     def flatten(self) -> tuple[list[Tensor | None], list[int]]:
         """Everything but the bias as tensors and integers, for a torch.library op; ``unflatten`` is the way back."""
         bounds = [n for name in _ALIGNMENTS for n in self._bands[name]]
-        tensors = [t for name, t in self._tensors().items() if name != "bias"]
-        return tensors, [_NO_BOUND if n is None else n for n in bounds]
+        return list(self._structure()), [_NO_BOUND if n is None else n for n in bounds]
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask:
         mask = cls()
-        mask.__dict__.update(zip((name for name in mask._tensors() if name != "bias"), tensors, strict=True))
+        mask.__dict__.update(zip(_STRUCTURE, tensors, strict=True))
         low, high, low_br, high_br = (None if n == _NO_BOUND else n for n in bounds)
         mask._bands = dict(zip(_ALIGNMENTS, ((low, high), (low_br, high_br)), strict=True))
         return mask.with_bias(bias)

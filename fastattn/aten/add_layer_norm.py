@@ -25,11 +25,14 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """As fastattn.reference.add_layer_norm.add_layer_norm, which is the specification."""
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    z = x.to(acc)
+    dtype, hidden = x.dtype, x.shape[-1]
+    if dtype != acc or weight.dtype != acc:  # a cast that changes nothing still costs a call
+        x, weight, bias = x.to(acc), weight.to(acc), bias.to(acc)
+        residual = None if residual is None else residual.to(acc)
     if rng_state is None:
-        z = z if residual is None else residual + z
+        z = x if residual is None else residual + x
     else:
-        factor = philox.keep_factor(rng_state, *x.shape, dropout_p, acc)
-        z = z * factor if residual is None else torch.addcmul(residual.to(acc), z, factor)
-    out = F.layer_norm(z, z.shape[-1:], weight.to(acc), bias.to(acc), eps)
-    return out.to(x.dtype), z.to(x.dtype)
+        factor = philox.keep_factor(rng_state, x.numel() // hidden, hidden, dropout_p, acc).view(x.shape)
+        z = x * factor if residual is None else torch.addcmul(residual, x, factor)
+    out = F.layer_norm(z, (hidden,), weight, bias, eps)
+    return (out, z) if dtype == acc else (out.to(dtype), z.to(dtype))

@@ -41,18 +41,27 @@ def attention(
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
     bias = None if mask is None else mask.bias
-    hide = sees = None
+    hide = sees = seen = None
     if mask is not None:
         hide, sees, seen = mask.visible(Lq, Lk, q.device)
-        if seen is not None and not _known_finite(k, v):  # keys that nobody sees: 0 * NaN must not reach the sums
-            if seen.shape[1] != 1:
-                k, v = _repeat_heads(k, v, H)
-            k, v = k.where(seen, 0), v.where(seen, 0)
         if sees is not None:
             q = q.where(sees, 0)
 
+    fused = rng_state is None and bias is None and not return_lse and not return_weights and Lk > 0
+    if fused and (seen is None or (_may_look(q) and not torch.is_grad_enabled())):
+        out = _fused(q, k, v, mask, hide, softmax_scale)
+        # Without a gradient, NaN or inf in a key that nobody sees shows in the result, or does no harm.
+        if seen is None or math.isfinite(out.sum()):
+            return (out if sees is None else out.where(sees, 0)), None, None
+
+    finite = (hide is not None or seen is not None) and _known_finite(q, k, v)
+    if seen is not None and not finite:  # keys that nobody sees: 0 * NaN must not reach the sums
+        if seen.shape[1] != 1:
+            k, v = _repeat_heads(k, v, H)
+        k, v = k.where(seen, 0), v.where(seen, 0)
+
     lse = weights = None
-    if rng_state is None and bias is None and not return_lse and not return_weights and Lk > 0:
+    if fused:
         out = _fused(q, k, v, mask, hide, softmax_scale)
     else:
         k, v = _repeat_heads(k, v, H)
@@ -60,7 +69,7 @@ def attention(
         if bias is not None:
             scores = scores + _without(bias, hide, sees)
         # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
-        if hide is not None and abs(softmax_scale) <= 1 and _known_finite(q, k):
+        if hide is not None and abs(softmax_scale) <= 1 and finite:
             scores += mask.additive(hide, Lq, Lk, scores.dtype)
         elif hide is not None:
             scores = scores.masked_fill_(hide, -torch.inf)
@@ -108,15 +117,17 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _known_finite(*tensors: Tensor) -> bool:
-    """Neither NaN nor inf is in them or in a product of two of their rows: the sums of their squares are finite.
-
-    Asked on a CPU only, where a sum is cheap and needs no synchronisation.
-    """
-    if tensors[0].device.type != "cpu" or torch.compiler.is_compiling():
+    """Neither NaN nor inf is in them or in a product of two of their rows: the sums of their squares are finite."""
+    if not _may_look(tensors[0]):
         return False
     # Transposed: (B, L, H, D) is the order in memory of what a projection gives.
     flat = (t.detach().transpose(1, 2).reshape(-1) for t in tensors)
     return all(math.isfinite(torch.dot(t, t)) for t in flat)
+
+
+def _may_look(t: Tensor) -> bool:
+    """Whether values may steer: on a CPU, where a sum is cheap and needs no synchronisation."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:

@@ -122,9 +122,9 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Projections, attention and fc: what the residual connection goes around. Returns (out, weights or None)."""
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
-        q = self.w_qs(q).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
-        k = self.w_ks(k).unflatten(-1, (self.n_head_kv, self.d_k)).transpose(1, 2)
-        v = self.w_vs(v).unflatten(-1, (self.n_head_kv, self.d_v)).transpose(1, 2)
+        q = _heads(self.w_qs(q), self.n_head)
+        k = _heads(self.w_ks(k), self.n_head_kv)
+        v = _heads(self.w_vs(v), self.n_head_kv)
         out, attn = self.attention(q, k, v, as_attention_mask(mask), return_attn=return_attn)
         return self.fc(out.transpose(1, 2).flatten(2)), attn
 
@@ -133,3 +133,9 @@ class MultiHeadAttention(nn.Module):
             f"n_head={self.n_head}, n_head_kv={self.n_head_kv}, d_k={self.d_k}, d_v={self.d_v}, "
             f"norm_first={self.norm_first}"
         )
+
+
+def _heads(x: Tensor, n_head: int) -> Tensor:
+    """(B, L, n_head * d) -> (B, n_head, L, d), a view."""
+    B, L, width = x.shape
+    return x.view(B, L, n_head, width // n_head).transpose(1, 2)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_AS_IT_IS = nullcontext()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -39,6 +40,11 @@ def check_dropout(dropout_p: float) -> None:
         raise ValueError(f"dropout_p is the probability of dropping, between 0 and 1, got {dropout_p}")
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """(..., hidden) -> (rows, hidden), contiguous: how kernels take it."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast asks for on this device, None outside of it."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -48,7 +54,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager:
     """The inputs were cast: below the front desk, formulas run in the dtypes they are given."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return _AS_IT_IS
 
 
 def cast(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -36,7 +36,6 @@ def _query(
         residual = arguments.cast(residual, dtype)
         arguments.check_like("residual", residual, "x", x)
         arguments.check_shape("residual", residual, tuple(x.shape), "the shape of x")
-        residual = residual.reshape(-1, hidden).contiguous()
     for name, t in (("weight", weight), ("bias", bias)):
         arguments.check_like(name, t, "x", x, dtype=False)
         arguments.check_shape(name, t, (hidden,), "(hidden,)")
@@ -46,8 +45,7 @@ def _query(
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     arguments.check_dropout(dropout_p)
-    x = x.reshape(-1, hidden).contiguous()
-    return x.device, (x, residual, weight.contiguous(), bias.contiguous(), float(dropout_p))
+    return x.device, (x, residual, weight, bias, float(dropout_p))
 
 
 @_dispatch.register("add_layer_norm", _query)
@@ -76,20 +74,23 @@ def dropout_add_layer_norm(
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
     """
-    shape = x.shape if isinstance(x, Tensor) else ()
     device, call = _query(x, residual, weight, bias, eps, dropout_p)
     name, room = _dispatch.choose("add_layer_norm", device, call, backend)
     x, residual, weight, bias, dropout_p = call
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
-    inputs = (x, residual, weight, bias, float(eps), dropout_p, rng_state)
+    options = (float(eps), dropout_p, rng_state)
     with arguments.no_autocast(device):
         if hasattr(room, "add_layer_norm"):
-            out, z = room.add_layer_norm(*inputs)
-        elif torch.compiler.is_compiling():
-            out, z = _library.add_layer_norm(*inputs, name)
+            out, z = room.add_layer_norm(x, residual, weight, bias, *options)
         else:
-            out, z = _AddLayerNorm.apply(*inputs, room)
-    return (out.view(shape), z.view(shape)) if return_sum else out.view(shape)
+            rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
+            inputs = (*rows, weight.contiguous(), bias.contiguous(), *options)
+            if torch.compiler.is_compiling():
+                out, z = _library.add_layer_norm(*inputs, name)
+            else:
+                out, z = _AddLayerNorm.apply(*inputs, room)
+            out, z = out.view(x.shape), z.view(x.shape)
+    return (out, z) if return_sum else out
 
 
 class _AddLayerNorm(torch.autograd.Function):

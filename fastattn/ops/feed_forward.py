@@ -51,7 +51,6 @@ def _query(
     if bias2 is not None:
         arguments.check_shape("bias2", bias2, (weight2.shape[0],), "the rows of weight2")
     arguments.check_dropout(dropout_p)
-    x = x.reshape(-1, d).contiguous()
     return x.device, (x, weight1, bias1, weight2, bias2, activation, float(dropout_p))
 
 
@@ -81,18 +80,19 @@ def feed_forward(
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
     Source: Vaswani et al. 2017, section 3.3; Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
-    shape = x.shape[:-1] if isinstance(x, Tensor) else ()
     device, call = _query(x, weight1, bias1, weight2, bias2, activation, dropout_p)
     name, room = _dispatch.choose("feed_forward", device, call, backend)
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     with arguments.no_autocast(device):
         if hasattr(room, "feed_forward"):
-            out = room.feed_forward(*call, rng_state)
-        elif torch.compiler.is_compiling():
-            out = _library.feed_forward(*call, rng_state, name)
+            return room.feed_forward(*call, rng_state)
+        x, *options = call
+        inputs = (arguments.as_matrix(x), *options, rng_state)
+        if torch.compiler.is_compiling():
+            out = _library.feed_forward(*inputs, name)
         else:
-            out = _FeedForward.apply(*call, rng_state, room)
-    return out.view(*shape, out.shape[-1])
+            out = _FeedForward.apply(*inputs, room)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _FeedForward(torch.autograd.Function):

@@ -25,7 +25,7 @@ def add_layer_norm(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """x, residual (rows, hidden), weight, bias (hidden,) -> out and z, both (rows, hidden) in x's dtype.
+    """x, residual (..., hidden), weight, bias (hidden,) -> out and z, both (..., hidden) in x's dtype.
 
     Statistics are taken of z before it is rounded, in float32 or, for float64 inputs, in float64.
     """

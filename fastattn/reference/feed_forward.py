@@ -61,6 +61,6 @@ def feed_forward(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> Tensor:
-    """x (tokens, d), weight1 (d_ff or 2 * d_ff, d), weight2 (d, d_ff) -> (tokens, d)."""
+    """x (..., d), weight1 (d_ff or 2 * d_ff, d), weight2 (d_out, d_ff) -> (..., d_out)."""
     hidden = activate(F.linear(x, weight1, bias1), activation)
     return F.linear(philox.dropout(hidden, dropout_p, rng_state), weight2, bias2)

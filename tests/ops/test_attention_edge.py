@@ -54,6 +54,20 @@ def test_poison_does_not_spread(room: str, kind: str, device: torch.device) -> N
     same_when_poisoned(make(H=1, Lq=Lq, Lk=Lk, D=16, mask=kind, device=device), room, device)
 
 
+@pytest.mark.parametrize("kind", ["key_padding", "attn_mask_keys", "causal_bottom_right", "segments", "everything"])
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_poison_does_not_spread_in_inference(backend: str, kind: str, device: torch.device) -> None:
+    """Without a gradient aten looks at its result instead of at its inputs."""
+    Lq, Lk = (37, 21) if kind == "causal_bottom_right" else (21, 37)
+    clean = make(H=1, Lq=Lq, Lk=Lk, D=16, mask=kind, device=device)
+    with torch.no_grad():
+        out, same = (
+            scaled_dot_product_attention(p.q, p.k, p.v, AttentionMask(**p.mask), backend=backend)
+            for p in (clean, poisoned(clean))
+        )
+    assert torch.equal(out, same)
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_poison_with_dropout_bias_and_groups(room: str, device: torch.device) -> None:
     p = make(B=1, H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 21, 37), dropout_p=0.3, device=device)
