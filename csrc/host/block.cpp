@@ -227,6 +227,12 @@ void Block::warpgroup_collective(void* slot, Site site, const Exchange& exchange
   for (int warp = first / kLanes; warp < first / kLanes + kGroupWarps; warp++) wake(warp, 0xffffffffu);
 }
 
+int Block::registers_given() const {
+  int count = 0;
+  for (const Warpgroup& group : warpgroups_) count += group.registers * kGroupThreads;
+  return count;
+}
+
 void Block::sleep(Site site) {
   sleepers_.push_back(thread);
   wait(site);

@@ -102,6 +102,7 @@ class Block {
   void collective(uint32_t mask, void* slot, Site site, const Exchange& exchange);
   void warpgroup_collective(void* slot, Site site, const Exchange& exchange);  // slots of its 128 threads
   Warpgroup& warpgroup() { return warpgroups_[thread->warpgroup()]; }
+  int registers_given() const;  // by setmaxnreg, to all threads together
 
   // For work that ends at a group's wait, and for work whose end a barrier in shared memory tells.
   void start(AsyncGroups& groups, Work work) { order_.eager() ? work() : groups.add(std::move(work)); }

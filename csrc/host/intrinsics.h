@@ -113,3 +113,5 @@ T __ldg(const T* address) {
 }
 
 inline void __threadfence() {}
+
+inline int __popc(uint32_t word) { return __builtin_popcount(word); }

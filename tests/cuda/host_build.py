@@ -22,7 +22,7 @@ import pybind11
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CXX = os.environ.get("CXX", "g++")
-HOST_SOURCES = (CSRC / "host" / "block.cpp", CSRC / "host" / "runtime.cpp")
+HOST_SOURCES = tuple(sorted((CSRC / "host").glob("*.cpp")))
 ORDERS = ("forward", "reverse", "1", "2")  # of warps, lanes and blocks, for FASTATTN_HOST_ORDER: csrc/host/block.h
 COMPLETIONS = ("lazy", "eager")  # of asynchronous work, for FASTATTN_HOST_ASYNC: csrc/host/async.h
 # Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/host/runtime.cpp.

@@ -1,0 +1,61 @@
+// Barriers of Hopper: mbarriers, which also count the bytes that TMA brings, and named barriers of some of a block's warps.
+//
+// A Barrier lies in shared memory. Its phases are numbered from 0; a phase ends when `arrivals` threads have arrived and all
+// bytes that were announced in it have come. wait(parity) returns once the phase of that parity (phase number % 2) has
+// ended; so a fresh barrier lets wait(1) pass, as if phase -1 were over.
+#pragma once
+#include "common/cp_async.cuh"
+
+#ifdef FASTATTN_HOST
+#include "host/mbarrier.h"
+#else
+
+namespace fastattn::sm90 {
+
+struct Barrier {
+  uint64_t state;
+
+  // By one thread; then fence_barrier_init() by the same, and a barrier of the block.
+  __device__ __forceinline__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals) : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+  }
+  // Arrives, if `condition` holds, without a branch.
+  __device__ __forceinline__ void arrive_if(bool condition) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(
+                     shared_address(this)), "r"(static_cast<int>(condition))
+                 : "memory");
+  }
+  // Arrives, and announces bytes that TMA or a bulk copy will bring.
+  __device__ __forceinline__ void arrive_expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
+  }
+  __device__ __forceinline__ void wait(int parity) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(
+            shared_address(this)), "r"(parity)
+        : "memory");
+  }
+};
+
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Makes this thread's writes to shared memory visible to the asynchronous proxy: to wgmma, TMA and bulk copies.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Named barrier `kId` (1 to 15) of kThreads threads, whole warps: waits for all of them, or arrives and goes on. The number
+// is known to the compiler, which else keeps all 16 barriers for this kernel.
+template <int kId, int kThreads>
+__device__ __forceinline__ void named_barrier_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+template <int kId, int kThreads>
+__device__ __forceinline__ void named_barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+}  // namespace fastattn::sm90
+#endif

@@ -1,0 +1,40 @@
+// The host twin is in csrc/host/tma.cpp.
+#ifndef FASTATTN_HOST
+#include "common/sm90/tensor_map.h"
+
+#include "common/check.h"
+
+namespace fastattn::sm90 {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, by way of the runtime: the library does not link against the driver, and loads without one.
+Encode encoder() {
+  static const Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    FASTATTN_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+    if (result != cudaDriverEntryPointSuccess) throw std::runtime_error("fastattn: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  return found;
+}
+
+}  // namespace
+
+TensorMap make_tensor_map(const TensorLayout& layout) {
+  constexpr uint32_t kSteps[4] = {1, 1, 1, 1};
+  TensorMap map;
+  const CUresult result = encoder()(
+      &map, layout.is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
+      const_cast<void*>(layout.data), layout.size, layout.stride, layout.box, kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      layout.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error("fastattn: cuTensorMapEncodeTiled refused a tensor, error " + std::to_string(result));
+  return map;
+}
+
+}  // namespace fastattn::sm90
+#endif

@@ -1,0 +1,132 @@
+// Hopper's matrix product of a warpgroup: accumulator (64 x kN, float) += A (64 x 16) * B (16 x kN), of bfloat16 or float16.
+//
+// wgmma runs beside the threads that issue it, in groups like cp.async:
+//   wgmma_fence();  wgmma(...); ...  wgmma_commit();  ...  wgmma_wait<0>();
+// The fence comes before the first product after any access to the registers of one; between a product and its wait its
+// registers are not touched, and what it reads in shared memory is not written.
+// With warp w of the warpgroup, g = lane / 4 and c = lane % 4, a thread holds
+//   accumulator  float[kN / 2]  at 4 * j + 2 * i + e: row 16 * w + g + 8 * i, column 8 * j + 2 * c + e
+//   A            uint32_t[4]    the words that pack accumulators 8 * k .. 8 * k + 7, two by two, for columns 16 * k .. of it
+// Operands in shared memory are swizzled tiles (tma.cuh), given as descriptors: where they start, and two strides.
+#pragma once
+#include "common/cp_async.cuh"
+#include "common/launch.cuh"
+
+#include <type_traits>
+
+#ifdef FASTATTN_HOST
+#include "host/wgmma.h"
+#else
+
+namespace fastattn::sm90 {
+
+__device__ __forceinline__ uint32_t descriptor_address(const void* at) { return shared_address(at); }
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kUnderWay>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnderWay) : "memory");
+}
+
+// How many registers each thread of the warpgroup has from now on: a multiple of 8, of at most 64 K for all threads.
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Four 8 x 8 matrices of 16-bit elements, each a word of every lane, to shared memory: lane i brings the address of row
+// i % 8 of matrix i / 8, and holds elements 2 * (i % 4) and the next of row i / 4 of each.
+__device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// The operands of the asm statements: registers 0 to kN / 2 - 1 are the accumulator, the others follow.
+#define FASTATTN_F8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FASTATTN_F16(i) FASTATTN_F8(i), FASTATTN_F8(i + 8)
+#define FASTATTN_F32 FASTATTN_F16(0), FASTATTN_F16(16)
+#define FASTATTN_F48 FASTATTN_F32, FASTATTN_F16(32)
+#define FASTATTN_F64 FASTATTN_F48, FASTATTN_F16(48)
+#define FASTATTN_F128 \
+  FASTATTN_F64, FASTATTN_F16(64), FASTATTN_F16(80), FASTATTN_F16(96), FASTATTN_F16(112)
+#define FASTATTN_NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define FASTATTN_NAMES32 FASTATTN_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FASTATTN_NAMES48 FASTATTN_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define FASTATTN_NAMES64 FASTATTN_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define FASTATTN_NAMES128 \
+  FASTATTN_NAMES64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+// A from shared memory.
+#define FASTATTN_WGMMA_SS(N, TYPE, COUNT, A, B, SCALE, TA, TB)                                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " SCALE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" FASTATTN_NAMES##COUNT "}, " A ", " B ", p, 1, 1, " TA ", " TB ";\n}"                     \
+               : FASTATTN_F##COUNT                                                                                    \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeA), "n"(kTransposeB))
+// A from registers.
+#define FASTATTN_WGMMA_RS(N, TYPE, COUNT, A0, A1, A2, A3, B, SCALE, TB)                                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " SCALE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE  \
+               "." TYPE " {" FASTATTN_NAMES##COUNT "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", p, 1, 1, " TB ";\n}"      \
+               : FASTATTN_F##COUNT                                                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB))
+#define FASTATTN_BOTH_TYPES(PRODUCT, N, ...)             \
+  if constexpr (kN == N) {                               \
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)      \
+      PRODUCT(N, "bf16", __VA_ARGS__);                   \
+    else                                                 \
+      PRODUCT(N, "f16", __VA_ARGS__);                    \
+  }
+
+// d = A * B, or d += A * B. A transposed operand has its 16-long side along the lines of its tile.
+template <class T, int kN, bool kTransposeA, bool kTransposeB>
+__device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 256);
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 64, 32, "%32", "%33", "%34", "%35", "%36")
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 96, 48, "%48", "%49", "%50", "%51", "%52")
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 128, 64, "%64", "%65", "%66", "%67", "%68")
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 256, 128, "%128", "%129", "%130", "%131", "%132")
+}
+
+template <class T, int kN, bool kTransposeB>
+__device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 256);
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+}
+
+#undef FASTATTN_BOTH_TYPES
+}  // namespace fastattn::sm90
+#endif
+
+namespace fastattn::sm90 {
+
+// A tile is panels of 64 columns, one after the other, each of kLines swizzled lines of 128 bytes.
+// An operand with 16 columns of the tile along the product's sum, from (line, column) on: 64 or kN lines of it.
+template <int kLines>
+__device__ __forceinline__ uint64_t along_columns(const void* tile, int line, int column) {
+  const char* at = static_cast<const char*>(tile) + column / 64 * (kLines * 128) + line * 128 + column % 64 * 2;
+  return static_cast<uint64_t>((descriptor_address(at) & 0x3ffff) >> 4) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+
+// A transposed operand: 16 lines of the tile along the product's sum, from (line, column) on: 64 or kN columns of it. `line`
+// is a multiple of 8 and `column` of 64.
+template <int kLines>
+__device__ __forceinline__ uint64_t along_lines(const void* tile, int line, int column) {
+  const char* at = static_cast<const char*>(tile) + column / 64 * (kLines * 128) + line * 128;
+  return static_cast<uint64_t>((descriptor_address(at) & 0x3ffff) >> 4) | uint64_t{kLines * 128 >> 4} << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+}  // namespace fastattn::sm90

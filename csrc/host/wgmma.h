@@ -1,0 +1,74 @@
+// Host twin of common/sm90/wgmma.cuh.
+#pragma once
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "host/block.h"
+#include "host/intrinsics.h"
+
+namespace fastattn::host {
+
+struct Product {
+  float* d;
+  const uint32_t* a_words;  // null: A is in shared memory
+  uint64_t a, b;            // descriptors
+  int n;
+  bool is_half, transpose_a, transpose_b, accumulate;
+};
+
+void start_product(Product product, Site site);
+void set_registers(int count, Site site);
+void store_matrices(void* row, const uint32_t* words, Site site);
+
+}  // namespace fastattn::host
+
+namespace fastattn::sm90 {
+
+inline uint32_t descriptor_address(const void* at) {
+  return static_cast<uint32_t>(host::Block::current->shared_offset(at, 1, "descriptor"));
+}
+
+inline void wgmma_fence(FASTATTN_HOST_PLACE) {
+  auto& block = *host::Block::current;
+  block.warpgroup_collective(nullptr, FASTATTN_HOST_SITE, [&](void* const*) { block.warpgroup().fenced = true; });
+}
+inline void wgmma_commit(FASTATTN_HOST_PLACE) {
+  auto& block = *host::Block::current;
+  block.warpgroup_collective(nullptr, FASTATTN_HOST_SITE, [&](void* const*) { block.warpgroup().products.commit(); });
+}
+template <int kUnderWay>
+void wgmma_wait(FASTATTN_HOST_PLACE) {
+  auto& block = *host::Block::current;
+  block.warpgroup_collective(nullptr, FASTATTN_HOST_SITE, [&](void* const*) {
+    block.warpgroup().products.wait(kUnderWay);
+    block.warpgroup().fenced = false;
+  });
+}
+
+template <class T, int kN, bool kTransposeA, bool kTransposeB>
+void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate, FASTATTN_HOST_PLACE) {
+  host::start_product({d, nullptr, a, b, kN, std::is_same_v<T, __half>, kTransposeA, kTransposeB, accumulate},
+                      FASTATTN_HOST_SITE);
+}
+template <class T, int kN, bool kTransposeB>
+void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, FASTATTN_HOST_PLACE) {
+  host::start_product({d, a, 0, b, kN, std::is_same_v<T, __half>, false, kTransposeB, accumulate}, FASTATTN_HOST_SITE);
+}
+
+template <int kRegisters>
+void more_registers(FASTATTN_HOST_PLACE) {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+  host::set_registers(kRegisters, FASTATTN_HOST_SITE);
+}
+template <int kRegisters>
+void fewer_registers(FASTATTN_HOST_PLACE) {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+  host::set_registers(kRegisters, FASTATTN_HOST_SITE);
+}
+
+inline void stmatrix(void* row, const uint32_t (&words)[4], FASTATTN_HOST_PLACE) {
+  host::store_matrices(row, words, FASTATTN_HOST_SITE);
+}
+
+}  // namespace fastattn::sm90

@@ -1,0 +1,292 @@
+// A kernel with all that Hopper's kernels are made of, and the same with one classic error each, for test_hopper_runner.py.
+//
+//   out_h = round(q_h k_h^T) v_h for each head h; q (H, 64, D), k and v (H, Lk, D), out (H, 64, D), any strides of rows
+//
+// One block: a producer warp loads by TMA, a warpgroup multiplies, stages the result in shared memory and stores it by TMA.
+#include <stdexcept>
+#include <string>
+
+#include "common/mma.cuh"
+#include "common/sm90/tma.cuh"
+#include "common/sm90/wgmma.cuh"
+
+using namespace fastattn;
+using namespace fastattn::sm90;
+
+namespace {
+
+enum Bug {
+  kSound,
+  kNoFullWait,
+  kWrongParity,
+  kNoRelease,
+  kReleasedTwice,
+  kNoEmptyWait,
+  kReleaseBeforeWait,
+  kNoProductWait,
+  kOperandOverwritten,
+  kNoProductFence,
+  kNoProxyFence,
+  kNoStoreBarrier,
+  kNoReadWait,
+  kNoStoreWait,
+  kWrongBytes,
+  kNoInitFence,
+  kNotInitialised,
+  kHalfABarrier,
+  kTwoCounts,
+  kDescriptorOutside,
+};
+
+constexpr int kRows = 64, kStages = 2;
+
+template <int D, int N>
+struct alignas(1024) Shared {
+  static constexpr int kPanels = (D + 63) / 64;
+  unsigned char q[kPanels * kRows * 128], out[kPanels * kRows * 128], k[kStages][kPanels * N * 128],
+      v[kStages][kPanels * N * 128];
+  Barrier full_q, empty_q, full[kStages], empty[kStages];
+};
+
+struct Arguments {
+  TensorMap q, k, v, out;
+  int heads, tiles;
+};
+
+template <class T, int D, int N, Bug kBug>
+__global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Arguments p) {
+  using S = Shared<D, N>;
+  S& shared = shared_memory<S>();
+  if (threadIdx.x == 0) {
+    if (kBug != kNotInitialised) shared.full_q.init(1);
+    shared.empty_q.init(1);
+    for (int stage = 0; stage < kStages; stage++) shared.full[stage].init(1), shared.empty[stage].init(1);
+    if (kBug != kNoInitFence) fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    fewer_registers<24>();
+    if (threadIdx.x > 0) return;
+    for (int head = 0, i = 0; head < p.heads; head++) {
+      shared.empty_q.wait(head % 2 ^ 1);
+      shared.full_q.arrive_expect(kBug == kWrongBytes ? 16 : sizeof shared.q);
+      for (int panel = 0; panel < S::kPanels; panel++)
+        tma_load(shared.q + panel * kRows * 128, p.q, shared.full_q, 64 * panel, 0, head, 0);
+      for (int tile = 0; tile < p.tiles; tile++, i++) {
+        const int stage = i % kStages;
+        if (kBug != kNoEmptyWait) shared.empty[stage].wait(i / kStages % 2 ^ 1);
+        shared.full[stage].arrive_expect(2 * sizeof shared.k[0]);
+        for (int panel = 0; panel < S::kPanels; panel++) {
+          tma_load(shared.k[stage] + panel * N * 128, p.k, shared.full[stage], 64 * panel, tile * N, head, 0);
+          tma_load(shared.v[stage] + panel * N * 128, p.v, shared.full[stage], 64 * panel, tile * N, head, 0);
+        }
+      }
+    }
+    return;
+  }
+  more_registers<240>();
+  const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32;
+  for (int head = 0, i = 0; head < p.heads; head++) {
+    float out[D / 2], s[N / 2];
+    uint32_t words[N / 16][4];
+    shared.full_q.wait(head % 2);
+    for (int tile = 0; tile < p.tiles; tile++, i++) {
+      const int stage = i % kStages;
+      if (kBug != kNoFullWait) shared.full[stage].wait(i / kStages % 2 ^ (kBug == kWrongParity));
+      if (kBug != kNoProductFence) wgmma_fence();
+      for (int step = 0; step < D / 16; step++)
+        wgmma<T, N, false, false>(s, along_columns<kRows>(shared.q, 0, 16 * step),
+                                  along_columns<N>(shared.k[stage], kBug == kDescriptorOutside ? 512 : 0, 16 * step), step > 0);
+      wgmma_commit();
+      if (kBug != kNoProductWait) wgmma_wait<0>();
+      for (int step = 0; step < N / 16; step++)
+        for (int word = 0; word < 4; word++)
+          words[step][word] = pack_word<T>(s[8 * step + 2 * word], s[8 * step + 2 * word + 1]);
+      wgmma_fence();
+      for (int step = 0; step < N / 16; step++)
+        wgmma<T, D, true>(out, words[step], along_lines<N>(shared.v[stage], 16 * step, 0), tile + step > 0);
+      wgmma_commit();
+      if (kBug == kReleaseBeforeWait && thread == 0) shared.empty[stage].arrive();
+      if (kBug == kOperandOverwritten) words[0][0] = 0;
+      // Here nothing but the wait keeps the next tile from overwriting what the product still reads.
+      if (kBug != kReleaseBeforeWait || tile + 1 == p.tiles) wgmma_wait<0>();
+      if (kBug != kReleaseBeforeWait && kBug != kNoRelease && thread == 0) shared.empty[stage].arrive();
+      if (kBug == kReleasedTwice && thread == 1) shared.empty[stage].arrive();
+    }
+    if (thread == 0) shared.empty_q.arrive();
+    if (kBug == kHalfABarrier && thread < 32) continue;
+    if (kBug == kTwoCounts && thread < 32) {
+      named_barrier_sync<1, 64>();
+    } else {
+      named_barrier_sync<1, 128>();  // the last store has read what is overwritten now
+    }
+    for (int column = 0; column < D; column += 16) {  // four matrices: rows 0 and 8, columns 0 and 8
+      uint32_t four[4];
+      for (int word = 0; word < 4; word++)
+        four[word] = pack_word<T>(out[column / 2 + 2 * word], out[column / 2 + 2 * word + 1]);
+      const int line = warp * 16 + lane % 16, chunk = column % 64 / 8 + lane / 16;
+      stmatrix(shared.out + column / 64 * kRows * 128 + swizzled(line, chunk), four);
+    }
+    if (kBug != kNoProxyFence) fence_async_proxy();
+    if (kBug != kNoStoreBarrier) named_barrier_sync<2, 128>();
+    if (thread == 0) {
+      for (int panel = 0; panel < S::kPanels; panel++)
+        tma_store(p.out, shared.out + panel * kRows * 128, 64 * panel, 0, head, 0);
+      bulk_commit();
+      if (kBug != kNoReadWait && kBug != kNoStoreWait) bulk_wait_read<0>();
+    }
+  }
+  if (thread == 0 && kBug != kNoStoreWait) bulk_wait<0>();
+}
+
+__global__ void __launch_bounds__(384, 1) too_many_registers() { more_registers<240>(); }
+
+TensorMap map_of(void* data, int columns, int rows, int heads, int stride, int lines) {
+  const uint64_t row = static_cast<uint64_t>(stride) * 2;
+  return make_tensor_map({data, {uint64_t(columns), uint64_t(rows), uint64_t(heads), 1}, {row, row * rows, row * rows * heads},
+                          {64, uint32_t(lines), 1, 1}, false, true});
+}
+
+struct Problem {
+  void *q, *k, *v, *out;
+  int heads, keys, stride;
+};
+
+template <class T, int D, int N, Bug kBug = kSound>
+void run(const Problem& p) {
+  const Arguments arguments{map_of(p.q, D, kRows, p.heads, p.stride, kRows), map_of(p.k, D, p.keys, p.heads, p.stride, N),
+                            map_of(p.v, D, p.keys, p.heads, p.stride, N), map_of(p.out, D, kRows, p.heads, p.stride, kRows),
+                            p.heads, (p.keys + N - 1) / N};
+  launch(products<T, D, N, kBug>, dim3(1), dim3(256), sizeof(Shared<D, N>), nullptr, arguments);
+}
+
+// out (64, 64) = x^T y of bfloat16 tiles (64, 64): both operands along the lines of their tiles. Then `sums` (2, 4096) floats
+// += out, by TMA and by a bulk copy.
+struct Transposed {
+  TensorMap x, sums;
+  const void* y;
+  float *out, *more_sums;
+};
+struct alignas(1024) TransposedShared {
+  unsigned char x[64 * 128], y[64 * 128], loaded[64 * 128];
+  float out[64][64];
+  Barrier full;
+};
+__global__ void __launch_bounds__(128, 1) transposed(const __grid_constant__ Transposed p) {
+  TransposedShared& shared = shared_memory<TransposedShared>();
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (thread == 0) {
+    shared.full.init(1);
+    fence_barrier_init();
+    shared.full.arrive_expect(2 * sizeof shared.x);
+    tma_load(shared.x, p.x, shared.full, 0, 0, 0, 0);
+    bulk_load(shared.loaded, p.y, sizeof shared.loaded, shared.full);
+  }
+  __syncthreads();
+  shared.full.wait(0);
+  for (int i = thread; i < 64 * 8; i += 128)  // a bulk copy does not swizzle
+    *reinterpret_cast<uint4*>(shared.y + swizzled(i / 8, i % 8)) = *reinterpret_cast<const uint4*>(shared.loaded + 16 * i);
+  fence_async_proxy();
+  __syncthreads();
+  float out[32];
+  wgmma_fence();
+  for (int line = 0; line < 64; line += 16)
+    wgmma<__nv_bfloat16, 64, true, true>(out, along_lines<64>(shared.x, line, 0), along_lines<64>(shared.y, line, 0), line > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < 32; i++)
+    shared.out[thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2] = out[i];
+  fence_async_proxy();
+  __syncthreads();
+  if (thread > 0) return;
+  bulk_store(p.out, shared.out, sizeof shared.out);
+  bulk_add(p.more_sums, &shared.out[0][0], sizeof shared.out);
+  tma_add(p.sums, shared.out, 0, 0, 0, 0);
+  bulk_commit();
+  bulk_wait<0>();
+}
+
+using B = __nv_bfloat16;
+struct Named {
+  const char* name;
+  void (*run)(const Problem&);
+};
+constexpr Named kKernels[] = {
+    {"bf16 64 64", run<B, 64, 64>},
+    {"bf16 64 128", run<B, 64, 128>},
+    {"fp16 64 64", run<__half, 64, 64>},
+    {"bf16 96 64", run<B, 96, 64>},
+    {"bf16 128 64", run<B, 128, 64>},
+    {"fp16 256 64", run<__half, 256, 64>},
+    {"no full wait", run<B, 64, 64, kNoFullWait>},
+    {"wrong parity", run<B, 64, 64, kWrongParity>},
+    {"no release", run<B, 64, 64, kNoRelease>},
+    {"released twice", run<B, 64, 64, kReleasedTwice>},
+    {"no empty wait", run<B, 64, 64, kNoEmptyWait>},
+    {"release before wait", run<B, 64, 64, kReleaseBeforeWait>},
+    {"no product wait", run<B, 64, 64, kNoProductWait>},
+    {"operand overwritten", run<B, 64, 64, kOperandOverwritten>},
+    {"no product fence", run<B, 64, 64, kNoProductFence>},
+    {"no proxy fence", run<B, 64, 64, kNoProxyFence>},
+    {"no store barrier", run<B, 64, 64, kNoStoreBarrier>},
+    {"no read wait", run<B, 64, 64, kNoReadWait>},
+    {"no store wait", run<B, 64, 64, kNoStoreWait>},
+    {"wrong bytes", run<B, 64, 64, kWrongBytes>},
+    {"no init fence", run<B, 64, 64, kNoInitFence>},
+    {"not initialised", run<B, 64, 64, kNotInitialised>},
+    {"half a barrier", run<B, 64, 64, kHalfABarrier>},
+    {"two counts", run<B, 64, 64, kTwoCounts>},
+    {"too many registers", [](const Problem&) { launch(too_many_registers, dim3(1), dim3(384), 0, nullptr); }},
+    {"descriptor outside", run<B, 64, 64, kDescriptorOutside>},
+};
+
+const char* said(void (*act)(const void*), const void* argument) {
+  static std::string message;
+  message.clear();
+  try {
+    act(argument);
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  return message.c_str();
+}
+
+}  // namespace
+
+// Each returns the error's text, or an empty string.
+extern "C" __attribute__((visibility("default"))) const char* run_products(const char* name, void* q, void* k, void* v,
+                                                                           void* out, int heads, int keys, int stride) {
+  const struct Call {
+    std::string name;
+    Problem problem;
+  } call{name, {q, k, v, out, heads, keys, stride}};
+  return said(
+      [](const void* argument) {
+        const Call& call = *static_cast<const Call*>(argument);
+        for (const Named& kernel : kKernels)
+          if (call.name == kernel.name) return kernel.run(call.problem);
+        throw std::runtime_error("no kernel " + call.name);
+      },
+      &call);
+}
+
+extern "C" __attribute__((visibility("default"))) const char* run_transposed(void* x, const void* y, float* out, float* sums,
+                                                                             int offset) {
+  const struct Call {
+    void* x;
+    const void* y;
+    float *out, *sums;
+    int offset;
+  } call{x, y, out, sums, offset};
+  return said(
+      [](const void* argument) {
+        const Call& call = *static_cast<const Call*>(argument);
+        const TensorMap x = make_tensor_map({static_cast<char*>(call.x) + call.offset, {64, 64, 1, 1}, {128, 8192, 8192},
+                                             {64, 64, 1, 1}, false, true});
+        const TensorMap sums =
+            make_tensor_map({call.sums, {64, 64, 1, 1}, {256, 16384, 16384}, {64, 64, 1, 1}, true, false});
+        const Transposed p{x, sums, call.y, call.out, call.sums + 4096};
+        launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr, p);
+      },
+      &call);
+}

@@ -1,0 +1,125 @@
+"""Hopper on the CPU runner: TMA, wgmma and barriers compute what PTX defines, and each classic race is caught.
+
+A race is caught when the result is wrong or the runner reports it, in one of the orders and completions that kernels'
+tests run over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import host_build
+import pytest
+import torch
+from host_build import COMPLETIONS, ORDERS
+
+SETTINGS = tuple(itertools.product(ORDERS, COMPLETIONS))
+Setting = Callable[[tuple[str, str]], None]
+
+
+@pytest.fixture(scope="session", params=["own switch", "ucontext"])
+def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
+    options = ["-DFASTATTN_HOST_UCONTEXT"] if request.param == "ucontext" else []
+    source = Path(__file__).with_name("hopper.cu")
+    library = ctypes.CDLL(str(host_build.build("hopper", [source], build_folder, *options)))
+    library.run_products.restype = library.run_transposed.restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """Sets an order and a completion."""
+
+    def set_both(values: tuple[str, str]) -> None:
+        for name, value in zip(("FASTATTN_HOST_ORDER", "FASTATTN_HOST_ASYNC"), values, strict=True):
+            monkeypatch.setenv(name, value)
+
+    return set_both
+
+
+def products(library: ctypes.CDLL, name: str, dtype: torch.dtype, D: int, keys: int = 300) -> float:
+    """Runs a kernel of hopper.cu: its largest error, NaN included. RuntimeError with what the runner found."""
+    heads, guard = 2, 24  # columns behind each row, that must stay as they are
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(heads, rows, D + guard, generator=g).to(dtype) for rows in (64, keys, keys))
+    out = torch.full((heads, 64, D + guard), torch.nan).to(dtype)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out))
+    if message := library.run_products(name.encode(), *pointers, heads, keys, D + guard):
+        raise RuntimeError(message.decode())
+    assert out[..., D:].isnan().all(), "wrote behind a row"
+    q, k, v, out = (t[..., :D].double() for t in (q, k, v, out))
+    expected = (q @ k.mT).to(dtype).double() @ v
+    error = (out - expected).abs().max() / expected.abs().max()
+    return torch.inf if error.isnan() else error.item()
+
+
+KERNELS = ["bf16 64 64", "bf16 64 128", "fp16 64 64", "bf16 96 64", "bf16 128 64", "fp16 256 64"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_products(name: str, library: ctypes.CDLL, setting: Setting) -> None:
+    """TMA with zeros outside, both kinds of wgmma, stmatrix and the TMA store, in every order and completion."""
+    kind, D, _ = name.split()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    for values in SETTINGS:
+        setting(values)
+        assert products(library, name, dtype, int(D)) < 2 * torch.finfo(dtype).eps, values
+
+
+@pytest.mark.parametrize("values", SETTINGS, ids="-".join)
+def test_transposed_operands_and_adds(values: tuple[str, str], library: ctypes.CDLL, setting: Setting) -> None:
+    setting(values)
+    x, y = torch.randn(2, 64, 64).bfloat16()
+    out, sums = torch.empty(64, 64), torch.ones(2, 64, 64)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, out, sums)]
+    assert library.run_transposed(*pointers, 0) == b""
+    expected = x.float().T @ y.float()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(sums, 1 + expected.expand(2, -1, -1))
+
+
+def test_refuses_a_tensor_that_tma_cannot_read(library: ctypes.CDLL) -> None:
+    x = torch.zeros(65, 64, dtype=torch.bfloat16)
+    pointers = [ctypes.c_void_p(x.data_ptr())] * 4
+    assert b"starts at a multiple of 16 bytes" in library.run_transposed(*pointers, 8)
+
+
+RACES = {  # what shows the error: a wrong result, or what the runner says
+    "no full wait": "",
+    "wrong parity": "",
+    "no release": "deadlock",
+    "released twice": "",
+    "no empty wait": "",
+    "release before wait": "",
+    "no product wait": "",
+    "operand overwritten": "",
+    "no product fence": "no wgmma_fence()",
+    "no proxy fence": "",
+    "no store barrier": "",
+    "no read wait": "",
+    "no store wait": "nobody waited for",
+    "wrong bytes": "",
+    "no init fence": "no fence_barrier_init()",
+    "not initialised": "never initialised",
+    "half a barrier": "deadlock",
+    "two counts": "threads and for",
+    "too many registers": "registers",
+    "descriptor outside": "shared memory",
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_catches(name: str, library: ctypes.CDLL, setting: Setting) -> None:
+    found = []
+    for values in SETTINGS:
+        setting(values)
+        try:
+            if products(library, name, torch.bfloat16, 64) > 2 * torch.finfo(torch.bfloat16).eps:
+                found.append("a wrong result")
+        except RuntimeError as error:
+            found.append(str(error))
+    assert found
+    assert all(RACES[name] in what for what in found if RACES[name]), found
