@@ -5,6 +5,7 @@
 
 namespace fastattn {
 void bind_add_layer_norm(pybind11::module_& m);
+void bind_attention(pybind11::module_& m);
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -15,4 +16,5 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.def("device_problem", fastattn::device_problem);
   fastattn::bind_add_layer_norm(m);
+  fastattn::bind_attention(m);
 }

@@ -72,7 +72,7 @@ def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
 def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     roots = [path for path in source.parents if path.name == "csrc"][:1]
     roots += [CSRC] if CSRC not in roots else []
-    contents = [path.read_bytes() for root in roots for path in sorted(root.rglob("*.*h"))]
+    contents = [path.read_bytes() for path in _headers(source, roots)]
     binding = source.name.startswith("bind")  # small, and slow to optimise
     options = [*FLAGS, "-O0" if binding else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
     target = folder / f"{source.stem}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
@@ -80,6 +80,18 @@ def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     system = [f"-isystem{path}" for path in cuda_include()]
     _make(target, [CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source)])
     return target
+
+
+def _headers(source: Path, roots: list[Path]) -> list[Path]:
+    """The headers of csrc/ that a source includes, directly or not."""
+    found, left = {}, [source]
+    while left:
+        for name in re.findall(r'^#include "(.*)"', left.pop().read_text(), re.MULTILINE):
+            path = next((root / name for root in roots if (root / name).is_file()), None)
+            if path is not None and path not in found:
+                found[path] = None
+                left.append(path)
+    return sorted(found)
 
 
 def extension_sources(kernels: Path = CSRC) -> list[Path]:

@@ -1,0 +1,91 @@
+// Python's view of attention: fastattn/cuda/attention.py passes pointers as integers, 0 for null, and a struct of
+// attention.h as the tuple of its integers.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "attention/attention.h"
+#include "attention/prepare.h"
+#include "common/device.h"
+
+namespace fastattn {
+namespace {
+
+namespace py = pybind11;
+using namespace attention;
+
+template <size_t kCount>
+using Integers = std::array<int64_t, kCount>;
+
+template <class T>
+T* pointer(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Rows rows(const Integers<4>& t) { return {pointer<void>(t[0]), t[1], t[2], t[3]}; }
+
+Shape shape(const std::array<int, 7>& t) { return {t[0], t[1], t[2], t[3], t[4], t[5], t[6]}; }
+
+Bias bias(const Integers<6>& t) { return {pointer<void>(t[0]), t[1], t[2], t[3], t[4], DType(t[5])}; }
+
+// (band_lo, band_hi, bits, its strides, counts, tiles, max_tiles, their strides, seen, its strides)
+Visibility visibility(const Integers<13>& t) {
+  const TileLists lists{pointer<int2>(t[5]), pointer<int32_t>(t[6]), static_cast<int>(t[7]), t[8], t[9]};
+  return {static_cast<int>(t[0]), static_cast<int>(t[1]), pointer<uint32_t>(t[2]), t[3], t[4], lists,
+          pointer<uint32_t>(t[10]), t[11], t[12]};
+}
+
+Dropout dropout(int64_t rng_state, uint32_t threshold, float scale) {
+  return {pointer<int64_t>(rng_state), threshold, scale};
+}
+
+BitMatrix bit_matrix(const Integers<4>& t) {
+  return {pointer<uint32_t>(t[0]), static_cast<int>(t[1]), static_cast<int>(t[2]), static_cast<int>(t[3])};
+}
+
+// mask: (start, end, stride, key_padding, stride, attn_mask, its strides)
+void bind_pack_bits(const Integers<10>& mask, int heads, const Integers<4>& bits, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  pack_bits({pointer<int32_t>(mask[0]), pointer<int32_t>(mask[1]), mask[2], pointer<bool>(mask[3]), mask[4],
+             pointer<bool>(mask[5]), mask[6], mask[7], mask[8], mask[9]},
+            heads, bit_matrix(bits), pointer<CUstream_st>(stream));
+}
+
+void bind_transpose_bits(const Integers<4>& bits, int64_t transposed, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  transpose_bits(bit_matrix(bits), pointer<uint32_t>(transposed), pointer<CUstream_st>(stream));
+}
+
+void bind_classify_tiles(const Integers<4>& bits, int block_m, int block_n, int64_t classes, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  classify_tiles(bit_matrix(bits), block_m, block_n, pointer<uint8_t>(classes), pointer<CUstream_st>(stream));
+}
+
+void bind_list_tiles(int64_t classes, int matrices, int row_tiles, int column_tiles, bool by_key, int64_t counts,
+                     int64_t tiles, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  list_tiles(pointer<uint8_t>(classes), matrices, row_tiles, column_tiles, by_key, pointer<int2>(counts),
+             pointer<int32_t>(tiles), pointer<CUstream_st>(stream));
+}
+
+// sizes: (batch, heads, seqlen_q, seqlen_k) of seen; band: (band_lo, band_hi); bits: (address, its strides)
+void bind_seen_keys(int64_t seen, const std::array<int, 4>& sizes, const std::array<int, 2>& band, const Integers<3>& bits,
+                    const Integers<6>& added, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  seen_keys({pointer<uint32_t>(seen), sizes[0], sizes[1], sizes[2], sizes[3], band[0], band[1], pointer<uint32_t>(bits[0]),
+             bits[1], bits[2], bias(added)},
+            pointer<CUstream_st>(stream));
+}
+
+}  // namespace
+
+void bind_attention(py::module_& m) {
+  m.def("attention_pack_bits", bind_pack_bits);
+  m.def("attention_transpose_bits", bind_transpose_bits);
+  m.def("attention_classify_tiles", bind_classify_tiles);
+  m.def("attention_list_tiles", bind_list_tiles);
+  m.def("attention_seen_keys", bind_seen_keys);
+}
+
+}  // namespace fastattn
