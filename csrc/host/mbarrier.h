@@ -76,13 +76,11 @@ static_assert(sizeof(Barrier) == 8);
 inline void fence_barrier_init() { host::Block::current->barriers_initialised = true; }
 inline void fence_async_proxy() { host::Block::current->fence_async_proxy(); }
 
-template <int kId, int kThreads>
-void named_barrier_sync(FASTATTN_HOST_PLACE) {
-  host::Block::current->named_barrier(kId, kThreads, true, FASTATTN_HOST_SITE);
+inline void named_barrier_sync(int id, int threads, FASTATTN_HOST_PLACE) {
+  host::Block::current->named_barrier(id, threads, true, FASTATTN_HOST_SITE);
 }
-template <int kId, int kThreads>
-void named_barrier_arrive(FASTATTN_HOST_PLACE) {
-  host::Block::current->named_barrier(kId, kThreads, false, FASTATTN_HOST_SITE);
+inline void named_barrier_arrive(int id, int threads, FASTATTN_HOST_PLACE) {
+  host::Block::current->named_barrier(id, threads, false, FASTATTN_HOST_SITE);
 }
 
 }  // namespace fastattn::sm90

@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
     if (thread == 0) shared.empty_q.arrive();
     if (kBug == kHalfABarrier && thread < 32) continue;
     if (kBug == kTwoCounts && thread < 32) {
-      named_barrier_sync<1, 64>();
+      named_barrier_sync(1, 64);
     } else {
-      named_barrier_sync<1, 128>();  // the last store has read what is overwritten now
+      named_barrier_sync(1, 128);  // the last store has read what is overwritten now
     }
     for (int column = 0; column < D; column += 16) {  // four matrices: rows 0 and 8, columns 0 and 8
       uint32_t four[4];
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
       stmatrix(shared.out + column / 64 * kRows * 128 + swizzled(line, chunk), four);
     }
     if (kBug != kNoProxyFence) fence_async_proxy();
-    if (kBug != kNoStoreBarrier) named_barrier_sync<2, 128>();
+    if (kBug != kNoStoreBarrier) named_barrier_sync(2, 128);
     if (thread == 0) {
       for (int panel = 0; panel < S::kPanels; panel++)
         tma_store(p.out, shared.out + panel * kRows * 128, 64 * panel, 0, head, 0);

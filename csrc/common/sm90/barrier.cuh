@@ -46,15 +46,12 @@ __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarr
 // Makes this thread's writes to shared memory visible to the asynchronous proxy: to wgmma, TMA and bulk copies.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Named barrier `kId` (1 to 15) of kThreads threads, whole warps: waits for all of them, or arrives and goes on. The number
-// is known to the compiler, which else keeps all 16 barriers for this kernel.
-template <int kId, int kThreads>
-__device__ __forceinline__ void named_barrier_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+// Named barrier `id` (1 to 15) of `threads` threads, whole warps: waits for all of them, or arrives and goes on.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-template <int kId, int kThreads>
-__device__ __forceinline__ void named_barrier_arrive() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace fastattn::sm90

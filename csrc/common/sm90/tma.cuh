@@ -75,6 +75,7 @@ __device__ __forceinline__ void bulk_wait_read() {
 namespace fastattn::sm90 {
 
 constexpr int kLineBytes = 128;  // of a swizzled tile: 64 elements of 16 bits
+constexpr int kGroup = 128;       // threads of a warpgroup
 
 // Where 16-byte chunk `chunk` of line `line` of a swizzled tile lies, in bytes from its start, a multiple of 1024.
 __device__ __forceinline__ int swizzled(int line, int chunk) { return line * kLineBytes + ((chunk ^ (line % 8)) * 16); }
