@@ -157,9 +157,10 @@ class AttentionMask:
         return keep.expand(B, H, Lq, Lk)
 
     def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
+        """As small as what restricts: each dimension is 1 or its full length."""
         i = torch.arange(Lq, device=device)[:, None]
         j = torch.arange(Lk, device=device)[None, :]
-        keep = torch.ones(1, 1, Lq, Lk, dtype=torch.bool, device=device)
+        keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         shift_tl, shift_br = 0, Lk - Lq
         if self.cu_seqlens_q is not None:
             q_segment, q_first, q_len = _segments(self.cu_seqlens_q, i)
@@ -188,6 +189,7 @@ class AttentionMask:
 
         hide (b, h, Lq, Lk): True = masked; but a query that sees nothing is shown everything, so no softmax is NaN.
         sees (b, h, Lq, 1): queries that see something.     seen (b, h, Lk, 1): keys that somebody sees.
+        Each dimension but hide's last may be 1 instead, which stands for all.
         """
         if self.bias is not None:  # it may hold -inf, and may be another one at the next call
             return self._build_visible(Lq, Lk, device)
@@ -200,7 +202,7 @@ class AttentionMask:
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
         sees, seen = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
-        hide = ~keep & sees
+        hide = (~keep & sees).expand(-1, -1, -1, Lk)  # PyTorch's operators want all keys
         if device.type != "cpu" or torch.compiler.is_compiling():
             return hide, sees, seen
         # On a CPU a look at the values costs no synchronisation and saves passes over the data.
