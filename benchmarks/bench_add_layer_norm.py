@@ -1,4 +1,4 @@
-"""dropout_add_layer_norm: every backend, and torch's operators one after the other.
+"""dropout_add_layer_norm: every backend, torch's operators one after the other and compiled, Liger-Kernel, quack.
 
 python benchmarks/bench_add_layer_norm.py [--device cuda] [--out FILE.json] [--quick]
 """
@@ -11,16 +11,20 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from cases import NORM, NormCase
-from harness import Inputs, Provider, Run
+from cases import NormCase
+from harness import Function, Inputs, Provider, imported
+from tables import cases_of
+from torch import Tensor
 
 from fastattn import dropout_add_layer_norm
+
+EPS = 1e-6
 
 
 def make_inputs(case: NormCase, device: torch.device) -> Inputs:
     generator = torch.Generator(device).manual_seed(harness.SEED)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
 
     leaves = {name: randn(case.rows, case.width) for name in ("x", "residual")}
@@ -29,21 +33,40 @@ def make_inputs(case: NormCase, device: torch.device) -> Inputs:
     return Inputs(leaves, {}, randn(case.rows, case.width))
 
 
-def torch_operators(case: NormCase, inputs: Inputs, dropout_p: float) -> Run:
-    def norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(residual + F.dropout(x, dropout_p), (case.width,), weight, bias, eps=1e-6)
+def torch_operators(case: NormCase, inputs: Inputs, dropout_p: float) -> Any:
+    def norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(residual + F.dropout(x, dropout_p), (case.width,), weight, bias, eps=EPS)
 
-    return harness.run_of(norm, inputs)
+    return norm
+
+
+def liger(case: NormCase, inputs: Inputs, dropout_p: float) -> Any:
+    """Its LayerNorm; it has none with the residual, so dropout and sum are torch's."""
+    layer_norm = imported("liger_kernel.transformers.functional").liger_layer_norm
+
+    def norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return layer_norm(residual + F.dropout(x, dropout_p), weight, bias, EPS)
+
+    return norm
+
+
+def quack(case: NormCase, inputs: Inputs, dropout_p: float) -> Any:
+    """Its LayerNorm has no gradient; it is listed so that the table says so. RMSNorm is another operation."""
+    imported("quack")
+    raise harness.Refused("quack's LayerNorm has no backward")
 
 
 def providers(device: torch.device) -> list[Provider]:
-    ours = harness.ours(dropout_add_layer_norm, lambda case, inputs, dropout_p: {"dropout_p": dropout_p})
-    return [*ours, Provider("torch", torch_operators, ours=False)]
+    found = harness.ours(dropout_add_layer_norm, lambda case, inputs, dropout_p: {"dropout_p": dropout_p})
+    found.append(harness.peer("torch", torch_operators))
+    found.append(harness.peer("torch.compile", torch_operators, compiled=True))
+    others: dict[str, Function] = {"Liger-Kernel": liger, "quack": quack} if device.type == "cuda" else {}
+    return found + [harness.peer(name, function) for name, function in others.items()]
 
 
 BENCHMARK = harness.Benchmark(
     name="add_layer_norm",
-    cases=NORM,
+    cases=cases_of(NormCase),
     directions=("forward", "backward", "both"),
     rates=("byte",),
     inputs=make_inputs,

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: every backend, and torch's own with each of its kernels pinned.
+"""scaled_dot_product_attention: every backend, torch's own with each of its kernels pinned, FlexAttention, others.
 
     python benchmarks/bench_attention.py [--device cuda] [--out FILE.json] [--quick]
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import attention_peers
 import harness
 import torch
-import torch.nn.functional as F
-from cases import ATTENTION, AttentionCase
-from harness import Inputs, Provider, Refused, Run
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from cases import AttentionCase
+from harness import Inputs, Provider
+from tables import cases_of
 
 from fastattn import AttentionMask, scaled_dot_product_attention
 
@@ -35,10 +35,14 @@ def make_inputs(case: AttentionCase, device: torch.device) -> Inputs:
     fixed: dict[str, Any] = {}
     if case.mask == "bias":
         leaves["attn_mask"] = randn(1, case.heads, case.length_q, case.length_k)
-    if case.mask == "bool":
+    if case.mask == "blocks":
         fixed["attn_mask"] = case.dense().to(device)
     if case.mask == "padding":
         fixed["key_padding"] = torch.arange(case.length_k, device=device) < case.lengths.to(device)[:, None]
+    if case.mask == "alibi":
+        fixed["slopes"] = case.slopes.to(device)
+        distance = torch.arange(case.length_k) - torch.arange(case.length_q)[:, None]  # j - i
+        fixed["bias"] = (case.slopes[:, None, None] * distance)[None].to(device)  # float32: 16 bits are too few
     leaves = {name: t.requires_grad_() for name, t in leaves.items()}
     return Inputs(leaves, fixed, randn(case.batch, case.heads, case.length_q, case.dim))
 
@@ -46,58 +50,42 @@ def make_inputs(case: AttentionCase, device: torch.device) -> Inputs:
 def part(case: AttentionCase, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The first key-value head and its queries; of the first sequence only, unless a bias gradient sums over all."""
     batch = case.batch if case.mask == "bias" else 1
+    if name == "slopes":
+        return tensor[:1]
     if name == "key_padding":
         return tensor[:batch]
     group = case.heads // (case.heads_k or case.heads)
-    return tensor[:batch, : group if name in ("query", "out") else 1]
+    return tensor[:batch, : group if name in ("query", "out", "bias") else 1]
 
 
 def arguments(case: AttentionCase, inputs: Inputs, dropout_p: float) -> dict[str, Any]:
-    """For scaled_dot_product_attention, beside query, key, value and a bias."""
-    given = {"is_causal": case.mask == "causal", "dropout_p": dropout_p, "enable_gqa": case.heads_k is not None}
-    return given | ({"attn_mask": AttentionMask(**inputs.fixed)} if inputs.fixed else {})
+    """For scaled_dot_product_attention, beside query, key, value and a learned bias."""
+    given: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": case.heads_k is not None}
+    given["is_causal"] = case.mask in ("causal", "alibi")
+    tensors = {name: tensor for name, tensor in inputs.fixed.items() if name != "slopes"}
+    if case.mask == "alibi" and inputs.leaves["query"].dtype == torch.float64:  # the checker's
+        tensors["bias"] = tensors["bias"].double()
+    return given | ({"attn_mask": AttentionMask(**tensors)} if tensors else {})
 
 
-def torch_sdpa(name: str, kernel: SDPBackend | None) -> Provider:
-    """torch's function with one kernel pinned, or with torch's own choice. A structured mask is given to it dense."""
-
-    def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
-        options = arguments(case, inputs, dropout_p)
-        if inputs.fixed:
-            options["attn_mask"] = case.dense().to(inputs.leaves["query"].device)
-
-        def attend(**leaves: torch.Tensor) -> torch.Tensor:
-            if kernel is None:
-                return F.scaled_dot_product_attention(**leaves, **options)
-            with sdpa_kernel([kernel]):
-                return F.scaled_dot_product_attention(**leaves, **options)
-
-        try:
-            attend(**inputs.leaves)
-        except RuntimeError as error:
-            if "No available kernel" in str(error):
-                raise Refused("torch has no such kernel for this case") from error
-            raise
-        return harness.run_of(attend, inputs)
-
-    return Provider(name, make, ours=False)
+def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Any:
+    """torch.compile of the reference path. It is given its mask made, as the others are."""
+    options = arguments(case, inputs, dropout_p)
+    return lambda **leaves: scaled_dot_product_attention(**leaves, **options, backend="reference")
 
 
 def providers(device: torch.device) -> list[Provider]:
-    peers = {"sdpa (default)": None}
-    if device.type == "cuda":
-        peers |= {
-            "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-            "sdpa flash": SDPBackend.FLASH_ATTENTION,
-            "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
-        }
-    ours = harness.ours(scaled_dot_product_attention, arguments)
-    return ours + [torch_sdpa(name, kernel) for name, kernel in peers.items()]
+    found = harness.ours(scaled_dot_product_attention, arguments) + attention_peers.torch_kernels(device)
+    found.append(harness.peer("torch.compile of reference", compiled_formula, compiled=True))
+    if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel
+        found += [attention_peers.flash_attention(version) for version in (2, 3, 4)]
+        found += [attention_peers.flex(count_mask) for count_mask in (False, True)]
+    return found
 
 
 BENCHMARK = harness.Benchmark(
     name="attention",
-    cases=ATTENTION,
+    cases=cases_of(AttentionCase),
     directions=("forward", "backward", "both"),
     rates=("flop",),
     inputs=make_inputs,

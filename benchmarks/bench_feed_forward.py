@@ -1,4 +1,4 @@
-"""feed_forward: every backend, and torch's operators one after the other.
+"""feed_forward: every backend, torch's operators one after the other and compiled, Liger-Kernel's gated activations.
 
 python benchmarks/bench_feed_forward.py [--device cuda] [--out FILE.json] [--quick]
 """
@@ -11,8 +11,10 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from cases import FEED_FORWARD, FeedForwardCase
-from harness import Inputs, Provider, Run
+from cases import FeedForwardCase
+from harness import Inputs, Provider, Refused, imported
+from tables import cases_of
+from torch import Tensor
 
 from fastattn import feed_forward
 
@@ -22,7 +24,7 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 def make_inputs(case: FeedForwardCase, device: torch.device) -> Inputs:
     generator = torch.Generator(device).manual_seed(harness.SEED)
 
-    def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
         return scale * torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
 
     leaves = {
@@ -40,12 +42,10 @@ def arguments(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> dict[s
     return {"activation": case.activation, "dropout_p": dropout_p}
 
 
-def torch_operators(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Run:
+def torch_operators(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
     act = ACTIVATIONS[case.activation]
 
-    def network(
-        x: torch.Tensor, weight1: torch.Tensor, bias1: torch.Tensor, weight2: torch.Tensor, bias2: torch.Tensor
-    ) -> torch.Tensor:
+    def network(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
         hidden = F.linear(x, weight1, bias1)
         if case.d_up != case.d_ff:
             gate, up = hidden.chunk(2, dim=-1)
@@ -54,16 +54,32 @@ def torch_operators(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> 
             hidden = act(hidden)
         return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
 
-    return harness.run_of(network, inputs)
+    return network
+
+
+def liger(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
+    """Its silu(gate) * up between torch's products. (Its backward overwrites what it saved: timed, it repeats the same
+    work on other numbers.)"""
+    swiglu = imported("liger_kernel.transformers.functional").liger_swiglu
+    if case.activation != "swiglu":
+        raise Refused(f"no fused {case.activation}")
+
+    def network(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight1, bias1).chunk(2, dim=-1)
+        return F.linear(F.dropout(swiglu(gate, up), dropout_p), weight2, bias2)
+
+    return network
 
 
 def providers(device: torch.device) -> list[Provider]:
-    return [*harness.ours(feed_forward, arguments), Provider("torch", torch_operators, ours=False)]
+    found = [*harness.ours(feed_forward, arguments), harness.peer("torch", torch_operators)]
+    found.append(harness.peer("torch.compile", torch_operators, compiled=True))
+    return found + ([harness.peer("Liger-Kernel", liger)] if device.type == "cuda" else [])
 
 
 BENCHMARK = harness.Benchmark(
     name="feed_forward",
-    cases=FEED_FORWARD,
+    cases=cases_of(FeedForwardCase),
     directions=("forward", "backward", "both"),
     rates=("flop",),
     inputs=make_inputs,

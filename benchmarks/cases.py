@@ -1,7 +1,9 @@
-"""What is measured: the cases of every benchmark in one table each, with the formula of the work that a case must do.
+"""What can be measured: a class for each kind of case, with the formula of the work that it must do.
 
-`work(direction)` gives the FLOPs and the bytes of main memory that any implementation needs, not what one happens to
-use: products of masked pairs do not count, every tensor is read or written once. The records' rates come from them.
+`work` gives, for each direction, the FLOPs and the bytes of main memory that any implementation needs, not what one
+happens to use: products of masked pairs do not count, every tensor is read or written once. Rates come from them, and
+so does the bound: no implementation is faster than max(flop / matrix product rate, byte / copy rate). (Tensors that fit
+into a cache can be: their bytes never reach main memory.) Which cases are measured where, tables.py says.
 """
 
 from __future__ import annotations
@@ -11,19 +13,47 @@ from functools import cached_property
 
 import torch
 
-Work = dict[str, float]  # "flop", "byte" and, for a training step, "token"
+Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whole models, "token"}
+
+MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 English training sentences
+LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
+BLOCK = 64  # rows and columns of a block of the mask "blocks"
 
 
-def _label(dtype: torch.dtype) -> str:
+def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> torch.Tensor:
+    """(batch,) int64: lengths whose logarithms are normally distributed with standard deviation `spread`; from `seed`.
+
+    Scaled so that the longest is `longest`, as a batch is padded to its longest sequence.
+    """
+    logs = spread * torch.randn(batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (longest * (logs - logs.max()).exp()).round().long().clamp_min(1)
+
+
+def label(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
+def _directions(forward: dict[str, float], backward: dict[str, float]) -> Work:
+    both = {unit: forward[unit] + backward[unit] for unit in forward}
+    return {"forward": forward, "backward": backward, "both": both}
+
+
 @dataclass(frozen=True)
-class AttentionCase:
+class Case:
+    """series: (name, x) where the case is one point of a curve over x, else None."""
+
+    @property
+    def series(self) -> tuple[str, int] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
     """q: (batch, heads, length_q, dim); k, v: (batch, heads_k, length_k, dim).
 
-    mask: "full", "causal", "padding" (lengths uniform in [length_k / 4, length_k]), "bool" (dense, half of it True in
-    blocks of 64 x 64, shared by the heads) or "bias" (dense, (1, heads, length_q, length_k), with gradient).
+    mask: "full"; "causal"; "padding", keys beyond draw_lengths(batch, length_k, spread) masked; "blocks", a dense bool
+    mask for all heads with the share `masked` of each row's 64 x 64 blocks masked; "alibi", causal with the fixed bias
+    -slope_h * (i - j); "bias", a learned bias (1, heads, length_q, length_k) that gets its gradient.
     """
 
     batch: int
@@ -35,61 +65,92 @@ class AttentionCase:
     dtype: torch.dtype = torch.float32
     heads_k: int | None = None
     dropout_p: float = 0.0
+    spread: float = MULTI30K
+    masked: float = 0.5
 
     formula = "FLOPs: 4 x batch x heads x visible pairs x dim forward, x 2.5 backward (five products for two)"
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads_k is None else f"{self.heads}/{self.heads_k}"
         dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
-        shape = f"b{self.batch} h{heads} {self.length_q}x{self.length_k} d{self.dim}"
-        return f"{shape} {self.mask}{dropout} {_label(self.dtype)}"
+        return f"b{self.batch} h{heads} {self.length_q}x{self.length_k} {self._kind}{dropout} {label(self.dtype)}"
+
+    @property
+    def _kind(self) -> str:
+        mask = self.mask
+        if mask == "padding":
+            mask = {MULTI30K: "padding", LONG_TAIL: "long-tailed padding"}[self.spread]
+        elif mask == "blocks":
+            mask = f"blocks {self.masked:.0%} masked"
+        return f"d{self.dim} {mask}"
+
+    @property
+    def series(self) -> tuple[str, int] | None:
+        """Square problems over their length; those of one series have equally many tokens."""
+        if self.length_q != self.length_k or self.heads_k is not None or self.dropout_p:
+            return None
+        return f"attention {self._kind} {label(self.dtype)}", self.length_q
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """(batch,) real keys of each sequence; all of them unless the mask is "padding"."""
         if self.mask != "padding":
             return torch.full((self.batch,), self.length_k)
-        shares = torch.rand(self.batch, generator=torch.Generator().manual_seed(0))
-        return (self.length_k * (0.25 + 0.75 * shares)).long().clamp_min(1)
+        return draw_lengths(self.batch, self.length_k, self.spread)
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """(batch, ceil(length_q / 64), ceil(length_k / 64)) bool: the visible blocks of the mask "bool"."""
-        shape = (self.batch, -(-self.length_q // 64), -(-self.length_k // 64))
-        blocks = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
-        blocks[..., 0] = True  # no query is left without a key
-        return blocks
+        """(batch, ceil(length_q / 64), ceil(length_k / 64)) bool: the visible blocks, equally many in each row."""
+        shape = (self.batch, -(-self.length_q // BLOCK), -(-self.length_k // BLOCK))
+        rank = torch.rand(shape, generator=torch.Generator().manual_seed(0)).argsort(-1).argsort(-1)
+        return rank < max(1, round(shape[2] * (1 - self.masked)))
 
     def dense(self) -> torch.Tensor | None:
         """(batch or 1, 1, length_q, length_k) bool, what may be seen, or None when all may."""
-        if self.mask == "causal":
+        if self.mask in ("causal", "alibi"):
             return torch.ones(1, 1, self.length_q, self.length_k, dtype=torch.bool).tril()
         if self.mask == "padding":
             keys = torch.arange(self.length_k) < self.lengths[:, None]
             return keys[:, None, None].expand(-1, 1, self.length_q, -1)
-        if self.mask == "bool":
-            full = self.blocks.repeat_interleave(64, 1).repeat_interleave(64, 2)
+        if self.mask == "blocks":
+            full = self.blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
             return full[:, None, : self.length_q, : self.length_k].contiguous()
         return None
 
-    def work(self, direction: str) -> Work:
-        dense = self.dense()
-        share = 1.0 if dense is None else dense.double().mean().item()
-        flop = 4 * self.batch * self.heads * self.length_q * self.length_k * share * self.dim
+    @property
+    def slopes(self) -> torch.Tensor:
+        """(heads,) float32: ALiBi's slopes. Source: Press et al. 2022, arXiv:2108.12409."""
+        return 2.0 ** (-8.0 * torch.arange(1, self.heads + 1) / self.heads)
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs of a query and a key, over the batch, for one head."""
+        if self.mask in ("causal", "alibi"):
+            return self.batch * int((torch.arange(self.length_q) + 1).clamp_max(self.length_k).sum())
+        if self.mask == "blocks":
+            heights, widths = (
+                (length - BLOCK * torch.arange(-(-length // BLOCK))).clamp_max(BLOCK)
+                for length in (self.length_q, self.length_k)
+            )
+            return int((self.blocks * heights[:, None] * widths).sum())
+        return self.length_q * int(self.lengths.sum())
+
+    @cached_property
+    def work(self) -> Work:
+        flop = 4 * self.heads * self.pairs * self.dim
         size = self.dtype.itemsize
         q = self.batch * self.heads * self.length_q * self.dim * size
         kv = 2 * self.batch * (self.heads_k or self.heads) * self.length_k * self.dim * size
         bias = self.heads * self.length_q * self.length_k * size if self.mask == "bias" else 0
-        forward = {"flop": flop, "byte": 2 * q + kv + bias}  # q, k, v, bias; out
-        backward = {
-            "flop": 2.5 * flop,
-            "byte": 4 * q + 2 * kv + 2 * bias,
-        }  # q, k, v, bias, out, dout; dq, dk, dv, dbias
-        return _directions(direction, forward, backward)
+        mask = self.batch * self.length_q * self.length_k if self.mask == "blocks" else 0
+        forward = {"flop": flop, "byte": 2 * q + kv + bias + mask}  # q, k, v, bias, mask; out
+        # q, k, v, bias, mask, out, dout; dq, dk, dv, dbias
+        backward = {"flop": 2.5 * flop, "byte": 4 * q + 2 * kv + 2 * bias + mask}
+        return _directions(forward, backward)
 
 
 @dataclass(frozen=True)
-class NormCase:
+class NormCase(Case):
     """x, residual: (rows, width)."""
 
     rows: int
@@ -103,18 +164,18 @@ class NormCase:
 
     def __str__(self) -> str:
         dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
-        return f"{self.rows}x{self.width}{dropout} {_label(self.dtype)}"
+        return f"{self.rows}x{self.width}{dropout} {label(self.dtype)}"
 
-    def work(self, direction: str) -> Work:
+    @cached_property
+    def work(self) -> Work:
         tensor = self.rows * self.width
         forward = {"flop": 8 * tensor, "byte": 4 * tensor * self.dtype.itemsize}
         passes = 4 if self.dropout_p else 3
-        backward = {"flop": 16 * tensor, "byte": passes * tensor * self.dtype.itemsize}
-        return _directions(direction, forward, backward)
+        return _directions(forward, {"flop": 16 * tensor, "byte": passes * tensor * self.dtype.itemsize})
 
 
 @dataclass(frozen=True)
-class FeedForwardCase:
+class FeedForwardCase(Case):
     """x: (tokens, d_model); the hidden layer has d_ff units, and weight1 twice as many rows for a gated activation."""
 
     tokens: int
@@ -128,26 +189,48 @@ class FeedForwardCase:
 
     def __str__(self) -> str:
         dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
-        return f"{self.tokens}x{self.d_model}x{self.d_ff} {self.activation}{dropout} {_label(self.dtype)}"
+        return f"{self.tokens}x{self.d_model}x{self.d_ff} {self.activation}{dropout} {label(self.dtype)}"
 
     @property
     def d_up(self) -> int:
         return 2 * self.d_ff if self.activation.endswith("glu") else self.d_ff
 
-    def work(self, direction: str) -> Work:
+    @cached_property
+    def work(self) -> Work:
         weights = self.d_model * (self.d_up + self.d_ff)
-        flop = 2 * self.tokens * weights
-        forward = {"flop": flop, "byte": (2 * self.tokens * self.d_model + weights) * self.dtype.itemsize}
-        backward = {"flop": 2 * flop, "byte": (3 * self.tokens * self.d_model + 2 * weights) * self.dtype.itemsize}
-        return _directions(direction, forward, backward)
+        flop, x, size = 2 * self.tokens * weights, self.tokens * self.d_model, self.dtype.itemsize
+        forward = {"flop": flop, "byte": (2 * x + weights) * size}
+        return _directions(forward, {"flop": 2 * flop, "byte": (3 * x + 2 * weights) * size})
 
 
 @dataclass(frozen=True)
-class StepCase:
-    """One training step of the encoder-decoder: forward, backward and Adam on (batch, length) source and target.
+class CrossEntropyCase(Case):
+    """x: (tokens, d_model), weight: (n_vocab, d_model); the mean loss. One target in eight is padding."""
 
-    dtype bfloat16 means float32 parameters under torch.autocast. Lengths are uniform in [length / 2, length].
-    """
+    tokens: int
+    d_model: int
+    n_vocab: int
+    dtype: torch.dtype = torch.float32
+    smoothing: float = 0.1
+    dropout_p: float = 0.0
+
+    formula = "FLOPs: 2 x targets that are not padding x d_model x n_vocab forward, x 2 backward"
+
+    def __str__(self) -> str:
+        smoothing = f" smoothing {self.smoothing}" if self.smoothing else ""
+        return f"{self.tokens}x{self.d_model}x{self.n_vocab}{smoothing} {label(self.dtype)}"
+
+    @cached_property
+    def work(self) -> Work:
+        real = self.tokens - self.tokens // 8
+        flop = 2 * real * self.d_model * self.n_vocab
+        tensors = (real + self.n_vocab) * self.d_model * self.dtype.itemsize  # x and weight; read, then their gradients
+        return _directions({"flop": flop, "byte": tensors}, {"flop": 2 * flop, "byte": 2 * tensors})
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """An encoder-decoder on (batch, length) source and target. Lengths are drawn apart for source and target."""
 
     batch: int
     length: int
@@ -158,103 +241,67 @@ class StepCase:
     n_vocab: int
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.1
-
-    formula = (
-        "FLOPs: 6 x tokens x weights of the products + 12 x batch x (encoder, half decoder, cross) pairs x d_model"
-    )
+    spread: float = MULTI30K
 
     def __str__(self) -> str:
         shape = f"{self.n_layers}+{self.n_layers} layers d{self.d_model}/{self.d_inner} h{self.n_head} v{self.n_vocab}"
-        return f"{shape} {self.batch}x{self.length} {_label(self.dtype)}"
+        tail = " long-tailed" if self.spread == LONG_TAIL else ""
+        return f"{shape} {self.batch}x{self.length}{tail} {label(self.dtype)}"
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """(2, batch) real tokens of each source and target."""
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.length // 2, self.length + 1, (2, self.batch), generator=generator)
+        return torch.stack([draw_lengths(self.batch, self.length, self.spread, seed) for seed in (0, 1)])
 
-    def work(self, direction: str) -> Work:
-        tokens = self.batch * self.length
-        layer = (
-            12 * self.d_model**2 + 4 * self.d_model * self.d_inner
-        )  # an encoder layer has 4, a decoder layer 8 d x d
-        weights = self.n_layers * layer + self.d_model * self.n_vocab
-        pairs = self.n_layers * 2.5 * self.length**2  # masked pairs of the padding are counted, the causal half is not
-        flop = 6 * tokens * weights + 12 * self.batch * pairs * self.d_model
-        return {"flop": flop, "byte": 0.0, "token": float(self.lengths[1].sum())}
+    @property
+    def layer(self) -> int:
+        """Weights that a source token meets in one encoder layer and, by its keys and values, one decoder layer: four
+        and two d x d and the feed-forward's. A target token meets as many in a decoder layer."""
+        return 6 * self.d_model**2 + 2 * self.d_model * self.d_inner
 
 
-def _directions(direction: str, forward: Work, backward: Work) -> Work:
-    match direction:
-        case "forward":
-            return forward
-        case "backward":
-            return backward
-        case "both":
-            return {unit: forward[unit] + backward[unit] for unit in forward}
-    raise ValueError(f"direction {direction!r} is not forward, backward or both")
+@dataclass(frozen=True)
+class StepCase(ModelCase):
+    """One training step: forward, loss, backward and Adam. bfloat16 means float32 parameters under torch.autocast."""
+
+    formula = (
+        "FLOPs of real tokens: 6 x tokens x weights of the products + 12 x d_model x layers x visible pairs (encoder, "
+        "half decoder, cross); bytes: Adam's alone, 28 a parameter"
+    )
+
+    @cached_property
+    def work(self) -> Work:
+        source, target = self.lengths.double()
+        vocabulary = self.d_model * self.n_vocab
+        products = (source + target).sum() * self.n_layers * self.layer + target.sum() * vocabulary
+        pairs = (source**2 + target * (target + 1) / 2 + source * target).sum() * self.n_layers
+        flop = 6 * products + 12 * self.d_model * pairs
+        weights = self.n_layers * (12 * self.d_model**2 + 4 * self.d_model * self.d_inner) + vocabulary
+        return {"step": {"flop": flop.item(), "byte": 28.0 * weights, "token": target.sum().item()}}
 
 
-F32, BF16 = torch.float32, torch.bfloat16
+@dataclass(frozen=True)
+class DecodingCase(ModelCase):
+    """Greedy translation of a batch: `new_tokens` for each sentence, whatever is predicted. All of it in `dtype`."""
 
-# Each table: "quick" (seconds on one core, for tests), "cpu" (about a minute on two cores), "cuda" (a data-centre GPU).
-ATTENTION = {
-    "quick": [AttentionCase(2, 2, 40, 72, 16), AttentionCase(2, 2, 72, 72, 16, "padding", BF16)],
-    "cpu": [
-        AttentionCase(8, 8, 32, 32, 64, "padding"),
-        AttentionCase(4, 8, 128, 128, 64),
-        AttentionCase(4, 8, 128, 128, 64, "causal"),
-        AttentionCase(4, 8, 128, 128, 64, "bias"),
-        AttentionCase(4, 8, 128, 128, 64, "padding", dropout_p=0.1),
-        AttentionCase(1, 8, 1024, 1024, 64, "causal"),
-    ],
-    "cuda": [
-        AttentionCase(128, 8, 64, 64, 64, "padding", BF16),
-        AttentionCase(128, 8, 64, 64, 64, "padding", BF16, dropout_p=0.1),
-        AttentionCase(8, 16, 1024, 1024, 64, "full", BF16),
-        AttentionCase(8, 16, 1024, 1024, 64, "causal", BF16),
-        AttentionCase(8, 16, 1024, 1024, 64, "padding", BF16),
-        AttentionCase(8, 16, 1024, 1024, 64, "bool", BF16),
-        AttentionCase(8, 16, 1024, 1024, 64, "bias", BF16),
-        AttentionCase(1, 16, 8192, 8192, 128, "full", BF16),
-        AttentionCase(1, 16, 8192, 8192, 128, "causal", BF16),
-        AttentionCase(1, 16, 8192, 8192, 128, "causal", BF16, heads_k=4),
-    ],
-}
-NORM = {
-    "quick": [NormCase(40, 96), NormCase(40, 96, dropout_p=0.1)],
-    "cpu": [NormCase(1024, 512), NormCase(1024, 512, dropout_p=0.1), NormCase(4096, 1024)],
-    "cuda": [
-        NormCase(8192, 512, BF16, 0.1),
-        NormCase(8192, 1024, BF16, 0.1),
-        NormCase(65536, 512, BF16, 0.1),
-        NormCase(65536, 1024, BF16),
-        NormCase(65536, 1024, BF16, 0.1),
-        NormCase(16384, 4096, BF16, 0.1),
-        NormCase(65536, 1024, F32, 0.1),
-    ],
-}
-FEED_FORWARD = {
-    "quick": [FeedForwardCase(40, 48, 96), FeedForwardCase(40, 48, 96, "swiglu")],
-    "cpu": [
-        FeedForwardCase(512, 512, 2048),
-        FeedForwardCase(512, 512, 2048, dropout_p=0.1),
-        FeedForwardCase(512, 512, 1376, "swiglu"),
-    ],
-    "cuda": [
-        FeedForwardCase(8192, 512, 2048, "relu", BF16, 0.1),
-        FeedForwardCase(8192, 1024, 4096, "relu", BF16, 0.1),
-        FeedForwardCase(8192, 1024, 4096, "gelu", BF16),
-        FeedForwardCase(8192, 1024, 2752, "swiglu", BF16),
-        FeedForwardCase(65536, 512, 2048, "relu", BF16, 0.1),
-    ],
-}
-STEP = {
-    "quick": [StepCase(2, 12, 1, 32, 64, 2, 50), StepCase(2, 12, 1, 32, 64, 2, 50, BF16)],
-    "cpu": [StepCase(32, 24, 4, 128, 256, 4, 8000), StepCase(8, 32, 2, 512, 2048, 8, 8000)],
-    "cuda": [
-        StepCase(256, 32, 6, 512, 2048, 8, 32000, BF16),
-        StepCase(64, 128, 6, 512, 2048, 8, 32000, BF16),
-        StepCase(64, 128, 6, 1024, 4096, 16, 32000, BF16),
-    ],
-}
+    dropout_p: float = 0.0
+    new_tokens: int = 32
+
+    formula = (
+        "FLOPs: each new token meets the decoder's weights once, each source token the encoder's; "
+        "bytes: the decoder's weights and the keys and values seen so far, once a step"
+    )
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.new_tokens} new tokens"
+
+    @cached_property
+    def work(self) -> Work:
+        lengths, new, size = self.lengths[0].double(), self.new_tokens, self.dtype.itemsize
+        source = lengths.sum().item()
+        decoder = self.n_layers * self.layer + self.d_model * self.n_vocab
+        seen = self.batch * new * (new + 1) / 2 + source * new  # keys of all steps, in one layer
+        flop = 2 * (self.batch * new * decoder + source * self.n_layers * self.layer)
+        flop += 4 * self.d_model * self.n_layers * (seen + (lengths**2).sum().item())
+        byte = (new * decoder + 2 * self.d_model * self.n_layers * seen) * size
+        return {"decode": {"flop": flop, "byte": byte, "token": float(self.batch * new)}}

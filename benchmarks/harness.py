@@ -1,34 +1,32 @@
-"""What the benchmarks share: providers are checked, then timed; a record is kept as JSON and shown as a table.
+"""What the benchmarks share: providers are checked, then timed. timing.py measures, records.py keeps what came of it.
 
 A benchmark script fills in `Benchmark` and calls `main`. For each case it makes the inputs, and each provider turns
 them into a `Run`. A provider that cannot serve a case says why; one whose result is far outside the bound of
-`fastattn.doctor.judge` is not timed: "wrong result". Every other's share of that bound is in the record and the table.
+`fastattn.doctor.judge` is not timed: "wrong result". Every other's share of that bound is in the record and the tables.
 Nothing that a provider does can stop the others.
 
-Timing. GPU: CUDA events around each call, the L2 cache overwritten before it. CPU: `time.perf_counter`. Warm-up is
-outside; median and quartiles are kept. forward: with inputs that require gradients, so what the backward needs is
-saved; backward: `torch.autograd.grad` on a kept graph; both: one after the other. Inputs are normally distributed.
+Directions. forward: with inputs that require gradients, so what the backward needs is saved; backward:
+`torch.autograd.grad` on a kept graph; both: one after the other. Inputs are normally distributed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import math
-import statistics
-import subprocess
-import time
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import records
+import timing  # before torch: it sets what torch reads when imported
 import torch
 
 import fastattn
 from fastattn._dispatch import BACKENDS
-from fastattn.doctor import devices, judge, usable_device, versions
+from fastattn.doctor import judge, usable_device
 
 SEED = 20170612
 # A result this many times past its bound is wrong, not just less accurate. The tests hold fastattn's kernels to 1;
@@ -53,29 +51,33 @@ class Inputs(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One provider on one case. results: what is checked, by name. timed: the calls to time, by direction."""
+    """One provider on one case. results: what is checked, by name. timed: the calls to time, by direction. notes: what
+    else belongs in the row: "default", this is fastattn's own choice here; "ran", what served the call."""
 
     results: Callable[[], dict[str, torch.Tensor]]
     timed: dict[str, Callable[[], Any]]
+    notes: dict[str, Any] = {}
 
 
 class Provider(NamedTuple):
     """make(case, inputs, dropout_p) -> Run, or raises Refused.
 
     ours: a backend of fastattn. It drops what the reference drops, and its failure fails the script; a peer is checked
-    without dropout, and its failure is only recorded.
+    without dropout, and its failure is only recorded. slow: takes seconds to get ready, as torch.compile does; the
+    report measures it after the others, and quick runs leave it out.
     """
 
     name: str
     make: Callable[[Any, Inputs, float], Run]
     ours: bool = True
+    slow: bool = False
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """One script. Its first provider is the reference path: the specification, and the speed to divide by.
 
-    cases: by table, "quick", "cpu" and "cuda". inputs: (case, device) -> Inputs. rates: units shown in the table.
+    cases: by table, "quick", "cpu" and "cuda". inputs: (case, device) -> Inputs. rates: units shown in the tables.
     part: (case, name, tensor) -> the part that is compared of an input, the result "out" or a gradient, where all of it
     would be too much.
     """
@@ -89,7 +91,7 @@ class Benchmark:
     part: Callable[[Any, str, torch.Tensor], torch.Tensor] = lambda case, name, tensor: tensor
 
 
-def run_of(function: Callable[..., torch.Tensor], inputs: Inputs) -> Run:
+def run_of(function: Callable[..., torch.Tensor], inputs: Inputs, **notes: Any) -> Run:
     """The Run of a plain function of the leaves: result and gradients are checked; forward, backward and both timed."""
     leaves = list(inputs.leaves.values())
 
@@ -110,7 +112,7 @@ def run_of(function: Callable[..., torch.Tensor], inputs: Inputs) -> Run:
         return {"out": out} | {f"grad of {name}": grad for name, grad in zip(inputs.leaves, grads, strict=True)}
 
     kept: list[torch.Tensor] = []
-    return Run(results, {"forward": forward, "backward": backward, "both": both})
+    return Run(results, {"forward": forward, "backward": backward, "both": both}, notes)
 
 
 def ours(
@@ -124,11 +126,42 @@ def ours(
             if reason := explanation.refusals[backend] or explanation.notes.get(backend):
                 raise Refused(reason)  # a note: a kernel can check on a CPU, but its speed there means nothing
             options = {name: value for name, value in call.items() if name not in inputs.leaves}
-            return run_of(lambda **leaves: function(**leaves, **options, backend=backend), inputs)
+            default = {"default": True} if backend == explanation.chosen else {}
+            return run_of(lambda **leaves: function(**leaves, **options, backend=backend), inputs, **default)
 
         return Provider(backend, make)
 
     return [provider(backend) for backend in BACKENDS]
+
+
+Function = Callable[[Any, Inputs, float], Callable[..., torch.Tensor]]
+
+
+def peer(name: str, function: Function, compiled: bool = False) -> Provider:
+    """A provider of something else than fastattn. function(case, inputs, dropout_p): a plain function of the leaves.
+
+    compiled: by torch.compile, for these shapes alone; what it compiled before is forgotten, so that it never falls
+    back to eager for having compiled too often. Its backward may not reuse the saved tensors' memory: the timed one is
+    repeated on one graph.
+    """
+
+    def make(case: Any, inputs: Inputs, dropout_p: float) -> Run:
+        call = function(case, inputs, dropout_p)
+        if compiled:
+            torch._dynamo.reset()
+            torch._functorch.config.donated_buffer = False
+            call = torch.compile(call, dynamic=False)
+        return run_of(call, inputs)
+
+    return Provider(name, make, ours=False, slow=compiled)
+
+
+def imported(module: str) -> Any:
+    """A peer's module; Refused where it is not installed, or is too broken to import."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Refused(f"cannot be imported: {error}") from error
 
 
 class Checker:
@@ -140,6 +173,10 @@ class Checker:
 
     def ratio(self, provider: Provider) -> float:
         """Largest error of a provider's results, as a share of its bound; over 1 is wrong. Refused where it refuses."""
+        return self.checked(provider)[0]
+
+    def checked(self, provider: Provider) -> tuple[float, Run]:
+        """The ratio, and the Run that was checked."""
         dropout_p = self.case.dropout_p if provider.ours else 0.0
         run = provider.make(self.case, self.inputs, dropout_p)
         if dropout_p not in self.known:
@@ -150,7 +187,7 @@ class Checker:
             )
         truth, low = self.known[dropout_p]
         actual = {name: self._part(name.removeprefix("grad of "), value) for name, value in _seeded(run).items()}
-        return max(judge(actual[name], truth[name], low[name]).ratio for name in truth)
+        return max(judge(actual[name], truth[name], low[name]).ratio for name in truth), run
 
     def _inputs(self) -> Inputs:
         """The inputs of the part that is compared."""
@@ -164,57 +201,7 @@ class Checker:
 
 def _seeded(run: Run) -> dict[str, torch.Tensor]:
     torch.manual_seed(SEED)  # so that all who share the dropout rule drop the same
-    return run.results()
-
-
-class Timing(NamedTuple):
-    """Quartiles in milliseconds, of `samples` calls, and the fastest: on a busy machine the steadiest figure."""
-
-    min_ms: float
-    q1_ms: float
-    median_ms: float
-    q3_ms: float
-    samples: int
-
-
-def measure(call: Callable[[], Any], device: torch.device, budget_s: float) -> Timing:
-    """Time a call: three warm-up calls, then at least 5 and at most 200 samples in about budget_s seconds."""
-    sample = _sample_on_gpu if device.type == "cuda" else _sample_on_cpu
-    first = sample(call, device, 3)[-1]
-    samples = sample(call, device, max(5, min(200, int(budget_s * 1e3 / max(first, 1e-3)))))
-    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-    return Timing(min(samples), q1, median, q3, len(samples))
-
-
-def _sample_on_cpu(call: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    samples = []
-    for _ in range(count):
-        start = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return samples
-
-
-def _sample_on_gpu(call: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    cache = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in events:
-        cache.zero_()
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) for start, end in events]
-
-
-def _peak_mib(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Memory that a call needs beyond what was allocated before it; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    call()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    return {name: result.detach() for name, result in run.results().items()}
 
 
 def measure_provider(
@@ -226,30 +213,33 @@ def measure_provider(
     device: torch.device,
     budget_s: float,
 ) -> dict[str, Any]:
-    """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": why not, "reason": ...}."""
+    """What came of one provider on one case: {"status": "ok", "timings": ...} or {"status": why not, "reason": ...}."""
     try:
-        ratio = checker.ratio(provider)
+        ratio, run = checker.checked(provider)
         if not ratio <= WRONG:
             return {"status": "wrong result", "reason": f"error is {ratio:.3g} x its bound"}
-        run = provider.make(case, inputs, case.dropout_p)
-        timings = {}
-        for direction in benchmark.directions:
-            timing = measure(run.timed[direction], device, budget_s)
-            work = case.work(direction)
-            rates = {f"{unit}_per_s": amount / timing.median_ms * 1e3 for unit, amount in work.items()}
-            timings[direction] = timing._asdict() | work | rates
+        if case.dropout_p and not provider.ours:
+            run = provider.make(case, inputs, case.dropout_p)
+        timings = {
+            direction: timing.measure(run.timed[direction], device, budget_s)._asdict()
+            for direction in benchmark.directions
+        }
+        clocks = timing.nvidia_smi("clocks.sm", "clocks.mem", "power.draw") if device.type == "cuda" else None
         return {
             "status": "ok",
             "error_over_bound": ratio,
             "timings": timings,
-            "peak_mib": _peak_mib(run.timed[benchmark.directions[-1]], device),
+            "peak_mib": timing.peak_mib(run.timed[benchmark.directions[-1]], device),
+            **({"clocks": clocks} if clocks else {}),
+            **run.notes,
         }
     except Refused as refused:
         return {"status": "refused", "reason": str(refused)}
-    except torch.OutOfMemoryError:
-        return {"status": "out of memory", "reason": "on this device"}
     except Exception as error:  # a peer or a backend that breaks is a finding; the others are still measured
-        return {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return {"status": "out of memory", "reason": first_line}
+        return {"status": "failed", "reason": first_line}
 
 
 def measure_all(
@@ -258,22 +248,17 @@ def measure_all(
     quick: bool,
     keep: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
-    """The record: environment, and one row per case and provider. keep: is given the record after each case."""
-    providers = benchmark.providers(device)
+    """The record of one benchmark, all in this process. keep: is given the record after each case."""
+    providers = [provider for provider in benchmark.providers(device) if not (quick and provider.slow)]
     cases = benchmark.cases["quick" if quick else device.type]
     rows: list[dict[str, Any]] = []
-    record = {
-        "benchmark": benchmark.name,
-        "formula": cases[0].formula,
-        "baseline": providers[0].name,
-        "complete": False,
-    }
-    record |= {"environment": environment(device), "rows": rows}
+    record = {"complete": False, "environment": records.environment(device), "ceilings": None}
+    record |= records.described([(benchmark, case) for case in cases], device) | {"rows": rows}
     for case in cases:
         inputs = benchmark.inputs(case, device)
         checker = Checker(benchmark, case, inputs, providers[0])
         for provider in providers:
-            row = {"case": str(case), "provider": provider.name, "ours": provider.ours}
+            row = {"op": benchmark.name, "case": str(case), "provider": provider.name, "ours": provider.ours}
             row |= measure_provider(benchmark, case, provider, inputs, checker, device, 0.02 if quick else 0.3)
             rows.append(row)
             if device.type == "cuda":
@@ -281,64 +266,6 @@ def measure_all(
         record["complete"] = case is cases[-1]
         keep(record)
     return record
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Everything that a figure may depend on."""
-
-    def output_of(*command: str) -> str | None:
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True
-            ).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None  # no git, or not a checkout; no driver
-
-    changed = output_of("git", "status", "--porcelain", "--untracked-files=no")
-    clocks = output_of("nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader")
-    index = device.index if device.index is not None else 0
-    return {
-        "device": devices()[index + 1 if device.type == "cuda" else 0],
-        "clocks": clocks if device.type == "cuda" else None,
-        "versions": versions(),
-        "commit": output_of("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": None if changed is None else bool(changed),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _rate(per_s: float, unit: str) -> str:
-    """12.3 TFLOP/s, 4.56 GB/s, 78900 tokens/s."""
-    if unit == "token":
-        return f"{per_s:.0f} tokens/s"
-    scale, prefix = (1e12, "T") if unit == "flop" and per_s >= 1e12 else (1e9, "G")
-    return f"{per_s / scale:.3g} {prefix}{'FLOP' if unit == 'flop' else 'B'}/s"
-
-
-def table(record: dict[str, Any], rates: Sequence[str]) -> str:
-    """The record for people: median [quartiles], rates, speed-up over the reference path, error / bound."""
-    environment = record["environment"]
-    device = ", ".join(f"{key} {value}" for key, value in environment["device"].items())
-    lines = [f"{record['benchmark']} on {device}, torch {environment['versions']['torch']}", record["formula"]]
-    baselines = {row["case"]: row for row in record["rows"] if row["provider"] == record["baseline"]}
-    case = None
-    for row in record["rows"]:
-        if row["case"] != case:
-            case = row["case"]
-            lines += ["", case]
-        if row["status"] != "ok":
-            lines.append(f"  {row['provider']:<16}{row['status']}: {row['reason']}")
-            continue
-        for direction, timing in row["timings"].items():
-            baseline = baselines[case].get("timings", {}).get(direction, {}).get("median_ms", math.nan)
-            spread = f"{timing['median_ms']:>10.3f} ms [{timing['q1_ms']:.3f}, {timing['q3_ms']:.3f}]"
-            speeds = "".join(f"{_rate(timing[f'{unit}_per_s'], unit):>16}" for unit in rates)
-            speed_up = f"{baseline / timing['median_ms']:>8.2f}x"
-            memory = "" if row["peak_mib"] is None else f"{row['peak_mib']:>10.1f} MiB"
-            error = f"  error {row['error_over_bound']:.2f}"
-            lines.append(f"  {row['provider']:<16}{direction:<9}{spread:<36}{speeds}{speed_up}{error}{memory}")
-    return "\n".join(lines)
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
@@ -356,5 +283,5 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             arguments.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
 
     record = measure_all(benchmark, arguments.device, arguments.quick, keep)
-    print(table(record, benchmark.rates))
-    return int(any(row["ours"] and row["status"] in ("wrong result", "failed") for row in record["rows"]))
+    sys.stdout.write(records.text(record))
+    return int(any(records.is_our_failure(row) for row in record["rows"]))

@@ -1,0 +1,186 @@
+"""Records: what was measured where, as JSON, and what follows from it: rates, shares of the bound, tables of text.
+
+{"environment": {...}, "ceilings": {...} or None, "ops": {op: {"formula", "baseline", "directions", "rates"}},
+ "cases": [{"op", "case", "dtype", "series", "work": {direction: {"flop", "byte", ...}}}], in the table's order,
+ "rows": [{"op", "case", "provider", "ours", "status", "reason" or "timings" and so on}]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import label
+
+from fastattn.doctor import devices, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+FAILURES = ("wrong result", "failed", "crashed", "timed out")
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything that a figure may depend on."""
+
+    def git(*command: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=ROOT, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None  # no git, or not a checkout
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    index = device.index if device.index is not None else 0
+    installed = versions()
+    return {
+        "device": devices()[index + 1 if device.type == "cuda" else 0],
+        "versions": {key: value for key, value in installed.items() if key not in ("path", "extension")},
+        "extension": installed["extension"]["built"],
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if changed is None else bool(changed),
+        "sources": sources(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "load_before": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def sources() -> str:
+    """A digest of all code that a figure may depend on: it names the version also without git, or with changes."""
+    digest = hashlib.sha256()
+    for folder in ("fastattn", "kernels", "csrc", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp"):
+                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def described(plan: Sequence[tuple[Any, Any]], device: torch.device) -> Record:
+    """The part of a record that follows from the plan, a list of (benchmark, case), alone: "ops" and "cases"."""
+    benchmarks = {benchmark.name: benchmark for benchmark, _ in plan}
+    ops = {
+        name: {
+            "formula": next(case.formula for given, case in plan if given.name == name),
+            "baseline": benchmark.providers(device)[0].name,
+            "directions": list(benchmark.directions),
+            "rates": list(benchmark.rates),
+        }
+        for name, benchmark in benchmarks.items()
+    }
+    cases = [
+        {"op": benchmark.name, "case": str(case), "dtype": label(case.dtype), "series": case.series, "work": case.work}
+        for benchmark, case in plan
+    ]
+    return {"ops": ops, "cases": cases}
+
+
+def save(record: Record, path: Path) -> None:
+    """Whole or not at all, one row a line, numbers to six digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        if isinstance(value, dict):
+            return {key: rounded(item) for key, item in value.items()}
+        return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def lines(value: Any) -> str:
+        if not isinstance(value, list):
+            return json.dumps(value, allow_nan=False)
+        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+
+    body = ",\n".join(f"{json.dumps(key)}: {lines(value)}" for key, value in rounded(record).items())
+    scratch = path.with_suffix(".new")
+    scratch.write_text("{\n" + body + "\n}\n")
+    scratch.replace(path)
+
+
+def load(path: Path) -> Record:
+    """A record from its file, or from the folder that the report wrote it to."""
+    return json.loads((path / "record.json" if path.is_dir() else path).read_text())
+
+
+def rows_of(record: Record, case: Row) -> list[Row]:
+    return [row for row in record["rows"] if (row["op"], row["case"]) == (case["op"], case["case"])]
+
+
+def median(row: Row | None, direction: str) -> float | None:
+    """Milliseconds, or None where there is no such row or nothing was timed."""
+    return row["timings"][direction]["median_ms"] if row and row["status"] == "ok" else None
+
+
+def named(rows: Sequence[Row], provider: str) -> Row | None:
+    return next((row for row in rows if row["provider"] == provider), None)
+
+
+def default_row(rows: Sequence[Row]) -> Row | None:
+    """What fastattn does here unless told otherwise."""
+    return next((row for row in rows if row.get("default")), None)
+
+
+def bound_ms(record: Record, case: Row, direction: str) -> float | None:
+    """The least time that the work can take on this machine, by its ceilings; None where they were not measured."""
+    flop_per_s = (record["ceilings"] or {"flop_per_s": {}})["flop_per_s"].get(case["dtype"])
+    if flop_per_s is None:
+        return None
+    work = case["work"][direction]
+    return 1e3 * max(work["flop"] / flop_per_s, work["byte"] / record["ceilings"]["byte_per_s"])
+
+
+def is_our_failure(row: Row) -> bool:
+    return row["ours"] and row["status"] in FAILURES
+
+
+def rate(amount: float, ms: float, unit: str) -> str:
+    """12.3 TFLOP/s, 4.56 GB/s, 78900 tokens/s."""
+    per_s = amount / ms * 1e3
+    if unit == "token":
+        return f"{per_s:.0f} tokens/s"
+    scale, prefix = (1e12, "T") if per_s >= 1e12 else (1e9, "G")
+    return f"{per_s / scale:.3g} {prefix}{'FLOP' if unit == 'flop' else 'B'}/s"
+
+
+def machine(record: Record) -> str:
+    """One line: the device, and what else decides how fast it is."""
+    environment, device = record["environment"], record["environment"]["device"]
+    if device["device"] == "cpu":
+        device = f"{device['name']} (CPU), {environment['threads']} thread{'s' * (environment['threads'] != 1)}"
+    else:
+        device = f"{device['name']}, {device['memory_gib']} GiB"
+    given = environment["versions"]
+    parts = [f"{name} {given[name]}" for name in ("torch", "triton", "cuda", "driver") if given[name]]
+    return f"{device}; {', '.join(parts)}"
+
+
+def text(record: Record) -> str:
+    """The record for a terminal: median [quartiles], rates, speed-up over the reference path, error / bound."""
+    return "\n".join(_text_lines(record)) + "\n"
+
+
+def _text_lines(record: Record) -> Iterator[str]:
+    yield machine(record)
+    for name, op in record["ops"].items():
+        yield f"\n{name}: {op['formula']}"
+        for case in (case for case in record["cases"] if case["op"] == name):
+            rows = rows_of(record, case)
+            yield f"\n{case['case']}"
+            baseline = named(rows, op["baseline"])
+            for row in rows:
+                if row["status"] != "ok":
+                    yield f"  {row['provider']:<36}{row['status']}: {row['reason']}"
+                    continue
+                for direction, timed in row["timings"].items():
+                    ms, base = timed["median_ms"], median(baseline, direction)
+                    spread = f"{ms:>10.3f} ms [{timed['q1_ms']:.3f}, {timed['q3_ms']:.3f}]"
+                    speeds = "".join(f"{rate(case['work'][direction][unit], ms, unit):>16}" for unit in op["rates"])
+                    speed_up = f"{base / ms:>8.2f}x" if base else ""
+                    rest = f"  error {row['error_over_bound']:.2f}{row['peak_mib']:>10.1f} MiB"
+                    yield f"  {row['provider']:<36}{direction:<9}{spread:<36}{speeds}{speed_up}{rest}"

@@ -1,0 +1,189 @@
+"""Measure everything there is time for, and write it down: one command, its results safe at any moment.
+
+    python benchmarks/report.py --out DIR [--minutes N] [--only OP ...] [--device cuda]
+    python benchmarks/report.py --compare A B        two records side by side, and what got slower
+    python benchmarks/report.py --readme | --check   the README's tables from the records in results/: write, compare
+
+DIR gets rows.jsonl (each result, as soon as it is known), record.json, report.md, plots and the measuring process's
+output. The most valuable cases come first; each provider works in another process, within a time limit, so one that
+crashes, hangs or runs out of memory is a line in the report. Run again with the same DIR, the report goes on where it
+was stopped, unless code, machine or versions have changed. --minutes 0 only writes anew what is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import records
+import report_compare
+import report_markdown
+import report_readme
+import torch
+from report_worker import Job, Task, Worker
+
+from fastattn.doctor import usable_device
+
+LATER = 12  # a slow provider's turn comes this many cases after the others': compiling must not eat the time
+LIMIT_S = {"cpu": 60.0, "cuda": 90.0}  # of one provider on one case
+WRITING_S = 12.0  # kept for the plots
+BUDGET_S = {"cpu": 0.3, "cuda": 0.15}  # of each direction's samples
+Row = dict[str, Any]
+
+
+class Log:
+    """rows.jsonl: one line a result, appended whole. Lines of other code, machines or versions are left alone."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path, self.run = path, run
+        self.rows: list[Row] = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # its writer was killed in the middle of it
+            if row.pop("run", None) == run:
+                self.rows.append(row)
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        with self.path.open("a") as file:
+            file.write("\n" * torn + json.dumps({"run": self.run} | row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def jobs_of(plan: Sequence[tuple[Any, Any]], device: torch.device, quick: bool) -> list[Job]:
+    """Every provider on every case: in the plan's order, slow providers later, and not at all in a quick run."""
+    ordered = [
+        (index + LATER * provider.slow, Job(index, provider.name))
+        for index, (benchmark, _) in enumerate(plan)
+        for provider in benchmark.providers(device)
+        if not (quick and provider.slow)
+    ]
+    return [Job(None, "")] + [job for _, job in sorted(ordered, key=lambda pair: pair[0])]
+
+
+class Report:
+    """One folder's worth of results."""
+
+    def __init__(
+        self, out: Path, device: torch.device, table: str, only: Sequence[str] | None, catalogue: str, limit_s: float
+    ) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.device, self.quick, self.limit_s = out, device, table == "quick", limit_s
+        self.plan = importlib.import_module(catalogue).plan(table)
+        self.only = only
+        self.environment = records.environment(device) | {"table": table}
+        fixed = {key: self.environment[key] for key in ("device", "versions", "sources", "threads", "table")}
+        run = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
+        self.log = Log(out / "rows.jsonl", run)
+        self.worker = Worker(
+            Task(catalogue, table, str(device), out / "worker.log", 0.02 if self.quick else BUDGET_S[device.type])
+        )
+
+    def measure(self, deadline: float, say: Callable[[str], None]) -> None:
+        """All jobs that are not done, until time.monotonic() reaches the deadline."""
+        jobs = [job for job in jobs_of(self.plan, self.device, self.quick) if self._wanted(job)]
+        done = {(row["op"], row["case"], row["provider"]) for row in self.log.rows}
+        todo = [job for job in jobs if self._key(job) not in done]
+        say(f"{len(jobs)} measurements, {len(jobs) - len(todo)} of them done before")
+        try:
+            for number, job in enumerate(todo, 1):
+                row = None if time.monotonic() >= deadline else self.worker.ask(job, self.limit_s, deadline)
+                if row is None:
+                    break  # the report's time is up
+                op, case, provider = self._key(job)
+                row = {"op": op, "case": case, "provider": provider, "ours": self._is_ours(job)} | row
+                self.log.append(row)
+                self._write_record()
+                say(f"{number}/{len(todo)} {op} {case}: {provider} {report_markdown.brief(row)}")
+        finally:
+            self.worker.stop()
+
+    def _wanted(self, job: Job) -> bool:
+        return self.only is None or job.index is None or self.plan[job.index][0].name in self.only
+
+    def _key(self, job: Job) -> tuple[str, str, str]:
+        if job.index is None:
+            return "ceilings", "", ""
+        benchmark, case = self.plan[job.index]
+        return benchmark.name, str(case), job.provider
+
+    def _is_ours(self, job: Job) -> bool:
+        if job.index is None:
+            return False
+        return next(p.ours for p in self.plan[job.index][0].providers(self.device) if p.name == job.provider)
+
+    def record(self) -> records.Record:
+        """What is known now. Rows in the plan's order; "missing" counts the measurements there was no time for."""
+        known = {(row["op"], row["case"], row["provider"]): row for row in self.log.rows}
+        jobs = [job for job in jobs_of(self.plan, self.device, self.quick) if self._wanted(job)]
+        order = sorted((job for job in jobs if job.index is not None), key=lambda job: job.index)
+        rows = [known[self._key(job)] for job in order if self._key(job) in known]
+        wanted = [pair for index, pair in enumerate(self.plan) if self._wanted(Job(index, ""))]
+        ceilings = known.get(("ceilings", "", ""), {}).get("ceilings")
+        record = {"environment": self.environment, "ceilings": ceilings, "missing": len(order) - len(rows)}
+        return record | records.described(wanted, self.device) | {"rows": rows}
+
+    def _write_record(self) -> None:
+        records.save(self.record(), self.out / "record.json")
+
+    def write(self) -> Path:
+        """record.json, report.md and the plots."""
+        self._write_record()
+        return report_markdown.write(records.load(self.out), self.out)
+
+
+def parser() -> argparse.ArgumentParser:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = made.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, metavar="DIR", help="measure, and write everything here")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="records, or folders with one")
+    action.add_argument("--readme", action="store_true", help="write the README's tables from the committed records")
+    action.add_argument("--check", action="store_true", help="fail if the README and the committed records disagree")
+    made.add_argument("--minutes", type=float, default=8.0, metavar="N", help="stop after this long (default 8)")
+    made.add_argument("--only", nargs="+", metavar="OP", help="only these benchmarks")
+    made.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
+    made.add_argument("--quick", action="store_true", help="tiny cases, to see that everything runs")
+    made.add_argument("--limit", type=float, metavar="S", help="seconds for one provider on one case")
+    return made
+
+
+def main(argv: Sequence[str] | None = None, catalogue: str = "catalogue") -> int:
+    """The command. Measuring returns 1 when a backend of fastattn failed or was wrong; --compare, when one got slower;
+    --check, when the README is not what the records say."""
+    arguments = parser().parse_args(argv)
+    if arguments.compare:
+        return report_compare.main(*arguments.compare)
+    if arguments.readme or arguments.check:
+        return report_readme.main(write=arguments.readme)
+    start = time.monotonic()
+    device = arguments.device
+    if arguments.only:
+        names = {benchmark.name for benchmark, _ in importlib.import_module(catalogue).plan("quick")}
+        if unknown := set(arguments.only) - names:
+            parser().error(f"--only: no benchmark {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    table = "quick" if arguments.quick else device.type
+    report = Report(arguments.out, device, table, arguments.only, catalogue, arguments.limit or LIMIT_S[device.type])
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - start:5.0f} s  {line}", flush=True)
+
+    report.measure(start + max(0.0, 60 * arguments.minutes - WRITING_S), say)
+    say(f"wrote {report.write()}")
+    return int(any(records.is_our_failure(row) for row in report.record()["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Plots of one record: speed and memory against length, the roofline, and what makes the whole step faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only, no display
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+from records import Record, Row, default_row, median, named, rows_of
+
+OURS, PEER = "#c1272d", "#44546a"
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f", "#000000")
+MARKERS = "os^Dv<>P"
+Curve = list[tuple[int, Row, Row]]  # (x, case, row), by x
+
+
+def draw(record: Record, out: Path) -> list[str]:
+    """Write every plot that the record has the figures for; returns their file names."""
+    series = _series(record)
+    made = [_speed(name, curves, out) for name, curves in series.items()]
+    made += [_memory(series, out), _roofline(record, out), _contributions(record, out)]
+    return [name for name in made if name]
+
+
+def _series(record: Record) -> dict[str, dict[str, Curve]]:
+    """Name of the series -> provider -> its curve; only series of at least three lengths by fastattn's default."""
+    found: dict[str, dict[str, Curve]] = {}
+    for case in record["cases"]:
+        if case["series"] is None:
+            continue
+        name, x = case["series"]
+        for row in rows_of(record, case):
+            if row["status"] == "ok":
+                provider = "default" if row.get("default") else row["provider"]
+                found.setdefault(name, {}).setdefault(provider, []).append((x, case, row))
+    for curves in found.values():
+        for curve in curves.values():
+            curve.sort(key=lambda point: point[0])
+    return {name: curves for name, curves in found.items() if len(curves.get("default", ())) >= 3}
+
+
+def _flop_per_s(case: Row, row: Row, direction: str) -> float:
+    return case["work"][direction]["flop"] / median(row, direction) * 1e3
+
+
+def _flop_axis(axis: Any) -> None:
+    def written(value: float, _: int) -> str:
+        return f"{value / 1e12:g} T" if value >= 1e12 else f"{value / 1e9:g} G"
+
+    axis.set_major_formatter(FuncFormatter(written))
+
+
+def _length_axis(axes: Axes, lengths: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("sequence length, equally many tokens in all")
+
+
+def _save(figure: Any, out: Path, name: str) -> str:
+    figure.savefig(out / name, dpi=110)
+    plt.close(figure)
+    return name
+
+
+def _speed(name: str, curves: dict[str, Curve], out: Path) -> str | None:
+    """Speed against length: a panel for each peer, with fastattn's default in all of them."""
+    peers = [provider for provider, curve in curves.items() if provider != "default" and len(curve) >= 2]
+    if not peers:
+        return None
+    columns = min(3, len(peers))
+    lines = -(-len(peers) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(4.2 * columns, 3.1 * lines + 0.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    lengths = [x for x, _, _ in curves["default"]]
+    for axes, peer in zip(grid.flat, peers, strict=False):
+        for provider, colour in ((peer, PEER), ("default", OURS)):
+            points = [(x, _flop_per_s(case, row, "both")) for x, case, row in curves[provider]]
+            axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=_legend(provider))
+        axes.set_title(peer, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        axes.set_ylim(bottom=0)
+        _length_axis(axes, lengths)
+        _flop_axis(axes.yaxis)
+    for axes in grid.flat[len(peers) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("FLOP/s, forward and backward")
+    figure.suptitle(f"{name}: higher is faster")
+    return _save(figure, out, f"speed_{name.replace(' ', '_').replace('%', '')}.png")
+
+
+def _legend(provider: str) -> str:
+    return "fastattn (default)" if provider == "default" else provider
+
+
+def _memory(series: dict[str, dict[str, Curve]], out: Path) -> str | None:
+    """Peak memory of forward and backward against length: a panel for each series."""
+    if not series:
+        return None
+    columns = min(2, len(series))
+    lines = -(-len(series) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(7.2 * columns, 3.8 * lines), squeeze=False, layout="constrained"
+    )
+    for axes, (name, curves) in zip(grid.flat, series.items(), strict=False):
+        styles = zip(sorted(curves, key=lambda provider: provider != "default"), (OURS, *COLOURS * 2), strict=False)
+        for number, (provider, colour) in enumerate(styles):
+            points = [(x, row["peak_mib"]) for x, _, row in curves[provider]]
+            width = 2.2 if provider == "default" else 1.2
+            marker = MARKERS[number % len(MARKERS)]
+            axes.plot(*zip(*points, strict=True), color=colour, lw=width, marker=marker, ms=4, label=_legend(provider))
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_ylabel("peak memory, MiB")
+        axes.set_title(name, fontsize=10)
+        axes.grid(alpha=0.3, which="both")
+        _length_axis(axes, [x for x, _, _ in curves["default"]])
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for axes in grid.flat[len(series) :]:
+        axes.set_visible(False)
+    figure.suptitle("Memory of forward and backward beyond their inputs: lower is better")
+    return _save(figure, out, "memory.png")
+
+
+def _roofline(record: Record, out: Path) -> str | None:
+    """Every case by fastattn's default, under the roof that copying and matrix products put over it."""
+    points = list(_roofline_points(record))
+    if record["ceilings"] is None or not points:
+        return None
+    figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
+    byte_per_s, products = record["ceilings"]["byte_per_s"], record["ceilings"]["flop_per_s"]
+    used = {dtype for _, dtype, _, _ in points}
+    left = min(x for _, _, x, _ in points) / 3
+    right = 3 * max([x for _, _, x, _ in points] + [products[dtype] / byte_per_s for dtype in used])
+    for dtype in sorted(used):
+        ridge = products[dtype] / byte_per_s
+        axes.plot([left, ridge, right], [left * byte_per_s, products[dtype], products[dtype]], color="black", lw=1.2)
+        axes.annotate(
+            f"matrix products, {dtype}", (right, products[dtype]), xytext=(0, 4), textcoords="offset points",
+            ha="right", fontsize=8,
+        )  # fmt: skip
+    axes.annotate("copy", (left, left * byte_per_s), xytext=(4, 10), textcoords="offset points", fontsize=8, ha="left")
+    for number, op in enumerate(dict.fromkeys(op for op, _, _, _ in points)):
+        for dtype in sorted(used):
+            chosen = [(x, y) for other, other_dtype, x, y in points if (other, other_dtype) == (op, dtype)]
+            if chosen:
+                filled = COLOURS[number] if dtype != "fp32" else "none"
+                axes.scatter(
+                    *zip(*chosen, strict=True), marker=MARKERS[number], s=42, facecolors=filled,
+                    edgecolors=COLOURS[number], label=f"{op}, {dtype}", zorder=3,
+                )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(left, right)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _flop_axis(axes.yaxis)
+    axes.set_xlabel("FLOPs for each byte of main memory that the case must move")
+    axes.set_ylabel("FLOP/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_title("Roofline: fastattn's default, forward and backward (above the roof: served from a cache)")
+    return _save(figure, out, "roofline.png")
+
+
+def _roofline_points(record: Record) -> Iterator[tuple[str, str, float, float]]:
+    """(op, dtype, FLOP / byte, FLOP/s) of each case that the default serves."""
+    for case in record["cases"]:
+        direction = record["ops"][case["op"]]["directions"][-1]
+        row, work = default_row(rows_of(record, case)), case["work"][direction]
+        if median(row, direction):
+            yield case["op"], case["dtype"], work["flop"] / work["byte"], _flop_per_s(case, row, direction)
+
+
+def contributions(rows: list[Row]) -> tuple[float, float, dict[str, float]] | None:
+    """(reference ms, default ms, op -> milliseconds that the step takes longer with that op by the reference path)."""
+    reference, default = median(named(rows, "reference"), "step"), median(default_row(rows), "step")
+    if not reference or not default:
+        return None
+    left_out = {row["without"]: median(row, "step") - default for row in rows if row.get("without")}
+    return reference, default, left_out
+
+
+def _contributions(record: Record, out: Path) -> str | None:
+    """A bar for each training step: the default's time, and on it what each op saves, up to the reference path's."""
+    bars = [(case["case"], contributions(rows_of(record, case))) for case in record["cases"] if "step" in case["work"]]
+    bars = [(name, found) for name, found in bars if found and found[2]]
+    if not bars:
+        return None
+    ops = list(dict.fromkeys(op for _, (_, _, left_out) in bars for op in left_out))
+    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.8 * len(bars)), layout="constrained")
+    for y, (_, (reference, default, left_out)) in enumerate(bars):
+        # In percent of the reference path's time. What a single op left out does not explain is "together".
+        parts = [("fastattn (default)", default, OURS)]
+        parts += [(f"saved by {op}", left_out.get(op, 0.0), COLOURS[number]) for number, op in enumerate(ops)]
+        parts.append(("saved by them together", reference - default - sum(left_out.values()), "#bbbbbb"))
+        end = 0.0
+        for label, ms, colour in parts:
+            share = 100 * max(ms, 0.0) / reference
+            axes.barh(y, share, left=end, color=colour, edgecolor="white", label=label if y == 0 else None, height=0.6)
+            if share > 4:
+                text = f"{ms:.3g} ms" if end == 0 else f"{share:.0f} %"
+                axes.text(end + share / 2, y, text, ha="center", va="center", fontsize=8, color="white")
+            end += share
+        axes.text(max(end, 100) + 1, y, f"{reference / default:.2f}x", va="center", fontsize=10, fontweight="bold")
+        losses = [f"{op} {-100 * ms / reference:.0f} %" for op, ms in left_out.items() if ms < 0]
+        if losses:
+            axes.text(0, y - 0.42, f"slower than the reference path: {', '.join(losses)}", fontsize=7, va="center")
+    axes.axvline(100, color="black", lw=1, ls="--")
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.08)
+    axes.set_xlabel("percent of the reference path's time (dashed: 100 %)")
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(ops) + 2)
+    figure.suptitle("One training step: what each op saves, by leaving it out; right: speed-up over the reference path")
+    return _save(figure, out, "step.png")

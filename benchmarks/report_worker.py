@@ -1,0 +1,151 @@
+"""The process that measures, apart from the one that keeps the results: a provider may crash, hang or eat all memory.
+
+One worker serves many jobs, since importing torch takes seconds; it is replaced when it dies or a job takes too long.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import timing
+import torch
+
+START_S = 180.0  # to import torch and find the device, on a slow disk
+
+
+class Task(NamedTuple):
+    """What a worker must know before its first job. catalogue: the module with the function `plan(table)`."""
+
+    catalogue: str
+    table: str
+    device: str
+    log: Path
+    budget_s: float  # of each direction's samples
+
+
+class Job(NamedTuple):
+    """One provider on one case of the plan; index None: the ceilings."""
+
+    index: int | None
+    provider: str
+
+
+class Worker:
+    """`ask` gives a job's result, whatever happens to the process that works on it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.process: Any = None
+
+    def ask(self, job: Job, limit_s: float, deadline: float) -> dict[str, Any] | None:
+        """The job's row, or {"status": "timed out" or "crashed", "reason": ...}; None when time.monotonic() reached the
+        deadline before there was an answer."""
+        if self.process is None:
+            self._start()
+        left = deadline - time.monotonic()
+        try:
+            self.connection.send(job)
+            if not self.connection.poll(max(0.0, min(limit_s, left))):
+                self.stop()
+                return None if left < limit_s else {"status": "timed out", "reason": f"not done in {limit_s:g} s"}
+            row, usable = self.connection.recv()
+            if not usable:
+                self.stop()
+            return row
+        except (EOFError, OSError):  # the other end is closed: the process has ended, or is ending
+            self.process.join(10)
+            how = self.process.exitcode
+            self.stop()
+            name = f"signal {signal.Signals(-how).name}" if how and how < 0 else f"exit status {how}"
+            return {"status": "crashed", "reason": f"the process ended with {name}"}
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, self.task))
+        self.process.start()
+        theirs.close()
+        try:
+            ready = self.connection.poll(START_S) and self.connection.recv()
+        except EOFError:
+            ready = False
+        if not ready:
+            self.stop()
+            raise RuntimeError(f"the measuring process did not start; its output is in {self.task.log}")
+
+    def stop(self) -> None:
+        """End the process and everything it started."""
+        if self.process is None:
+            return
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a group of its own
+        except ProcessLookupError:
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.process = None
+
+
+def serve(connection: Connection, task: Task) -> None:
+    """The worker: answers each Job with (row, is this process still usable), until the other end closes."""
+    os.setsid()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    plan = importlib.import_module(task.catalogue).plan(task.table)
+    device = torch.device(task.device)
+    current: tuple[Any, ...] = (None,)  # (index, inputs, checker): a case's are kept while its providers take turns
+    connection.send(True)
+    while True:
+        try:
+            index, name = connection.recv()
+        except EOFError:
+            return
+        if index is None:
+            found = timing.ceilings(device, {case.dtype for _, case in plan})
+            connection.send(({"status": "ok", "ceilings": found}, True))
+            continue
+        benchmark, case = plan[index]
+        print(f"{benchmark.name} {case}: {name}", flush=True)
+        providers = benchmark.providers(device)
+        if current[0] != index:
+            current = (None,)
+            _empty_cache(device)
+            try:
+                inputs = benchmark.inputs(case, device)
+            except torch.OutOfMemoryError as error:
+                connection.send(({"status": "out of memory", "reason": str(error).splitlines()[0]}, True))
+                continue
+            current = (index, inputs, harness.Checker(benchmark, case, inputs, providers[0]))
+        provider = next(provider for provider in providers if provider.name == name)
+        row = harness.measure_provider(benchmark, case, provider, *current[1:], device, task.budget_s)
+        connection.send((row, _empty_cache(device)))
+
+
+def _empty_cache(device: torch.device) -> bool:
+    """So that one provider's leftovers are not another's lack of memory. False where the device no longer works: after
+    an illegal access nothing does, in this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        return True
+    except RuntimeError:
+        return False
+
+
+def _end_with(parent: int) -> None:
+    """A worker whose report was killed has nobody to work for."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,118 @@
+"""The one table of cases: what is measured where, the most valuable first.
+
+quick: seconds on one core, for tests. cpu: about four minutes on two cores, with torch.compile's compilations.
+cuda: a data-centre GPU; as far as the time goes.
+"""
+
+from __future__ import annotations
+
+import torch
+from cases import (
+    LONG_TAIL,
+    AttentionCase,
+    Case,
+    CrossEntropyCase,
+    DecodingCase,
+    FeedForwardCase,
+    NormCase,
+    StepCase,
+)
+
+F32, BF16 = torch.float32, torch.bfloat16
+BASE = (6, 512, 2048, 8, 32000)  # the paper's models: layers, d_model, d_inner, heads; and a vocabulary
+BIG = (6, 1024, 4096, 16, 32000)
+
+
+def _attention(length: int, dim: int, mask: str, tokens: int = 16384, **options: object) -> AttentionCase:
+    """Self-attention in bfloat16 on `tokens` tokens of width 2048, as in FlashAttention's papers."""
+    return AttentionCase(tokens // length, 2048 // dim, length, length, dim, mask, BF16, **options)
+
+
+QUICK = [
+    StepCase(2, 12, 1, 32, 64, 2, 50),
+    StepCase(2, 12, 1, 32, 64, 2, 50, BF16),
+    AttentionCase(2, 2, 40, 72, 16),
+    AttentionCase(2, 2, 72, 72, 16, "padding", BF16),
+    NormCase(40, 96),
+    NormCase(40, 96, dropout_p=0.1),
+    FeedForwardCase(40, 48, 96),
+    FeedForwardCase(40, 48, 96, "swiglu"),
+    CrossEntropyCase(40, 32, 60),
+    DecodingCase(2, 12, 1, 32, 64, 2, 50, new_tokens=4),
+]
+
+CPU = [
+    StepCase(4, 32, 2, 512, 2048, 8, 4000),
+    AttentionCase(4, 8, 128, 128, 64, "padding"),
+    NormCase(1024, 512, dropout_p=0.1),
+    FeedForwardCase(512, 512, 2048, dropout_p=0.1),
+    StepCase(32, 24, 4, 128, 256, 4, 4000),
+    DecodingCase(4, 24, 2, 512, 2048, 8, 4000, new_tokens=16),
+    CrossEntropyCase(512, 512, 8000),
+    # The same 1024 tokens, at five lengths.
+    *(AttentionCase(1024 // length, 8, length, length, 64, "causal") for length in (32, 128, 256, 512, 1024)),
+    AttentionCase(4, 8, 128, 128, 64, "bias"),
+    AttentionCase(4, 8, 128, 128, 64, "padding", dropout_p=0.1),
+    AttentionCase(2, 8, 256, 256, 64, "blocks", masked=0.5),
+    FeedForwardCase(512, 512, 1376, "swiglu"),
+    NormCase(4096, 1024),
+]
+
+_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CUDA = [
+    # One of each kind first.
+    StepCase(256, 32, *BASE, BF16),
+    AttentionCase(128, 8, 64, 64, 64, "padding", BF16),
+    _attention(4096, 128, "full"),
+    NormCase(8192, 512, BF16, 0.1),
+    FeedForwardCase(8192, 512, 2048, "relu", BF16, 0.1),
+    StepCase(1024, 64, *BASE, BF16),
+    _attention(1024, 64, "padding"),
+    _attention(4096, 128, "causal"),
+    CrossEntropyCase(8192, 512, 32000, BF16),
+    DecodingCase(64, 32, *BASE, BF16, new_tokens=32),
+    _attention(2048, 64, "blocks", masked=0.5),
+    _attention(1024, 64, "bias", tokens=8192),
+    NormCase(65536, 1024, BF16, 0.1),
+    FeedForwardCase(8192, 1024, 4096, "relu", BF16, 0.1),
+    StepCase(64, 128, *BIG, BF16),
+    AttentionCase(128, 8, 64, 64, 64, "padding", BF16, dropout_p=0.1),
+    _attention(1024, 64, "causal", dropout_p=0.1),
+    # The other masks.
+    _attention(1024, 64, "padding", spread=LONG_TAIL),
+    AttentionCase(64, 8, 48, 128, 64, "padding", BF16),
+    AttentionCase(4, 16, 1024, 4096, 64, "full", BF16),
+    _attention(2048, 64, "blocks", masked=0.9),
+    _attention(2048, 64, "blocks", masked=0.25),
+    _attention(2048, 64, "alibi"),
+    AttentionCase(4, 32, 4096, 4096, 128, "causal", BF16, heads_k=8),
+    AttentionCase(2, 16, 8192, 8192, 64, "padding", BF16, spread=LONG_TAIL),
+    # The other steps: 4k tokens, 64k tokens of the big model, long sequences, a long tail.
+    StepCase(128, 32, *BASE, BF16),
+    StepCase(128, 32, *BIG, BF16),
+    StepCase(512, 128, *BIG, BF16),
+    StepCase(16, 512, *BASE, BF16),
+    StepCase(128, 64, *BASE, BF16, spread=LONG_TAIL),
+    DecodingCase(1, 32, *BASE, BF16, new_tokens=32),
+    # Every length at the same 16,384 tokens: both head widths, full and causal.
+    *(_attention(length, 64, "causal") for length in _LENGTHS),
+    *(_attention(length, 128, "full") for length in _LENGTHS if length != 4096),
+    *(_attention(length, 128, "causal") for length in _LENGTHS if length != 4096),
+    *(_attention(length, 64, "full") for length in _LENGTHS),
+    # The other widths and activations.
+    *(NormCase(2**25 // width, width, BF16, 0.1) for width in (256, 512, 2048, 4096, 8192)),
+    NormCase(65536, 1024, BF16),
+    NormCase(65536, 1024, F32, 0.1),
+    FeedForwardCase(65536, 512, 2048, "relu", BF16, 0.1),
+    FeedForwardCase(8192, 1024, 4096, "gelu", BF16),
+    FeedForwardCase(8192, 1024, 2752, "swiglu", BF16),
+    CrossEntropyCase(8192, 512, 32000, BF16, smoothing=0.0),
+    CrossEntropyCase(8192, 1024, 32000, BF16),
+]
+
+TABLES: dict[str, list[Case]] = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}
+
+
+def cases_of(kind: type[Case]) -> dict[str, list[Case]]:
+    """The cases of one kind in each table."""
+    return {name: [case for case in table if type(case) is kind] for name, table in TABLES.items()}

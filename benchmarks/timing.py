@@ -1,0 +1,106 @@
+"""How a call is measured: time, memory and clocks; and what the machine can do at best.
+
+GPU: CUDA events around each call, the L2 cache overwritten before it. CPU: `time.perf_counter`, as many threads as
+torch takes. Warm-up is outside; median and quartiles are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported: the profiler's chatter
+import torch
+from cases import label
+from torch.profiler import ProfilerActivity, profile
+
+
+class Timing(NamedTuple):
+    """Quartiles in milliseconds, of `samples` calls, and the fastest: on a busy machine the steadiest figure."""
+
+    min_ms: float
+    q1_ms: float
+    median_ms: float
+    q3_ms: float
+    samples: int
+
+
+def measure(call: Callable[[], Any], device: torch.device, budget_s: float) -> Timing:
+    """Time a call: three warm-up calls, then at least 5 and at most 200 samples in about budget_s seconds."""
+    sample = _sample_on_gpu if device.type == "cuda" else _sample_on_cpu
+    first = sample(call, device, 3)[-1]
+    samples = sample(call, device, max(5, min(200, int(budget_s * 1e3 / max(first, 1e-3)))))
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(min(samples), q1, median, q3, len(samples))
+
+
+def _sample_on_cpu(call: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+    samples = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def _sample_on_gpu(call: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+    cache = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
+        cache.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def peak_mib(call: Callable[[], Any], device: torch.device) -> float:
+    """Memory that a call needs beyond what was allocated before it.
+
+    On a CPU: the running sum of the allocations and releases that torch's profiler sees, which are those of tensors;
+    what a library takes for itself behind torch's back is not in it.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak / 2**20
+
+
+def nvidia_smi(*fields: str) -> str | None:
+    """What nvidia-smi says of the first GPU, or None where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def ceilings(device: torch.device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
+    """The best that this device gave now: bytes/s of a large copy (read and written), FLOP/s of a large square product.
+
+    Returns {"byte_per_s": ..., "flop_per_s": {dtype's label: ...}}. The fastest of the samples: a ceiling is no median.
+    """
+    on_gpu = device.type == "cuda"
+    source = torch.empty(2**30 if on_gpu else 2**28, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    copy = measure(lambda: target.copy_(source), device, 0.5)
+    found: dict[str, Any] = {"byte_per_s": 2 * source.numel() / copy.min_ms * 1e3, "flop_per_s": {}}
+    n = 8192 if on_gpu else 1536
+    for dtype in dtypes:
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        found["flop_per_s"][label(dtype)] = 2 * n**3 / measure(lambda a=a, b=b: a @ b, device, 0.5).min_ms * 1e3
+    return found
