@@ -1,122 +1,61 @@
 """fastattn._C as setup.py builds it with nvcc for sm_80 and sm_90a.
 
-It imports without a driver; its kernels do not spill, and access memory 16 bytes at a time. `pytest -rP` prints them.
+It imports without a driver; the layer norm's kernels do not spill, and access memory 16 bytes at a time. The build is
+that of benchmarks/compiled_kernels.py. `pytest -rP` prints the kernels.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
-import shutil
 import subprocess
 import sys
-from collections import Counter
-from pathlib import Path
-from typing import NamedTuple
 
 import host_build
 import pytest
 
-ROOT = host_build.CSRC.parent
-ARCHS = ("80", "90a")
-TYPES = {"f": "fp32", "13__nv_bfloat16": "bf16", "6__half": "fp16", "S3_": "as x"}
+sys.path.insert(0, str(host_build.CSRC.parent / "benchmarks"))
+
+import compiled_cuda  # noqa: E402
+from compiled_kernels import cuda_build, cuda_kernels  # noqa: E402
+from compiled_sass import Kernel  # noqa: E402
+
+if reason := compiled_cuda.why_not():
+    pytest.skip(reason, allow_module_level=True)
 
 
-class Kernel(NamedTuple):
-    """A compiled kernel: a template instance of the layer norm's forward_kernel or backward_kernel."""
-
-    arch: str
-    direction: str
-    types: str
-    chunks: int
-    vectors: bool
-    registers: int
-    spilled_bytes: int
-    accesses: Counter[str]  # of global memory, by instruction
-
-
-def find_cuobjdump() -> str | None:
-    """The toolkit's, or the one that triton brings."""
-    spec = importlib.util.find_spec("triton")
-    triton = [f"{path}/backends/nvidia/bin" for path in (spec.submodule_search_locations if spec else ())]
-    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=":".join(triton))
-
-
-class Build(NamedTuple):
-    folder: Path  # of the package with _C
-    objects: list[Path]
-    said: str
-
-
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not on PATH")
-    folder = tmp_path_factory.mktemp("build")
-    settings = {
-        "FASTATTN_FORCE_CUDA": "1",
-        "FASTATTN_SKIP_CUDA": "0",
-        "FASTATTN_CUDA_ARCHS": ";".join(ARCHS),
-        "NVCC_APPEND_FLAGS": "-Xptxas -v",
-    }
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return Build(folder / "lib" / "fastattn", sorted((folder / "temp").glob("*.cu.o")), said)
-
-
-def test_imports_without_a_driver(build: Build) -> None:
+def test_imports_without_a_driver() -> None:
     """The extension loads anywhere; asked for a device where there is none, it says so in an exception."""
     program = "import _C; assert _C.device_type == 'cuda'; print(_C.device_problem(0) or 'none')"
-    environment = os.environ | {"PYTHONPATH": str(build.folder), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": str(cuda_build().package), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "no NVIDIA driver" in done.stdout or "no CUDA-capable device" in done.stderr, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def kernels(build: Build) -> list[Kernel]:
-    """Every instance of the layer norm's kernels."""
-    if (cuobjdump := find_cuobjdump()) is None:
-        pytest.skip("cuobjdump is neither on PATH nor in the triton package")
-    accesses: dict[tuple[str, str], Counter[str]] = {}
-    for target in build.objects:
-        sass = subprocess.run([cuobjdump, "-sass", target], capture_output=True, text=True, check=True).stdout
-        for section in sass.split("Fatbin elf code")[1:]:
-            arch = re.search(r"arch = sm_(\w+)", section)[1]
-            for name, body in re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", section, re.DOTALL):
-                accesses[arch, name] = Counter(re.findall(r"\b(?:LDG|STG)[.\w]*", body))
-    used = r"Compiling entry function '(\S+)' for 'sm_(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-    kernels = []
-    for name, arch, spilled, registers in re.findall(used, build.said, re.DOTALL):
-        if parts := re.search(r"\d(forward|backward)_kernelI(f|13__nv_bfloat16|6__half)(f|S3_)Li(\d)ELb([01])E", name):
-            direction, x, weight, chunks, vectors = parts.groups()
-            types = f"{TYPES[x]}, weight {TYPES[weight]}"
-            numbers = int(registers), int(spilled), accesses[arch, name]
-            kernels.append(Kernel(arch, direction, types, int(chunks), vectors == "1", *numbers))
-    return kernels
+def layer_norms() -> list[tuple[Kernel, str, int, bool]]:
+    """Every instance of the layer norm's two kernels, with its direction, chunks, and whether it uses vectors."""
+    found = []
+    for kernel in cuda_kernels():
+        if kernel.name in ("add_layer_norm::forward_kernel", "add_layer_norm::backward_kernel"):
+            _, _, chunks, aligned = kernel.case.split(", ")
+            direction = kernel.name.split("::")[1].removesuffix("_kernel")
+            found.append((kernel, direction, int(chunks), aligned == "true"))
+    assert len(found) == 2 * 2 * 5 * 3 * 2  # architectures, directions, types, chunks, vectors or elements
+    return found
 
 
-def test_registers_and_spills(kernels: list[Kernel]) -> None:
-    """Nothing spills, but for the backward of unaligned rows wider than 8192, and there a few bytes only."""
-    assert len(kernels) == 2 * 2 * 5 * 3 * 2  # architectures, directions, types, chunks, vectors or elements
-    for k in kernels:
-        path = "vectors" if k.vectors else "elements"
-        print(f"sm_{k.arch:<4}{k.direction:<9}{k.types:<18}{k.chunks} chunks, {path:<9}", end="")
-        print(f"{k.registers:>4} registers, {k.spilled_bytes} bytes spilled")
-    for k in kernels:
-        allowed = 32 if (k.direction, k.chunks, k.vectors) == ("backward", 4, False) else 0
-        assert k.spilled_bytes <= allowed, k
+def test_registers_and_spills() -> None:
+    """Nothing spills, but for the backward of unaligned rows wider than 8192, and there a few registers only."""
+    for kernel, direction, chunks, vectors in layer_norms():
+        print(kernel)
+        allowed = 16 if (direction, chunks, vectors) == ("backward", 4, False) else 0
+        assert kernel.spills <= allowed, kernel
 
 
-def test_memory_accesses_are_vectors(kernels: list[Kernel]) -> None:
+def test_memory_accesses_are_vectors() -> None:
     """Aligned rows are read and written 16 bytes at a time: every chunk, and no 16-bit access is left."""
-    for k in kernels:
-        loads, stores = (sum(n for op, n in k.accesses.items() if op.startswith(kind) and ".128" in op)
-                         for kind in ("LDG", "STG"))  # fmt: skip
-        narrow = sum(n for op, n in k.accesses.items() if ".U16" in op)
-        if k.vectors:
-            assert loads >= 2 * k.chunks and stores >= 2 and narrow == 0, k
+    for kernel, _, chunks, vectors in layer_norms():
+        loads, stores = kernel.count("LDG.128"), kernel.count("STG.128")
+        if vectors:
+            assert loads >= 2 * chunks and stores >= 2 and kernel.count("LDG.16", "STG.16") == 0, kernel
         else:
-            assert loads == stores == 0, k
+            assert loads == stores == 0, kernel
