@@ -1,0 +1,476 @@
+// Forward of attention on Hopper, one pass over the keys.   Formula, shapes and masks: attention.h
+//
+// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1; Shah et al. 2024, FlashAttention-3, arXiv:2407.08608,
+//   for warp specialisation and the two overlaps.
+// Grid: a block per multiprocessor, which takes one (batch, head, tile of kBlockM queries) after the other; the last
+//   queries of a head first, as they have the longest way under a causal mask, and heads whose keys and values fit in the
+//   L2 cache together.
+// Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
+// Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), the sum (kHeadDim / 2).
+// Shared memory: the queries, two stages of keys and of values, the output on its way out.
+// Overlap: while a warpgroup computes the softmax of tile i, tensor cores work on its P V of tile i - 1 and, as warpgroups
+//   take turns to issue, on another one's products.
+// Work: 2 (Dk + Dv) FLOPs per score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
+#include "attention/forward_sm90.h"
+
+#include <algorithm>
+
+#include "attention/walk.cuh"
+#include "common/check.h"
+#include "common/mma.cuh"
+#include "common/philox.cuh"
+#include "common/sm90/tma.cuh"
+#include "common/sm90/wgmma.cuh"
+#include "common/softmax.cuh"
+
+namespace fastattn::attention {
+namespace {
+
+using namespace sm90;
+
+constexpr int kStages = 2, kPanel = 64;  // columns of a panel
+constexpr int kRowsOfGroup = 64;         // queries of a consumer warpgroup
+enum NamedBarrier { kOfGroup = 1, kTurn = 4 };  // one for each consumer, both
+
+template <int kHeadDimPadded>
+struct Tiles {
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
+  static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;
+  static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kThreads = kGroup * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232, kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr bool kOutOverQueries = kHeadDim > 128;  // no room for both
+};
+
+template <class Tiles>
+struct alignas(1024) Shared {
+  static constexpr int kLine = kLineBytes;
+  unsigned char q[Tiles::kPanels][Tiles::kBlockM * kLine];
+  unsigned char k[kStages][Tiles::kPanels][Tiles::kBlockN * kLine], v[kStages][Tiles::kPanels][Tiles::kBlockN * kLine];
+  unsigned char out[Tiles::kOutOverQueries ? 1 : Tiles::kPanels][Tiles::kOutOverQueries ? 1024 : Tiles::kBlockM * kLine];
+  Barrier full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+  int work;  // that q is of; -1 at the end
+
+  __device__ __forceinline__ unsigned char* out_panel(int panel) { return Tiles::kOutOverQueries ? q[panel] : out[panel]; }
+};
+
+struct Arguments {
+  Forward p;
+  TensorMap q, k, v, out;
+  int key_begin;  // the first key that k and v hold: those that the band hides from all queries are outside, and read as zero
+  int works, heads_together;
+  int* next_work;
+};
+
+// A place in a ring of stages, and the parity of its phase.
+struct Ring {
+  int stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+struct Work {
+  int b, h, m0;
+  Walk walk;
+};
+
+template <class Tiles>
+__device__ __forceinline__ Work work_at(const Arguments& a, int index) {
+  const Shape& shape = a.p.shape;
+  const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM), together = a.heads_together * tiles;
+  const int first = index / together * a.heads_together;
+  const int heads = min(a.heads_together, shape.batch * shape.heads - first), rest = index % together;
+  const int head = first + rest % heads, b = head / shape.heads, h = head % shape.heads;
+  const int m0 = (tiles - 1 - rest / heads) * Tiles::kBlockM;
+  const Visibility& who = a.p.visibility;
+  return {b, h, m0, plan_walk<Tiles::kBlockM, Tiles::kBlockN>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo,
+                                                             who.band_hi)};
+}
+
+template <class Tiles>
+__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
+  const auto load = [](auto& to, const TensorMap& map, Barrier& full, int row, int h, int b) {
+    full.arrive_expect(sizeof to);
+#pragma unroll
+    for (int panel = 0; panel < Tiles::kPanels; panel++) tma_load(to[panel], map, full, panel * kPanel, row, h, b);
+  };
+  const int group = a.p.shape.heads / a.p.shape.key_heads;
+  Ring ring;
+  int index = blockIdx.x;
+  for (int turn = 0;; turn ^= 1) {
+    shared.empty_q.wait(turn ^ 1);
+    shared.work = index < a.works ? index : -1;
+    if (index >= a.works) break;
+    const Work work = work_at<Tiles>(a, index);
+    load(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
+#pragma unroll 1
+    for (int i = 0; i < work.walk.count; i++, ring.advance()) {
+      const int row = work.walk.tile(i) * Tiles::kBlockN - a.key_begin;
+      shared.empty_k[ring.stage].wait(ring.phase ^ 1);
+      load(shared.k[ring.stage], a.k, shared.full_k[ring.stage], row, work.h / group, work.b);
+      shared.empty_v[ring.stage].wait(ring.phase ^ 1);
+      load(shared.v[ring.stage], a.v, shared.full_v[ring.stage], row, work.h / group, work.b);
+    }
+    index = a.works > static_cast<int>(gridDim.x) ? gridDim.x + atomicAdd(a.next_work, 1) : a.works;
+  }
+  shared.full_q.arrive();
+}
+
+// What a consumer thread knows of its two rows, group * 64 + warp * 16 + lane / 4 + {0, 8} of the tile.
+struct RowState {
+  int m;
+  float max = -kInfinity, sum = 0.0f;
+  uint32_t sees = ~0u;     // in the tile at hand: bit 2j + e is column 8j + 2 (lane % 4) + e
+  float rescale = 1.0f;    // of what was summed up to the last tile
+};
+
+// Row of the two, of accumulator i.
+__device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
+
+// Scores become exponentials of base 2, and the rows' maxima and sums follow. unit: of the scores, in exponents.
+template <bool kMasked, int kCount>
+__device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2], float unit) {
+  if (kMasked) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+      if ((rows[row_of(i)].sees >> (i / 4 * 2 + i % 2) & 1) == 0) s[i] = -kInfinity;
+  }
+  float max[2] = {rows[0].max, rows[1].max}, shift[2];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) max[row_of(i)] = fmaxf(max[row_of(i)], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    max[r] = quad_max(max[r]);
+    // A row that has seen nothing yet keeps the maximum -inf; 0 in its place avoids -inf - -inf.
+    shift[r] = kMasked && max[r] == -kInfinity ? 0.0f : max[r] * unit;
+    rows[r].rescale = exp2_approximate(rows[r].max * unit - shift[r]);
+    rows[r].max = max[r];
+    rows[r].sum *= rows[r].rescale;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    s[i] = exp2_approximate(fmaf(s[i], unit, -shift[row_of(i)]));
+    rows[row_of(i)].sum += s[i];
+  }
+}
+
+template <class T, class Tiles, bool kGeneral>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
+      : a_(a), shared_(shared), group_(threadIdx.x / kGroup - 1), thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
+
+  __device__ __forceinline__ void run() {
+    if (group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);  // the first turn is the first one's
+    for (int turn = 0;; turn ^= 1) {
+      shared_.full_q.wait(turn);
+      const int index = shared_.work;
+      if (index < 0) break;
+      attend(work_at<Tiles>(a_, index));
+    }
+    if (thread_ == 0) bulk_wait<0>();
+  }
+
+ private:
+  static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
+  using Yes = std::integral_constant<bool, true>;
+  using No = std::integral_constant<bool, false>;
+
+  __device__ __forceinline__ void attend(const Work& work) {
+    float out[kHeadDim / 2], s[kBlockN / 2];
+    uint32_t p[kBlockN / 16][4];
+    RowState rows[2];
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i++) out[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++) rows[r].m = work.m0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
+    // Otherwise the scale is folded into the exponent's unit, which needs a maximum that commutes with it.
+    const float unit = kGeneral ? 1.0f : a_.p.softmax_scale * kLog2e;
+
+    if (work.walk.count > 0) {
+      shared_.full_k[keys_.stage].wait(keys_.phase);
+      wgmma_fence();
+      start_scores(s);
+      wgmma_wait<0>();
+      release_keys();
+      look(work, 0, rows);
+      general_scores(s, work, 0, rows);
+      softmax<true>(s, rows, unit);
+      clean_values(work, 0);
+      pack(p, s, work, 0, rows);
+    }
+    // Tile i: its scores and the P V of tile i - 1 are started together, and its softmax runs beside the latter.
+    const auto step = [&](int i, auto kind) {
+      constexpr bool masked = decltype(kind)::value;
+      shared_.full_k[keys_.stage].wait(keys_.phase);
+      shared_.full_v[values_.stage].wait(values_.phase);
+      named_barrier_sync(kTurn + group_, 2 * kGroup);
+      wgmma_fence();
+      start_scores(s);
+      start_sum(out, p);
+      named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);
+      if (masked) look(work, i, rows);
+      wgmma_wait<1>();
+      release_keys();
+      general_scores(s, work, i, rows);
+      softmax<masked>(s, rows, unit);
+      // Never true: without an access to memory that depends on the softmax, ptxas moves the wait to before it.
+      shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
+      wgmma_wait<0>();
+      release_values();
+      if (masked) clean_values(work, i);
+      pack(p, s, work, i, rows);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
+    };
+    const int masked_tiles = kGeneral ? work.walk.count : work.walk.partial;
+    int i = 1;
+#pragma unroll 1
+    for (; i < masked_tiles; i++) step(i, Yes{});
+    if constexpr (!kGeneral) {
+#pragma unroll 1
+      for (; i < work.walk.count; i++) step(i, No{});
+    }
+    if (!Tiles::kOutOverQueries && work.walk.count > 0) release_queries();
+    if (work.walk.count > 0) {
+      shared_.full_v[values_.stage].wait(values_.phase);
+      wgmma_fence();
+      start_sum(out, p);
+      wgmma_wait<0>();
+      release_values();
+    }
+    store(work, out, rows, unit);
+    if (Tiles::kOutOverQueries || work.walk.count == 0) release_queries();
+  }
+
+  // s = q k^T
+  __device__ __forceinline__ void start_scores(float (&s)[kBlockN / 2]) {
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += 16)
+      wgmma<T, kBlockN, false, false>(s, along_columns<Tiles::kBlockM>(shared_.q, group_ * kRowsOfGroup, column),
+                                      along_columns<kBlockN>(shared_.k[keys_.stage], 0, column), column > 0);
+    wgmma_commit();
+  }
+
+  // out += p v
+  __device__ __forceinline__ void start_sum(float (&out)[kHeadDim / 2], const uint32_t (&p)[kBlockN / 16][4]) {
+#pragma unroll
+    for (int line = 0; line < kBlockN; line += 16)
+      wgmma<T, kHeadDim, true>(out, p[line / 16], along_lines<kBlockN>(shared_.v[values_.stage], line, 0), true);
+    wgmma_commit();
+  }
+
+  // Which keys of the i-th tile the two rows see.
+  __device__ __forceinline__ void look(const Work& work, int i, RowState (&rows)[2]) const {
+    const Visibility& who = a_.p.visibility;
+    const int n0 = work.walk.tile(i) * kBlockN;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      rows[r].sees = sees<kBlockN>(who, work.b, work.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k, who.band_lo,
+                                   who.band_hi);
+  }
+
+  // Scores in exponents of 2, the bias added.
+  __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const Work& work, int i, RowState (&rows)[2]) const {
+    if (!kGeneral) return;
+    const float scale = a_.p.softmax_scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) s[j] *= scale;
+    if (a_.p.bias.data == nullptr) return;
+    const int n0 = work.walk.tile(i) * kBlockN + thread_ % 4 * 2;
+    with_bias(a_.p.bias, work.b, work.h, [&](auto bias) {
+#pragma unroll
+      for (int j = 0; j < kBlockN / 2; j++) {
+        const int column = j / 4 * 8 + j % 2, bit = j / 4 * 2 + j % 2;
+        RowState& row = rows[row_of(j)];
+        if ((row.sees >> bit & 1) == 0) continue;
+        const float term = bias(row.m, n0 + column);
+        if (term == -kInfinity) row.sees &= ~(1u << bit);
+        s[j] += term * kLog2e;
+      }
+    });
+  }
+
+  // Values of keys that no query sees may be NaN, and 0 * NaN is NaN: in the i-th tile, they become zero.
+  __device__ __forceinline__ void clean_values(const Work& work, int i) {
+    const Visibility& who = a_.p.visibility;
+    if (who.seen == nullptr) return;
+    const uint32_t* const seen = who.seen + work.b * who.seen_stride_b + work.h * who.seen_stride_h;
+    const int n0 = work.walk.tile(i) * kBlockN;
+    uint32_t all = ~0u;
+    for (int n = n0; n < min(n0 + kBlockN, a_.p.shape.seqlen_k); n += 32) all &= seen[n / 32];
+    if (all == ~0u) return;
+    shared_.full_v[values_.stage].wait(values_.phase);
+    const int line = thread_, n = n0 + line;
+    if (line < kBlockN && n < a_.p.shape.seqlen_k && (seen[n / 32] >> n % 32 & 1) == 0) {
+      for (int panel = 0; panel < Tiles::kPanels; panel++)
+        for (int chunk = 0; chunk < 8; chunk++)
+          *reinterpret_cast<uint4*>(shared_.v[values_.stage][panel] + swizzled(line, chunk)) = make_uint4(0, 0, 0, 0);
+    }
+    fence_async_proxy();
+    named_barrier_sync(kOfGroup + group_, kGroup);
+  }
+
+  // p = dropout(s), the factor of kept ones apart, as the A of the next product.
+  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], float (&s)[kBlockN / 2], const Work& work, int i,
+                                       const RowState (&rows)[2]) const {
+    if (kGeneral && dropout_.active()) {
+      const int n0 = work.walk.tile(i) * kBlockN;
+      const int64_t first = (static_cast<int64_t>(work.b) * a_.p.shape.heads + work.h) * a_.p.shape.seqlen_q;
+#pragma unroll
+      for (int column = 0; column < kBlockN; column += 32) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const uint32_t kept = dropout_.kept_by_quad(first + rows[r].m, (n0 + column) / 8) >> thread_ % 4 * 2;
+#pragma unroll
+          for (int j = 0; j < 8; j++)
+            if ((kept >> (j / 2 * 8 + j % 2) & 1) == 0) s[column / 2 + j / 2 * 4 + 2 * r + j % 2] = 0.0f;
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockN / 4; j++) p[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
+  }
+
+  __device__ __forceinline__ void store(const Work& work, const float (&out)[kHeadDim / 2], RowState (&rows)[2], float unit) {
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float sum = quad_sum(rows[r].sum);
+      const bool empty = sum == 0.0f;
+      factor[r] = empty ? 0.0f : (kGeneral && dropout_.active() ? dropout_.scale() : 1.0f) / sum;
+      if (thread_ % 4 == 0 && rows[r].m < a_.p.shape.seqlen_q)
+        a_.p.lse[(static_cast<int64_t>(work.b) * a_.p.shape.heads + work.h) * a_.p.shape.seqlen_q + rows[r].m] =
+            empty ? -kInfinity : rows[r].max * unit * kLn2 + logf(sum);
+    }
+    if (thread_ == 0) bulk_wait_read<0>();
+    named_barrier_sync(kOfGroup + group_, kGroup);  // the last output has left shared memory
+    const int lane = thread_ % 32, line = group_ * kRowsOfGroup + thread_ / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += 16) {
+      uint32_t words[4];
+#pragma unroll
+      for (int word = 0; word < 4; word++) {
+        const int i = column / 2 + 2 * word;
+        const float f = factor[row_of(i)];
+        words[word] = f == 0.0f ? 0 : pack_word<T>(out[i] * f, out[i + 1] * f);  // whatever an empty row has summed
+      }
+      stmatrix(shared_.out_panel(column / kPanel) + swizzled(line, column % kPanel / 8 + lane / 16), words);
+    }
+    fence_async_proxy();
+    named_barrier_sync(kOfGroup + group_, kGroup);
+    if (thread_ > 0) return;
+    const int first = group_ * kRowsOfGroup;
+#pragma unroll
+    for (int panel = 0; panel < Tiles::kPanels; panel++)
+      tma_store(a_.out, shared_.out_panel(panel) + first * kLineBytes, panel * kPanel, work.m0 + first, work.h, work.b);
+    bulk_commit();
+    if (Tiles::kOutOverQueries) bulk_wait_read<0>();
+  }
+
+  // The shared memory of a tile may be overwritten, as far as this warpgroup is concerned: its products have been waited for.
+  __device__ __forceinline__ void release_queries() {
+    if (thread_ == 0) shared_.empty_q.arrive();
+  }
+  __device__ __forceinline__ void release_keys() {
+    if (thread_ == 0) shared_.empty_k[keys_.stage].arrive();
+    keys_.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    if (thread_ == 0) shared_.empty_v[values_.stage].arrive();
+    values_.advance();
+  }
+
+  const Arguments& a_;
+  Shared<Tiles>& shared_;
+  const int group_, thread_;
+  const DropoutMask dropout_;
+  Ring keys_, values_;
+};
+
+// kGeneral: with a bias, dropout or a scale that is not positive.
+template <class T, class Tiles, bool kGeneral>
+__global__ void __launch_bounds__(Tiles::kThreads, 1) forward_sm90_kernel(const __grid_constant__ Arguments a) {
+  Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
+  if (threadIdx.x == 0) {
+    shared.full_q.init(1), shared.empty_q.init(Tiles::kConsumers);
+    for (int stage = 0; stage < kStages; stage++) {
+      shared.full_k[stage].init(1), shared.empty_k[stage].init(Tiles::kConsumers);
+      shared.full_v[stage].init(1), shared.empty_v[stage].init(Tiles::kConsumers);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kGroup) {
+    fewer_registers<Tiles::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<Tiles>(a, shared);
+  } else {
+    more_registers<Tiles::kConsumerRegisters>();
+    Consumer<T, Tiles, kGeneral>(a, shared).run();
+  }
+}
+
+TensorMap map_of(const Rows& x, int columns, int first, int rows, int heads, int batch, int box_rows) {
+  // A dimension of size 1 may come with any stride; TMA wants multiples of 16.
+  const auto bytes = [](int size, int64_t stride) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); };
+  return make_tensor_map({static_cast<const char*>(x.data) + 2 * first * x.stride,
+                          {uint64_t(columns), uint64_t(rows), uint64_t(heads), uint64_t(batch)},
+                          {bytes(rows, x.stride), bytes(heads, x.stride_h), bytes(batch, x.stride_b)},
+                          {kPanel, uint32_t(box_rows), 1, 1},
+                          false,
+                          true});
+}
+
+template <class T, class Tiles>
+void run(const Forward& p, int* next_work, cudaStream_t stream) {
+  const Shape& s = p.shape;
+  const int first = std::min(std::max(p.visibility.band_lo, 0), s.seqlen_k - 1);
+  const int64_t end = std::min<int64_t>(s.seqlen_k, int64_t{s.seqlen_q} + p.visibility.band_hi);
+  const int keys = static_cast<int>(std::max<int64_t>(end - first, 1));
+  constexpr int64_t kCacheBytes = 32 << 20;  // of keys and values: over half of the L2 cache
+  const int64_t fitting = kCacheBytes / (int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v));
+  int device, multiprocessors;
+  FASTATTN_CHECK(cudaGetDevice(&device));
+  FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const Arguments a{p,
+                    map_of(p.q, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, Tiles::kBlockM),
+                    map_of(p.k, s.head_dim_k, first, keys, s.key_heads, s.batch, Tiles::kBlockN),
+                    map_of(p.v, s.head_dim_v, first, keys, s.key_heads, s.batch, Tiles::kBlockN),
+                    map_of(p.out, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, kRowsOfGroup),
+                    first,
+                    s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM),
+                    static_cast<int>(std::clamp<int64_t>(fitting, 1, s.batch * s.heads)) * (s.heads / s.key_heads),
+                    next_work};
+  const int blocks = std::min(a.works, multiprocessors);
+  if (a.works > blocks) FASTATTN_CHECK(cudaMemsetAsync(next_work, 0, sizeof(int), stream));
+  const bool general = p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.softmax_scale <= 0.0f;
+  launch(general ? forward_sm90_kernel<T, Tiles, true> : forward_sm90_kernel<T, Tiles, false>, dim3(blocks),
+         dim3(Tiles::kThreads), sizeof(Shared<Tiles>), stream, a);
+}
+
+template <class Function>
+void with_tiles(int head_dim, Function&& f) {
+  if (head_dim <= 64) return f(Tiles<64>{});
+  if (head_dim <= 96) return f(Tiles<96>{});
+  if (head_dim <= 128) return f(Tiles<128>{});
+  return f(Tiles<256>{});
+}
+
+}  // namespace
+
+TileSize forward_sm90_tile(int head_dim) {
+  TileSize size;
+  with_tiles(head_dim, [&](auto tiles) { size = {tiles.kBlockM, tiles.kBlockN}; });
+  return size;
+}
+
+void forward_sm90(const Forward& p, int* next_work, cudaStream_t stream) {
+  with_tiles(std::max(p.shape.head_dim_k, p.shape.head_dim_v), [&](auto tiles) {
+    using Size = decltype(tiles);
+    p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_work, stream) : run<__half, Size>(p, next_work, stream);
+  });
+}
+
+}  // namespace fastattn::attention

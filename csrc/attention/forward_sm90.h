@@ -1,0 +1,14 @@
+// The forward of attention on Hopper, for 16-bit types. Formula and parameters: attention.h
+#pragma once
+#include "attention/attention.h"
+
+namespace fastattn::attention {
+
+// head_dim: the larger of the two.
+TileSize forward_sm90_tile(int head_dim);
+
+// q, k, v and out have no empty dimension; they start at a multiple of 16 bytes, and so do their rows, heads and batches.
+// next_work: an int of scratch on the device.
+void forward_sm90(const Forward& p, int* next_work, cudaStream_t stream);
+
+}  // namespace fastattn::attention
