@@ -67,7 +67,7 @@ def attention(
         k, v = _repeat_heads(k, v, H)
         scores = _scores(q, k, softmax_scale)
         if bias is not None:
-            scores = scores + _without(bias, hide, sees)
+            scores = scores + _without(bias.to(scores.dtype), hide, sees)  # its gradient is summed as it is made
         # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
         if hide is not None and abs(softmax_scale) <= 1 and finite:
             scores += mask.additive(hide, Lq, Lk, scores.dtype)

@@ -112,7 +112,7 @@ def test_bias_of_whole_rows(
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
+@pytest.mark.parametrize("room", ROOMS)
 def test_bias_of_whole_rows_as_torch_takes_it(room: str, dtype: torch.dtype, device: torch.device) -> None:
     """A 16-bit tensor (Lq, 1): dbias has its shape and dtype, and only the last step rounds to it."""
     attend = room_call(room, device, weights=False)
