@@ -76,6 +76,27 @@ struct Forward {
   bool tf32;  // float32 is multiplied by tensor cores, rounded to tf32; else exactly
 };
 
+// The tiles for which forward() wants its lists.
+struct TileSize {
+  int block_m, block_n;
+};
+TileSize forward_tile(const Shape& shape, DType dtype);
+
 void forward(const Forward& p, cudaStream_t stream);
+
+struct Weights {
+  Rows q, k;         // in
+  const float* lse;  // in   (B, H, Lq) contiguous, of the forward
+  void* weights;     // out  (B, H, Lq, Lk) contiguous, T: P after dropout
+  Shape shape;
+  float softmax_scale;
+  Visibility visibility;  // its lists are not read
+  Bias bias;
+  Dropout dropout;
+  DType dtype;
+  bool tf32;
+};
+
+void weights(const Weights& p, cudaStream_t stream);
 
 }  // namespace fastattn::attention

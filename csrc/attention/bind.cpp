@@ -6,6 +6,7 @@
 #include <array>
 
 #include "attention/attention.h"
+#include "attention/backward.h"
 #include "attention/prepare.h"
 #include "common/device.h"
 
@@ -78,6 +79,54 @@ void bind_seen_keys(int64_t seen, const std::array<int, 4>& sizes, const std::ar
             pointer<CUstream_st>(stream));
 }
 
+// Each tensor as (address, its strides but the last, which is 1); dropout as (rng_state, threshold, scale).
+void bind_forward(const Integers<4>& q, const Integers<4>& k, const Integers<4>& v, const Integers<4>& out, int64_t lse,
+                  const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who, const Integers<6>& added,
+                  int64_t rng_state, uint32_t threshold, float scale, int dtype, bool tf32, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  forward({rows(q), rows(k), rows(v), rows(out), pointer<float>(lse), shape(sizes), softmax_scale, visibility(who),
+           bias(added), dropout(rng_state, threshold, scale), DType(dtype), tf32},
+          pointer<CUstream_st>(stream));
+}
+
+std::array<int, 2> bind_forward_tile(const std::array<int, 7>& sizes, int dtype) {
+  const TileSize size = forward_tile(shape(sizes), DType(dtype));
+  return {size.block_m, size.block_n};
+}
+
+void bind_weights(const Integers<4>& q, const Integers<4>& k, int64_t lse, int64_t out, const std::array<int, 7>& sizes,
+                  float softmax_scale, const Integers<13>& who, const Integers<6>& added, int64_t rng_state,
+                  uint32_t threshold, float scale, int dtype, bool tf32, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  weights({rows(q), rows(k), pointer<float>(lse), pointer<void>(out), shape(sizes), softmax_scale, visibility(who),
+           bias(added), dropout(rng_state, threshold, scale), DType(dtype), tf32},
+          pointer<CUstream_st>(stream));
+}
+
+// matrices: q, k, v, out, dout, dq, dk, dv; rows: lse, dlse, delta, remainder, dbias_keys; dbias: (address, batch, heads)
+void bind_backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>& vectors, const std::array<int, 7>& sizes,
+                   float softmax_scale, float coarse_from, const Integers<13>& by_query, const Integers<13>& by_key,
+                   const Integers<6>& added, const Integers<3>& dbias, int64_t rng_state, uint32_t threshold, float scale,
+                   int dtype, bool tf32, int device, int64_t stream_) {
+  const DeviceGuard guard(device);
+  const auto stream = pointer<CUstream_st>(stream_);
+  const auto& m = matrices;
+  const Backward p{rows(m[0]), rows(m[1]), rows(m[2]), rows(m[3]), rows(m[4]), rows(m[5]), rows(m[6]), rows(m[7]),
+                   pointer<float>(vectors[0]), pointer<float>(vectors[1]), pointer<float>(vectors[2]),
+                   pointer<float>(vectors[3]), pointer<float>(vectors[4]), shape(sizes), softmax_scale, coarse_from,
+                   visibility(by_query), visibility(by_key), bias(added), dropout(rng_state, threshold, scale), DType(dtype),
+                   tf32};
+  if (p.remainder != nullptr) backward_rows(p, stream);
+  backward_dq(p, stream);
+  backward_dkdv(p, stream);
+  if (dbias[0] != 0) bias_gradient(p, pointer<void>(dbias[0]), static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), stream);
+}
+
+std::array<int, 2> bind_backward_tile(const std::array<int, 7>& sizes, int dtype) {
+  const BackwardTile tile = backward_tile(shape(sizes), DType(dtype));
+  return {tile.own, tile.stream};
+}
+
 }  // namespace
 
 void bind_attention(py::module_& m) {
@@ -86,6 +135,11 @@ void bind_attention(py::module_& m) {
   m.def("attention_classify_tiles", bind_classify_tiles);
   m.def("attention_list_tiles", bind_list_tiles);
   m.def("attention_seen_keys", bind_seen_keys);
+  m.def("attention_bwd", bind_backward);
+  m.def("attention_bwd_tile", bind_backward_tile);
+  m.def("attention_fwd", bind_forward);
+  m.def("attention_fwd_tile", bind_forward_tile);
+  m.def("attention_weights", bind_weights);
 }
 
 }  // namespace fastattn

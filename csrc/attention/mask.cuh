@@ -15,25 +15,30 @@ __device__ __forceinline__ int column_of_bit(int word, int bit) { return bit / 2
 __device__ __forceinline__ int word_of_column(int column) { return column % 8 / 2; }
 __device__ __forceinline__ int bit_of_column(int column) { return column / 8 * 2 + column % 2; }
 
-template <class T>
-__device__ __forceinline__ float to_float(T value) {
-  return static_cast<float>(value);
-}
+// The bias of one batch and head. One piece of code reads all types: it stands many times in a kernel.
+struct BiasMatrix {
+  const unsigned char* data;
+  int64_t stride_m, stride_n;
+  bool is_float, is_half;
 
-// Calls f with a reader: reader(m, n) is the bias of (b, h, m, n) as a float.
+  __device__ __forceinline__ BiasMatrix(const Bias& bias, int64_t b, int64_t h)
+      : stride_m(bias.stride_m), stride_n(bias.stride_n), is_float(bias.dtype == DType::float32),
+        is_half(bias.dtype == DType::float16) {
+    data = static_cast<const unsigned char*>(bias.data) + (b * bias.stride_b + h * bias.stride_h) * (is_float ? 4 : 2);
+  }
+
+  __device__ __forceinline__ float operator()(int m, int n) const {
+    const int64_t at = m * stride_m + n * stride_n;
+    if (is_float) return reinterpret_cast<const float*>(data)[at];
+    if (is_half) return __half2float(reinterpret_cast<const __half*>(data)[at]);
+    return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data)[at]);
+  }
+};
+
+// Calls f with the BiasMatrix of (b, h).
 template <class Function>
-__device__ __forceinline__ void with_bias(const Bias& bias, int b, int h, Function&& f) {
-  const int64_t start = b * bias.stride_b + h * bias.stride_h;
-  const auto call = [&](auto zero) {
-    const auto* data = static_cast<const decltype(zero)*>(bias.data) + start;
-    f([&](int64_t m, int64_t n) { return to_float(data[m * bias.stride_m + n * bias.stride_n]); });
-  };
-  if (bias.dtype == DType::float32)
-    call(float{});
-  else if (bias.dtype == DType::bfloat16)
-    call(__nv_bfloat16{});
-  else
-    call(__half{});
+__device__ __forceinline__ void with_bias(const Bias& bias, int64_t b, int64_t h, Function&& f) {
+  f(BiasMatrix(bias, b, h));
 }
 
 }  // namespace fastattn::attention

@@ -5,6 +5,7 @@
 #pragma once
 #include "attention/attention.h"
 #include "common/fragment.cuh"
+#include "common/vec.cuh"
 
 namespace fastattn::attention {
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& 
   constexpr int kVector = 16 / static_cast<int>(sizeof(T)), kVectors = kHeadDim / kVector;
   const auto inside = [&](int row) { return first + row < x.rows && takes_part(first + row); };
   if (x.vectors) {
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < kRows * kVectors; i += kThreads) {
       const int at = i + threadIdx.x, row = at / kVectors, column = at % kVectors * kVector;
       if (kRows * kVectors % kThreads != 0 && at >= kRows * kVectors) break;
@@ -95,6 +96,10 @@ __device__ __forceinline__ void store_tile(const Matrix<T>& x, int first, unsign
   }
 }
 
+// Exact products of floats are long: their loop stays one.
+template <class T>
+constexpr int kUnrolled = std::is_same_v<T, float> ? 1 : 4;
+
 // product (16 x 8 kTiles) = rows row .. row + 15 of tile a times the transpose of the first 8 kTiles rows of tile b.
 template <class T, int kHeadDim, int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&product)[kTiles][4], const unsigned char* a, int row,
@@ -102,7 +107,7 @@ __device__ __forceinline__ void multiply_rows(float (&product)[kTiles][4], const
   constexpr int kStride = kTileStride<T, kHeadDim>;
 #pragma unroll
   for (int j = 0; j < kTiles; j++) product[j][0] = product[j][1] = product[j][2] = product[j][3] = 0.0f;
-#pragma unroll
+#pragma unroll(kUnrolled<T>)
   for (int from = 0; from < kHeadDim * static_cast<int>(sizeof(T)); from += 32) {
     uint32_t words[4];
     load_a<T, kStride>(words, a, row, from);
@@ -132,6 +137,25 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[kHeadDim / 8][4],
       mma<T>(sum[j + 1], words, pair[1]);
     }
   }
+}
+
+// The compiled kernels. Calls f with a T, as a value, and a head dimension, as a type: Int<64>{}() is 64.
+template <int kValue>
+using Int = std::integral_constant<int, kValue>;
+
+template <class Function>
+void with_type(DType dtype, bool tf32, Function&& f) {
+  if (dtype == DType::float32 && tf32) return f(Tf32{});
+  dtype_switch(dtype, f);
+}
+
+template <class Function>
+void with_head_dim(const Shape& shape, Function&& f) {
+  const int head_dim = shape.head_dim_k > shape.head_dim_v ? shape.head_dim_k : shape.head_dim_v;
+  if (head_dim <= 32) return f(Int<32>{});
+  if (head_dim <= 64) return f(Int<64>{});
+  if (head_dim <= 128) return f(Int<128>{});
+  f(Int<256>{});
 }
 
 }  // namespace fastattn::attention

@@ -55,13 +55,15 @@ __device__ __forceinline__ uint32_t pack_word<__half>(float low, float high) {
 __device__ __forceinline__ void mma_exact(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   const int lane = threadIdx.x % 32, c = lane % 4, row = lane - c, column = 2 * c * 4;
 #pragma unroll
-  for (int k = 0; k < 8; k++) {
-    const int half = k / 4, from = k % 4;
-    const float top = __shfl_sync(0xffffffffu, as_float(a[2 * half]), row + from);
-    const float bottom = __shfl_sync(0xffffffffu, as_float(a[2 * half + 1]), row + from);
-    const float left = __shfl_sync(0xffffffffu, as_float(b[half]), column + from);
-    const float right = __shfl_sync(0xffffffffu, as_float(b[half]), column + 4 + from);
-    d[0] += top * left, d[1] += top * right, d[2] += bottom * left, d[3] += bottom * right;
+  for (int half = 0; half < 2; half++) {
+#pragma unroll 1
+    for (int k = 0; k < 4; k++) {  // not unrolled: it stands in a kernel many times
+      const float top = __shfl_sync(0xffffffffu, as_float(a[2 * half]), row + k);
+      const float bottom = __shfl_sync(0xffffffffu, as_float(a[2 * half + 1]), row + k);
+      const float left = __shfl_sync(0xffffffffu, as_float(b[half]), column + k);
+      const float right = __shfl_sync(0xffffffffu, as_float(b[half]), column + 4 + k);
+      d[0] += top * left, d[1] += top * right, d[2] += bottom * left, d[3] += bottom * right;
+    }
   }
 }
 

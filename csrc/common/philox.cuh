@@ -32,6 +32,15 @@ class DropoutMask {
     return bits;
   }
 
+  // The same of four groups from `group` on, for the four lanes of a quad, which are of one row and take one call each: bit
+  // 8k + j for column 8 * (group + k) + j.
+  __device__ __forceinline__ uint32_t kept_by_quad(int64_t row, int group) const {
+    const int lane = threadIdx.x % 4;
+    uint32_t bits = kept(row, group + lane) << 8 * lane;
+    bits |= __shfl_xor_sync(0xffffffffu, bits, 1);
+    return bits | __shfl_xor_sync(0xffffffffu, bits, 2);
+  }
+
   // Applies dropout to the chunk of columns col .. col + 7 of a row; col is a multiple of 8.
   __device__ __forceinline__ void apply(float (&values)[8], int64_t row, int col) const {
     if (!active_) return;

@@ -94,9 +94,8 @@ def seen_keys(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> Te
         seen = torch.empty(B, H, _blocks(Lk, 32), dtype=torch.int32, device=device)
         if Lq == 0:
             return seen.zero_()
-        band = mask.band(Lq, Lk) if words is None else None
         extension(device).attention_seen_keys(
-            address(seen), (B, H, Lq, Lk), band or (-Lq, Lk), _with_strides(words, 2), bias(mask), *_place(seen)
+            address(seen), (B, H, Lq, Lk), band(mask, Lq, Lk), _with_strides(words, 2), bias(mask), *_place(seen)
         )
         return seen
 
@@ -105,23 +104,26 @@ def seen_keys(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> Te
 
 def visibility(
     mask: AttentionMask | None, Lq: int, Lk: int, block_m: int, block_n: int, by_key: bool, device: torch.device
-) -> tuple[tuple[int, ...], list[Tensor]]:
+) -> tuple[tuple[int, ...], list[Tensor | None]]:
     """The integers of struct Visibility, and the tensors whose addresses are among them: keep those until the launch.
 
     by_key: for a kernel that walks along the queries of a key tile; its bits are the transposed ones.
     """
-    if mask is None or (mask.band_only and mask.bias is None):
-        band = mask.band(Lq, Lk) if mask is not None else None
-        return (*(band or (-Lq, Lk)), *(0,) * 11), []
-    seen = seen_keys(mask, Lq, Lk, device)
-    if mask.band_only:
-        return (*(mask.band(Lq, Lk) or (-Lq, Lk)), *(0,) * 8, *_with_strides(seen, 2)), [seen]
+    seen = None if mask is None or (mask.band_only and mask.bias is None) else seen_keys(mask, Lq, Lk, device)
+    if mask is None or mask.band_only:
+        return (*band(mask, Lq, Lk), *(0,) * 8, *_with_strides(seen, 2)), [seen]
     words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
     lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
     places = lists.tiles.shape[3]
     list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
-    numbers = (-Lq, Lk, *_with_strides(words, 2), *map(address, lists), places, *list_strides, *_with_strides(seen, 2))
+    numbers = (*band(mask, Lq, Lk), *_with_strides(words, 2), *map(address, lists), places, *list_strides, *_with_strides(seen, 2))
     return numbers, [seen, words, *lists]
+
+
+def band(mask: AttentionMask | None, Lq: int, Lk: int) -> tuple[int, int]:
+    """(band_lo, band_hi) of struct Visibility, in 32 bits: query m sees no key n but by band_lo <= n - m <= band_hi."""
+    low, high = (None if mask is None or not mask.band_only else mask.band(Lq, Lk)) or (-Lq, Lk)
+    return max(min(low, Lk), -Lq), max(min(high, Lk), -Lq)
 
 
 def bias(mask: AttentionMask | None) -> tuple[int, ...]:

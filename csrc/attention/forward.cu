@@ -1,0 +1,143 @@
+// Forward of attention for compute capability 8.0 and up: one pass over the keys.   Formula, layouts: attention.h
+//
+// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+// Grid: one block a (batch, head, kBlockM queries), the last queries of a head first: under a causal mask they have the
+//   longest way. A warp owns 16 or 32 queries, with their running maximum, sum and accumulator in registers.
+// Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the copy
+//   of the other runs; two blocks fit on a multiprocessor where head_dim allows, and fill each other's waits.
+// Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
+//   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one:
+//   four times fewer kernels to compile than with a template parameter each.
+#include "attention/scores.cuh"
+#include "attention/tile.cuh"
+#include "attention/walk.cuh"
+
+namespace fastattn::attention {
+namespace {
+
+template <class T, int kHeadDim>
+struct ForwardTile {
+  static constexpr bool k16Bit = sizeof(T) == 2;
+  static constexpr int kWarps = !k16Bit && kHeadDim > 128 ? 2 : 4, kThreads = 32 * kWarps;
+  static constexpr int kBlockM = 16 * kWarps, kBlockN = k16Bit && kHeadDim <= 128 ? 64 : 32;
+};
+
+template <class T, int kHeadDim>
+struct alignas(16) ForwardShared {
+  using Tile = ForwardTile<T, kHeadDim>;
+  unsigned char q[Tile::kBlockM * kTileStride<T, kHeadDim>];
+  unsigned char k[Tile::kBlockN * kTileStride<T, kHeadDim>], v[Tile::kBlockN * kTileStride<T, kHeadDim>];
+};
+
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads) forward_kernel(const Forward p) {
+  using Tile = ForwardTile<T, kHeadDim>;
+  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kTiles = kBlockN / 8;
+  auto& shared = shared_memory<ForwardShared<T, kHeadDim>>();
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
+  const int query_tiles = blocks_of(Lq, kBlockM), m0 = (query_tiles - 1 - blockIdx.x % query_tiles) * kBlockM;
+  const int head = blockIdx.x / query_tiles, h = head % p.shape.heads, b = head / p.shape.heads;
+  const int key_head = h / (p.shape.heads / p.shape.key_heads);
+  const int own = threadIdx.x / 32 * 16, m = m0 + own + g;  // this warp's first query in the tile; this lane's two: m, m + 8
+  const int64_t row = static_cast<int64_t>(head) * Lq + m;
+  const Visibility& who = p.visibility;
+  const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k), out(p.out, b, h, Lq, p.shape.head_dim_v);
+  const Matrix<T> k(p.k, b, key_head, Lk, p.shape.head_dim_k), v(p.v, b, key_head, Lk, p.shape.head_dim_v);
+  const DropoutMask dropout(p.dropout);
+
+  // Keys that no query of the tile sees are left out: what they hold is nobody's business.
+  const Walk walk = plan_walk<kBlockM, kBlockN>(who.lists, b, h, m0, Lq, Lk, who.band_lo, who.band_hi);
+  const int first_key = m0 + who.band_lo, last_key = min(m0 + kBlockM, Lq) - 1 + who.band_hi;
+  const auto load_keys = [&](unsigned char* tile, const Matrix<T>& x, int i) {
+    const bool all = i >= walk.partial && p.bias.data == nullptr;
+    load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(tile, x, walk.tile(i) * kBlockN, [&](int n) {
+      return all || (n >= first_key && n <= last_key && key_is_seen(who, b, h, n));
+    });
+    cp_async_commit();
+  };
+
+  const Exponent<T> exponent(p.bias, p.softmax_scale);
+  float sum[kHeadDim / 8][4] = {};
+  float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; the sum of this lane's columns
+  load_tile<T, kBlockM, kHeadDim, Tile::kThreads>(shared.q, q, m0, [](int) { return true; });
+  cp_async_commit();
+  if (walk.count > 0) load_keys(shared.k, k, 0);
+  for (int i = 0; i < walk.count; i++) {
+    const int n0 = walk.tile(i) * kBlockN;
+    cp_async_wait<0>();
+    __syncthreads();  // k is there, and v was read
+    load_keys(shared.v, v, i);
+    float s[kTiles][4];  // (j, e) is query m + e / 2 * 8, key n0 + 8 j + 2 c + e % 2
+    multiply_rows<T, kHeadDim>(s, shared.q, own, shared.k);
+    cp_async_wait<0>();
+    __syncthreads();  // v is there, and k was read
+    if (i + 1 < walk.count) load_keys(shared.k, k, i + 1);
+
+    exponent.scale(s);
+    if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (i < walk.partial)
+        hide(s, half, sees<kBlockN>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
+      float max = row_max[half];
+#pragma unroll
+      for (int j = 0; j < kTiles * 2; j++) max = fmaxf(max, s[j / 2][2 * half + j % 2]);
+      max = quad_max(max);
+      // A row that has seen nothing yet keeps the maximum -inf; 0 in its place avoids -inf - -inf.
+      const float shift = max == -kInfinity ? 0.0f : max;
+      const float rescale = exp2_approximate((row_max[half] - shift) * exponent.unit);
+      exponent.apply(s, half, exponent.folded ? shift * exponent.unit : shift);
+      row_max[half] = max, row_sum[half] *= rescale;
+#pragma unroll
+      for (int j = 0; j < kTiles * 2; j++) row_sum[half] += s[j / 2][2 * half + j % 2];
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8 * 2; j++) sum[j / 2][2 * half + j % 2] *= rescale;
+      // The softmax is normalised without dropout; the factor of kept values follows at the end.
+      if (dropout.active()) drop(s, half, dropout, row + 8 * half, n0);
+    }
+    add_weighted_rows<T, kHeadDim>(sum, s, shared.v);
+  }
+
+  cp_async_wait<0>();  // of q, where no tile was visited
+  __syncthreads();
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float total = quad_sum(row_sum[half]);
+    const float factor = total == 0.0f ? 0.0f : (dropout.active() ? dropout.scale() : 1.0f) / total;
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8 * 2; j++) sum[j / 2][2 * half + j % 2] *= factor;
+    if (c == 0 && m + 8 * half < Lq)
+      p.lse[row + 8 * half] = total == 0.0f ? -kInfinity : row_max[half] * (exponent.unit * kLn2) + logf(total);
+  }
+  store_tile<T, kHeadDim>(out, m0 + own, shared.q + own * kTileStride<T, kHeadDim>, sum, 1.0f);
+}
+
+template <class T, int kHeadDim>
+void launch_forward(const Forward& p, cudaStream_t stream) {
+  using Tile = ForwardTile<T, kHeadDim>;
+  const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.heads * blocks_of(p.shape.seqlen_q, Tile::kBlockM);
+  if (blocks > 0)
+    launch(forward_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
+           sizeof(ForwardShared<T, kHeadDim>), stream, p);
+}
+
+}  // namespace
+
+TileSize forward_tile(const Shape& shape, DType dtype) {
+  TileSize size;
+  with_head_dim(shape, [&](auto head_dim) {
+    with_type(dtype, false, [&](auto t) {
+      using Tile = ForwardTile<decltype(t), head_dim()>;
+      size = {Tile::kBlockM, Tile::kBlockN};
+    });
+  });
+  return size;
+}
+
+void forward(const Forward& p, cudaStream_t stream) {
+  with_head_dim(p.shape, [&](auto head_dim) {
+    with_type(p.dtype, p.tf32, [&](auto t) { launch_forward<decltype(t), head_dim()>(p, stream); });
+  });
+}
+
+}  // namespace fastattn::attention

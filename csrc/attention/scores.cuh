@@ -1,0 +1,80 @@
+// What happens to a warp's tile of scores, (16 x 8 kTiles): element (j, e) of lane 4g + c is query g + e / 2 * 8 of the tile
+// and key 8 j + 2 c + e % 2. `half` names one of a lane's two queries.
+#pragma once
+#include "attention/mask.cuh"
+#include "common/philox.cuh"
+#include "common/softmax.cuh"
+
+namespace fastattn::attention {
+
+// Adds the bias of queries m, m + 8 and keys n, n + 1, n + 8, ..; a score whose bias is -inf becomes -inf, whatever it was.
+template <int kTiles>
+__device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& given, int b, int h, int m, int n, int Lq,
+                                         int Lk) {
+  const BiasMatrix bias(given, b, h);
+#pragma unroll
+  for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int query = m + e / 2 * 8, key = n + 8 * j + e % 2;
+      const float added = query < Lq && key < Lk ? bias(query, key) : 0.0f;
+      s[j][e] = added == -kInfinity ? added : s[j][e] + added;
+    }
+  }
+}
+
+// Makes -inf of what the query does not see; seen: bit 2 j + e, as sees() gives it.
+template <int kTiles>
+__device__ __forceinline__ void hide(float (&s)[kTiles][4], int half, uint32_t seen) {
+#pragma unroll
+  for (int j = 0; j < kTiles * 2; j++)
+    if ((seen >> j & 1) == 0) s[j / 2][2 * half + j % 2] = -kInfinity;
+}
+
+// Makes 0 of what dropout drops, in row `row` of its rule, from key n0 on.
+template <int kTiles>
+__device__ __forceinline__ void drop(float (&p)[kTiles][4], int half, const DropoutMask& dropout, int64_t row, int n0) {
+  static_assert(kTiles % 4 == 0, "a quad draws for 32 keys at once");
+#pragma unroll
+  for (int part = 0; part < kTiles; part += 4) {
+    const uint32_t kept = dropout.kept_by_quad(row, n0 / 8 + part) >> threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if ((kept >> (8 * (j / 2) + j % 2) & 1) == 0) p[part + j / 2][2 * half + j % 2] = 0.0f;
+  }
+}
+
+// exp(score - shift) as a power of two: the hardware has no other. Folding softmax_scale into its unit makes it one
+// multiply-add an element; that needs a maximum that commutes with the scale and nothing added after it, and rounds once
+// more than float32 would like.
+template <class T>
+struct Exponent {
+  float softmax_scale, unit;
+  bool folded;  // then scores are bare products, and shift is without the scale
+
+  __device__ __forceinline__ Exponent(const Bias& bias, float softmax_scale)
+      : softmax_scale(softmax_scale), folded(sizeof(T) == 2 && bias.data == nullptr && softmax_scale > 0.0f) {
+    unit = folded ? softmax_scale * kLog2e : kLog2e;
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ void scale(float (&s)[kTiles][4]) const {
+    if (folded) return;
+#pragma unroll
+    for (int j = 0; j < kTiles * 4; j++) s[j / 4][j % 4] *= softmax_scale;
+  }
+
+  // shift: of a folded exponent in its unit, scaled by the caller.
+  template <int kTiles>
+  __device__ __forceinline__ void apply(float (&s)[kTiles][4], int half, float shift) const {
+    // One of the two differences is exact: s * unit - shift in one step, or s - shift.
+    const float before = folded ? 0.0f : shift, after = folded ? shift : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kTiles * 2; j++) {
+      float& score = s[j / 2][2 * half + j % 2];
+      score = exp2_approximate((score - before) * unit - after);
+    }
+  }
+};
+
+}  // namespace fastattn::attention

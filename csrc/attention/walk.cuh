@@ -1,0 +1,68 @@
+// Which tiles a block visits along the other axis, and what its threads see of one.
+#pragma once
+#include "attention/mask.cuh"
+
+namespace fastattn::attention {
+
+// First the partial tiles, then the full ones.
+struct Walk {
+  const int32_t* list;  // null: by arithmetic
+  int first, left, partial, count;
+
+  __device__ __forceinline__ int tile(int i) const {
+    if (list != nullptr) return list[i];
+    if (i >= partial) return first + left + i - partial;
+    return first + i + (i >= left ? count - partial : 0);
+  }
+};
+
+// Rows own .. own + kOwn - 1 of a side of `rows`; row r sees columns r + low .. r + high of `columns`, or what the lists say.
+template <int kOwn, int kStream>
+__device__ __forceinline__ Walk plan_walk(const TileLists& lists, int64_t b, int64_t h, int own, int rows, int columns,
+                                          int low, int high) {
+  if (lists.tiles != nullptr) {
+    const int64_t list = b * lists.stride_b + h * lists.stride_h + own / kOwn;
+    const int2 counts = lists.counts[list];
+    return {lists.tiles + list * lists.max_tiles, 0, 0, counts.x, counts.y};
+  }
+  const int last = min(own + kOwn, rows) - 1;
+  const int begin_first = max(own + low, 0), begin_last = max(last + low, 0);
+  const int end_first = max(min(own + high + 1, columns), 0), end_last = max(min(last + high + 1, columns), 0);
+  Walk walk = {nullptr, begin_first / kStream, 0, 0, 0};
+  const int end = blocks_of(end_last, kStream), full_from = blocks_of(begin_last, kStream);
+  walk.count = max(end - walk.first, 0);
+  const int full = max(min(end_first / kStream, end) - full_from, 0);
+  walk.left = full > 0 ? full_from - walk.first : walk.count;
+  walk.partial = walk.count - full;
+  return walk;
+}
+
+// How many of a lane's columns, 8j + 2c + {0, 1} with c = lane % 4, lie before column `end` of a tile.
+__device__ __forceinline__ int columns_before(int end) {
+  return end / 8 * 2 + min(max(end % 8 - 2 * static_cast<int>(threadIdx.x % 4), 0), 2);
+}
+
+__device__ __forceinline__ uint32_t first_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
+
+// Which of its columns in a tile of kColumns from `column` on a row sees: bit 2j + e is column 8j + 2c + e.
+// columns: how many there are; low, high: as in plan_walk.
+template <int kColumns>
+__device__ __forceinline__ uint32_t sees(const Visibility& who, int64_t b, int64_t h, int row, int rows, int column,
+                                         int columns, int low, int high) {
+  static_assert(kBitBlock % kColumns == 0, "a tile lies in one block of bits");
+  if (who.lists.tiles != nullptr) {
+    if (row >= rows) return 0;
+    const int64_t block = static_cast<int64_t>(row) * blocks_of(columns, kBitBlock) + column / kBitBlock;
+    const uint32_t* words = who.bits + b * who.bits_stride_b + h * who.bits_stride_h + block * kBitWords;
+    return words[threadIdx.x % 4] >> (column % kBitBlock / 4);
+  }
+  const int begin = min(max(row + low - column, 0), kColumns), end = min(min(row + high + 1, columns) - column, kColumns);
+  return end > begin ? first_bits(columns_before(end)) & ~first_bits(columns_before(begin)) : 0;
+}
+
+// Does the mask, bias included, leave key n to some query? Keys that a band hides are not asked for.
+__device__ __forceinline__ bool key_is_seen(const Visibility& who, int64_t b, int64_t h, int n) {
+  return who.seen == nullptr || (who.seen[b * who.seen_stride_b + h * who.seen_stride_h + n / 32] >> n % 32 & 1) != 0;
+}
+
+}  // namespace fastattn::attention

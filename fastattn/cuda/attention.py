@@ -1,0 +1,147 @@
+"""The CUDA room of masked attention. Formula, layouts and kernels: csrc/attention/."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
+from fastattn.cuda import _visibility as who
+from fastattn.masks import AttentionMask
+
+MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/attention/attention.h
+_COARSE = 64.0  # an lse beyond it is coarse to 16-bit types: half a unit in its last place is 4e-6
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
+    """None, or what is refused and what was got."""
+    if reason := refuse_device(q):
+        return reason
+    if q.dtype not in DTYPES:
+        return f"the CUDA attention takes float32, bfloat16 and float16, got {q.dtype}"
+    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+        return f"the CUDA attention takes head dimensions up to {MAX_HEAD_DIM}, got {q.shape[3]} and {v.shape[3]}"
+    bias = None if mask is None else mask.bias
+    if bias is not None and bias.dtype not in DTYPES:
+        return f"the CUDA attention takes a bias in float32, bfloat16 or float16, got {bias.dtype}"
+    return None
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
+    lse (B, H, Lq) float32. rng_state: int64 (seed, offset), or None without dropout."""
+    module, sizes, dtype = extension(q.device), _shape(q, k, v), DTYPES[q.dtype]
+    out = _empty_like(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    block_m, block_n = module.attention_fwd_tile(sizes, dtype)
+    visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
+    module.attention_fwd(
+        *map(_rows, (q, k, v, out)), address(lse), sizes, softmax_scale, visibility, who.bias(mask),
+        address(rng_state), *dropout_constants(dropout_p), dtype, _tf32(), device_index(q), stream(q),
+    )  # fmt: skip
+    return out, lse
+
+
+def attention_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
+    it. Returns dq, dk, dv in the inputs' dtypes and memory order, and dbias, as mask.bias, if needed."""
+    module, sizes, dtype, tf32 = extension(q.device), _shape(q, k, v), DTYPES[q.dtype], _tf32()
+    (B, H, Lq), Lk = q.shape[:3], k.shape[2]
+    dout, out = (t if t.stride(3) == 1 else t.contiguous() for t in (dout, out))
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    dq, dk, dv = (_empty_like(t, t.shape[3]) for t in (q, k, v))
+    bias = None if mask is None else mask.bias
+    exact = q.dtype == torch.float32 and not tf32
+    delta = torch.empty_like(lse)
+    remainder = torch.empty_like(lse) if exact or bias is not None else None
+    # What dS is summed over decides who makes dbias.
+    shared_by_keys = needs_dbias and bias.shape[3] == 1
+    shared_by_queries = needs_dbias and not shared_by_keys and bias.shape[2] == 1
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else None
+    key_sums = torch.zeros(B, H, Lk, dtype=torch.float32, device=q.device) if shared_by_queries else None
+    written = dbias if not (shared_by_keys or shared_by_queries) else None
+
+    own, streamed = module.attention_bwd_tile(sizes, dtype)
+    by_query, kept = who.visibility(mask, Lq, Lk, own, streamed, False, q.device)
+    by_key, kept_too = who.visibility(mask, Lq, Lk, streamed, own, True, q.device)
+    module.attention_bwd(
+        [*map(_rows, (q, k, v, out, dout, dq, dk, dv))], [*map(address, (lse, dlse, delta, remainder, key_sums))],
+        sizes, softmax_scale, 0.0 if exact else _COARSE, by_query, by_key, who.bias(mask),
+        (0, 0, 0) if written is None else (address(written), *bias.shape[:2]),
+        address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
+    )  # fmt: skip
+    if shared_by_queries:
+        dbias = key_sums.sum_to_size(*bias.shape[:2], Lk).unsqueeze(2).to(bias.dtype)
+    if shared_by_keys:
+        # It moves lse by as much, and no probability: its gradient is that of lse.
+        dlse = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
+        dbias = dlse.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
+    return dq, dk, dv, dbias
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> Tensor:
+    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights (B, H, Lq, Lk) after dropout."""
+    module, sizes, dtype = extension(q.device), _shape(q, k, k), DTYPES[q.dtype]
+    weights = torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
+    block_m, block_n = module.attention_fwd_tile(sizes, dtype)
+    visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
+    lse = lse.contiguous()
+    module.attention_weights(
+        *map(_rows, (q, k)), address(lse), address(weights), sizes, softmax_scale, visibility, who.bias(mask),
+        address(rng_state), *dropout_constants(dropout_p), dtype, _tf32(), device_index(q), stream(q),
+    )  # fmt: skip
+    return weights
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """The integers of struct Shape."""
+    return q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+
+
+def _rows(t: Tensor) -> tuple[int, ...]:
+    """The integers of struct Rows; the last dimension is contiguous."""
+    return address(t), *t.stride()[:3]
+
+
+def _empty_like(x: Tensor, head_dim: int) -> Tensor:
+    """Uninitialised (B, H, L, head_dim) in x's memory order: (B, L, H, D) when x comes as a view of that."""
+    B, H, L, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(B, L, H, head_dim).transpose(1, 2)
+    return x.new_empty(B, H, L, head_dim)
+
+
+def _tf32() -> bool:
+    """float32 is multiplied as torch multiplies it on a GPU, by default exactly."""
+    matmul = torch.backends.cuda.matmul
+    # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
