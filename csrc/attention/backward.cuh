@@ -1,0 +1,143 @@
+// What the kernels of the backward share: the sizes of their tiles, and probabilities from products.
+//
+// A warp holds 16 rows of a tile of scores in accumulators of mma.m16n8k16: lane 4g + c has rows g and g + 8 and columns
+// 8j + 2c + {0, 1}. Rows are queries and columns keys, or, kByKey, the other way round: S^T, so that P^T and dS^T enter
+// their products from registers.
+#pragma once
+#include "attention/backward.h"
+#include "attention/tile.cuh"
+#include "attention/walk.cuh"
+#include "common/philox.cuh"
+#include "common/softmax.cuh"
+
+namespace fastattn::attention {
+
+
+// Sizes of a kernel's tiles, such that it holds its accumulators in registers and fits into 99 KiB of shared memory.
+template <class T, int kHeadDim>
+struct Tiling {
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kOwn = kRowBytes > 512 ? 32 : 64;
+  static constexpr int kStream = kRowBytes > 256 ? 16 : kRowBytes > 128 ? 32 : 64;
+  static constexpr int kStages = kRowBytes > 256 ? 1 : 2;
+  static constexpr int kThreads = kOwn * 2;
+  using Own = unsigned char[kOwn * kTileStride<T, kHeadDim>];
+  using Stream = unsigned char[kStream * kTileStride<T, kHeadDim>];
+};
+
+// Dropout of a tile of kQueries x kKeys scores, drawn by the whole block into shared memory, a byte for eight keys: a lane
+// then finds its bits whichever way the tile lies, and no number is drawn twice.
+template <int kQueries, int kKeys>
+struct KeptBits {
+  unsigned char of[kQueries][kKeys / 8];
+
+  __device__ __forceinline__ void draw(const DropoutMask& mask, int64_t first_row, int first_key) {
+    for (int i = threadIdx.x; i < kQueries * kKeys / 8; i += blockDim.x) {
+      const int query = i / (kKeys / 8), group = i % (kKeys / 8);
+      of[query][group] = static_cast<unsigned char>(mask.kept(first_row + query, first_key / 8 + group));
+    }
+  }
+};
+
+// exp(S - lse) from the products q k^T.
+struct ScoreExponent {
+  float scale;  // softmax_scale; folded: times log2(e)
+  bool folded;  // one multiply-add an element; else the difference to lse comes first, which is more exact
+
+  // lse as add() takes it; +inf, which makes every probability 0, for a query that sees nothing.
+  __device__ __forceinline__ float shift(float lse) const {
+    return lse == -kInfinity ? kInfinity : folded ? lse * kLog2e : lse;
+  }
+  __device__ __forceinline__ float probability(float product, float bias, float shift, float remainder) const {
+    if (folded) return exp2_approximate(product * scale - shift);
+    return exp2_approximate((product * scale + bias - shift) * kLog2e - remainder);
+  }
+};
+
+template <class T>
+__device__ __forceinline__ ScoreExponent exponent_of(const Backward& p) {
+  const bool folded = sizeof(T) == 2 && p.bias.data == nullptr;
+  return {folded ? p.softmax_scale * kLog2e : p.softmax_scale, folded};
+}
+
+// Turns a tile of products q k^T into probabilities. row, column: the tile's first, of this warp. shift, remainder: of the
+// query of element (j, i), as functions.
+template <bool kByKey, int kTiles, class Shift, class Remainder>
+__device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent, const Backward& p,
+                                                   int b, int h, int row, int column, Shift shift,
+                                                   Remainder remainder) {
+  if (p.bias.data == nullptr) {
+#pragma unroll
+    for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) tile[j][i] = exponent.probability(tile[j][i], 0.0f, shift(j, i), remainder(j, i));
+    }
+    return;
+  }
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const BiasMatrix bias(p.bias, b, h);
+#pragma unroll
+  for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int r = row + g + i / 2 * 8, at = column + 8 * j + 2 * c + i % 2, m = kByKey ? at : r, n = kByKey ? r : at;
+      const float added = m < p.shape.seqlen_q && n < p.shape.seqlen_k ? bias(m, n) : 0.0f;
+      tile[j][i] = exponent.probability(tile[j][i], added, shift(j, i), remainder(j, i));
+    }
+  }
+}
+
+// Sets what a lane's two rows do not see to 0; bits as sees() gives them.
+template <int kTiles>
+__device__ __forceinline__ void clear_unseen(float (&tile)[kTiles][4], uint32_t top, uint32_t bottom) {
+#pragma unroll
+  for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (((i < 2 ? top : bottom) >> (2 * j + i % 2) & 1) == 0) tile[j][i] = 0.0f;
+  }
+}
+
+// sum_d out_d dout_d of a row; the four lanes of a quad share it.
+template <class T>
+__device__ __forceinline__ float row_product(const Matrix<T>& out, const Matrix<T>& dout, int row) {
+  const auto sum_of = [&](auto vectors) {
+    float sum = 0.0f;
+    for (int column = threadIdx.x % 4 * kChunk; column < out.columns; column += 4 * kChunk) {
+      Chunk<Element<T>> x, y;
+      x.template load<decltype(vectors)::value>(out.row(row) + column, min(out.columns - column, kChunk));
+      y.template load<decltype(vectors)::value>(dout.row(row) + column, min(out.columns - column, kChunk));
+      float a[kChunk], b[kChunk];
+      x.unpack(a), y.unpack(b);
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) sum += a[j] * b[j];
+    }
+    return sum;
+  };
+  const bool whole = out.vectors && dout.vectors && out.columns % kChunk == 0;
+  return quad_sum(whole ? sum_of(std::true_type{}) : sum_of(std::false_type{}));
+}
+
+// delta of query m, whose lse is given, from out; the four lanes of a quad share the row. Writes it, too.
+template <class T>
+__device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& out, const Matrix<T>& dout, int64_t row0,
+                                            int m, float lse) {
+  float delta = row_product(out, dout, min(m, out.rows - 1));
+  if (p.dlse != nullptr && m < out.rows) delta -= p.dlse[row0 + m];
+  if (lse == -kInfinity) delta = 0.0f;
+  if (threadIdx.x % 4 == 0 && m < out.rows) p.delta[row0 + m] = delta;
+  return delta;
+}
+
+// Calls f(T, kHeadDim), as values that carry them in their types.
+template <class Function>
+void with_kernel(const Shape& shape, DType dtype, bool tf32, Function&& f) {
+  const int head_dim = shape.head_dim_k > shape.head_dim_v ? shape.head_dim_k : shape.head_dim_v;
+  with_type(dtype, tf32, [&](auto t) {
+    if (head_dim <= 64) return f(t, Int<64>{});
+    if (head_dim <= 128) return f(t, Int<128>{});
+    f(t, Int<256>{});
+  });
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,51 @@
+// Backward of attention: the gradients of q, k, v and the bias.   Notation and layouts: attention.h
+//
+//   P = exp(S - lse);  Z = keep / (1 - dropout_p);  dP = Z * (dout v^T);  delta_i = sum_j P_ij dP_ij - dlse_i
+//   dS = P * (dP - delta);  dq = softmax_scale * dS k;  dk = softmax_scale * dS^T q;  dv = (P * Z)^T dout;  dbias = dS
+//
+// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in kernels that own what they write: backward_dq owns
+// query tiles, backward_dkdv key tiles. S and dP are computed twice, 7 products where one kernel needs 5, but nobody adds
+// into memory that another block writes: no atomics, no float32 copy of dq, no pass to make delta, equal results run to run.
+//
+// delta equals sum_d out_id dout_id - dlse_i but for rounding; that is how backward_dq makes it as a rule. Some rows want it,
+// and lse, more exactly than out and lse can say. backward_rows walks over the keys once more for them:
+//   remainder   log2 of sum_j exp(S_ij - lse_i). lse is right to half a unit in its last place, and so are the P made from
+//               it; a bias may move whole rows to where float32 is coarse (-1e4, finfo.min), where this is no small thing;
+//   delta       from its definition.
+// Rows with |lse| >= coarse_from get both: with a bias those beyond 64, of exact float32 all, whose largest errors these
+// would be.
+#pragma once
+#include "attention/attention.h"
+
+namespace fastattn::attention {
+
+struct Backward {
+  Rows q, k, v, out, dout;   // in
+  Rows dq, dk, dv;           // out
+  const float *lse, *dlse;   // in   (B, H, Lq) contiguous; dlse may be null
+  float *delta, *remainder;  //      (B, H, Lq) of backward_rows and backward_dq, for the others; remainder null: all 0
+  float* dbias_keys;         // out  (B, H, Lk), or null: dS summed over the queries
+  Shape shape;
+  float softmax_scale, coarse_from;
+  Visibility by_query, by_key;  // rows are queries, or keys
+  Bias bias;
+  Dropout dropout;
+  DType dtype;
+  bool tf32;
+};
+
+// The tiles for which the kernels want their lists: they own `own` rows of one side and stream `stream` of the other.
+struct BackwardTile {
+  int own, stream;
+};
+BackwardTile backward_tile(const Shape& shape, DType dtype);
+
+// In this order; the first only where remainder is wanted.
+void backward_rows(const Backward& p, cudaStream_t stream);
+void backward_dq(const Backward& p, cudaStream_t stream);
+void backward_dkdv(const Backward& p, cudaStream_t stream);
+
+// dbias (b, h, Lq, Lk), contiguous and of bias.dtype; b and h are batch and heads, or 1 where dS is summed.
+void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream);
+
+}  // namespace fastattn::attention

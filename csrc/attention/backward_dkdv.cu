@@ -1,0 +1,171 @@
+// dk and dv.   Formulas: backward.h
+//
+// Grid: one block per (batch, key head, kOwn keys); it walks along the queries of every head of its group, so that their
+//   gradients add up in registers. Each warp owns 16 keys. Tiles of scores are transposed, keys by queries.
+// Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S^T and dP^T [16, kStream], float32. Beyond a head
+//   dimension of 128 they do not fit: two blocks then share the work, one for dk and one for dv, which computes no dP.
+// Shared memory: k and v, read once; q and dout with lse, delta and remainder, kStages deep.
+// Work: 2 * (3 * Dk + 2 * Dv) FLOPs less what dq computes: S, dP, dk and dv, 4 * (Dk + Dv) FLOPs a visited score.
+// With dbias_keys, a row sum of dS^T more: the gradient of a bias that all queries share costs next to nothing here.
+#include "attention/backward.cuh"
+
+namespace fastattn::attention {
+namespace {
+
+constexpr int kSplitFrom = 256;  // head dimension from which dk and dv are made by different blocks
+
+template <class T, int kHeadDim>
+struct DkdvShared : Tiling<T, kHeadDim> {
+  using Size = Tiling<T, kHeadDim>;
+  alignas(16) typename Size::Own k, v;
+  alignas(16) typename Size::Stream q[Size::kStages], dout[Size::kStages];
+  alignas(16) float shift[Size::kStages][Size::kStream], delta[Size::kStages][Size::kStream];
+  float remainder[Size::kStages][Size::kStream];
+  KeptBits<Size::kStream, Size::kOwn> kept;
+};
+
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkdv_kernel(const Backward p) {
+  using Size = Tiling<T, kHeadDim>;
+  constexpr int kOwn = Size::kOwn, kStream = Size::kStream, kStages = Size::kStages, kThreads = Size::kThreads;
+  constexpr int kStride = kTileStride<T, kHeadDim>;
+  constexpr bool kSplit = kHeadDim >= kSplitFrom;
+  auto& shared = shared_memory<DkdvShared<T, kHeadDim>>();
+  const Shape& shape = p.shape;
+  const int tiles = blocks_of(shape.seqlen_k, kOwn), n0 = blockIdx.x % tiles * kOwn;
+  const int h_k = blockIdx.x / tiles % shape.key_heads, b = blockIdx.x / tiles / shape.key_heads;
+  const int group = shape.heads / shape.key_heads;
+  const bool makes_dk = !kSplit || blockIdx.y == 0, makes_dv = !kSplit || blockIdx.y == 1;
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp_row = threadIdx.x / 32 * 16;
+  const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
+  const Visibility& who = p.by_key;
+  const DropoutMask dropout(p.dropout);
+  const ScoreExponent exponent = exponent_of<T>(p);
+
+  // A key that nobody sees may hold anything: it is not loaded. If one head of the group sees it, it is there for all.
+  const auto seen = [&](int n) {
+    if (max(n - who.band_hi, 0) > min(n - who.band_lo, shape.seqlen_q - 1)) return false;
+    bool some = false;
+    for (int h = h_k * group; h < (h_k + 1) * group; h++) some |= key_is_seen(who, b, h, n);
+    return some;
+  };
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.k, k, n0, seen);
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.v, v, n0, seen);
+
+  // Without a split the first is of dk, the second of dv; with it, there is one.
+  float sums[kSplit ? 1 : 2][kHeadDim / 8][4] = {};
+  for (int h = h_k * group; h < (h_k + 1) * group; h++) {
+    const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
+    const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
+    const Walk walk =
+        plan_walk<kOwn, kStream>(who.lists, b, h, n0, shape.seqlen_k, shape.seqlen_q, -who.band_hi, -who.band_lo);
+
+    const auto load = [&](int i) {
+      const int m0 = walk.tile(i) * kStream, stage = i % kStages;
+      // A query that sees nothing may hold anything, and its gradient too.
+      const bool some_blind = i < walk.partial || p.bias.data != nullptr;
+      const auto sees_some = [&](int m) { return !some_blind || p.lse[row0 + m] != -kInfinity; };
+      load_tile<T, kStream, kHeadDim, kThreads>(shared.q[stage], q, m0, sees_some);
+      load_tile<T, kStream, kHeadDim, kThreads>(shared.dout[stage], dout, m0, sees_some);
+      for (int j = threadIdx.x; j < kStream; j += kThreads) {
+        const int m = m0 + j;
+        const bool inside = m < shape.seqlen_q;
+        shared.shift[stage][j] = exponent.shift(inside ? p.lse[row0 + m] : -kInfinity);
+        shared.delta[stage][j] = inside ? p.delta[row0 + m] : 0.0f;
+        shared.remainder[stage][j] = inside && p.remainder != nullptr ? p.remainder[row0 + m] : 0.0f;
+      }
+    };
+
+    float key_sum[2] = {};  // of dS over the queries
+    if (walk.count > 0) load(0);
+    cp_async_commit();
+    for (int i = 0; i < walk.count; i++) {
+      const int m0 = walk.tile(i) * kStream, stage = i % kStages;
+      if (kStages > 1) {
+        if (i + 1 < walk.count) load(i + 1);
+        cp_async_commit();
+      }
+      if (dropout.active()) shared.kept.draw(dropout, row0 + m0, n0);
+      cp_async_wait<kStages - 1>();
+      __syncthreads();
+
+      const auto query = [&](int j, int e) { return 8 * j + 2 * c + e % 2; };
+      const auto kept = [&](int j, int e) {
+        return (shared.kept.of[query(j, e)][warp_row / 8 + e / 2] >> g & 1) != 0;
+      };
+      float s[kStream / 8][4], dp[kStream / 8][4];
+      multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
+      make_probabilities<true>(s, exponent, p, b, h, n0 + warp_row, m0,
+                               [&](int j, int e) { return shared.shift[stage][query(j, e)]; },
+                               [&](int j, int e) { return shared.remainder[stage][query(j, e)]; });
+      if (i < walk.partial) {
+        const auto bits = [&](int half) {
+          return sees<kStream>(who, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q, -who.band_hi,
+                               -who.band_lo);
+        };
+        clear_unseen(s, bits(0), bits(1));
+      }
+      if (makes_dk) {
+        multiply_rows<T, kHeadDim>(dp, shared.v, warp_row, shared.dout[stage]);
+#pragma unroll
+        for (int j = 0; j < kStream / 8; j++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
+            dp[j][e] = s[j][e] * (dp[j][e] - shared.delta[stage][query(j, e)]);
+            key_sum[e / 2] += dp[j][e];
+          }
+        }
+        add_weighted_rows<T, kHeadDim>(sums[0], dp, shared.q[stage]);
+      }
+      if (makes_dv) {
+        if (dropout.active()) {
+#pragma unroll
+          for (int j = 0; j < kStream / 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
+          }
+        }
+        add_weighted_rows<T, kHeadDim>(sums[kSplit ? 0 : 1], s, shared.dout[stage]);
+      }
+      __syncthreads();
+      if (kStages == 1) {
+        if (i + 1 < walk.count) load(i + 1);
+        cp_async_commit();
+      }
+    }
+    if (p.dbias_keys != nullptr && makes_dk) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int n = n0 + warp_row + g + 8 * half;
+        const float sum = quad_sum(key_sum[half]);
+        if (c == 0 && n < shape.seqlen_k)
+          p.dbias_keys[(static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_k + n] = sum;
+      }
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  if (makes_dk)
+    store_tile<T, kHeadDim>(Matrix<T>(p.dk, b, h_k, shape.seqlen_k, shape.head_dim_k), n0 + warp_row,
+                            shared.k + warp_row * kStride, sums[0], p.softmax_scale);
+  if (makes_dv)
+    store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), n0 + warp_row,
+                            shared.v + warp_row * kStride, sums[kSplit ? 0 : 1], dropout.active() ? dropout.scale() : 1.0f);
+}
+
+}  // namespace
+
+void backward_dkdv(const Backward& p, cudaStream_t stream) {
+  with_kernel(p.shape, p.dtype, p.tf32, [&](auto t, auto head_dim) {
+    using T = decltype(t);
+    constexpr int kHeadDim = head_dim();
+    const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.key_heads *
+                           blocks_of(p.shape.seqlen_k, Tiling<T, kHeadDim>::kOwn);
+    if (blocks > 0)
+      launch(backward_dkdv_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks), kHeadDim >= kSplitFrom ? 2 : 1),
+             dim3(Tiling<T, kHeadDim>::kThreads), sizeof(DkdvShared<T, kHeadDim>), stream, p);
+  });
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,145 @@
+// dq, and with it delta and remainder, which the other kernels of the backward read.   Formulas: backward.h
+//
+// Grid: one block per (batch, head, kOwn queries), the last queries of a head first: under a causal mask they have the
+//   longest way. Each warp owns 16 queries.
+// Registers: dq [16, kHeadDim] of each warp, a tile each of S and dP [16, kStream], float32.
+// Shared memory: q and dout, read once; k and v, kStages deep.
+// Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; S and dP are made twice where rows are coarse.
+#include "attention/backward.cuh"
+
+namespace fastattn::attention {
+namespace {
+
+template <class T, int kHeadDim>
+struct DqShared : Tiling<T, kHeadDim> {
+  using Size = Tiling<T, kHeadDim>;
+  alignas(16) typename Size::Own q, dout;
+  alignas(16) typename Size::Stream k[Size::kStages], v[Size::kStages];
+  KeptBits<Size::kOwn, Size::kStream> kept;
+};
+
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_kernel(const Backward p) {
+  using Size = Tiling<T, kHeadDim>;
+  constexpr int kOwn = Size::kOwn, kStream = Size::kStream, kStages = Size::kStages, kThreads = Size::kThreads;
+  constexpr int kStride = kTileStride<T, kHeadDim>;
+  auto& shared = shared_memory<DqShared<T, kHeadDim>>();
+  const Shape& shape = p.shape;
+  const int tiles = blocks_of(shape.seqlen_q, kOwn), m0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * kOwn;
+  const int head = blockIdx.x / tiles, h = head % shape.heads, b = head / shape.heads;
+  const int h_k = h / (shape.heads / shape.key_heads);
+  const int64_t row0 = static_cast<int64_t>(head) * shape.seqlen_q;
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp_row = threadIdx.x / 32 * 16;
+  const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
+  const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
+  const Visibility& who = p.by_query;
+  const Walk walk = plan_walk<kOwn, kStream>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo, who.band_hi);
+  const int last_m = min(m0 + kOwn, shape.seqlen_q) - 1;
+  const DropoutMask dropout(p.dropout);
+  const ScoreExponent exponent = exponent_of<T>(p);
+
+  // A query that sees nothing may hold anything, and its gradient too: neither is loaded.
+  const auto sees_some = [&](int m) { return p.lse[row0 + m] != -kInfinity; };
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.q, q, m0, sees_some);
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.dout, dout, m0, sees_some);
+
+  // What a lane must know of its two rows.
+  float shift[2], delta[2], remainder[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int m = m0 + warp_row + g + 8 * half;
+    const float lse = m < shape.seqlen_q ? p.lse[row0 + m] : -kInfinity;
+    shift[half] = exponent.shift(lse), delta[half] = 0.0f;
+    if (p.remainder == nullptr)
+      delta[half] = make_delta(p, Matrix<T>(p.out, b, h, shape.seqlen_q, shape.head_dim_v), dout, row0, m, lse);
+    else if (m < shape.seqlen_q)
+      delta[half] = p.delta[row0 + m], remainder[half] = p.remainder[row0 + m];
+  }
+
+  const auto load = [&](int i) {
+    const int n0 = walk.tile(i) * kStream, stage = i % kStages;
+    // A key that no query of the tile sees may hold anything too.
+    const bool some_unseen = i < walk.partial || p.bias.data != nullptr;
+    const auto seen = [&](int n) {
+      return !some_unseen || (n >= m0 + who.band_lo && n <= last_m + who.band_hi && key_is_seen(who, b, h, n));
+    };
+    load_tile<T, kStream, kHeadDim, kThreads>(shared.k[stage], k, n0, seen);
+    load_tile<T, kStream, kHeadDim, kThreads>(shared.v[stage], v, n0, seen);
+  };
+
+  float dq[kHeadDim / 8][4] = {};
+  if (walk.count > 0) load(0);
+  cp_async_commit();
+  for (int i = 0; i < walk.count; i++) {
+    const int n0 = walk.tile(i) * kStream, stage = i % kStages;
+    if (kStages > 1) {
+      if (i + 1 < walk.count) load(i + 1);
+      cp_async_commit();
+    }
+    if (dropout.active()) shared.kept.draw(dropout, row0 + m0, n0);
+    cp_async_wait<kStages - 1>();
+    __syncthreads();
+
+    float s[kStream / 8][4], dp[kStream / 8][4];
+    multiply_rows<T, kHeadDim>(s, shared.q, warp_row, shared.k[stage]);
+    multiply_rows<T, kHeadDim>(dp, shared.dout, warp_row, shared.v[stage]);
+    make_probabilities<false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; },
+                              [&](int, int e) { return remainder[e / 2]; });
+    if (i < walk.partial) {
+      const auto bits = [&](int half) {
+        return sees<kStream>(who, b, h, m0 + warp_row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k, who.band_lo,
+                             who.band_hi);
+      };
+      clear_unseen(s, bits(0), bits(1));
+    }
+    if (dropout.active()) {
+#pragma unroll
+      for (int j = 0; j < kStream / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const bool kept = shared.kept.of[warp_row + g + e / 2 * 8][j] >> (2 * c + e % 2) & 1;
+          dp[j][e] = kept ? dp[j][e] * dropout.scale() : 0.0f;
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kStream / 8; j++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[j][e] *= dp[j][e] - delta[e / 2];
+    }
+    add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
+    __syncthreads();
+    if (kStages == 1) {
+      if (i + 1 < walk.count) load(i + 1);
+      cp_async_commit();
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  store_tile<T, kHeadDim>(Matrix<T>(p.dq, b, h, shape.seqlen_q, shape.head_dim_k), m0 + warp_row,
+                          shared.q + warp_row * kStride, dq, p.softmax_scale);
+}
+
+}  // namespace
+
+BackwardTile backward_tile(const Shape& shape, DType dtype) {
+  BackwardTile tile;
+  with_kernel(shape, dtype, false, [&](auto t, auto head_dim) {
+    using Size = Tiling<decltype(t), head_dim()>;
+    tile = {Size::kOwn, Size::kStream};
+  });
+  return tile;
+}
+
+void backward_dq(const Backward& p, cudaStream_t stream) {
+  with_kernel(p.shape, p.dtype, p.tf32, [&](auto t, auto head_dim) {
+    using T = decltype(t);
+    constexpr int kHeadDim = head_dim();
+    const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.heads * blocks_of(p.shape.seqlen_q, Tiling<T, kHeadDim>::kOwn);
+    if (blocks > 0)
+      launch(backward_dq_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks)), dim3(Tiling<T, kHeadDim>::kThreads),
+             sizeof(DqShared<T, kHeadDim>), stream, p);
+  });
+}
+
+}  // namespace fastattn::attention
