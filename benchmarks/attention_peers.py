@@ -108,7 +108,7 @@ def flex(count_mask: bool) -> Provider:
 
         return run_of(attend, inputs)
 
-    return Provider("flex + mask building" if count_mask else "flex", make, ours=False, slow=True)
+    return Provider("flex + mask building" if count_mask else "flex", make, ours=False, later=12)
 
 
 def _flex_mask(case: AttentionCase, inputs: Inputs) -> tuple[Callable[..., Tensor] | None, tuple[int | None, None]]:

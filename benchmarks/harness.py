@@ -63,14 +63,14 @@ class Provider(NamedTuple):
     """make(case, inputs, dropout_p) -> Run, or raises Refused.
 
     ours: a backend of fastattn. It drops what the reference drops, and its failure fails the script; a peer is checked
-    without dropout, and its failure is only recorded. slow: takes seconds to get ready, as torch.compile does; the
-    report measures it after the others, and quick runs leave it out.
+    without dropout, and its failure is only recorded. later: it takes long to get ready, as torch.compile does; the
+    report measures it this many cases after the others, and quick runs leave it out.
     """
 
     name: str
     make: Callable[[Any, Inputs, float], Run]
     ours: bool = True
-    slow: bool = False
+    later: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def peer(name: str, function: Function, compiled: bool = False) -> Provider:
             call = torch.compile(call, dynamic=False)
         return run_of(call, inputs)
 
-    return Provider(name, make, ours=False, slow=compiled)
+    return Provider(name, make, ours=False, later=12 * compiled)
 
 
 def imported(module: str) -> Any:
@@ -249,7 +249,7 @@ def measure_all(
     keep: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """The record of one benchmark, all in this process. keep: is given the record after each case."""
-    providers = [provider for provider in benchmark.providers(device) if not (quick and provider.slow)]
+    providers = [provider for provider in benchmark.providers(device) if not (quick and provider.later)]
     cases = benchmark.cases["quick" if quick else device.type]
     rows: list[dict[str, Any]] = []
     record = {"complete": False, "environment": records.environment(device), "ceilings": None}

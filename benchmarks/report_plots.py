@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # files only, no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from records import Record, Row, default_row, median, named, rows_of
 
 OURS, PEER = "#c1272d", "#44546a"
@@ -86,14 +86,14 @@ def _speed(name: str, curves: dict[str, Curve], out: Path) -> str | None:
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=_legend(provider))
         axes.set_title(peer, fontsize=10)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, loc="upper left")
         _length_axis(axes, lengths)
         _flop_axis(axes.yaxis)
     for axes in grid.flat[len(peers) :]:
         axes.set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("FLOP/s, forward and backward")
+    grid[0, 0].set_ylim(0, 1.2 * grid[0, 0].get_ylim()[1])  # of all panels; now that all have their curves
     figure.suptitle(f"{name}: higher is faster")
     return _save(figure, out, f"speed_{name.replace(' ', '_').replace('%', '')}.png")
 
@@ -119,7 +119,9 @@ def _memory(series: dict[str, dict[str, Curve]], out: Path) -> str | None:
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(*zip(*points, strict=True), color=colour, lw=width, marker=marker, ms=4, label=_legend(provider))
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel("peak memory, MiB")
         axes.set_title(name, fontsize=10)
         axes.grid(alpha=0.3, which="both")
@@ -148,7 +150,9 @@ def _roofline(record: Record, out: Path) -> str | None:
             f"matrix products, {dtype}", (right, products[dtype]), xytext=(0, 4), textcoords="offset points",
             ha="right", fontsize=8,
         )  # fmt: skip
-    axes.annotate("copy", (left, left * byte_per_s), xytext=(4, 10), textcoords="offset points", fontsize=8, ha="left")
+    axes.annotate(
+        "copy", (2 * left, 2 * left * byte_per_s), xytext=(-6, 4), textcoords="offset points", fontsize=8, ha="right"
+    )
     for number, op in enumerate(dict.fromkeys(op for op, _, _, _ in points)):
         for dtype in sorted(used):
             chosen = [(x, y) for other, other_dtype, x, y in points if (other, other_dtype) == (op, dtype)]
@@ -198,27 +202,26 @@ def _contributions(record: Record, out: Path) -> str | None:
     ops = list(dict.fromkeys(op for _, (_, _, left_out) in bars for op in left_out))
     figure, axes = plt.subplots(figsize=(11, 1.6 + 0.8 * len(bars)), layout="constrained")
     for y, (_, (reference, default, left_out)) in enumerate(bars):
-        # In percent of the reference path's time. What a single op left out does not explain is "together".
+        # Single savings overlap: where they add up to more than the whole, their bars are drawn shorter to fit.
+        saved, single = max(reference - default, 0.0), sum(ms for ms in left_out.values() if ms > 0)
+        fit = min(1.0, saved / single) if single else 0.0
         parts = [("fastattn (default)", default, OURS)]
-        parts += [(f"saved by {op}", left_out.get(op, 0.0), COLOURS[number]) for number, op in enumerate(ops)]
-        parts.append(("saved by them together", reference - default - sum(left_out.values()), "#bbbbbb"))
+        parts += [(f"saved by {op}", fit * max(left_out.get(op, 0), 0), COLOURS[n]) for n, op in enumerate(ops)]
+        parts.append(("saved by them together", saved - fit * single, "#999999"))
         end = 0.0
         for label, ms, colour in parts:
-            share = 100 * max(ms, 0.0) / reference
+            share = 100 * ms / reference
             axes.barh(y, share, left=end, color=colour, edgecolor="white", label=label if y == 0 else None, height=0.6)
-            if share > 4:
-                text = f"{ms:.3g} ms" if end == 0 else f"{share:.0f} %"
-                axes.text(end + share / 2, y, text, ha="center", va="center", fontsize=8, color="white")
             end += share
         axes.text(max(end, 100) + 1, y, f"{reference / default:.2f}x", va="center", fontsize=10, fontweight="bold")
-        losses = [f"{op} {-100 * ms / reference:.0f} %" for op, ms in left_out.items() if ms < 0]
-        if losses:
-            axes.text(0, y - 0.42, f"slower than the reference path: {', '.join(losses)}", fontsize=7, va="center")
+        axes.text(1, y, f"{default:.4g} ms of {reference:.4g} ms", va="center", fontsize=8, color="white")
+        savings = ", ".join(f"{op} {'saves' if ms >= 0 else 'loses'} {abs(ms):.3g} ms" for op, ms in left_out.items())
+        axes.text(1, y + 0.41, savings, fontsize=8, va="center")
     axes.axvline(100, color="black", lw=1, ls="--")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(right=axes.get_xlim()[1] * 1.08)
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.07)
     axes.set_xlabel("percent of the reference path's time (dashed: 100 %)")
     axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(ops) + 2)
-    figure.suptitle("One training step: what each op saves, by leaving it out; right: speed-up over the reference path")
+    figure.suptitle("One training step, and what it takes longer with one op by the reference path; right: speed-up")
     return _save(figure, out, "step.png")

@@ -69,6 +69,8 @@ class Worker:
             return {"status": "crashed", "reason": f"the process ended with {name}"}
 
     def _start(self) -> None:
+        # A worker that is killed may leave semaphores, of torch.compile for one, which are then removed: no news.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, self.task))

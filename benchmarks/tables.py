@@ -42,12 +42,12 @@ QUICK = [
 ]
 
 CPU = [
-    StepCase(4, 32, 2, 512, 2048, 8, 4000),
+    StepCase(8, 32, 1, 512, 2048, 8, 4000),
     AttentionCase(4, 8, 128, 128, 64, "padding"),
     NormCase(1024, 512, dropout_p=0.1),
     FeedForwardCase(512, 512, 2048, dropout_p=0.1),
     StepCase(32, 24, 4, 128, 256, 4, 4000),
-    DecodingCase(4, 24, 2, 512, 2048, 8, 4000, new_tokens=16),
+    DecodingCase(8, 24, 1, 512, 2048, 8, 4000, new_tokens=16),
     CrossEntropyCase(512, 512, 8000),
     # The same 1024 tokens, at five lengths.
     *(AttentionCase(1024 // length, 8, length, length, 64, "causal") for length in (32, 128, 256, 512, 1024)),

@@ -1,4 +1,4 @@
-"""The wrappers of peers that only run on a GPU, around stand-ins with the same signatures: is the problem theirs, too?"""
+"""The wrappers of peers that only run on a GPU, around stand-ins with the same signatures: is it the same problem?"""
 
 from __future__ import annotations
 

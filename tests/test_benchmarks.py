@@ -40,7 +40,7 @@ def with_provider(load: Any, name: str, provider: Any) -> Any:
     harness = load("harness")
     fields = vars(module.BENCHMARK)
     providers = module.providers(CPU)
-    peer = next(peer for peer in providers if not peer.ours and not peer.slow)
+    peer = next(peer for peer in providers if not peer.ours and not peer.later)
     return harness.Benchmark(**fields | {"providers": lambda device: [providers[0], provider, peer]})
 
 
@@ -62,7 +62,7 @@ def test_a_script_makes_a_record_and_a_table(
     assert environment["date"].startswith("20")
 
     cases = [str(case) for case in module.BENCHMARK.cases["quick"]]
-    providers = [provider.name for provider in module.providers(CPU) if not provider.slow]
+    providers = [provider.name for provider in module.providers(CPU) if not provider.later]
     assert [(row["case"], row["provider"]) for row in record["rows"]] == [(c, p) for c in cases for p in providers]
     for row in record["rows"]:
         assert row["case"] in table
@@ -140,7 +140,7 @@ def test_a_script_runs_by_itself() -> None:
 def test_torch_compile_is_checked_and_timed(name: str, load: Any) -> None:
     module, harness = load(f"bench_{name}"), load("harness")
     reference, *_ = providers = module.providers(CPU)
-    compiled = next(provider for provider in providers if provider.slow)
+    compiled = next(provider for provider in providers if provider.later)
     case = module.BENCHMARK.cases["quick"][0]
     inputs = module.BENCHMARK.inputs(case, CPU)
     checker = harness.Checker(module.BENCHMARK, case, inputs, reference)
