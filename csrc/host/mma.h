@@ -41,8 +41,9 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const ch
     for (int lane = 0; lane < host::kLanes; lane++)
       for (int i = 0; i < 4; i++) {
         const float *row = rows[lane / 4 + i / 2 * 8], *column = columns[lane % 4 * 2 + i % 2];
-        float& sum = static_cast<Operands*>(slots[lane])->d[i];
+        float sum = 0.0f;
         for (int k = 0; k < kDepth; k++) sum += row[k] * column[k];
+        static_cast<Operands*>(slots[lane])->d[i] += sum;
       }
   });
 }
