@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -220,13 +220,13 @@ def dissect(compiled: Any, case: Case) -> Kernel:
     )
 
 
-class _NoDriver:
-    """The few answers Triton's launcher wants from a driver before it compiles."""
+class NoDriver:
+    """The few answers Triton's launcher wants from a driver before it compiles. capability: 90 for sm_90."""
 
-    def __init__(self, arch: str) -> None:
+    def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", int(arch.removeprefix("sm_").removesuffix("a")), 32)  # Triton makes 90 90a
+        self.target = GPUTarget("cuda", capability, 32)  # Triton makes 90 90a
 
     def get_current_target(self) -> Any:
         return self.target
@@ -239,29 +239,38 @@ class _NoDriver:
 
 
 @contextlib.contextmanager
+def compile_only(each: Callable[[Any], None] = lambda compiled: None) -> Iterator[None]:
+    """Inside, `kernel[grid](...)` compiles and launches nothing; each: what to do with a compiled kernel."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        each(compiled)
+        return compiled
+
+    with mock.patch.object(JITFunction, "run", instead):
+        yield
+
+
+@contextlib.contextmanager
 def dry_launch(case: Case) -> Iterator[list[Kernel]]:
-    """Inside, `kernel[grid](...)` compiles for the case's architecture and launches nothing; yields the growing list.
+    """Inside, launches compile for the case's architecture; yields the growing list of kernels.
 
     For a process that does nothing else: afterwards Triton still believes in a GPU.
     """
     from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
 
     found: list[Kernel] = []
-    run = JITFunction.run
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+    def keep(compiled: Any) -> None:
         if (kernel := dissect(compiled, case)) not in found:
             found.append(kernel)
-        return compiled
 
-    driver.set_active(_NoDriver(case.arch))
-    JITFunction.run = compile_only
-    try:
+    driver.set_active(NoDriver(int(case.arch.removeprefix("sm_").removesuffix("a"))))
+    with compile_only(keep):
         yield found
-    finally:
-        JITFunction.run = run
 
 
 def main(slice_number: int, slices: int) -> None:
