@@ -114,9 +114,9 @@ def visibility(
         return (*band(mask, Lq, Lk), *(0,) * 8, *_with_strides(seen, 2)), [seen]
     words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
     lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
-    places = lists.tiles.shape[3]
     list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
-    numbers = (*band(mask, Lq, Lk), *_with_strides(words, 2), *map(address, lists), places, *list_strides, *_with_strides(seen, 2))
+    listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
+    numbers = (*band(mask, Lq, Lk), *_with_strides(words, 2), *listed, *_with_strides(seen, 2))
     return numbers, [seen, words, *lists]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import fastattn.cuda
+
+sys.path.append(str(Path(__file__).parents[1] / "ops"))  # the checks that every room is held to
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
