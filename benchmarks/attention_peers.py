@@ -92,17 +92,17 @@ def flex(count_mask: bool) -> Provider:
             return None if mask_mod is None else build(mask_mod, *sizes, case.length_q, case.length_k, device=device)
 
         made = None if count_mask else block_mask()
+        bias, slopes = inputs.leaves.get("attn_mask"), inputs.fixed.get("slopes")
+
+        def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + bias[0, h, i, j]
+
+        def add_slope(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score - slopes[h] * (i - j)
+
+        score_mod = {"bias": add_bias, "alibi": add_slope}.get(case.mask)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-            def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                return score + attn_mask[0, h, i, j]
-
-            slopes = inputs.fixed.get("slopes")
-
-            def add_slope(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                return score - slopes[h] * (i - j)
-
-            score_mod = add_bias if attn_mask is not None else add_slope if slopes is not None else None
             mask = block_mask() if count_mask else made
             return attention(query, key, value, score_mod, mask, enable_gqa=case.heads_k is not None)
 

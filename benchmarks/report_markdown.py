@@ -33,8 +33,9 @@ def _share(bound: float | None, ms: float | None) -> str:
     return f"{bound / ms:.0%}" if bound and ms else "-"
 
 
-def summary(record: Record) -> Iterator[str]:
-    """A line for each case: fastattn's default against the others. Over 1x: fastattn is faster."""
+def summary(record: Record, at_most: int | None = None) -> Iterator[str]:
+    """A line for each case, or the first `at_most` of each op: fastattn's default against the others. Over 1x: fastattn
+    is faster."""
     header = ["case", "fastattn, ms", "reference path", "PyTorch", "torch.compile", "fastest other", "of the bound"]
     for name, op in record["ops"].items():
         direction = op["directions"][-1]
@@ -46,7 +47,7 @@ def summary(record: Record) -> Iterator[str]:
             peers = sorted((peer_ms, peer) for peer_ms, peer in peers if peer_ms)
             compiled = [peer_ms for peer_ms, peer in peers if peer.startswith("torch.compile")]
             torch_ms = next((peer_ms for peer_ms, peer in peers if peer in PYTORCH), None)
-            if not rows:
+            if not rows or len(body) == at_most:
                 continue
             fastest = f"{_times(peers[0][0], ms)} {peers[0][1]}" if peers and ms else "-"
             if ms is None and peers:

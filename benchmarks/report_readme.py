@@ -12,6 +12,7 @@ import report_markdown
 
 README = records.ROOT / "README.md"
 RESULTS = Path(__file__).parent / "results"
+CASES = 5  # of each op; the record has all
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
 
 
@@ -32,7 +33,7 @@ def _lines(found: list[tuple[Path, records.Record]]) -> Iterator[str]:
         yield f"commit {(environment['commit'] or 'unknown')[:10]} ([record](benchmarks/results/{path.name})):"
         yield "over 1x, fastattn's default is faster than the column's name. The bound is the time that the FLOPs and"
         yield f"bytes of the case need at this machine's ceilings. {report_markdown.ceilings(record)}"
-        yield from report_markdown.summary(record)
+        yield from report_markdown.summary(record, CASES)
 
 
 def split(text: str) -> tuple[str, str, str]:
