@@ -6,6 +6,7 @@
 namespace fastattn {
 void bind_add_layer_norm(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
+void bind_attention_sm90(pybind11::module_& m);
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -15,6 +16,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("device_type") = "cuda";
 #endif
   m.def("device_problem", fastattn::device_problem);
+  m.def("compute_capability", fastattn::compute_capability);
   fastattn::bind_add_layer_norm(m);
   fastattn::bind_attention(m);
+  fastattn::bind_attention_sm90(m);
 }

@@ -1,45 +1,14 @@
-// Python's view of attention: fastattn/cuda/attention.py passes pointers as integers, 0 for null, and a struct of
-// attention.h as the tuple of its integers.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// Python's view of attention.   Conventions: bind.h
+#include "attention/bind.h"
 
-#include <array>
-
-#include "attention/attention.h"
 #include "attention/backward.h"
 #include "attention/prepare.h"
-#include "common/device.h"
 
 namespace fastattn {
 namespace {
 
 namespace py = pybind11;
 using namespace attention;
-
-template <size_t kCount>
-using Integers = std::array<int64_t, kCount>;
-
-template <class T>
-T* pointer(int64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-Rows rows(const Integers<4>& t) { return {pointer<void>(t[0]), t[1], t[2], t[3]}; }
-
-Shape shape(const std::array<int, 7>& t) { return {t[0], t[1], t[2], t[3], t[4], t[5], t[6]}; }
-
-Bias bias(const Integers<6>& t) { return {pointer<void>(t[0]), t[1], t[2], t[3], t[4], DType(t[5])}; }
-
-// (band_lo, band_hi, bits, its strides, counts, tiles, max_tiles, their strides, seen, its strides)
-Visibility visibility(const Integers<13>& t) {
-  const TileLists lists{pointer<int2>(t[5]), pointer<int32_t>(t[6]), static_cast<int>(t[7]), t[8], t[9]};
-  return {static_cast<int>(t[0]), static_cast<int>(t[1]), pointer<uint32_t>(t[2]), t[3], t[4], lists,
-          pointer<uint32_t>(t[10]), t[11], t[12]};
-}
-
-Dropout dropout(int64_t rng_state, uint32_t threshold, float scale) {
-  return {pointer<int64_t>(rng_state), threshold, scale};
-}
 
 BitMatrix bit_matrix(const Integers<4>& t) {
   return {pointer<uint32_t>(t[0]), static_cast<int>(t[1]), static_cast<int>(t[2]), static_cast<int>(t[3])};

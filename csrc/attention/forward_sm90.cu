@@ -11,112 +11,16 @@
 // Overlap: while a warpgroup computes the softmax of tile i, tensor cores work on its P V of tile i - 1 and, as warpgroups
 //   take turns to issue, on another one's products.
 // Work: 2 (Dk + Dv) FLOPs per score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
-#include "attention/forward_sm90.h"
-
-#include <algorithm>
-
-#include "attention/walk.cuh"
+#include "attention/forward_sm90.cuh"
 #include "common/check.h"
 #include "common/mma.cuh"
 #include "common/philox.cuh"
-#include "common/sm90/tma.cuh"
-#include "common/sm90/wgmma.cuh"
 #include "common/softmax.cuh"
 
 namespace fastattn::attention {
 namespace {
 
-using namespace sm90;
-
-constexpr int kStages = 2, kPanel = 64;  // columns of a panel
-constexpr int kRowsOfGroup = 64;         // queries of a consumer warpgroup
 enum NamedBarrier { kOfGroup = 1, kTurn = 4 };  // one for each consumer, both
-
-template <int kHeadDimPadded>
-struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
-  static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;
-  static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
-  static constexpr int kThreads = kGroup * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232, kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr bool kOutOverQueries = kHeadDim > 128;  // no room for both
-};
-
-template <class Tiles>
-struct alignas(1024) Shared {
-  static constexpr int kLine = kLineBytes;
-  unsigned char q[Tiles::kPanels][Tiles::kBlockM * kLine];
-  unsigned char k[kStages][Tiles::kPanels][Tiles::kBlockN * kLine], v[kStages][Tiles::kPanels][Tiles::kBlockN * kLine];
-  unsigned char out[Tiles::kOutOverQueries ? 1 : Tiles::kPanels][Tiles::kOutOverQueries ? 1024 : Tiles::kBlockM * kLine];
-  Barrier full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-  int work;  // that q is of; -1 at the end
-
-  __device__ __forceinline__ unsigned char* out_panel(int panel) { return Tiles::kOutOverQueries ? q[panel] : out[panel]; }
-};
-
-struct Arguments {
-  Forward p;
-  TensorMap q, k, v, out;
-  int key_begin;  // the first key that k and v hold: those that the band hides from all queries are outside, and read as zero
-  int works, heads_together;
-  int* next_work;
-};
-
-// A place in a ring of stages, and the parity of its phase.
-struct Ring {
-  int stage = 0, phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
-
-struct Work {
-  int b, h, m0;
-  Walk walk;
-};
-
-template <class Tiles>
-__device__ __forceinline__ Work work_at(const Arguments& a, int index) {
-  const Shape& shape = a.p.shape;
-  const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM), together = a.heads_together * tiles;
-  const int first = index / together * a.heads_together;
-  const int heads = min(a.heads_together, shape.batch * shape.heads - first), rest = index % together;
-  const int head = first + rest % heads, b = head / shape.heads, h = head % shape.heads;
-  const int m0 = (tiles - 1 - rest / heads) * Tiles::kBlockM;
-  const Visibility& who = a.p.visibility;
-  return {b, h, m0, plan_walk<Tiles::kBlockM, Tiles::kBlockN>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo,
-                                                             who.band_hi)};
-}
-
-template <class Tiles>
-__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
-  const auto load = [](auto& to, const TensorMap& map, Barrier& full, int row, int h, int b) {
-    full.arrive_expect(sizeof to);
-#pragma unroll
-    for (int panel = 0; panel < Tiles::kPanels; panel++) tma_load(to[panel], map, full, panel * kPanel, row, h, b);
-  };
-  const int group = a.p.shape.heads / a.p.shape.key_heads;
-  Ring ring;
-  int index = blockIdx.x;
-  for (int turn = 0;; turn ^= 1) {
-    shared.empty_q.wait(turn ^ 1);
-    shared.work = index < a.works ? index : -1;
-    if (index >= a.works) break;
-    const Work work = work_at<Tiles>(a, index);
-    load(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
-#pragma unroll 1
-    for (int i = 0; i < work.walk.count; i++, ring.advance()) {
-      const int row = work.walk.tile(i) * Tiles::kBlockN - a.key_begin;
-      shared.empty_k[ring.stage].wait(ring.phase ^ 1);
-      load(shared.k[ring.stage], a.k, shared.full_k[ring.stage], row, work.h / group, work.b);
-      shared.empty_v[ring.stage].wait(ring.phase ^ 1);
-      load(shared.v[ring.stage], a.v, shared.full_v[ring.stage], row, work.h / group, work.b);
-    }
-    index = a.works > static_cast<int>(gridDim.x) ? gridDim.x + atomicAdd(a.next_work, 1) : a.works;
-  }
-  shared.full_q.arrive();
-}
 
 // What a consumer thread knows of its two rows, group * 64 + warp * 16 + lane / 4 + {0, 8} of the tile.
 struct RowState {
@@ -125,9 +29,6 @@ struct RowState {
   uint32_t sees = ~0u;     // in the tile at hand: bit 2j + e is column 8j + 2 (lane % 4) + e
   float rescale = 1.0f;    // of what was summed up to the last tile
 };
-
-// Row of the two, of accumulator i.
-__device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
 
 // Scores become exponentials of base 2, and the rows' maxima and sums follow. unit: of the scores, in exponents.
 template <bool kMasked, int kCount>
@@ -304,11 +205,8 @@ class Consumer {
     if (all == ~0u) return;
     shared_.full_v[values_.stage].wait(values_.phase);
     const int line = thread_, n = n0 + line;
-    if (line < kBlockN && n < a_.p.shape.seqlen_k && (seen[n / 32] >> n % 32 & 1) == 0) {
-      for (int panel = 0; panel < Tiles::kPanels; panel++)
-        for (int chunk = 0; chunk < 8; chunk++)
-          *reinterpret_cast<uint4*>(shared_.v[values_.stage][panel] + swizzled(line, chunk)) = make_uint4(0, 0, 0, 0);
-    }
+    if (line < kBlockN && n < a_.p.shape.seqlen_k && (seen[n / 32] >> n % 32 & 1) == 0)
+      clear_line(shared_.v[values_.stage], line);
     fence_async_proxy();
     named_barrier_sync(kOfGroup + group_, kGroup);
   }
@@ -412,23 +310,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) forward_sm90_kernel(const 
   }
 }
 
-TensorMap map_of(const Rows& x, int columns, int first, int rows, int heads, int batch, int box_rows) {
-  // A dimension of size 1 may come with any stride; TMA wants multiples of 16.
-  const auto bytes = [](int size, int64_t stride) { return static_cast<uint64_t>(size > 1 ? 2 * stride : 16); };
-  return make_tensor_map({static_cast<const char*>(x.data) + 2 * first * x.stride,
-                          {uint64_t(columns), uint64_t(rows), uint64_t(heads), uint64_t(batch)},
-                          {bytes(rows, x.stride), bytes(heads, x.stride_h), bytes(batch, x.stride_b)},
-                          {kPanel, uint32_t(box_rows), 1, 1},
-                          false,
-                          true});
-}
-
 template <class T, class Tiles>
 void run(const Forward& p, int* next_work, cudaStream_t stream) {
   const Shape& s = p.shape;
-  const int first = std::min(std::max(p.visibility.band_lo, 0), s.seqlen_k - 1);
-  const int64_t end = std::min<int64_t>(s.seqlen_k, int64_t{s.seqlen_q} + p.visibility.band_hi);
-  const int keys = static_cast<int>(std::max<int64_t>(end - first, 1));
+  const KeyRange keys = keys_in_band(s, p.visibility.band_lo, p.visibility.band_hi);
   constexpr int64_t kCacheBytes = 32 << 20;  // of keys and values: over half of the L2 cache
   const int64_t fitting = kCacheBytes / (int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v));
   int device, multiprocessors;
@@ -436,10 +321,10 @@ void run(const Forward& p, int* next_work, cudaStream_t stream) {
   FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   const Arguments a{p,
                     map_of(p.q, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, Tiles::kBlockM),
-                    map_of(p.k, s.head_dim_k, first, keys, s.key_heads, s.batch, Tiles::kBlockN),
-                    map_of(p.v, s.head_dim_v, first, keys, s.key_heads, s.batch, Tiles::kBlockN),
+                    map_of(p.k, s.head_dim_k, keys.first, keys.count, s.key_heads, s.batch, Tiles::kBlockN),
+                    map_of(p.v, s.head_dim_v, keys.first, keys.count, s.key_heads, s.batch, Tiles::kBlockN),
                     map_of(p.out, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, kRowsOfGroup),
-                    first,
+                    keys.first,
                     s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM),
                     static_cast<int>(std::clamp<int64_t>(fitting, 1, s.batch * s.heads)) * (s.heads / s.key_heads),
                     next_work};

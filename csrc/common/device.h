@@ -28,6 +28,12 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+// 10 * major + minor.
+inline int compute_capability(int device) {
+  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         device_attribute(cudaDevAttrComputeCapabilityMinor, device);
+}
+
 // Why no kernel of this library can run on `device`; empty if they can.
 inline std::string device_problem(int device) {
   int driver = 0, runtime = 0;
@@ -39,10 +45,10 @@ inline std::string device_problem(int device) {
   if (driver == 0) return "there is no NVIDIA driver";
   if (driver / 1000 < runtime / 1000)
     return "fastattn._C was built with CUDA " + text(runtime) + ", the driver serves CUDA " + text(driver) + " at most";
-  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device);
-  if (major < 8)
-    return "the CUDA kernels need compute capability 8.0, got " + std::to_string(major) + "." +
-           std::to_string(device_attribute(cudaDevAttrComputeCapabilityMinor, device));
+  const int capability = compute_capability(device);
+  if (capability < 80)
+    return "the CUDA kernels need compute capability 8.0, got " + std::to_string(capability / 10) + "." +
+           std::to_string(capability % 10);
   return "";
 }
 

@@ -1,6 +1,7 @@
 // Running a grid on the CPU, and the few CUDA runtime calls that the library makes, for a machine without a driver.
 #include <cuda_runtime.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
@@ -21,7 +22,13 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<vo
 
 }  // namespace fastattn::host
 
-// One device of compute capability 8.0 with two multiprocessors, few enough that the kernels' loops over blocks turn.
+static int capability() {
+  const char* const value = std::getenv("FASTATTN_HOST_CAPABILITY");
+  return value != nullptr ? std::atoi(value) : 80;
+}
+
+// One device with two multiprocessors, few enough that the kernels' loops over blocks turn. Its compute capability is 8.0,
+// or FASTATTN_HOST_CAPABILITY, such as 90.
 extern "C" {
 
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
@@ -36,8 +43,8 @@ const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: return *value = 2, cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor: return *value = 8, cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor: return *value = 0, cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: return *value = capability() / 10, cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: return *value = capability() % 10, cudaSuccess;
     default: return cudaErrorInvalidValue;
   }
 }

@@ -126,6 +126,16 @@ def band(mask: AttentionMask | None, Lq: int, Lk: int) -> tuple[int, int]:
     return max(min(low, Lk), -Lq), max(min(high, Lk), -Lq)
 
 
+def shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """The integers of struct Shape."""
+    return q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+
+
+def rows(t: Tensor) -> tuple[int, ...]:
+    """The integers of struct Rows; the last dimension is contiguous."""
+    return address(t), *t.stride()[:3]
+
+
 def bias(mask: AttentionMask | None) -> tuple[int, ...]:
     """The integers of struct Bias."""
     if mask is None or mask.bias is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
+from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import _visibility as who
 from fastattn.masks import AttentionMask
 
@@ -38,13 +39,16 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
     lse (B, H, Lq) float32. rng_state: int64 (seed, offset), or None without dropout."""
-    module, sizes, dtype = extension(q.device), _shape(q, k, v), DTYPES[q.dtype]
     out = _empty_like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if sm90.serves(q, k, v, out):
+        sm90.forward(q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state)
+        return out, lse
+    module, sizes, dtype = extension(q.device), who.shape(q, k, v), DTYPES[q.dtype]
     block_m, block_n = module.attention_fwd_tile(sizes, dtype)
     visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
     module.attention_fwd(
-        *map(_rows, (q, k, v, out)), address(lse), sizes, softmax_scale, visibility, who.bias(mask),
+        *map(who.rows, (q, k, v, out)), address(lse), sizes, softmax_scale, visibility, who.bias(mask),
         address(rng_state), *dropout_constants(dropout_p), dtype, _tf32(), device_index(q), stream(q),
     )  # fmt: skip
     return out, lse
@@ -66,11 +70,15 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
     it. Returns dq, dk, dv in the inputs' dtypes and memory order, and dbias, as mask.bias, if needed."""
-    module, sizes, dtype, tf32 = extension(q.device), _shape(q, k, v), DTYPES[q.dtype], _tf32()
+    module, sizes, dtype, tf32 = extension(q.device), who.shape(q, k, v), DTYPES[q.dtype], _tf32()
     (B, H, Lq), Lk = q.shape[:3], k.shape[2]
     dout, out = (t if t.stride(3) == 1 else t.contiguous() for t in (dout, out))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     dq, dk, dv = (_empty_like(t, t.shape[3]) for t in (q, k, v))
+    matrices = (q, k, v, out, dout, dq, dk, dv)
+    if sm90.serves_backward(mask, *matrices):
+        sm90.backward(*matrices, lse, dlse, mask, softmax_scale, dropout_p, rng_state)
+        return dq, dk, dv, None
     bias = None if mask is None else mask.bias
     exact = q.dtype == torch.float32 and not tf32
     delta = torch.empty_like(lse)
@@ -86,7 +94,7 @@ def attention_bwd(
     by_query, kept = who.visibility(mask, Lq, Lk, own, streamed, False, q.device)
     by_key, kept_too = who.visibility(mask, Lq, Lk, streamed, own, True, q.device)
     module.attention_bwd(
-        [*map(_rows, (q, k, v, out, dout, dq, dk, dv))], [*map(address, (lse, dlse, delta, remainder, key_sums))],
+        [*map(who.rows, matrices)], [*map(address, (lse, dlse, delta, remainder, key_sums))],
         sizes, softmax_scale, 0.0 if exact else _COARSE, by_query, by_key, who.bias(mask),
         (0, 0, 0) if written is None else (address(written), *bias.shape[:2]),
         address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
@@ -110,26 +118,16 @@ def attention_weights(
     rng_state: Tensor | None,
 ) -> Tensor:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights (B, H, Lq, Lk) after dropout."""
-    module, sizes, dtype = extension(q.device), _shape(q, k, k), DTYPES[q.dtype]
+    module, sizes, dtype = extension(q.device), who.shape(q, k, k), DTYPES[q.dtype]
     weights = torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
     block_m, block_n = module.attention_fwd_tile(sizes, dtype)
     visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
     lse = lse.contiguous()
     module.attention_weights(
-        *map(_rows, (q, k)), address(lse), address(weights), sizes, softmax_scale, visibility, who.bias(mask),
+        *map(who.rows, (q, k)), address(lse), address(weights), sizes, softmax_scale, visibility, who.bias(mask),
         address(rng_state), *dropout_constants(dropout_p), dtype, _tf32(), device_index(q), stream(q),
     )  # fmt: skip
     return weights
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """The integers of struct Shape."""
-    return q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-
-
-def _rows(t: Tensor) -> tuple[int, ...]:
-    """The integers of struct Rows; the last dimension is contiguous."""
-    return address(t), *t.stride()[:3]
 
 
 def _empty_like(x: Tensor, head_dim: int) -> Tensor:

@@ -1,0 +1,85 @@
+// The frame of the forward on Hopper: tiles and their shared memory, which tile a block takes next, and its producer.
+// A part of forward_sm90.cu, which alone includes it.
+#pragma once
+#include "attention/forward_sm90.h"
+#include "attention/sm90.cuh"
+
+namespace fastattn::attention {
+namespace {
+
+using namespace sm90;
+
+template <int kHeadDimPadded>
+struct Tiles {
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
+  static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;
+  static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kThreads = kGroup * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232, kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr bool kOutOverQueries = kHeadDim > 128;  // no room for both
+};
+
+template <class Tiles>
+struct alignas(1024) Shared {
+  static constexpr int kLine = kLineBytes;
+  unsigned char q[Tiles::kPanels][Tiles::kBlockM * kLine];
+  unsigned char k[kStages][Tiles::kPanels][Tiles::kBlockN * kLine], v[kStages][Tiles::kPanels][Tiles::kBlockN * kLine];
+  unsigned char out[Tiles::kOutOverQueries ? 1 : Tiles::kPanels][Tiles::kOutOverQueries ? 1024 : Tiles::kBlockM * kLine];
+  Barrier full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+  int work;  // that q is of; -1 at the end
+
+  __device__ __forceinline__ unsigned char* out_panel(int panel) { return Tiles::kOutOverQueries ? q[panel] : out[panel]; }
+};
+
+struct Arguments {
+  Forward p;
+  TensorMap q, k, v, out;
+  int key_begin;  // the first key that k and v hold: those that the band hides from all queries are outside, and read as zero
+  int works, heads_together;
+  int* next_work;
+};
+
+struct Work {
+  int b, h, m0;
+  Walk walk;
+};
+
+template <class Tiles>
+__device__ __forceinline__ Work work_at(const Arguments& a, int index) {
+  const Shape& shape = a.p.shape;
+  const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM), together = a.heads_together * tiles;
+  const int first = index / together * a.heads_together;
+  const int heads = min(a.heads_together, shape.batch * shape.heads - first), rest = index % together;
+  const int head = first + rest % heads, b = head / shape.heads, h = head % shape.heads;
+  const int m0 = (tiles - 1 - rest / heads) * Tiles::kBlockM;
+  const Visibility& who = a.p.visibility;
+  return {b, h, m0, plan_walk<Tiles::kBlockM, Tiles::kBlockN>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo,
+                                                             who.band_hi)};
+}
+
+template <class Tiles>
+__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
+  const int group = a.p.shape.heads / a.p.shape.key_heads;
+  Ring ring;
+  int index = blockIdx.x;
+  for (int turn = 0;; turn ^= 1) {
+    shared.empty_q.wait(turn ^ 1);
+    shared.work = index < a.works ? index : -1;
+    if (index >= a.works) break;
+    const Work work = work_at<Tiles>(a, index);
+    load_panels(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
+#pragma unroll 1
+    for (int i = 0; i < work.walk.count; i++, ring.advance()) {
+      const int row = work.walk.tile(i) * Tiles::kBlockN - a.key_begin;
+      shared.empty_k[ring.stage].wait(ring.phase ^ 1);
+      load_panels(shared.k[ring.stage], a.k, shared.full_k[ring.stage], row, work.h / group, work.b);
+      shared.empty_v[ring.stage].wait(ring.phase ^ 1);
+      load_panels(shared.v[ring.stage], a.v, shared.full_v[ring.stage], row, work.h / group, work.b);
+    }
+    index = a.works > static_cast<int>(gridDim.x) ? gridDim.x + atomicAdd(a.next_work, 1) : a.works;
+  }
+  shared.full_q.arrive();
+}
+
+}  // namespace
+}  // namespace fastattn::attention
