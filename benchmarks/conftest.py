@@ -1,4 +1,4 @@
-"""`pytest benchmarks/bench_*.py --benchmark-only`: every quick case by every provider in every direction."""
+"""`pytest benchmarks/bench_*.py --benchmark-only`: every quick case by every provider, none that compiles for long."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param((benchmark, case, provider, direction), id=f"{case}-{provider.name}-{direction}")
             for case in benchmark.cases["quick"]
             for provider in benchmark.providers(DEVICE)
+            if not provider.later
             for direction in benchmark.directions
         ]
         metafunc.parametrize("timed", runs, indirect=True)

@@ -4,10 +4,11 @@
     python benchmarks/report.py --compare A B        two records side by side, and what got slower
     python benchmarks/report.py --readme | --check   the README's tables from the records in results/: write, compare
 
-DIR gets rows.jsonl (each result, as soon as it is known), record.json, report.md, plots and the measuring process's
-output. The most valuable cases come first; each provider works in another process, within a time limit, so one that
-crashes, hangs or runs out of memory is a line in the report. Run again with the same DIR, the report goes on where it
-was stopped, unless code, machine or versions have changed. --minutes 0 only writes anew what is known.
+DIR gets rows.jsonl (each result, as soon as it is known), record.json (after each case), at the end report.md and the
+plots, and the measuring process's output. The most valuable cases come first; each provider works in another process,
+within a time limit, so one that crashes, hangs or runs out of memory is a line in the report. Run again with the same
+DIR, the report goes on where it was stopped, unless code, machine or versions have changed. --minutes 0 only writes
+anew what is known.
 """
 
 from __future__ import annotations
@@ -96,15 +97,18 @@ class Report:
         done = {(row["op"], row["case"], row["provider"]) for row in self.log.rows}
         todo = [job for job in jobs if self._key(job) not in done]
         say(f"{len(jobs)} measurements, {len(jobs) - len(todo)} of them done before")
+        current = None
         try:
             for number, job in enumerate(todo, 1):
+                if job.index != current:
+                    self._write_record()
+                    current = job.index
                 row = None if time.monotonic() >= deadline else self.worker.ask(job, self.limit_s, deadline)
                 if row is None:
                     break  # the report's time is up
                 op, case, provider = self._key(job)
                 row = {"op": op, "case": case, "provider": provider, "ours": self._is_ours(job)} | row
                 self.log.append(row)
-                self._write_record()
                 say(f"{number}/{len(todo)} {op} {case}: {provider} {report_markdown.brief(row)}")
         finally:
             self.worker.stop()

@@ -30,7 +30,8 @@ def _lines(found: list[tuple[Path, records.Record]]) -> Iterator[str]:
         environment = record["environment"]
         yield ""
         yield f"On {records.machine(record)}, {environment['date'][:10]},"
-        yield f"commit {(environment['commit'] or 'unknown')[:10]} ([record](benchmarks/results/{path.name})):"
+        changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
+        yield f"commit {(environment['commit'] or 'unknown')[:10]}{changed} ([record](benchmarks/results/{path.name})):"
         yield "over 1x, fastattn's default is faster than the column's name. The bound is the time that the FLOPs and"
         yield f"bytes of the case need at this machine's ceilings. {report_markdown.ceilings(record)}"
         yield from report_markdown.summary(record, CASES)

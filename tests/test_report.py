@@ -69,7 +69,6 @@ def test_killed_in_the_middle_it_goes_on_and_nothing_stops_it(
         process.send_signal(signal.SIGKILL)
     before = log.read_text()
     assert process.returncode == -signal.SIGKILL
-    assert json.loads((tmp_path / "record.json").read_text())["missing"] == 2
     wait_for(lambda: not processes_with(str(tmp_path / "worker.log")), 10)  # nobody is left sleeping
 
     monkeypatch.setattr(load("records"), "sources", lambda: "one version")
@@ -139,6 +138,22 @@ def test_the_order_is_the_tables_and_what_compiles_comes_later(load: Any) -> Non
     steps = [jobs.index(job) for job in slow if isinstance(plan[job.index][1], load("cases").StepCase)]
     assert min(steps) > jobs.index(slow[0])  # whole models last
     assert jobs[0] == (0, "reference")
+
+
+def test_every_provider_of_a_gpu_has_a_name_of_its_own(load: Any) -> None:
+    plan = load("catalogue").plan("cuda")
+    jobs = load("report").jobs_of(plan, torch.device("cuda"), quick=False)
+    assert len(set(jobs)) == len(jobs)
+    named = {job.provider for job in jobs}
+    assert {
+        "triton",
+        "cuda",
+        "sdpa cudnn",
+        "flex + mask building",
+        "FlashAttention-4",
+        "Liger-Kernel",
+        "quack",
+    } <= named
 
 
 def test_an_unknown_benchmark_is_refused(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
