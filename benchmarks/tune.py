@@ -12,19 +12,17 @@ candidates are compiled beforehand, in a process a core: they share Triton's cac
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import timing  # before torch: it sets what torch reads when imported
 import torch
+from precompile import every, over_cores
 from tune_tables import ROOMS, Row, call
 
 from fastattn.doctor import check, devices, usable_device, versions
@@ -111,44 +109,18 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@contextlib.contextmanager
-def compiling(arch: int) -> Iterator[None]:
-    """Inside, Triton's launches on CPU tensors compile for a GPU and fill Triton's cache; nothing runs."""
-    from compiled_triton import NoDriver, compile_only
-    from triton.runtime.driver import driver
+def candidates_jobs(only: Sequence[str], arch: int) -> list[Callable[[], Any]]:
+    """A call for each candidate of these tables that compiles it. The small problem compiles as the large one does."""
 
-    driver.set_active(NoDriver(arch))
-    rooms = [f"fastattn.kernels.{name}.why_not" for name in ROOMS]
-    with contextlib.ExitStack() as stack:
-        for room in rooms:
-            stack.enter_context(mock.patch(room, lambda *_: None))
-        stack.enter_context(compile_only())
-        yield
-
-
-def compile_slice(only: Sequence[str], arch: int, slice_number: int, slices: int) -> None:
-    """Every slices-th candidate of these tables, compiled; one that cannot be is met again when it is tried."""
-    cpu = torch.device("cpu")
-    with compiling(arch):
-        rows = [row for name in only for row in ROOMS[name](cpu, arch, False)]
-        pairs = [(row, tile) for row in rows for tile in row.candidates]
-        for row, tile in pairs[slice_number::slices]:
-            with contextlib.suppress(Exception), row.use(tile):
+    def job(row: Row, tile: tuple[int, ...]) -> Callable[[], Any]:
+        def compile_it() -> None:
+            with row.use(tile):
                 call(row._replace(timed=row.checked))()
 
+        return compile_it
 
-def compile_all(only: Sequence[str], arch: int, deadline: float) -> None:
-    """compile_slice in a process a core."""
-    slices = os.cpu_count() or 1
-    processes = [
-        subprocess.Popen([sys.executable, __file__, "--only", *only, "--compile", str(arch), str(number), str(slices)])
-        for number in range(slices)
-    ]
-    for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 1))
-        except subprocess.TimeoutExpired:
-            process.kill()  # what is missing is compiled when it is tried
+    rows = [row for name in only for row in ROOMS[name](torch.device("cpu"), arch, False)]
+    return [job(row, tile) for row in rows for tile in row.candidates]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,10 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25.0, metavar="N", help="stop after this long (default 25)")
     parser.add_argument("--quick", action="store_true", help="tiny problems and two candidates, to see that it runs")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write every measurement here")
-    parser.add_argument("--compile", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--capability", type=int, help=argparse.SUPPRESS)  # both: of a process that compiles
+    parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.compile:
-        compile_slice(arguments.only, *arguments.compile)
+    if arguments.slice:
+        every(candidates_jobs(arguments.only, arguments.capability), *arguments.slice, arguments.capability)
         return 0
     device = arguments.device
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -172,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor
-        compile_all(arguments.only, arch, start + 20 * arguments.minutes)  # a third of the time at most
+        command = [sys.executable, __file__, "--only", *arguments.only, "--capability", str(arch)]
+        over_cores(command, 20 * arguments.minutes)  # seconds: a third of the time at most
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     record: dict[str, Any] = {"versions": versions(), "devices": devices(), "device": str(device), "rows": []}
     lost = None

@@ -27,8 +27,9 @@ class Problem(NamedTuple):
     other_order: Callable[..., Any] | None = None
 
 
-def problems(device: torch.device) -> Iterator[Problem]:
-    """The problems of every op, in float64, with lengths that leave ragged tiles. Larger on a GPU than on a CPU."""
+def problems(device: torch.device, large: bool | None = None) -> Iterator[Problem]:
+    """The problems of every op, in float64, with lengths that leave ragged tiles. Equal on all devices, but for their
+    size: large ones on a GPU, unless told otherwise."""
     generator = torch.Generator().manual_seed(SEED)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -37,8 +38,8 @@ def problems(device: torch.device) -> Iterator[Problem]:
     def draw(*shape: int) -> torch.Tensor:
         return (torch.rand(shape, generator=generator) < 0.6).to(device)
 
-    gpu = device.type == "cuda"
-    batch, heads, length_q, length_k, dim = (2, 4, 200, 168, 64) if gpu else (2, 2, 72, 104, 64)
+    large = device.type == "cuda" if large is None else large
+    batch, heads, length_q, length_k, dim = (2, 4, 200, 168, 64) if large else (2, 2, 72, 104, 64)
 
     def attention(case: str, heads_k: int = heads, bias: bool = False, **options: Any) -> Problem:
         tensors = {
@@ -64,7 +65,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
 
     # Few rows on a CPU: over many, torch's own float32 gradients of weight and bias, summed one row after the other,
     # are further from float64 than twice the formula's, and aten would be called out of bounds for it.
-    rows, width = (300, 512) if gpu else (10, 96)
+    rows, width = (300, 512) if large else (10, 96)
 
     def add_layer_norm(case: str, residual: bool = True, **options: Any) -> Problem:
         tensors = {"x": randn(2, rows, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
@@ -78,7 +79,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
     yield add_layer_norm("no residual", residual=False)
     yield add_layer_norm("residual, dropout", dropout_p=0.2)
 
-    tokens, d_model, d_ff = (300, 256, 512) if gpu else (40, 48, 96)
+    tokens, d_model, d_ff = (300, 256, 512) if large else (40, 48, 96)
 
     def feed_forward(activation: str, **options: Any) -> Problem:
         d_up = 2 * d_ff if activation.endswith("glu") else d_ff

@@ -120,7 +120,8 @@ def test_candidates_are_compiled_beforehand(tmp_path: Path) -> None:
         "TRITON_CACHE_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, BENCHMARKS / "tune.py", "--only", "add_layer_norm", "--compile", "90", "0", "1000"]
+    command = [sys.executable, BENCHMARKS / "tune.py", "--only", "add_layer_norm", "--capability", "90"]
+    command += ["--slice", "0", "1000"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == {"add_layer_norm_fwd_kernel"}
