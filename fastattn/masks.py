@@ -130,6 +130,11 @@ class AttentionMask:
         """Whether nothing but the band and a bias restricts: no tensor has to be read to know which tiles hold work."""
         return all(t is None for t in self._structure())
 
+    @property
+    def counts_from_the_end(self) -> bool:
+        """Whether a band counts from the last query and key, of the whole or of each packed sequence."""
+        return self._bands["bottom_right"] != _FREE
+
     def band(self, Lq: int, Lk: int) -> tuple[int, int] | None:
         """(lo, hi): query i sees key j only if lo <= j - i <= hi; None when no band was asked for. Not for segments."""
         if all(band == _FREE for band in self._bands.values()):

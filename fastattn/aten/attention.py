@@ -7,12 +7,14 @@ bias in ways that depend on which of its backends runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattn.aten._sequences import Sequences, sequences
 from fastattn.masks import AttentionMask
 from fastattn.reference import philox
 
@@ -40,6 +42,55 @@ def attention(
     """As fastattn.reference.attention.attention, which is the specification."""
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
+    apart = sequences(mask, q, k) if mask is not None and _may_look(q) and not return_weights else None
+    if apart is not None:
+        return _one_by_one(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
+
+    def dropped(weights: Tensor) -> Tensor:
+        factor = philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, weights.dtype)
+        return weights * factor.view(B, H, Lq, Lk)
+
+    drop = None if rng_state is None else dropped
+    return _attend(q, k, v, mask, softmax_scale, drop, return_lse, return_weights)
+
+
+def _one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    apart: Sequences,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, None]:
+    """Packed sequences, each with its own scores only. Dropout counts the packed positions, as everywhere."""
+    H, T, queries, keys = q.shape[1], q.shape[2], apart.queries, apart.keys
+
+    def dropped(weights: Tensor) -> Tensor:
+        heads = torch.arange(H, device=q.device)[:, None]
+        row = heads * T + queries.start[:, None, None] + torch.arange(weights.shape[2], device=q.device)
+        first_col = keys.start[:, None, None]
+        return weights * philox.keep_factor_at(rng_state, row, first_col, weights.shape[3], dropout_p, weights.dtype)
+
+    drop = None if rng_state is None else dropped
+    inputs = (queries.unpack(q), keys.unpack(k), keys.unpack(v))
+    out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, drop, return_lse, False)
+    return queries.pack(out, 0.0), None if lse is None else queries.pack(lse[..., None], -torch.inf).squeeze(3), None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    drop: Callable[[Tensor], Tensor] | None,
+    return_lse: bool,
+    return_weights: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Results as attention()'s. drop: dropout on the weights (B, H, Lq, Lk)."""
+    H, Lq, Lk = q.shape[1], q.shape[2], k.shape[2]
     bias = None if mask is None else mask.bias
     hide = sees = seen = None
     if mask is not None:
@@ -47,7 +98,7 @@ def attention(
         if sees is not None:
             q = q.where(sees, 0)
 
-    fused = rng_state is None and bias is None and not return_lse and not return_weights and Lk > 0
+    fused = drop is None and bias is None and not return_lse and not return_weights and Lk > 0
     if fused and (seen is None or (_may_look(q) and not torch.is_grad_enabled())):
         out = _fused(q, k, v, mask, hide, softmax_scale)
         # Without a gradient, NaN or inf in a key that nobody sees shows in the result, or does no harm.
@@ -77,9 +128,8 @@ def attention(
             lse = torch.logsumexp(scores, dim=-1)
             lse = lse if sees is None else lse.where(sees.squeeze(-1), -torch.inf)
         weights = torch.softmax(scores, dim=-1)
-        if rng_state is not None:
-            factor = philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, weights.dtype)
-            weights = weights * factor.view(B, H, Lq, Lk)
+        if drop is not None:
+            weights = drop(weights)
         weights = weights.to(q.dtype)
         out = torch.matmul(weights, v)
         if return_weights and sees is not None:

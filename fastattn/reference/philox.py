@@ -43,14 +43,29 @@ def rescale(dropout_p: float) -> float:
 
 def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
     """The 16-bit lanes of a (rows, cols) matrix, int16 (rows, cols), as if unsigned."""
-    device = rng_state.device
+    row = torch.arange(rows, dtype=torch.int64, device=rng_state.device)[:, None]
+    group = torch.arange(-(-cols // LANES), dtype=torch.int64, device=rng_state.device)[None, :]
+    return _lanes_of_groups(rng_state, row, group)[:, :cols]
+
+
+def philox_lanes_at(rng_state: Tensor, row: Tensor, first_col: Tensor, cols: int) -> Tensor:
+    """The lanes of columns first_col, .. first_col + cols - 1 of the given rows, int16 (*shape, cols).
+
+    row, first_col: int64, of shapes that broadcast to `shape`.
+    """
+    shift = first_col % LANES
+    groups = torch.arange((cols + 2 * LANES - 2) // LANES, dtype=torch.int64, device=rng_state.device)
+    lanes = _lanes_of_groups(rng_state, row[..., None], (first_col // LANES)[..., None] + groups)
+    col = shift[..., None] + torch.arange(cols, device=rng_state.device)
+    return lanes.gather(-1, col.expand(*lanes.shape[:-1], cols))
+
+
+def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
+    """All lanes of each group of LANES columns. row (.., 1), group (.., groups) -> int16 (.., groups * LANES)."""
     # On a CPU the key's arithmetic is left to Python: a third of the time at the sizes of one sentence batch.
-    on_host = device.type == "cpu" and not torch.compiler.is_compiling()
+    on_host = rng_state.device.type == "cpu" and not torch.compiler.is_compiling()
     seed, offset = rng_state.tolist() if on_host else rng_state.unbind()
-    groups = (cols + LANES - 1) // LANES
-    row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
-    c0 = torch.arange(groups, dtype=torch.int64, device=device)[None, :]
-    c1, c2, c3 = row & _LOW, (row >> 32 if rows > _LOW else 0), offset & _LOW
+    c0, c1, c2, c3 = group, row & _LOW, row >> 32, offset & _LOW
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for step in range(ROUNDS):
         # 64-bit products: the low half of p becomes the next c1 or c3, whose high half is cut off where it is used.
@@ -65,8 +80,8 @@ def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
         c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
     pairs = (c1.bitwise_left_shift_(32).bitwise_or_(c0), c3.bitwise_left_shift_(32).bitwise_or_(c2))
-    words = torch.stack(pairs, dim=-1)  # (rows, groups, 2), two words in each
-    return words.view(torch.int16).reshape(rows, groups * LANES)[:, :cols]  # little-endian: lane = 2 * word + half
+    words = torch.stack(pairs, dim=-1)  # (.., groups, 2), two words in each
+    return words.view(torch.int16).flatten(-2)  # little-endian: lane = 2 * word + half
 
 
 def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
@@ -82,8 +97,18 @@ def keep_factor(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype
 
     On a CPU a product with it costs a tenth of a choice by a bool mask.
     """
-    lanes = philox_lanes(rng_state, rows, cols).view(torch.uint16)
-    return lanes.to(dtype).ge_(threshold(dropout_p)).mul_(rescale(dropout_p))
+    return _factor(philox_lanes(rng_state, rows, cols), dropout_p, dtype)
+
+
+def keep_factor_at(
+    rng_state: Tensor, row: Tensor, first_col: Tensor, cols: int, dropout_p: float, dtype: torch.dtype
+) -> Tensor:
+    """keep_factor of the elements that philox_lanes_at names, (*shape, cols)."""
+    return _factor(philox_lanes_at(rng_state, row, first_col, cols), dropout_p, dtype)
+
+
+def _factor(lanes: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
+    return lanes.view(torch.uint16).to(dtype).ge_(threshold(dropout_p)).mul_(rescale(dropout_p))
 
 
 def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:

@@ -1,0 +1,76 @@
+"""Packed sequences one below the other: (1, H, T, D) as (n, H, longest, D), so that no score crosses their borders."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.masks import AttentionMask
+
+
+class Side(NamedTuple):
+    """Queries or keys. token (n, longest): the packed position of each place, any position for places past the end.
+    start (n,): the first. place (T,): where each packed position went. inside (T,) bool: whether in any sequence."""
+
+    token: Tensor
+    start: Tensor
+    place: Tensor
+    inside: Tensor | None  # None: all are
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(1, H, T, D) -> (n, H, longest, D)"""
+        return x[0].transpose(0, 1)[self.token.flatten()].unflatten(0, self.token.shape).transpose(1, 2)
+
+    def pack(self, x: Tensor, otherwise: float) -> Tensor:
+        """(n, H, longest, D) -> (1, H, T, D)"""
+        packed = x.transpose(1, 2).flatten(0, 1)[self.place].transpose(0, 1)[None]
+        return packed if self.inside is None else packed.where(self.inside[:, None], otherwise)
+
+
+class Sequences(NamedTuple):
+    """mask: over (n, H, longest query, longest key), of the kind that is not packed."""
+
+    queries: Side
+    keys: Side
+    mask: AttentionMask
+
+
+def sequences(mask: AttentionMask, q: Tensor, k: Tensor) -> Sequences | None:
+    """How to take packed queries and keys (1, H, T, D) apart; None where that is not worth it or not the same.
+
+    Reads offsets on the host, so it is for a CPU.
+    """
+    (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k), bounds = mask.flatten()
+    others = (attn_mask, key_padding, query_padding, mask.bias)
+    if cu_seqlens_q is None or len(q) != 1 or any(t is not None for t in others) or len(cu_seqlens_q) < 2:
+        return None
+    alike = cu_seqlens_q is cu_seqlens_k
+    if not alike and mask.counts_from_the_end:  # would count from the end of the longest
+        return None
+
+    def build() -> Sequences | None:
+        lengths_q, lengths_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+        longest_q, longest_k = (max(int(t.max()), 1) for t in (lengths_q, lengths_k))
+        Lq, Lk = q.shape[2], k.shape[2]
+        if len(lengths_q) * longest_q * longest_k >= Lq * Lk:
+            return None
+        queries, real_q = _side(cu_seqlens_q, longest_q, Lq)
+        keys, real_k = (queries, real_q) if alike and Lq == Lk else _side(cu_seqlens_k, longest_k, Lk)
+        return Sequences(queries, keys, AttentionMask.unflatten([None, real_k, real_q, None, None], bounds, None))
+
+    return mask.cached(("sequences", q.shape[2], k.shape[2]), build)
+
+
+def _side(cu_seqlens: Tensor, longest: int, T: int) -> tuple[Side, Tensor | None]:
+    """One Side, and which of its places are real, bool (n, longest); None: all are."""
+    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    token = start[:, None] + torch.arange(longest)
+    real = token < end[:, None]
+    position = torch.arange(T)
+    sequence = torch.searchsorted(end, position, right=True)
+    inside = (position >= start[0]) & (position < end[-1])
+    place = (sequence * longest + position - start[sequence.clamp(max=len(start) - 1)]).clamp(0, token.numel() - 1)
+    side = Side(token.clamp(max=T - 1), start, place, None if inside.all() else inside)
+    return side, None if real.all() else real

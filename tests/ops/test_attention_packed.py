@@ -1,0 +1,70 @@
+"""Packed sequences in aten, which takes them apart on a CPU so that no score crosses their borders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_checks import Problem, check, make, room_call
+from test_attention_edge import same_when_poisoned
+
+from fastattn import AttentionMask
+from fastattn.aten._sequences import sequences
+
+SELF = torch.tensor([0, 9, 9, 20, 29, 41], dtype=torch.int32)  # 41 positions, an empty sequence among them
+STRAYS = torch.tensor([2, 9, 20, 37], dtype=torch.int32)  # positions 0, 1 and 37 to 40 are in no sequence
+QUERIES = torch.tensor([0, 12, 15, 28, 41], dtype=torch.int32)
+OTHER = torch.tensor([0, 12, 12, 20, 33], dtype=torch.int32)  # the second one has no keys
+
+KINDS: dict[str, dict[str, Any]] = {
+    "own": {"cu_seqlens_q": SELF},
+    "own, causal": {"cu_seqlens_q": SELF, "is_causal": True},
+    "own, causal from the end": {"cu_seqlens_q": SELF, "is_causal": True, "align": "bottom_right"},
+    "own, window": {"cu_seqlens_q": SELF, "window": (3, 1)},
+    "strays": {"cu_seqlens_q": STRAYS},
+    "of another": {"cu_seqlens_q": QUERIES, "cu_seqlens_k": OTHER},
+    "of another, causal": {
+        "cu_seqlens_q": QUERIES,
+        "cu_seqlens_k": OTHER,
+        "is_causal": True,
+    },
+}
+
+
+def packed(kind: str, **options: Any) -> Problem:
+    mask = KINDS[kind]
+    p = make(B=1, H=4, Hk=2, Lq=41, Lk=33 if "cu_seqlens_k" in mask else 41, D=16, Dv=8, mask=mask, **options)
+    assert sequences(AttentionMask(**mask), p.q, p.k) is not None, "this problem is not taken apart"
+    return p
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_aten_agrees_with_float64(kind: str, dropout_p: float) -> None:
+    cpu = torch.device("cpu")
+    check(packed(kind, dropout_p=dropout_p), room_call("aten", cpu, weights=False), ("out", "lse", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_aten_agrees_with_float64_in_16_bits(dtype: torch.dtype) -> None:
+    p = packed("own, causal", dropout_p=0.1, dtype=dtype)
+    check(p, room_call("aten", torch.device("cpu"), weights=False), ("out", "lse", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("kind", ["strays", "of another"])
+def test_poison_does_not_spread(kind: str) -> None:
+    same_when_poisoned(packed(kind), "aten", torch.device("cpu"))
+
+
+def test_what_is_not_taken_apart() -> None:
+    """One sequence as long as all others together, another packing counted from the end, and anything on top."""
+    q, k = torch.randn(1, 1, 41, 8), torch.randn(1, 1, 33, 8)
+    long = torch.tensor([0, 39, 40, 41])
+    assert sequences(AttentionMask(cu_seqlens_q=long), q, q) is None
+    from_the_end = AttentionMask(cu_seqlens_q=QUERIES, cu_seqlens_k=OTHER, is_causal=True, align="bottom_right")
+    assert sequences(from_the_end, q, k) is None
+    own = AttentionMask(cu_seqlens_q=SELF)
+    assert sequences(own, q, q) is not None
+    assert sequences(own & AttentionMask(key_padding=torch.ones(1, 41, dtype=torch.bool)), q, q) is None
+    assert sequences(own & AttentionMask(bias=torch.zeros(41, 41)), q, q) is None
