@@ -183,7 +183,10 @@ def main(argv: Sequence[str] | None = None, catalogue: str = "catalogue") -> int
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {line}", flush=True)
 
-    report.measure(start + max(0.0, 60 * arguments.minutes - WRITING_S), say)
+    try:
+        report.measure(start + max(0.0, 60 * arguments.minutes - WRITING_S), say)
+    except KeyboardInterrupt:
+        say("stopped")
     say(f"wrote {report.write()}")
     return int(any(records.is_our_failure(row) for row in report.record()["rows"]))
 

@@ -109,8 +109,8 @@ def write(record: Record, out: Path) -> Path:
 
 def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterator[str]:
     last = op["directions"][-1]
-    header = ["provider", *(f"{direction}, ms" for direction in op["directions"]), *("rate" for _ in op["rates"])]
-    header += ["of the bound", "speed", "error", "MiB"]
+    header = ["provider", *(f"{direction}, ms" for direction in op["directions"])]
+    header += [*(f"{unit}s" for unit in op["rates"]), "of the bound", "speed", "error", "MiB"]
     body, refused = [], []
     for row in rows:
         if row["status"] != "ok":
