@@ -64,9 +64,10 @@ def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_named_backend_that_cannot_serve_raises_its_reason() -> None:
+    x, weight = torch.zeros(2, 4), torch.zeros(4, 4)
     with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) cannot serve this call: there is no cuda kernel"):
-        _attention(backend="cuda")
-    explanation = fastattn.explain("attention", **_call(backend="cuda"))
+        fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
+    explanation = fastattn.explain("feed_forward", x, weight, None, weight, None, backend="cuda")
     assert explanation.chosen is None
     assert "there is no cuda kernel for this op yet" in str(explanation)
 

@@ -5,6 +5,8 @@
 #include "common/philox.cuh"
 #include "common/softmax.cuh"
 
+#include <type_traits>
+
 namespace fastattn::attention {
 
 // Adds the bias of queries m, m + 8 and keys n, n + 1, n + 8, ..; a score whose bias is -inf becomes -inf, whatever it was.
@@ -72,7 +74,10 @@ struct Exponent {
 #pragma unroll
     for (int j = 0; j < kTiles * 2; j++) {
       float& score = s[j / 2][2 * half + j % 2];
-      score = exp2_approximate((score - before) * unit - after);
+      if constexpr (std::is_same_v<T, float>)
+        score = exp_exact(score - shift);
+      else
+        score = exp2_approximate((score - before) * unit - after);
     }
   }
 };

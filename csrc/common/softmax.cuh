@@ -17,6 +17,14 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 #endif
 }
 
+// exp(x) for x <= 0 without the error of rounding x * log2(e), which grows with x: for exact float32.
+__device__ __forceinline__ float exp_exact(float x) {
+  constexpr float kLog2eRest = 1.9259630e-8f;  // log2(e) - kLog2e
+  x = fmaxf(x, -1e4f);                         // -inf would become NaN
+  const float power = x * kLog2e, rest = fmaf(x, kLog2e, -power) + x * kLog2eRest, result = exp2_approximate(power);
+  return fmaf(result, rest * kLn2, result);
+}
+
 __device__ __forceinline__ float quad_sum(float value) {
   value += __shfl_xor_sync(0xffffffffu, value, 1);
   return value + __shfl_xor_sync(0xffffffffu, value, 2);

@@ -42,7 +42,7 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const ch
       for (int i = 0; i < 4; i++) {
         const float *row = rows[lane / 4 + i / 2 * 8], *column = columns[lane % 4 * 2 + i % 2];
         float sum = 0.0f;
-        for (int k = 0; k < kDepth; k++) sum += row[k] * column[k];
+        for (int k = 0; k < kDepth; k++) sum = static_cast<float>(double{row[k]} * column[k] + sum);  // a multiply-add
         static_cast<Operands*>(slots[lane])->d[i] += sum;
       }
   });

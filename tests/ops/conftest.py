@@ -1,0 +1,36 @@
+"""Without a GPU, the tests of every op hold the CUDA rooms to their checks as well, by way of csrc/host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn.cuda
+
+sys.path.append(str(Path(__file__).parents[1] / "cuda"))
+
+import host_build  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def host_extension(request: pytest.FixtureRequest) -> Path | None:
+    """fastattn._C, built for the CPU; None where it cannot be."""
+    if host_build.why_not() is not None:
+        return None
+    folder = request.config.cache.mkdir("fastattn-host")
+    return host_build.build("_C", host_build.extension_sources(), folder)
+
+
+@pytest.fixture(autouse=True)
+def cuda_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if parameters.get("room") != "cuda" or torch.cuda.is_available():
+        yield
+        return
+    fastattn.cuda.load_host_runner(request.getfixturevalue("host_extension"))
+    yield
+    fastattn.cuda.load_host_runner(None)
