@@ -3,6 +3,7 @@
 
 #include "attention/backward.h"
 #include "attention/prepare.h"
+#include "attention/short_backward.h"
 
 namespace fastattn {
 namespace {
@@ -91,6 +92,25 @@ void bind_backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>
   if (dbias[0] != 0) bias_gradient(p, pointer<void>(dbias[0]), static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), stream);
 }
 
+bool bind_is_short(const std::array<int, 7>& sizes, int dtype, int device) {
+  return is_short(shape(sizes), DType(dtype), device);
+}
+
+// matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse
+void bind_short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<2>& vectors,
+                         const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who,
+                         const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale, int dtype, int device,
+                         int64_t stream) {
+  const DeviceGuard guard(device);
+  Backward p{};
+  Rows* const targets[7] = {&p.q, &p.k, &p.v, &p.dout, &p.dq, &p.dk, &p.dv};
+  for (int i = 0; i < 7; i++) *targets[i] = rows(matrices[i]);
+  p.lse = pointer<float>(vectors[0]), p.dlse = pointer<float>(vectors[1]);
+  p.shape = shape(sizes), p.softmax_scale = softmax_scale, p.by_query = visibility(who), p.bias = bias(added);
+  p.dropout = dropout(rng_state, threshold, scale), p.dtype = DType(dtype);
+  short_backward(p, pointer<CUstream_st>(stream));
+}
+
 std::array<int, 2> bind_backward_tile(const std::array<int, 7>& sizes, int dtype) {
   const BackwardTile tile = backward_tile(shape(sizes), DType(dtype));
   return {tile.own, tile.stream};
@@ -106,6 +126,8 @@ void bind_attention(py::module_& m) {
   m.def("attention_seen_keys", bind_seen_keys);
   m.def("attention_bwd", bind_backward);
   m.def("attention_bwd_tile", bind_backward_tile);
+  m.def("attention_is_short", bind_is_short);
+  m.def("attention_bwd_short", bind_short_backward);
   m.def("attention_fwd", bind_forward);
   m.def("attention_fwd_tile", bind_forward_tile);
   m.def("attention_weights", bind_weights);

@@ -33,7 +33,7 @@ struct Matrix {
 };
 
 // Starts to copy rows first .. first + kRows - 1 of a matrix into a tile. A row that takes no part is not read: it is zero.
-// The block's kThreads threads share the work; a commit and a wait end it.
+// kThreads threads share the work, the whole block or a warp; a commit and a wait end it.
 template <class T, int kRows, int kHeadDim, int kThreads, class TakesPart>
 __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& x, int first, TakesPart takes_part) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(T)), kVectors = kHeadDim / kVector;
@@ -41,14 +41,14 @@ __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& 
   if (x.vectors) {
 #pragma unroll 4
     for (int i = 0; i < kRows * kVectors; i += kThreads) {
-      const int at = i + threadIdx.x, row = at / kVectors, column = at % kVectors * kVector;
+      const int at = i + threadIdx.x % kThreads, row = at / kVectors, column = at % kVectors * kVector;
       if (kRows * kVectors % kThreads != 0 && at >= kRows * kVectors) break;
       cp_async(tile + row * kTileStride<T, kHeadDim> + column * sizeof(T), x.row(first + row) + column,
                column < x.columns && inside(row));
     }
   } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
+    for (int i = threadIdx.x % kThreads; i < kRows * kHeadDim; i += kThreads) {
       const int row = i / kHeadDim, column = i % kHeadDim;
       Element<T>* const to = reinterpret_cast<Element<T>*>(tile + row * kTileStride<T, kHeadDim>) + column;
       *to = column < x.columns && inside(row) ? x.row(first + row)[column] : Element<T>(0.0f);

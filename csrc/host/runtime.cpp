@@ -45,6 +45,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMultiProcessorCount: return *value = 2, cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: return *value = capability() / 10, cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: return *value = capability() % 10, cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return *value = (capability() == 80 ? 163 : 227) << 10, cudaSuccess;
     default: return cudaErrorInvalidValue;
   }
 }

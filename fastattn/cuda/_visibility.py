@@ -120,6 +120,16 @@ def visibility(
     return numbers, [seen, words, *lists]
 
 
+def elements(
+    mask: AttentionMask | None, Lq: int, Lk: int, device: torch.device
+) -> tuple[tuple[int, ...], list[Tensor | None]]:
+    """The same for a kernel that looks at every tile: no lists. Its rows are queries."""
+    if mask is None or mask.band_only:
+        return visibility(mask, Lq, Lk, 0, 0, False, device)
+    seen, words = seen_keys(mask, Lq, Lk, device), bits(mask, Lq, Lk, device)
+    return (*band(mask, Lq, Lk), *_with_strides(words, 2), *(0,) * 5, *_with_strides(seen, 2)), [seen, words]
+
+
 def band(mask: AttentionMask | None, Lq: int, Lk: int) -> tuple[int, int]:
     """(band_lo, band_hi) of struct Visibility, in 32 bits: query m sees no key n but by band_lo <= n - m <= band_hi."""
     low, high = (None if mask is None or not mask.band_only else mask.band(Lq, Lk)) or (-Lq, Lk)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
+from fastattn.cuda import _attention_short as short
 from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import _visibility as who
 from fastattn.masks import AttentionMask
@@ -70,42 +71,71 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
     it. Returns dq, dk, dv in the inputs' dtypes and memory order, and dbias, as mask.bias, if needed."""
-    module, sizes, dtype, tf32 = extension(q.device), who.shape(q, k, v), DTYPES[q.dtype], _tf32()
-    (B, H, Lq), Lk = q.shape[:3], k.shape[2]
     dout, out = (t if t.stride(3) == 1 else t.contiguous() for t in (dout, out))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     dq, dk, dv = (_empty_like(t, t.shape[3]) for t in (q, k, v))
-    matrices = (q, k, v, out, dout, dq, dk, dv)
-    if sm90.serves_backward(mask, *matrices):
-        sm90.backward(*matrices, lse, dlse, mask, softmax_scale, dropout_p, rng_state)
-        return dq, dk, dv, None
+    bias = None if mask is None else mask.bias
+    dbias = None
+    if needs_dbias and bias.shape[3] == 1:
+        # A bias that all keys share moves lse by as much, and no probability: its gradient is that of lse.
+        dlse_seen = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
+        dbias = dlse_seen.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
+    missing = needs_dbias and dbias is None
+    options = (lse, dlse, mask, softmax_scale, dropout_p, rng_state)
+    if not missing and short.serves(q, k, v):
+        short.backward(q, k, v, dout, dq, dk, dv, *options)
+    elif sm90.serves_backward(mask, q, k, v, out, dout, dq, dk, dv):
+        sm90.backward(q, k, v, out, dout, dq, dk, dv, *options)
+    elif missing:
+        dbias = _backward(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=True)
+    else:
+        _backward(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=False)
+    return dq, dk, dv, dbias
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    *,
+    needs_dbias: bool,
+) -> Tensor | None:
+    """The kernels that serve every call. Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys."""
+    module, sizes, dtype, tf32 = extension(q.device), who.shape(q, k, v), DTYPES[q.dtype], _tf32()
+    (B, H, Lq), Lk = q.shape[:3], k.shape[2]
     bias = None if mask is None else mask.bias
     exact = q.dtype == torch.float32 and not tf32
     delta = torch.empty_like(lse)
     remainder = torch.empty_like(lse) if exact or bias is not None else None
-    # What dS is summed over decides who makes dbias.
-    shared_by_keys = needs_dbias and bias.shape[3] == 1
-    shared_by_queries = needs_dbias and not shared_by_keys and bias.shape[2] == 1
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else None
-    key_sums = torch.zeros(B, H, Lk, dtype=torch.float32, device=q.device) if shared_by_queries else None
-    written = dbias if not (shared_by_keys or shared_by_queries) else None
-
+    dbias = key_sums = None
+    if needs_dbias and bias.shape[2] == 1:  # shared by all queries: a by-product of dk
+        key_sums = torch.zeros(B, H, Lk, dtype=torch.float32, device=q.device)
+    elif needs_dbias:
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     own, streamed = module.attention_bwd_tile(sizes, dtype)
     by_query, kept = who.visibility(mask, Lq, Lk, own, streamed, False, q.device)
     by_key, kept_too = who.visibility(mask, Lq, Lk, streamed, own, True, q.device)
     module.attention_bwd(
-        [*map(who.rows, matrices)], [*map(address, (lse, dlse, delta, remainder, key_sums))],
+        [*map(who.rows, (q, k, v, out, dout, dq, dk, dv))],
+        [*map(address, (lse, dlse, delta, remainder, key_sums))],
         sizes, softmax_scale, 0.0 if exact else _COARSE, by_query, by_key, who.bias(mask),
-        (0, 0, 0) if written is None else (address(written), *bias.shape[:2]),
+        (0, 0, 0) if dbias is None else (address(dbias), *bias.shape[:2]),
         address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
     )  # fmt: skip
-    if shared_by_queries:
-        dbias = key_sums.sum_to_size(*bias.shape[:2], Lk).unsqueeze(2).to(bias.dtype)
-    if shared_by_keys:
-        # It moves lse by as much, and no probability: its gradient is that of lse.
-        dlse = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
-        dbias = dlse.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
-    return dq, dk, dv, dbias
+    if key_sums is None:
+        return dbias
+    return key_sums.sum_to_size(*bias.shape[:2], Lk).unsqueeze(2).to(bias.dtype)
 
 
 def attention_weights(

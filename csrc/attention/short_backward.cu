@@ -1,0 +1,263 @@
+// dq, dk and dv of sequences so short that a block holds all keys.   Limits: short_backward.h, formulas: backward.h
+//
+// Grid: one block per (batch, key head), and in it the query heads of the group one after the other, in chunks of 32 queries.
+//   A block has two warps for 32 keys. All of a row's scores are in the block, so that its sum and its delta come from the
+//   probabilities themselves: out is not read, no pass goes before, and lse need not be exact. S and dP are computed once,
+//   5 products where kernels that own their tiles need 7, and nothing but the results goes to memory.
+// A chunk: (1) warp w takes queries 16 (w % 2) .. and keys 32 (w / 2) .., makes S and dP, and adds up its share of each row;
+//   (2) it makes P and dS and leaves them in shared memory, in 16 bits; (3) it takes keys 16 w .. for dk and dv, with P^T
+//   and dS^T read transposed, and queries 16 (w % 2) .. with every other pair of columns of dq, which is then complete.
+// Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S and dP [16, 32].
+// Shared memory: k, v, two chunks of q and dout, P and dS of one: 71 KiB for 128 keys at head dimension 64.
+// Bytes: q, k, v and dout once, dq, dk and dv once.
+#include "attention/short_backward.h"
+
+#include "attention/backward.cuh"
+#include "common/device.h"
+
+namespace fastattn::attention {
+namespace {
+
+constexpr int kChunkRows = 32, kMaxWarps = kMaxShort / 16;
+constexpr int kScoreStride = kMaxShort * 2 + 16;  // bytes of a row of P and dS
+
+template <class T, int kHeadDim>
+struct ShortShared {
+  using Chunk = unsigned char[kChunkRows * kTileStride<T, kHeadDim>];
+  alignas(16) Chunk q[2], dout[2];
+  alignas(16) unsigned char p[kChunkRows * kScoreStride], ds[kChunkRows * kScoreStride];
+  float total[kMaxWarps / 2][kChunkRows], delta[kMaxWarps / 2][kChunkRows];  // of each 32 keys
+  unsigned char kept[kChunkRows][kMaxShort / 8];
+  // Behind it: k and v, of as many rows as there are keys.
+};
+
+int warps_of(int seqlen_k) { return 2 * blocks_of(seqlen_k, 32); }
+
+template <class T, int kHeadDim>
+size_t shared_bytes(int seqlen_k) {
+  return sizeof(ShortShared<T, kHeadDim>) + 2 * 16 * warps_of(seqlen_k) * kTileStride<T, kHeadDim>;
+}
+
+// The warp's 16 x 32 scores, rounded to T, to rows of P or dS.
+template <class T>
+__device__ __forceinline__ void keep_scores(unsigned char* rows, int row, int key, const float (&s)[4][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      *reinterpret_cast<uint32_t*>(rows + (row + lane / 4 + 8 * half) * kScoreStride + (key + 8 * j + lane % 4 * 2) * 2) =
+          pack_word<T>(s[j][2 * half], s[j][2 * half + 1]);
+  }
+}
+
+// sum (16 x kHeadDim) += the transpose of columns key .. key + 15 of P or dS, times the chunk's rows of tile b.
+template <class T, int kHeadDim>
+__device__ __forceinline__ void add_transposed(float (&sum)[kHeadDim / 8][4], const unsigned char* rows, int key,
+                                               const unsigned char* b) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int from = 0; from < kChunkRows; from += 16) {
+    uint32_t words[4];
+    ldmatrix<true>(words, rows + (from + lane % 8 + lane / 16 * 8) * kScoreStride + (key + lane / 8 % 2 * 8) * 2);
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; j += 2) {
+      uint32_t pair[2][2];
+      load_b_columns<T, kTileStride<T, kHeadDim>>(pair, b, from, 8 * j);
+      mma<T>(sum[j], words, pair[0]);
+      mma<T>(sum[j + 1], words, pair[1]);
+    }
+  }
+}
+
+// Rows m .. of dq, columns column .. column + 15: 16 rows of dS from `row` on times all keys.
+template <class T, int kHeadDim>
+__device__ __forceinline__ void write_dq(const Matrix<T>& dq, int m, int column, const unsigned char* ds, int row,
+                                         const unsigned char* k, int keys, float scale) {
+  float sum[2][4] = {};
+#pragma unroll 2
+  for (int n = 0; n < keys; n += 16) {
+    uint32_t words[4], pair[2][2];
+    load_a<T, kScoreStride>(words, ds, row, n * 2);
+    load_b_columns<T, kTileStride<T, kHeadDim>>(pair, k, n, column);
+    mma<T>(sum[0], words, pair[0]);
+    mma<T>(sum[1], words, pair[1]);
+  }
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int at = m + lane / 4 + 8 * half;
+    if (at >= dq.rows) continue;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int first = column + 8 * j + lane % 4 * 2;
+      T* const to = dq.row(at) + first;
+      const float low = sum[j][2 * half] * scale, high = sum[j][2 * half + 1] * scale;
+      if (dq.vectors) {
+        if (first < dq.columns) *reinterpret_cast<uint32_t*>(to) = pack_word<T>(low, high);
+      } else {
+        if (first < dq.columns) to[0] = T(low);
+        if (first + 1 < dq.columns) to[1] = T(high);
+      }
+    }
+  }
+}
+
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_kernel(const Backward p) {
+  constexpr int kStride = kTileStride<T, kHeadDim>;
+  auto& shared = shared_memory<ShortShared<T, kHeadDim>>();
+  const Shape& shape = p.shape;
+  const Visibility& who = p.by_query;
+  const int h_k = blockIdx.x % shape.key_heads, b = blockIdx.x / shape.key_heads, group = shape.heads / shape.key_heads;
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int keys = 16 * warps, row = warp % 2 * 16, key = warp / 2 * 32, own_key = warp * 16;
+  unsigned char* const k_tile = reinterpret_cast<unsigned char*>(&shared + 1);
+  unsigned char* const v_tile = k_tile + keys * kStride;
+  const DropoutMask dropout(p.dropout);
+  const ScoreExponent exponent = exponent_of<T>(p);
+
+  // A key that nobody sees may hold anything: it is not loaded. If one head of the group sees it, it is there for all.
+  const auto seen = [&](int n) {
+    if (max(n - who.band_hi, 0) > min(n - who.band_lo, shape.seqlen_q - 1)) return false;
+    bool some = false;
+    for (int h = h_k * group; h < (h_k + 1) * group; h++) some |= key_is_seen(who, b, h, n);
+    return some;
+  };
+  const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
+  load_tile<T, 16, kHeadDim, 32>(k_tile + own_key * kStride, k, own_key, seen);
+  load_tile<T, 16, kHeadDim, 32>(v_tile + own_key * kStride, v, own_key, seen);
+  const int chunks = blocks_of(shape.seqlen_q, kChunkRows), count = group * chunks;
+  const auto load = [&](int i) {
+    const int h = h_k * group + i / chunks, m0 = i % chunks * kChunkRows;
+    const float* lse = p.lse + (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
+    const auto sees_some = [&](int m) { return lse[m] != -kInfinity; };
+    for (int part = warp; part < 4; part += warps) {  // a warp takes 16 rows of one of the two
+      const bool is_q = part < 2;
+      const int from = part % 2 * 16;
+      const Rows rows = {is_q ? p.q.data : p.dout.data, is_q ? p.q.stride_b : p.dout.stride_b,
+                         is_q ? p.q.stride_h : p.dout.stride_h, is_q ? p.q.stride : p.dout.stride};
+      const Matrix<T> x(rows, b, h, shape.seqlen_q, is_q ? shape.head_dim_k : shape.head_dim_v);
+      load_tile<T, 16, kHeadDim, 32>((is_q ? shared.q : shared.dout)[i % 2] + from * kStride, x, m0 + from, sees_some);
+    }
+  };
+
+  float dk[kHeadDim / 8][4] = {}, dv[kHeadDim / 8][4] = {};
+  if (count > 0) load(0);
+  cp_async_commit();
+  if (count > 1) load(1);
+  cp_async_commit();
+  for (int i = 0; i < count; i++) {
+    const int h = h_k * group + i / chunks, m0 = i % chunks * kChunkRows;
+    const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
+    if (dropout.active()) {
+      for (int j = threadIdx.x; j < kChunkRows * keys / 8; j += blockDim.x)
+        shared.kept[j % kChunkRows][j / kChunkRows] =
+            static_cast<unsigned char>(dropout.kept(row0 + m0 + j % kChunkRows, j / kChunkRows));
+    }
+    float shift[2], total[2] = {}, delta[2] = {};
+    uint32_t bits[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int m = m0 + row + g + 8 * half;
+      shift[half] = exponent.shift(m < shape.seqlen_q ? p.lse[row0 + m] : -kInfinity);
+      bits[half] = sees<32>(who, b, h, m, shape.seqlen_q, key, shape.seqlen_k, who.band_lo, who.band_hi);
+    }
+    i == 0 ? cp_async_wait<1>() : cp_async_wait<0>();
+    __syncthreads();
+
+    float s[4][4], dp[4][4];
+    multiply_rows<T, kHeadDim>(s, shared.q[i % 2], row, k_tile + key * kStride);
+    multiply_rows<T, kHeadDim>(dp, shared.dout[i % 2], row, v_tile + key * kStride);
+    make_probabilities<false>(s, exponent, p, b, h, m0 + row, key, [&](int, int e) { return shift[e / 2]; },
+                              [](int, int) { return 0.0f; });
+    clear_unseen(s, bits[0], bits[1]);
+    const auto kept = [&](int j, int e) {
+      return (shared.kept[row + g + e / 2 * 8][key / 8 + j] >> (2 * c + e % 2) & 1) != 0;
+    };
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
+        total[e / 2] += s[j][e], delta[e / 2] += s[j][e] * dp[j][e];
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      total[half] = quad_sum(total[half]), delta[half] = quad_sum(delta[half]);
+      if (c == 0) shared.total[warp / 2][row + g + 8 * half] = total[half], shared.delta[warp / 2][row + g + 8 * half] = delta[half];
+    }
+    __syncthreads();
+    if (i > 0) {  // the other chunk is done with
+      if (i + 1 < count) load(i + 1);
+      cp_async_commit();
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int m = m0 + row + g + 8 * half;
+      total[half] = delta[half] = 0.0f;
+      for (int w = 0; w < warps / 2; w++)
+        total[half] += shared.total[w][row + g + 8 * half], delta[half] += shared.delta[w][row + g + 8 * half];
+      total[half] = total[half] > 0.0f ? 1.0f / total[half] : 0.0f;  // 0 for a query that sees nothing
+      delta[half] *= total[half];
+      if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[j][e] *= total[e / 2];
+        dp[j][e] = s[j][e] * (dp[j][e] - delta[e / 2]);
+        if (dropout.active()) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
+      }
+    }
+    keep_scores<T>(shared.p, row, key, s);
+    keep_scores<T>(shared.ds, row, key, dp);
+    __syncthreads();
+
+    add_transposed<T, kHeadDim>(dv, shared.p, own_key, shared.dout[i % 2]);
+    add_transposed<T, kHeadDim>(dk, shared.ds, own_key, shared.q[i % 2]);
+    const Matrix<T> dq(p.dq, b, h, shape.seqlen_q, shape.head_dim_k);
+    for (int column = warp / 2 * 16; column < shape.head_dim_k; column += 8 * warps)
+      write_dq<T, kHeadDim>(dq, m0 + row, column, shared.ds, row, k_tile, keys, p.softmax_scale);
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  store_tile<T, kHeadDim>(Matrix<T>(p.dk, b, h_k, shape.seqlen_k, shape.head_dim_k), own_key, k_tile + own_key * kStride, dk,
+                          p.softmax_scale);
+  store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), own_key, v_tile + own_key * kStride, dv,
+                          dropout.active() ? dropout.scale() : 1.0f);
+}
+
+// Calls f(T, kHeadDim), as values that carry them in their types.
+template <class Function>
+void with_short_kernel(const Shape& shape, DType dtype, Function&& f) {
+  const auto with_head_dim = [&](auto t) {
+    std::max(shape.head_dim_k, shape.head_dim_v) <= 64 ? f(t, Int<64>{}) : f(t, Int<128>{});
+  };
+  dtype == DType::bfloat16 ? with_head_dim(__nv_bfloat16{}) : with_head_dim(__half{});
+}
+
+}  // namespace
+
+bool is_short(const Shape& shape, DType dtype, int device) {
+  if (dtype == DType::float32 || std::max(shape.seqlen_q, shape.seqlen_k) > kMaxShort) return false;
+  if (std::max(shape.head_dim_k, shape.head_dim_v) > 128) return false;
+  size_t bytes = 0;
+  with_short_kernel(shape, dtype, [&](auto t, auto head_dim) { bytes = shared_bytes<decltype(t), head_dim()>(shape.seqlen_k); });
+  return bytes <= static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+}
+
+void short_backward(const Backward& p, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.key_heads;
+  if (blocks == 0 || p.shape.seqlen_k == 0) return;
+  with_short_kernel(p.shape, p.dtype, [&](auto t, auto head_dim) {
+    using T = decltype(t);
+    launch(short_backward_kernel<T, head_dim()>, dim3(static_cast<unsigned>(blocks)), dim3(32 * warps_of(p.shape.seqlen_k)),
+           shared_bytes<T, head_dim()>(p.shape.seqlen_k), stream, p);
+  });
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,16 @@
+// The backward of short sequences, Lq and Lk up to 128, in one launch.   Formulas: backward.h
+#pragma once
+#include "attention/backward.h"
+
+namespace fastattn::attention {
+
+constexpr int kMaxShort = 128;
+
+// Can short_backward serve? It takes 16-bit types, head dimensions up to 128, and what a block of the device can hold.
+// With tensors that need dbias of a bias that has keys, ask for the other kernels.
+bool is_short(const Shape& shape, DType dtype, int device);
+
+// dq, dk and dv. Of p it reads by_query, without lists, and neither out, delta, remainder nor by_key.
+void short_backward(const Backward& p, cudaStream_t stream);
+
+}  // namespace fastattn::attention
