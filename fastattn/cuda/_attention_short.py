@@ -1,5 +1,4 @@
-"""Attention's backward of short sequences in one launch, csrc/attention/short_backward.cu: what it serves, and its call.
-"""
+"""Attention's backward of short sequences in one launch: what it serves, and its call. csrc/attention/short_backward.cu"""
 
 from __future__ import annotations
 
