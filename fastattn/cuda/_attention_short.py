@@ -1,4 +1,4 @@
-"""Attention's backward of short sequences in one launch: what it serves, and its call. csrc/attention/short_backward.cu"""
+"""Attention's backward of short sequences in one launch (csrc/attention/short_backward.cu): what it serves, its call."""
 
 from __future__ import annotations
 
