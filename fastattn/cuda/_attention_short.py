@@ -1,4 +1,4 @@
-"""Attention's backward of short sequences in one launch (csrc/attention/short_backward.cu): what it serves, its call."""
+"""Attention's backward of short sequences in one launch, csrc/attention/short_backward.cu: when, and how."""
 
 from __future__ import annotations
 
