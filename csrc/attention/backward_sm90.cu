@@ -11,93 +11,13 @@
 // Registers of a consumer thread: S^T and dP^T (kBlockM / 2 each), dk and dv (kHeadDim / 2 each), dq (32).
 // Shared memory: k and v; q and dout, two stages; dS, two buffers; dq on its way out.
 // Work: 2 (3 Dk + 2 Dv) FLOPs a visited score, five products; bytes beyond the operands: 4 Dk for each of dq's additions.
-#include "attention/backward_sm90.h"
-
-#include "attention/backward.cuh"
-#include "attention/sm90.cuh"
+#include "attention/backward_sm90.cuh"
 #include "common/check.h"
 
 namespace fastattn::attention {
 namespace {
 
-using namespace sm90;
-
-constexpr int kBlockN = 128, kConsumers = 2, kSm90Threads = kGroup * (kConsumers + 1);
-constexpr int kFloatPanel = 32;  // floats of a swizzled line
-enum NamedBarrier { kOfGroup = 1, kOfBoth = 3 };
-
-template <int kHeadDimPadded>
-struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
-  static constexpr int kBlockM = kHeadDim <= 64 ? 128 : 64;
-};
-
-template <class Tiles>
-struct alignas(1024) Shared {
-  static constexpr int kPanels = Tiles::kPanels, kBlockM = Tiles::kBlockM;
-  unsigned char k[kPanels][kBlockN * kLineBytes], v[kPanels][kBlockN * kLineBytes];  // at the end dk and dv
-  unsigned char q[kStages][kPanels][kBlockM * kLineBytes], dout[kStages][kPanels][kBlockM * kLineBytes];
-  unsigned char ds[2][kBlockM / kPanel][kBlockN * kLineBytes];  // lines are keys
-  unsigned char dq[kConsumers][64 / kFloatPanel][kRowsOfGroup * kLineBytes];
-  float shift[kStages][kBlockM], delta[kStages][kBlockM];
-  unsigned char kept[kConsumers * 4][kBlockM][2];  // of each warp: bit r % 8 of byte r / 8 for key r of its 16
-  Barrier full_kv, full_q[kStages], full_dout[kStages], empty[kStages];
-};
-
-struct Arguments {
-  Backward p;
-  const float *shift, *delta;
-  TensorMap q, k, v, dout, dq, dk, dv;
-  int key_begin;  // the first key of the maps of k and v: keys_in_band
-};
-
-struct Work {
-  int b, h_k, n0, group;
-};
-
-template <class Tiles>
-__device__ __forceinline__ Work work_of_block(const Arguments& a) {
-  const Shape& shape = a.p.shape;
-  const int heads = shape.batch * shape.key_heads, head = blockIdx.x % heads;
-  return {head / shape.key_heads, head % shape.key_heads, static_cast<int>(blockIdx.x) / heads * kBlockN,
-          shape.heads / shape.key_heads};
-}
-
-template <class Tiles>
-__device__ __forceinline__ Walk walk_of(const Arguments& a, const Work& work, int h) {
-  const Visibility& who = a.p.by_key;
-  return plan_walk<kBlockN, Tiles::kBlockM>(who.lists, work.b, h, work.n0, a.p.shape.seqlen_k, a.p.shape.seqlen_q,
-                                            -who.band_hi, -who.band_lo);
-}
-
-template <class Tiles>
-__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
-  const Work work = work_of_block<Tiles>(a);
-  shared.full_kv.arrive_expect(2 * sizeof shared.k);
-  for (int panel = 0; panel < Tiles::kPanels; panel++) {
-    tma_load(shared.k[panel], a.k, shared.full_kv, panel * kPanel, work.n0 - a.key_begin, work.h_k, work.b);
-    tma_load(shared.v[panel], a.v, shared.full_kv, panel * kPanel, work.n0 - a.key_begin, work.h_k, work.b);
-  }
-  const int padded = blocks_of(a.p.shape.seqlen_q, kRowBlock) * kRowBlock;
-  Ring ring;
-  for (int h = work.h_k * work.group; h < (work.h_k + 1) * work.group; h++) {
-    const Walk walk = walk_of<Tiles>(a, work, h);
-    const int64_t row0 = (static_cast<int64_t>(work.b) * a.p.shape.heads + h) * padded;
-#pragma unroll 1
-    for (int i = 0; i < walk.count; i++, ring.advance()) {
-      const int m0 = walk.tile(i) * Tiles::kBlockM, stage = ring.stage;
-      constexpr int kBytes = sizeof shared.shift[0];
-      const auto load = [&](auto& tile, const TensorMap& map, float* row, const float* rows, Barrier& full) {
-        full.arrive_expect(sizeof tile + kBytes);
-        for (int panel = 0; panel < Tiles::kPanels; panel++) tma_load(tile[panel], map, full, panel * kPanel, m0, h, work.b);
-        bulk_load(row, rows + row0 + m0, kBytes, full);
-      };
-      shared.empty[stage].wait(ring.phase ^ 1);
-      load(shared.q[stage], a.q, shared.shift[stage], a.shift, shared.full_q[stage]);
-      load(shared.dout[stage], a.dout, shared.delta[stage], a.delta, shared.full_dout[stage]);
-    }
-  }
-}
+enum NamedBarrier { kOfGroup = 1, kOfBoth = 3 };  // one for each consumer, and one for both
 
 template <class T, class Tiles, bool kDropout>
 class Consumer {
@@ -178,26 +98,27 @@ class Consumer {
         if (kMasked && (sees_bits[e / 2] >> (j / 2 + e % 2) & 1) == 0) s[j + e] = 0.0f;
       }
     }
+    // With 64 queries the exponentials are computed beside dP's product. It takes an access to memory that depends on them,
+    // though its condition is never true: else ptxas moves the wait to before them. With 128 queries it may, as S and dP at
+    // once leave too few registers.
+    constexpr bool kBeside = kBlockM == 64;
+    if (kBeside) shared_.full_kv.arrive_if(pack<kDropout>(p, s));
     wgmma_wait<0>();
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
       const float2 delta = *reinterpret_cast<const float2*>(&shared_.delta[stage][2 * j + thread_ % 4 * 2]);
-      uint32_t kept = ~0u;  // bits 16 * (the query's parity) + 8 * (the key's half)
-      if (kDropout) kept = kept_bits(j);
+      const uint32_t kept = kDropout ? kept_bits(j) : ~0u;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const bool keep = (kept >> (e % 2 * 16 + e / 2 * 8) & 1) != 0;
         const float z = kDropout ? dropout_.scale() : 1.0f;
-        const float gradient = s[j + e] * ((keep ? dp[j + e] * z : 0.0f) - (e % 2 == 0 ? delta.x : delta.y));
+        const float gradient = s[j + e] * ((is_kept(kept, e) ? dp[j + e] * z : 0.0f) - (e % 2 == 0 ? delta.x : delta.y));
         dp[j + e] = kMasked && (sees_bits[e / 2] >> (j / 2 + e % 2) & 1) == 0 ? 0.0f : gradient;
-        if (!keep) s[j + e] = 0.0f;
+        if (!kBeside && !is_kept(kept, e)) s[j + e] = 0.0f;
       }
-    }
 #pragma unroll
-    for (int j = 0; j < kBlockM / 4; j++) {
-      p[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
-      ds[j / 4][j % 4] = pack_word<T>(dp[2 * j], dp[2 * j + 1]);
+      for (int r = 0; r < 2; r++) ds[j / 8][j / 4 % 2 * 2 + r] = pack_word<T>(dp[j + 2 * r], dp[j + 2 * r + 1]);
     }
+    if (!kBeside) pack<false>(p, s);
     const int lane = thread_ % 32, line = group_ * kRowsOfGroup + thread_ / 32 * 16 + lane % 16;
 #pragma unroll
     for (int column = 0; column < kBlockM; column += 16)
@@ -297,6 +218,26 @@ class Consumer {
   __device__ __forceinline__ uint32_t kept_bits(int j) const {
     const auto* const bytes = &shared_.kept[group_ * 4 + thread_ / 32][2 * j + thread_ % 4 * 2][0];
     return *reinterpret_cast<const uint32_t*>(bytes) >> thread_ % 32 / 4;
+  }
+
+  static __device__ __forceinline__ bool is_kept(uint32_t kept, int e) { return (kept >> (e % 2 * 16 + e / 2 * 8) & 1) != 0; }
+
+  // p = s, or 0 where it is dropped. Is one of them negative?
+  template <bool kDrop>
+  __device__ __forceinline__ bool pack(uint32_t (&p)[kBlockM / 16][4], const float (&s)[kBlockM / 2]) const {
+    uint32_t any = 0;
+#pragma unroll
+    for (int j = 0; j < kBlockM / 2; j += 4) {
+      const uint32_t kept = kDrop ? kept_bits(j) : ~0u;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int low = 2 * r, high = 2 * r + 1;
+        uint32_t& word = p[j / 8][j / 4 % 2 * 2 + r];
+        word = pack_word<T>(is_kept(kept, low) ? s[j + low] : 0.0f, is_kept(kept, high) ? s[j + high] : 0.0f);
+        any |= word;
+      }
+    }
+    return (any & 0x80008000) != 0;
   }
 
   // The warpgroup's 64 keys of factor * sum, as lines of a tile.
