@@ -57,7 +57,8 @@ def step_of(
     def results() -> dict[str, torch.Tensor]:
         logits = forward(COMPARED)
         backward(logits, COMPARED)
-        return {"logits": logits, "gradients": torch.cat([p.grad.flatten() for p in model.parameters()])}
+        real = trg_seq[:COMPARED, 1:].flatten() != models.PAD  # nobody promises anything of the others
+        return {"logits": logits[real], "gradients": torch.cat([p.grad.flatten() for p in model.parameters()])}
 
     return Run(results, {"step": step}, notes)
 
