@@ -116,9 +116,14 @@ def run_of(function: Callable[..., torch.Tensor], inputs: Inputs, **notes: Any) 
 
 
 def ours(
-    function: Callable[..., torch.Tensor], arguments: Callable[[Any, Inputs, float], dict[str, Any]]
+    function: Callable[..., torch.Tensor],
+    arguments: Callable[[Any, Inputs, float], dict[str, Any]],
+    finish: Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor] = lambda out, leaves: out,
 ) -> list[Provider]:
-    """A provider for each backend of a public op. arguments(case, inputs, dropout_p): those beside the leaves."""
+    """A provider for each backend of a public op. arguments(case, inputs, dropout_p): those beside the leaves.
+
+    finish(out, leaves): what becomes of its result.
+    """
 
     def provider(backend: str) -> Provider:
         def make(case: Any, inputs: Inputs, dropout_p: float) -> Run:
@@ -127,7 +132,9 @@ def ours(
                 raise Refused(reason)  # a note: a kernel can check on a CPU, but its speed there means nothing
             options = {name: value for name, value in call.items() if name not in inputs.leaves}
             default = {"default": True} if backend == explanation.chosen else {}
-            return run_of(lambda **leaves: function(**leaves, **options, backend=backend), inputs, **default)
+            return run_of(
+                lambda **leaves: finish(function(**leaves, **options, backend=backend), leaves), inputs, **default
+            )
 
         return Provider(backend, make)
 
