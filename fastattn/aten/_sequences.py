@@ -21,11 +21,15 @@ class Side(NamedTuple):
 
     def unpack(self, x: Tensor) -> Tensor:
         """(1, H, T, D) -> (n, H, longest, D)"""
-        return x[0].transpose(0, 1)[self.token.flatten()].unflatten(0, self.token.shape).transpose(1, 2)
+        _, H, _, D = x.shape
+        rows = x[0].transpose(0, 1).flatten(1).index_select(0, self.token.flatten())
+        return rows.view(*self.token.shape, H, D).transpose(1, 2)
 
     def pack(self, x: Tensor, otherwise: float) -> Tensor:
         """(n, H, longest, D) -> (1, H, T, D)"""
-        packed = x.transpose(1, 2).flatten(0, 1)[self.place].transpose(0, 1)[None]
+        _, H, _, D = x.shape
+        rows = x.transpose(1, 2).reshape(-1, H * D).index_select(0, self.place)
+        packed = rows.view(1, -1, H, D).transpose(1, 2)
         return packed if self.inside is None else packed.where(self.inside[:, None], otherwise)
 
 

@@ -22,15 +22,24 @@ class PositionalEncoding(nn.Module):
         table = torch.where(column % 2 == 0, angle.sin(), angle.cos())
         self.register_buffer("pos_table", table.float()[None])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (B, L, d_hid), L <= n_position, else ValueError. Returns its shape."""
-        length, n_position = x.size(1), self.pos_table.size(1)
+    def forward(self, x: Tensor, position: Tensor | None = None) -> Tensor:
+        """x: (B, L, d_hid), L <= n_position, else ValueError. Returns its shape.
+
+        position: integer (B, L), where each vector stands in its sequence, below n_position; 0, 1, .. unless given.
+        """
+        if position is not None:
+            return x + self.pos_table[0][position]
+        self.check(x.size(1))
+        return x + self.pos_table[:, : x.size(1)]
+
+    def check(self, length: int) -> None:
+        """ValueError if there is no position for the last of so many tokens."""
+        n_position = self.pos_table.size(1)
         if length > n_position:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than the {n_position} positions of pos_table; "
                 f"make the model with n_position >= {length}"
             )
-        return x + self.pos_table[:, :length]
 
     def extra_repr(self) -> str:
         return f"{self.pos_table.size(2)}, n_position={self.pos_table.size(1)}"
