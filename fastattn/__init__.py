@@ -10,6 +10,7 @@ from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.feed_forward import feed_forward
+from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "feed_forward",
     "get_pad_mask",
     "get_subsequent_mask",
+    "linear_cross_entropy",
     "scaled_dot_product_attention",
     "use_backend",
 ]

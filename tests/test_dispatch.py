@@ -89,7 +89,7 @@ def test_explain_checks_arguments_as_the_op_does() -> None:
 
 
 def test_every_op_is_known() -> None:
-    assert set(_dispatch.OPS) == {"attention", "add_layer_norm", "feed_forward"}
+    assert set(_dispatch.OPS) == {"attention", "add_layer_norm", "feed_forward", "linear_cross_entropy"}
 
 
 @pytest.mark.parametrize("missing", ["numpyy", "triton"])

@@ -1,0 +1,137 @@
+"""Cross-entropy of rows of logits, and its gradient in their place.
+
+    z = logit_scale * logits;    lse = log(sum over c of exp(z_c))        Specification: fastattn/reference/
+    loss = (1 - eps) * (lse - z_t) + eps * (lse - mean of z)              linear_cross_entropy.py
+    gradient of logits_c = dloss * logit_scale * (exp(z_c - lse) - eps / classes - (1 - eps) * [c = t])
+
+Grid: one program a row, which it sweeps twice, BLOCK columns a turn. The first sweep keeps, in float32 registers, the
+running maximum and for each of BLOCK places a sum of exponentials relative to it (and of logits, for smoothing), so
+that a turn needs one reduction across the program's warps, that of the maximum. The next turns' loads are in flight
+(cp.async). The second sweep reads the row again, from L2, and overwrites it. Only the program of a row touches it, and
+every sum has one order: equal inputs give equal bits.
+
+Floor, n rows of v classes: read and write 2 n v elements; without the gradient, read n v. 2 n v exponentials, which at
+16-bit logits take half of the time that memory does.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.launch import on_device
+
+ALIGNMENT = 64  # elements: rows begin at multiples of it, so that odd class counts too are read 16 bytes at a time
+
+
+@triton.jit(do_not_specialize=["dloss_stride", "ignore_index"])
+def cross_entropy_rows_kernel(
+    logits, target, losses, dloss, count,
+    n_class, stride, dloss_stride, ignore_index, logit_scale, on_target, on_each,
+    HAS_SMOOTHING: tl.constexpr, HAS_GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, IS_MEAN: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    logits += row * stride
+    label = tl.load(target + row)
+    if label == ignore_index:
+        tl.store(losses + row, 0.0)
+        if HAS_GRADIENT:
+            nothing = tl.zeros([BLOCK], logits.dtype.element_ty)
+            for start in range(0, n_class, BLOCK):
+                tl.store(logits + start + col, nothing, mask=start + col < stride)
+    else:
+        # A target out of range makes its row NaN. Loads go to the row's padded end, which is whole in 16 bytes.
+        known = (label >= 0) & (label < n_class)
+        wanted = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32) * logit_scale
+        peak = -3.0e38  # finite: a turn of -inf alone then adds exp(-inf), not exp(-inf + inf)
+        total = tl.zeros([BLOCK], tl.float32)
+        level = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, n_class, BLOCK, num_stages=STAGES):
+            z = tl.load(logits + start + col, mask=start + col < stride, other=0.0).to(tl.float32) * logit_scale
+            inside = start + col < n_class
+            if HAS_SMOOTHING:
+                level += tl.where(inside, z, 0.0)
+            z = tl.where(inside, z, -float("inf"))
+            higher = tl.maximum(peak, tl.max(z, axis=0))
+            total = total * tl.exp(peak - higher) + tl.exp(z - higher)
+            peak = higher
+        divisor = tl.sum(total, axis=0)
+        loss = peak - wanted + tl.log(divisor)  # the logarithm is small and the difference exact: lse would be rounded
+        if HAS_SMOOTHING:  # on_target is 1 - eps, on_each is eps / classes
+            smooth = peak - tl.sum(level, axis=0) / n_class + tl.log(divisor)
+            loss = loss * on_target + smooth * (1 - on_target)
+        tl.store(losses + row, loss)
+
+        if HAS_GRADIENT:
+            rate = tl.where(known, logit_scale, float("nan"))
+            if HAS_DLOSS:
+                rate *= tl.load(dloss + row * dloss_stride)
+            if IS_MEAN:
+                rate /= tl.load(count).to(tl.float32)
+            for start in tl.range(0, n_class, BLOCK, num_stages=STAGES):
+                place = logits + start + col
+                z = tl.load(place, mask=start + col < stride, other=0.0).to(tl.float32) * logit_scale
+                grad = tl.exp(tl.where(start + col < n_class, z - peak, -float("inf"))) / divisor
+                if HAS_SMOOTHING:
+                    grad -= on_each
+                grad = tl.where(start + col == label, grad - on_target, grad) * rate
+                tl.store(place, grad.to(logits.dtype.element_ty), mask=start + col < stride)
+
+
+class Tile(NamedTuple):
+    block: int
+    num_warps: int
+    stages: int
+
+
+def tile_for(dtype: torch.dtype, n_class: int) -> Tile:
+    """Eight values a lane in each of the vectors; narrow rows take fewer warps, but four: below, no barrier would keep
+    the second sweep's writes behind every lane's read of the target's logit.
+
+    Offline at sm_90a a wide row has 16 warps, 49 to 61 registers, no spills, two rows a multiprocessor: 264 rows are at
+    work, 17 MB of L2 at 32k classes of bfloat16, and two turns of 8 KB in flight for each, 32 KB a multiprocessor: what
+    4.3 TB/s at a microsecond asks for. float32 fills them in one turn. Dropped: 16 values a lane (99 to 128 registers:
+    as many rows, half of the warps); a third stage in float32 (82 registers) and for counts of classes that leave each
+    place its own mask (92): one row a multiprocessor. None of this was timed yet.
+    """
+    block = min(max(triton.next_power_of_2(n_class), 1024), 4096)
+    return Tile(block, block // 256, 3 if dtype != torch.float32 and n_class % 16 == 0 else 2)
+
+
+def empty_logits(rows: int, n_class: int, like: Tensor) -> Tensor:
+    """(rows, n_class) of like's dtype and device, rows beginning at multiples of ALIGNMENT."""
+    return like.new_empty(rows, triton.cdiv(n_class, ALIGNMENT) * ALIGNMENT)[:, :n_class]
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    target: Tensor,
+    losses: Tensor,
+    dloss: Tensor | None,
+    count: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    logit_scale: float,
+    needs_gradient: bool,
+) -> None:
+    """Writes losses (rows,) float32 and, if asked, each row's gradient over its logits, from empty_logits.
+
+    target: (rows,) int64. dloss: (rows,) or () float32, None for 1. count: () int64, divides the gradient, or None.
+    """
+    rows, n_class = logits.shape
+    if rows == 0:
+        return
+    tile = tile_for(logits.dtype, n_class)
+    with on_device(logits):
+        cross_entropy_rows_kernel[(rows,)](
+            logits, target, losses, dloss, count,
+            n_class, logits.stride(0), 0 if dloss is None or dloss.dim() == 0 else dloss.stride(0),
+            ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class,
+            HAS_SMOOTHING=label_smoothing > 0, HAS_GRADIENT=needs_gradient,
+            HAS_DLOSS=dloss is not None, IS_MEAN=count is not None,
+            BLOCK=tile.block, STAGES=tile.stages, num_warps=tile.num_warps,
+        )  # fmt: skip

@@ -1,0 +1,397 @@
+"""linear_cross_entropy in every room against float64, forward and backward; and bugs that are to be found."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from helpers import rooms
+from linear_cross_entropy_checks import (
+    IGNORED,
+    ROOMS,
+    Results,
+    check,
+    exact,
+    make,
+    plain_room,
+    planted,
+    room_call,
+    solve,
+)
+
+from fastattn import explain, linear_cross_entropy
+from fastattn.ops import _library_cross_entropy as _library
+
+REDUCTIONS = ("none", "mean", "sum")
+SMOOTHED = {"label_smoothing": 0.1, "logit_scale": 0.4}
+
+
+@pytest.mark.parametrize("smooth_over", ["all", "others"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_float32(room: str, reduction: str, smooth_over: str, device: torch.device) -> None:
+    check(make(reduction, smooth_over=smooth_over, device=device, **SMOOTHED), room_call(room, device))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_without_smoothing(room: str, reduction: str, has_bias: bool, device: torch.device) -> None:
+    check(make(reduction, has_bias=has_bias, device=device), room_call(room, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_16_bit(room: str, reduction: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(make(reduction, tokens=60, dtype=dtype, device=device, **SMOOTHED), room_call(room, device))
+
+
+# One class and one token; odd counts; a block of 4096 classes and a ragged second one.
+@pytest.mark.parametrize(
+    "tokens, d, classes", [(1, 5, 1), (1, 33, 65), (5, 16, 1), (33, 5, 129), (40, 33, 7), (3, 24, 5001)]
+)
+@pytest.mark.parametrize("room", ROOMS)
+def test_sizes(room: str, tokens: int, d: int, classes: int, device: torch.device) -> None:
+    for reduction in ("none", "mean"):
+        p = make(reduction, tokens=tokens, d=d, classes=classes, device=device, **SMOOTHED)
+        call = room_call(room, device)
+        check(p.but(ignore_index=-100, target=p.target.clamp_max(classes - 1)), call)
+        check(p.but(ignore_index=-100, target=p.target.clamp_max(classes - 1), smooth_over="others"), call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("room", ROOMS)
+def test_two_blocks_of_classes(room: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(make(tokens=6, classes=8200, dtype=dtype, device=device, **SMOOTHED), room_call(room, device))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", ["reference", "aten"])
+def test_float64_and_gradcheck(room: str, reduction: str, device: torch.device) -> None:
+    p = make(reduction, tokens=5, d=4, classes=6, dtype=torch.float64, device=device, **SMOOTHED)
+    call = room_call(room, device)
+    for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
+        torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
+    leaves = [t.requires_grad_() for t in (p.x, p.weight, p.bias)]
+    assert torch.autograd.gradcheck(lambda x, w, b: call(x, w, p.target, b, **p.options), leaves)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("room", ["reference", "aten"])
+def test_is_torchs_and_the_public_loss(room: str, eps: float, device: torch.device) -> None:
+    """Both smoothings against other people's formulas, in float64."""
+    call = room_call(room, device)
+    for reduction in REDUCTIONS:
+        for over in ("all", "others"):
+            p = make(reduction, dtype=torch.float64, device=device, label_smoothing=eps, smooth_over=over)
+            for name, a, b in zip(Results._fields, solve(p, call), solve(p, plain_room), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_ignored_rows_reach_nothing(room: str, reduction: str, dtype: torch.dtype, device: torch.device) -> None:
+    """NaN in x, and in dloss where it has rows: loss and gradients are those of any other x, and 0 in these rows."""
+    p, call = make(reduction, dtype=dtype, device=device, **SMOOTHED), room_call(room, device)
+    hidden = ~p.keep
+    dloss = p.dloss.where(p.keep, torch.nan) if reduction == "none" else p.dloss
+    clean = solve(p, call)
+    dirty = solve(p.but(x=p.x.where(p.keep[:, None], torch.nan), dloss=dloss), call)
+    for name, a, b in zip(Results._fields, dirty, clean, strict=True):
+        assert torch.equal(a, b), name
+    assert not dirty.dx[hidden].any()
+    assert reduction != "none" or not dirty.loss[hidden].any()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_all_ignored(room: str, device: torch.device) -> None:
+    """As in torch: the mean of nothing is NaN, the sum 0; gradients are 0 even of the mean."""
+    call = room_call(room, device)
+    for reduction in REDUCTIONS:
+        p = make(reduction, device=device, **SMOOTHED)
+        p = p.but(target=torch.full_like(p.target, IGNORED), x=p.x * torch.nan)
+        got = solve(p, call)
+        assert got.loss.isnan().all() if reduction == "mean" else not got.loss.any()
+        assert not any(grad.any() for grad in got[1:])
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_tokens(room: str, shape: tuple[int, ...], device: torch.device) -> None:
+    call, p = room_call(room, device), make(d=16, device=device)
+    for reduction in REDUCTIONS:
+        x, target = torch.zeros(*shape, 16, device=device), torch.zeros(shape, dtype=torch.int64, device=device)
+        leaves = [t.detach().requires_grad_() for t in (x, p.weight, p.bias)]
+        loss = call(leaves[0], leaves[1], target, leaves[2], reduction=reduction)
+        loss.sum().backward()
+        assert loss.shape == (shape if reduction == "none" else ())
+        assert loss.isnan() if reduction == "mean" else not loss.any()
+        assert not any(t.grad.any() for t in leaves[1:]) and leaves[0].grad.shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("room", ROOMS)
+def test_large_logits(room: str, device: torch.device) -> None:
+    """Logits of some hundreds, all of them high or low; a bias of -inf that forbids classes, a whole block of them."""
+    call = room_call(room, device)
+    for reduction in ("none", "mean"):
+        p = make(reduction, device=device, label_smoothing=0.1)
+        check(p.but(x=p.x * 100), call)
+        for level in (300.0, -300.0):
+            check(p.but(bias=p.bias + level), call)
+    p = make("none", tokens=4, classes=4200, device=device)
+    p = p.but(bias=p.bias.index_fill(0, torch.arange(4100, device=device), -torch.inf), target=p.target % 90 + 4105)
+    for name, a, b in zip(Results._fields, solve(p, call), solve(p, plain_room), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_strides(room: str, device: torch.device) -> None:
+    """Transposed weight, sliced and unaligned x, sliced target, expanded dloss and x."""
+    p, call = make("none", device=device, **SMOOTHED), room_call(room, device)
+    check(p.but(weight=p.weight.T.contiguous().T, x=torch.cat([p.x, p.x], 1)[:, : p.x.shape[1]]), call)
+    unaligned = torch.empty(p.x.numel() + 1, device=device)[1:].view_as(p.x).copy_(p.x)
+    check(p.but(x=unaligned, target=p.target.repeat_interleave(2)[::2]), call)
+    check(p.but(x=p.x[:1].expand_as(p.x), dloss=p.dloss[:1].expand_as(p.dloss)), call)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("room", ROOMS)
+def test_leading_dimensions_and_integer_types(room: str, dtype: torch.dtype, device: torch.device) -> None:
+    p, call = make("none", tokens=12, device=device), room_call(room, device)
+    rest = {"ignore_index": IGNORED, "reduction": "none"}
+    rows = call(p.x, p.weight, p.target, p.bias, **rest)
+    assert torch.equal(call(p.x.view(3, 4, -1), p.weight, p.target.view(3, 4).to(dtype), p.bias, **rest).view(-1), rows)
+    assert call(p.x[0], p.weight, p.target[0], p.bias).shape == ()
+    assert call(p.x[0], p.weight, p.target[0], p.bias, **rest).shape == ()
+
+
+@pytest.mark.parametrize("needs", ["x", "w", "b", "xw", "xb"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_frozen_inputs(room: str, reduction: str, needs: str, device: torch.device) -> None:
+    """Only those get a gradient that ask for one, and it is right."""
+    p, call = make(reduction, device=device), room_call(room, device)
+    everything, some = solve(p, call), solve(p, call, needs)
+    for name, letter, a, b in zip(Results._fields[1:], "xwb", everything[1:], some[1:], strict=True):
+        assert torch.equal(a, b) if letter in needs else b is None, name
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_equal_bits_run_to_run(room: str, reduction: str, device: torch.device) -> None:
+    p, call = make(reduction, tokens=40, device=device, **SMOOTHED), room_call(room, device)
+    first = solve(p, call)
+    for _ in range(1 if device.type == "cpu" else 30):
+        for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("dloss", [1.0, -0.5])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_second_backward(room: str, reduction: str, dloss: float, device: torch.device) -> None:
+    """On one graph: equal gradients, which add up; and no graph where none is asked for, with an equal loss."""
+    p, call = make(reduction, device=device), room_call(room, device)
+    x, weight, bias = (t.detach().requires_grad_() for t in (p.x, p.weight, p.bias))
+    loss = call(x, weight, p.target, bias, **p.options)
+    dloss = torch.full_like(loss, dloss)
+    once = solve(p.but(dloss=dloss), call)
+    loss.backward(dloss, retain_graph=True)
+    loss.backward(dloss)
+    for name, leaf, grad in zip(Results._fields[1:], (x, weight, bias), once[1:], strict=True):
+        assert torch.equal(leaf.grad, 2 * grad), name
+    with torch.no_grad():
+        evaluated = call(x, weight, p.target, bias, **p.options)
+    assert not evaluated.requires_grad and torch.equal(evaluated, loss.detach())
+    with torch.inference_mode():
+        assert torch.equal(call(x, weight, p.target, bias, **p.options), evaluated)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "reference"])
+def test_no_logits_are_kept(room: str, reduction: str, device: torch.device) -> None:
+    """Between forward and backward nothing is (tokens, classes): the gradients, or the inputs."""
+    p, call, kept = make(reduction, tokens=40, device=device), room_call(room, device), []
+    inputs = [t.detach().requires_grad_() for t in (p.x, p.weight, p.bias)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        call(inputs[0], inputs[1], p.target, inputs[2], **p.options)
+    assert kept == [tuple(t.shape) for t in (*inputs, p.target)][: 4 if reduction == "none" else 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "reference"])
+def test_chunks(
+    room: str, reduction: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits past the budget: tokens are cut, the last chunk ragged; a budget below one row still takes one."""
+    p, call = make(reduction, tokens=37, dtype=dtype, device=device, **SMOOTHED), room_call(room, device)
+    module = {"aten": "aten.linear_cross_entropy", "triton": "kernels.linear_cross_entropy.products"}[room]
+    products, whole, parts = importlib.import_module(f"fastattn.{module}"), solve(p, call), []
+    monkeypatch.setattr(products, "_add", lambda *a, add=products._add: parts.append(1) or add(*a))
+    monkeypatch.setattr(products, "LOGITS_BYTES", 10 * 70 * dtype.itemsize)
+    check(p, call)
+    monkeypatch.setattr(products, "LOGITS_BYTES", 0)
+    for name, a, b in zip(Results._fields, solve(p, call), whole, strict=True):
+        assert (a - b).norm() <= 20 * torch.finfo(a.dtype).eps * b.norm(), name
+    assert len(parts) >= 2 * (3 + 27), "not cut"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_float16_with_a_loss_scale(room: str, device: torch.device) -> None:
+    """The gradients of a mean over many tokens and classes are too small for float16 but for the scale in dloss."""
+    p = make(tokens=64, classes=900, dtype=torch.float16, device=device, label_smoothing=0.1)
+    got = check(p.but(dloss=torch.tensor(4096.0, device=device)), room_call(room, device))
+    assert got.dweight.isfinite().all()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_autocast(room: str, device: torch.device) -> None:
+    p, call = make(device=device, **SMOOTHED), room_call(room, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        got = solve(p, call)
+    want = solve(p.but(x=p.x.bfloat16(), weight=p.weight.bfloat16(), bias=p.bias.bfloat16()), call)
+    assert got.loss.dtype == got.dx.dtype == got.dweight.dtype == torch.float32
+    for name, a, b in zip(Results._fields, got, want, strict=True):
+        assert torch.equal(a, b.to(a.dtype)), name
+
+
+@pytest.mark.parametrize("room", rooms("linear_cross_entropy", kernels_only=True))
+def test_a_kernel_makes_nan_of_a_target_out_of_range(room: str, device: torch.device) -> None:
+    """The front desk finds it on a CPU; on a GPU nobody looks, and a kernel must not read past the row."""
+    room_call(room, device)
+    products = importlib.import_module(f"fastattn.{'kernels' if room == 'triton' else room}.linear_cross_entropy")
+    p = make("none", device=device)
+    target = p.target.clone()
+    target[0], target[1], target[2] = 70, IGNORED, -1
+    options = (0.1, IGNORED, 1.0, "none", (True, True, True))
+    losses, (dx, _, _) = products.linear_cross_entropy_fwd(p.x, p.weight, p.bias, target, *options)
+    assert losses.isnan().nonzero().flatten().tolist() == [0, 2]
+    assert dx.isnan().any(1).nonzero().flatten().tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("value", [70, -1, -100, 2**40])
+def test_a_target_out_of_range_is_told_on_a_cpu(value: int) -> None:
+    p = make()
+    p.target[5] = value
+    with pytest.raises(ValueError, match=f"target has the value {value}, expected 0 to 69 or ignore_index=2"):
+        solve(p, room_call("aten", torch.device("cpu")))
+
+
+@pytest.mark.parametrize("reduction, dtype", [("none", torch.float32), ("mean", torch.float32), ("sum", torch.float16)])
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "reference"])
+def test_library_operators(room: str, reduction: str, dtype: torch.dtype, device: torch.device) -> None:
+    room_call(room, device)
+    p = make(reduction, tokens=6, dtype=dtype, has_bias=reduction != "sum", device=device)
+    inputs = [None if t is None else t.requires_grad_() for t in (p.x, p.weight, p.bias)]
+    asked = [t is not None for t in inputs]
+    options = (0.1, IGNORED, 0.5, reduction, asked, room)
+    torch.library.opcheck(_library.linear_cross_entropy_op, (*inputs, p.target, *options))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_compiled(room: str, reduction: str, device: torch.device) -> None:
+    """One graph without a break, and the eager call's results; one input asks for no gradient."""
+    p, call = make(reduction, device=device, **SMOOTHED), room_call(room, device)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for name, a, b in zip(Results._fields, solve(p, compiled, "xw"), solve(p, call, "xw"), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_triton_refuses_float64(device: torch.device) -> None:
+    room_call("triton", device)
+    p = make(dtype=torch.float64, device=device)
+    explanation = explain("linear_cross_entropy", p.x, p.weight, p.target, p.bias)
+    assert "float64" in explanation.refusals["triton"] and explanation.chosen == "aten"
+
+
+X, WEIGHT, TARGET = torch.zeros(2, 4, 8), torch.zeros(12, 8), torch.zeros(2, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("x", X.long(), TypeError),
+        ("x", None, TypeError),
+        ("x", torch.zeros(()), ValueError),
+        ("weight", torch.zeros(12, 7), ValueError),
+        ("weight", torch.zeros(0, 8), ValueError),
+        ("weight", torch.zeros(12), ValueError),
+        ("weight", WEIGHT.bfloat16(), TypeError),
+        ("weight", None, TypeError),
+        ("bias", torch.zeros(8), ValueError),
+        ("bias", torch.zeros(12, device="meta"), ValueError),
+        ("bias", torch.zeros(12, dtype=torch.float64), TypeError),
+        ("target", TARGET.view(-1), ValueError),
+        ("target", TARGET.float(), TypeError),
+        ("target", TARGET.bool(), TypeError),
+        ("target", None, TypeError),
+        ("target", TARGET.to("meta"), ValueError),
+        ("label_smoothing", 1.1, ValueError),
+        ("label_smoothing", float("nan"), ValueError),
+        ("label_smoothing", None, TypeError),
+        ("smooth_over", "none", ValueError),
+        ("ignore_index", 0.5, TypeError),
+        ("logit_scale", float("inf"), ValueError),
+        ("logit_scale", torch.ones(()), TypeError),
+        ("reduction", "batchmean", ValueError),
+        ("backend", "fast", ValueError),
+    ],
+)
+def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) -> None:
+    call: dict[str, Any] = {"x": X, "weight": WEIGHT, "target": TARGET, "bias": torch.zeros(12)} | {name: value}
+    with pytest.raises(error, match=name):
+        linear_cross_entropy(**call)
+
+
+# bug -> the problem that must find it (the kinds that every room is given above) and the result it must be found in.
+MEAN, ROWS = make(**SMOOTHED), make("none", **SMOOTHED)
+HALF = make(dtype=torch.bfloat16, **SMOOTHED)
+PLANTED = {
+    "bias missing": (ROWS, "loss"),
+    "scale missing": (ROWS, "loss"),
+    "the next class": (ROWS, "loss"),
+    "ragged tile missing": (ROWS, "loss"),
+    "ragged tile not smoothed": (ROWS, "loss"),
+    "lse rounded": (ROWS, "loss"),
+    "smoothed over the others": (ROWS, "loss"),
+    "ignored rows in the loss": (MEAN, "loss"),
+    "mean over all rows": (MEAN, "loss"),
+    "gradient of the sum": (MEAN, "dx"),
+    "gradient without smoothing": (MEAN, "dx"),
+    "gradient without scale": (MEAN, "dx"),
+    "ignored rows in dx": (MEAN, "dx"),
+    "dloss forgotten": (MEAN, "dx"),
+    "dbias of one tile": (MEAN, "dbias"),
+}
+
+
+@pytest.mark.parametrize("problem", [MEAN, ROWS, HALF], ids=["mean", "none", "bfloat16"])
+def test_the_unplanted_formula_passes(problem) -> None:
+    check(problem, planted(None))
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_each_planted_bug_is_found(bug: str) -> None:
+    problem, result = PLANTED[bug]
+    with pytest.raises(AssertionError, match=f"^{result}: error"):
+        check(problem, planted(bug))
+
+
+@pytest.mark.parametrize("bug", ["ragged tile missing", "gradient without smoothing", "mean over all rows"])
+def test_16_bit_tolerance_is_not_idle(bug: str) -> None:
+    with pytest.raises(AssertionError):
+        check(HALF, planted(bug))
+
+
+def test_nan_in_an_ignored_row_is_found() -> None:
+    p = MEAN.but(x=MEAN.x.where(MEAN.keep[:, None], torch.nan))
+    check(p, planted(None))
+    with pytest.raises(AssertionError, match="^dweight: error"):
+        check(p, planted("ignored rows in dweight"))
