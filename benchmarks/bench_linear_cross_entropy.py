@@ -1,8 +1,6 @@
-"""The output projection and its label-smoothed cross-entropy: torch's operators, compiled, Liger-Kernel, quack.
+"""linear_cross_entropy: every backend, torch's operators one after the other and compiled, Liger-Kernel, quack.
 
-    python benchmarks/bench_linear_cross_entropy.py [--device cuda] [--out FILE.json] [--quick]
-
-fastattn has no op for it yet; what it would replace is measured. Peers with the whole in one op are given x and weight.
+python benchmarks/bench_linear_cross_entropy.py [--device cuda] [--out FILE.json] [--quick]
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from cases import CrossEntropyCase
 from harness import Inputs, Provider, Refused, imported
 from tables import cases_of
 from torch import Tensor
+
+from fastattn import linear_cross_entropy
 
 PAD = 0
 
@@ -38,21 +38,26 @@ def _options(case: CrossEntropyCase) -> dict[str, Any]:
     return {"ignore_index": PAD, "label_smoothing": case.smoothing}
 
 
+def in_dtype_of(loss: Tensor, x: Tensor) -> Tensor:
+    """All losses here, so that they are judged by the rounding of what they are made from: one number's own error, in
+    float32, is a matter of luck."""
+    return loss.to(x.dtype)
+
+
 def torch_operators(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> Any:
-    """Logits in the dtype given, their softmax at least in float32; so are all losses here, but returned in the dtype
-    given: of one number, that is the rounding that can be expected."""
+    """Logits in the dtype given, their softmax at least in float32."""
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         logits = F.linear(x, weight)
         accurate = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(accurate, inputs.fixed["target"], **_options(case)).to(x.dtype)
+        return in_dtype_of(F.cross_entropy(accurate, inputs.fixed["target"], **_options(case)), x)
 
     return loss
 
 
 def liger(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> Any:
     function = imported("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return lambda x, weight: function(x, weight, inputs.fixed["target"], **_options(case)).to(x.dtype)
+    return lambda x, weight: in_dtype_of(function(x, weight, inputs.fixed["target"], **_options(case)), x)
 
 
 def quack(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> Any:
@@ -60,11 +65,18 @@ def quack(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> Any:
     cross_entropy = imported("quack").cross_entropy
     if case.smoothing:
         raise Refused("no label smoothing")
-    return lambda x, weight: cross_entropy(F.linear(x, weight), inputs.fixed["target"], ignore_index=PAD).to(x.dtype)
+    target = inputs.fixed["target"]
+    return lambda x, weight: in_dtype_of(cross_entropy(F.linear(x, weight), target, ignore_index=PAD), x)
 
 
 def providers(device: torch.device) -> list[Provider]:
-    found = [harness.peer("torch", torch_operators), harness.peer("torch.compile", torch_operators, compiled=True)]
+    found = harness.ours(
+        linear_cross_entropy,
+        lambda case, inputs, dropout_p: {"target": inputs.fixed["target"]} | _options(case),
+        finish=lambda loss, leaves: in_dtype_of(loss, leaves["x"]),
+    )
+    found.append(harness.peer("torch", torch_operators))
+    found.append(harness.peer("torch.compile", torch_operators, compiled=True))
     others = {"Liger-Kernel": liger, "quack": quack} if device.type == "cuda" else {}
     return found + [harness.peer(name, function) for name, function in others.items()]
 
