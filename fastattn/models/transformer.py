@@ -18,6 +18,7 @@ from fastattn.models.packing import Packed
 from fastattn.nn import DecoderLayer, EncoderLayer, OpenSum, PositionalEncoding
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.residual import Stream, add_norm
+from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
 SCALE_MODES = ("emb", "prj", "none")
 
@@ -250,13 +251,55 @@ class FusedTransformer(nn.Module):
 
         Returns logits (B * Lt, n_trg_vocab): row b * Lt + t scores the token that follows trg_seq[b, t].
         """
+        dec_output, packed = self.decode(src_seq, trg_seq)
+        logits = self.project(dec_output)
+        return (logits if packed is None else packed.unpack(logits)).flatten(0, 1)
+
+    def loss(
+        self,
+        src_seq: Tensor,
+        trg_seq: Tensor,
+        gold: Tensor,
+        label_smoothing: float = 0.0,
+        *,
+        smooth_over: str = "all",
+        reduction: str = "mean",
+    ) -> Tensor:
+        """Cross-entropy of forward(src_seq, trg_seq) and gold, a float32 scalar; the logits are never kept.
+
+        gold: integer (B, Lt) or (B * Lt,), the token that follows each of trg_seq; where it is padding it is ignored,
+            and so is, with pack_padding, what follows padding in trg_seq.
+        label_smoothing, smooth_over: as in ``linear_cross_entropy``: torch's smoothing, or with "others" the public
+            implementation's.     reduction: "mean" over the tokens that are not ignored, or "sum".
+        Wrappers that act on forward, as DistributedDataParallel does, want a module whose forward calls this.
+        """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be one of mean, sum, got {reduction!r}")
+        if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
+            expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
+            raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
+        gold = gold.reshape(trg_seq.shape)
+        dec_output, packed = self.decode(src_seq, trg_seq)
+        return linear_cross_entropy(
+            dec_output,
+            self.trg_word_prj.weight,
+            gold if packed is None else packed.pack(gold),
+            self.trg_word_prj.bias,
+            label_smoothing=label_smoothing,
+            smooth_over=smooth_over,
+            ignore_index=self.trg_pad_idx,
+            logit_scale=self.d_model**-0.5 if self.scale_prj else 1.0,
+            reduction=reduction,
+            backend=self.decoder.backend,
+        )
+
+    def decode(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed | None]:
+        """The decoder's output (B, Lt, d_model) and None; or as decode_packed, with pack_padding."""
         if self.pack_padding:
-            dec_output, trg = self.decode_packed(src_seq, trg_seq)
-            return trg.unpack(self.project(dec_output)).flatten(0, 1)
+            return self.decode_packed(src_seq, trg_seq)
         src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
         enc_output, *_ = self.encoder(src_seq, src_mask)
-        dec_output, *_ = self.decoder(trg_seq, trg_mask, enc_output, src_mask)
-        return self.project(dec_output).flatten(0, 1)
+        return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
 
     def decode_packed(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed]:
         """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and how to bring them back in place."""
