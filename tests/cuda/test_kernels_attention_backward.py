@@ -1,0 +1,251 @@
+"""The CUDA attention's backward, the kernels for every length and those for short ones: on the CPU, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from attention_checks import Problem, Results, compare, make
+from host_build import COMPLETIONS, ORDERS
+from mask_cases import KINDS, prefix
+from torch import Tensor
+
+from fastattn import AttentionMask
+from fastattn.cuda import _attention_short as short
+from fastattn.cuda import attention as room
+from fastattn.reference import philox
+
+FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
+LOW = BFLOAT16, FLOAT16
+GRADS = "dq", "dk", "dv", "dbias"
+
+Backward = Callable[[Problem], Results]
+
+
+def backward(p: Problem) -> Results:
+    """Through the room's functions, so that nobody but it chooses the kernels."""
+    torch.manual_seed(p.seed)
+    rng_state = philox.draw_rng_state(p.q.device) if p.dropout_p > 0 else None
+    rest = (AttentionMask(**p.mask, bias=p.bias), p.scale, p.dropout_p, rng_state)
+    out, lse = room.attention_fwd(p.q, p.k, p.v, *rest)
+    grads = room.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *rest, p.bias is not None)
+    return Results(out, lse, None, *grads)
+
+
+def check(p: Problem) -> Results:
+    actual = backward(p)
+    compare(p, actual, GRADS)
+    return actual
+
+
+@pytest.fixture(params=["any length", "short"])
+def kernels(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels run: those of short sequences must serve, or must not."""
+    monkeypatch.setattr(room.sm90, "serves_backward", lambda *_: False)
+    if request.param == "any length":
+        monkeypatch.setattr(short, "serves", lambda *_: False)
+    else:
+        serves = short.serves
+
+        def must_serve(*tensors: Tensor) -> bool:
+            assert serves(*tensors), "a test of the short kernel must reach it"
+            return True
+
+        monkeypatch.setattr(short, "serves", must_serve)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_kinds(kind: str, kernels: str, device: torch.device) -> None:
+    """Several tiles; with dropout and a bias, whose gradient the short kernel leaves to others unless keys share it."""
+    check(make(B=2, H=2, Lq=70, Lk=100, D=24, dtype=BFLOAT16, mask=kind, device=device))
+    bias = (1, 4, 37, 1) if kernels == "short" else (1, 4, 37, 45)
+    check(make(B=2, H=4, Hk=2, Lq=37, Lk=45, D=16, dtype=FLOAT16, mask=kind, bias=bias, dropout_p=0.3, device=device))
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "window", "key_padding_holes", "attn_mask", "segments", "decoder"])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_long(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Tiles of every class, the last of them ragged, and more than one block of bits."""
+    check(make(B=1, H=2, Hk=1, Lq=150, Lk=270, D=40, dtype=dtype, mask=kind, dropout_p=0.1, device=device))
+
+
+@pytest.mark.parametrize("Lq, Lk", [(1, 1), (1, 65), (128, 1), (31, 33), (32, 32), (64, 97), (65, 127), (128, 128)])
+def test_lengths_at_tile_edges(Lq: int, Lk: int, kernels: str, device: torch.device) -> None:
+    mask = {"is_causal": True, "align": "bottom_right"} if Lq <= Lk else {"key_padding": prefix([Lk], Lk).to(device)}
+    check(make(B=1, H=8 if Lq * Lk == 1 else 1, Lq=Lq, Lk=Lk, D=16, dtype=BFLOAT16, mask=mask, device=device))
+
+
+@pytest.mark.parametrize("D", [1, 8, 33, 64, 72, 127, 128])
+def test_head_dims(D: int, kernels: str, device: torch.device) -> None:
+    dtype = LOW[D % 2]
+    check(make(B=1, H=1, Lq=40, Lk=70, D=D, Dv=max(D - 5, 3), dtype=dtype, mask="causal", device=device))
+
+
+@pytest.mark.parametrize("D, Dv", [(160, 256), (256, 256), (5, 130)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_heads(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> None:
+    """dk and dv are made by different blocks."""
+    check(make(B=1, H=2, Hk=1, Lq=40, Lk=70, D=D, Dv=Dv, dtype=dtype, mask="causal", dropout_p=0.2, device=device))
+
+
+@pytest.mark.parametrize("D", [1, 16, 33, 64, 100, 128])
+def test_float32(D: int, device: torch.device) -> None:
+    check(make(B=1, H=2, Lq=70, Lk=90, D=D, mask="attn_mask", bias=(1, 1, 70, 90), device=device))
+
+
+def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch allows tf32, products are as coarse as its 11 bits of mantissa, and no coarser."""
+    p = make(B=1, H=2, Lq=70, Lk=90, D=40, mask="causal", bias=(1, 2, 70, 90), device=device)
+    before = check(p)
+    monkeypatch.setattr(room, "_tf32", lambda: True)
+    after = backward(p)
+    for name in GRADS:
+        exact, rounded = getattr(before, name), getattr(after, name)
+        assert not torch.equal(exact, rounded), name
+        assert (exact - rounded).abs().max() < 3e-3 * exact.abs().max(), name
+
+
+# (B, H, Lq, Lk) of the problem is (2, 4, 70, 140).
+BIASES = [(1, 1, 70, 140), (2, 1, 70, 140), (1, 4, 70, 140), (2, 4, 70, 140)]
+BIASES += [(1, 1, 1, 140), (2, 4, 1, 140), (1, 4, 70, 1), (2, 1, 70, 1), (2, 4, 1, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+@pytest.mark.parametrize("dtype, bias_dtype", [(BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT32, FLOAT32)])
+def test_bias_shapes(shape: tuple[int, ...], dtype: torch.dtype, bias_dtype: torch.dtype, device: torch.device) -> None:
+    options = dict(mask="key_padding_holes", bias=shape, bias_dtype=bias_dtype, dropout_p=0.2)
+    check(make(B=2, H=4, Hk=2, Lq=70, Lk=140, D=16, dtype=dtype, device=device, **options))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_bias_of_queries_gets_no_rounding_of_out(dtype: torch.dtype, kernels: str, device: torch.device) -> None:
+    """Nothing but lse depends on a bias that all keys share: without a gradient of lse its own is 0, exactly."""
+    p = make(B=2, H=2, Lq=40, Lk=50, D=16, dtype=dtype, mask="causal", bias=(1, 2, 40, 1), dlse=False, device=device)
+    assert not check(p).dbias.any()
+
+
+@pytest.mark.parametrize("far", [-1e4, torch.finfo(FLOAT32).min])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_a_bias_moves_far(far: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Some models mask with such numbers, whole rows included. There lse is coarse; the gradients are not."""
+    bias = torch.zeros(1, 1, 70, 90, device=device)
+    bias[:, :, 3] = bias[:, :, 67] = bias[..., 30:33] = far
+    check(make(Lq=70, Lk=90, dtype=dtype, device=device).but(bias=bias))
+
+
+def test_rows_that_a_short_bias_moves_far(device: torch.device) -> None:
+    bias = torch.zeros(1, 1, 40, 1, device=device)
+    bias[:, :, 3] = torch.finfo(FLOAT32).min
+    check(make(Lq=40, Lk=50, dtype=BFLOAT16, device=device).but(bias=bias))
+
+
+@pytest.mark.parametrize("B, H, Lq, Lk", [(0, 2, 5, 6), (2, 0, 5, 6), (2, 2, 0, 6), (2, 2, 5, 0)])
+@pytest.mark.parametrize("kind", ["none", "causal", "key_padding"])
+def test_nothing_to_do(B: int, H: int, Lq: int, Lk: int, kind: str, kernels: str, device: torch.device) -> None:
+    mask = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "key_padding": {"key_padding": torch.ones(1, Lk, dtype=torch.bool, device=device)},
+    }[kind]
+    q, k, v = (torch.randn(B, H, n, 8, device=device).bfloat16() for n in (Lq, Lk, Lk))
+    out, lse = torch.zeros_like(q), torch.full((B, H, Lq), -torch.inf, device=device)
+    grads = room.attention_bwd(q, lse, q, k, v, out, lse, AttentionMask(**mask), 1.0, 0.0, None, False)
+    assert all(not g.any() and g.shape == t.shape for g, t in zip(grads, (q, k, v), strict=False))
+
+
+def views(p: Problem) -> dict[str, Problem]:
+    """The same problem in other memory."""
+
+    def by_position(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def inside(t: Tensor, before: int, after: int) -> Tensor:
+        wide = t.new_full((*t.shape[:3], before + t.shape[3] + after), torch.nan)
+        return wide[..., before : before + t.shape[3]].copy_(t)
+
+    return {
+        "heads inside positions": p.but(**{n: by_position(getattr(p, n)) for n in ("q", "k", "v", "dout")}),
+        "off bounds": p.but(q=inside(p.q, 1, 7), k=inside(p.k, 3, 5), v=inside(p.v, 1, 2), dout=inside(p.dout, 3, 2)),
+        "rows apart": p.but(q=inside(p.q, 8, 8), k=inside(p.k, 16, 0), dout=inside(p.dout, 0, 8)),
+        "dout of one number": p.but(dout=p.dout[:1, :1, :1, :1].expand_as(p.dout)),
+        "transposed dout": p.but(dout=p.dout.mT.contiguous().mT, dlse=p.dlse.mT.contiguous().mT),
+    }
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_memory_orders(dtype: torch.dtype, kernels: str, device: torch.device) -> None:
+    """Strides are served in place; gradients lie as what they are gradients of."""
+    if kernels == "short" and dtype == FLOAT32:
+        pytest.skip("the short kernel is for 16-bit types")
+    p = make(B=2, H=3, Lq=40, Lk=40, D=16, dtype=dtype, mask="causal", device=device)
+    straight = check(p)
+    for name, other in views(p).items():
+        result = check(other)
+        if name != "dout of one number":
+            assert all(torch.equal(a, b) for a, b in zip(result[3:6], straight[3:6], strict=True)), name
+    assert backward(views(p)["heads inside positions"]).dk.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "kind", ["window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder", "bias"]
+)
+def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, kernels: str, device: torch.device) -> None:
+    """Unseen keys and values, and queries that see nothing with all that flows back to them, may hold anything."""
+    p = make(B=2, H=2, Lq=40, Lk=100, D=16, dtype=BFLOAT16, mask="none" if kind == "bias" else kind, device=device)
+    if kind == "bias":
+        bias = torch.zeros(2, 1, 40, 1 if kernels == "short" else 100, device=device)
+        bias[1, :, 17] = -torch.inf
+        if kernels != "short":
+            bias[0, :, :, 70:] = bias[1, :, :, 3] = -torch.inf
+        p = p.but(bias=bias)
+    keep = AttentionMask(**p.mask).dense(*p.shape, device)
+    keep = keep if p.bias is None else keep & (p.bias != -torch.inf)
+    seen, sees = keep.any(-2)[..., None], keep.any(-1)[..., None]
+    assert not (seen.all() and sees.all()), "this mask hides nothing"
+    clean = check(p)
+    dirty = p.but(
+        q=p.q.where(sees, garbage),
+        k=p.k.where(seen, garbage),
+        v=p.v.where(seen, garbage),
+        dout=p.dout.where(sees, garbage),
+        dlse=p.dlse.where(sees[..., 0], garbage),
+    )
+    for name, a, b in zip(GRADS, backward(dirty)[3:], clean[3:], strict=True):
+        assert a is None or torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("Lk, bias", [(200, (1, 1, 70, 200)), (90, (1, 1, 70, 1))], ids=["long", "short"])
+def test_bits_do_not_depend_on_the_run(
+    Lk: int, bias: tuple[int, ...], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits in every order of warps, lanes and blocks, and however late a copy arrives."""
+    results = []
+    for order in ORDERS:
+        for completion in COMPLETIONS:
+            monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+            monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
+            options = dict(mask="decoder", dropout_p=0.2, bias=bias, dtype=dtype, device=device)
+            results.append(check(make(B=1, H=2, Hk=1, Lq=70, Lk=Lk, D=64, **options)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][3:], other[3:], strict=True))
+
+
+def test_who_serves(device: torch.device) -> None:
+    """The short kernel takes what it says, on a device that can hold it."""
+
+    def tensors(Lq: int, Lk: int, D: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(1, 1, length, D, dtype=dtype, device=device) for length in (Lq, Lk, Lk)]
+
+    for case, served in (
+        ((128, 128, 64, BFLOAT16), True),
+        ((128, 64, 128, FLOAT16), True),
+        ((129, 64, 64, BFLOAT16), False),
+        ((64, 129, 64, BFLOAT16), False),
+        ((64, 64, 129, BFLOAT16), False),
+        ((64, 64, 64, FLOAT32), False),
+    ):
+        assert short.serves(*tensors(*case)) == served, case
