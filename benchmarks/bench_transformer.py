@@ -23,8 +23,8 @@ from tables import cases_of
 from torch import nn
 
 from fastattn import use_backend
-from fastattn._dispatch import OPS
 
+MODEL_OPS = ("attention", "add_layer_norm", "feed_forward")  # what the model calls; its loss here is torch's
 COMPARED = 32  # sentences: float64 logits of a whole batch may not fit into memory
 
 
@@ -83,15 +83,16 @@ def provider(
             model.compile(dynamic=False, mode=compiled)
         return step_of(model, case, inputs, backend, left_out, **notes)
 
-    ours = build is models.fused and not compiled
-    return Provider(name, make, ours, later=0 if compiled is None else 18)  # a minute or two of compiling
+    ours = build is not models.plain and not compiled
+    later = 0 if compiled is None else 18  # cases: it compiles for a minute or two
+    return Provider(name, make, ours, later, same_dropout=build is not models.packed)  # whose rows are others
 
 
 def providers(device: torch.device) -> list[Provider]:
     on_gpu = device.type == "cuda"
     found = [provider("reference", backend="reference"), provider("default", default=True)]
-    found.append(provider("plain PyTorch", models.plain))
-    found += [provider(f"default, {stem} by reference", left_out=stem, without=stem) for stem in OPS]
+    found += [provider("default, pack_padding", models.packed), provider("plain PyTorch", models.plain)]
+    found += [provider(f"default, {stem} by reference", left_out=stem, without=stem) for stem in MODEL_OPS]
     found += [provider(backend, backend=backend) for backend in (("aten", "triton") if on_gpu else ())]
     found.append(provider("torch.compile of plain", models.plain, compiled="default"))
     found.append(provider("torch.compile of reference", backend="reference", compiled="default"))

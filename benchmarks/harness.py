@@ -62,15 +62,19 @@ class Run(NamedTuple):
 class Provider(NamedTuple):
     """make(case, inputs, dropout_p) -> Run, or raises Refused.
 
-    ours: a backend of fastattn. It drops what the reference drops, and its failure fails the script; a peer is checked
-    without dropout, and its failure is only recorded. later: it takes long to get ready, as torch.compile does; the
-    report measures it this many cases after the others, and quick runs leave it out.
+    ours: a backend of fastattn; its failure fails the script, that of a peer is only recorded. later: it takes long to
+    get ready, as torch.compile does; the report measures it this many cases after the others, and quick runs leave it
+    out. same_dropout: one of ours that drops what the reference drops; all others are checked without dropout.
     """
 
     name: str
     make: Callable[[Any, Inputs, float], Run]
     ours: bool = True
     later: int = 0
+    same_dropout: bool = True
+
+    def checked_dropout(self, case: Any) -> float:
+        return case.dropout_p if self.ours and self.same_dropout else 0.0
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class Checker:
 
     def checked(self, provider: Provider) -> tuple[float, Run]:
         """The ratio, and the Run that was checked."""
-        dropout_p = self.case.dropout_p if provider.ours else 0.0
+        dropout_p = provider.checked_dropout(self.case)
         run = provider.make(self.case, self.inputs, dropout_p)
         if dropout_p not in self.known:
             inputs = self._inputs()
@@ -225,7 +229,7 @@ def measure_provider(
         ratio, run = checker.checked(provider)
         if not ratio <= WRONG:
             return {"status": "wrong result", "reason": f"error is {ratio:.3g} x its bound"}
-        if case.dropout_p and not provider.ours:
+        if case.dropout_p != provider.checked_dropout(case):
             run = provider.make(case, inputs, case.dropout_p)
         timings = {
             direction: timing.measure(run.timed[direction], device, budget_s)._asdict()

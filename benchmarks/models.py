@@ -54,6 +54,11 @@ def fused(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     return FusedTransformer(**_arguments(case, dropout_p, longest))
 
 
+def packed(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
+    """The same, working on real tokens only."""
+    return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=True)
+
+
 def plain(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     folder = Path(__file__).resolve().parents[1] / "tests" / "models"
     if not folder.exists():
