@@ -1,7 +1,8 @@
 """fastattn: encoder-decoder Transformers in PyTorch, several times faster by changing one import.
 
-Fused kernels for masked attention, residual + dropout + layer normalisation and the position-wise feed-forward network,
-beside a plain PyTorch path that says what they must compute. `python -m fastattn doctor` compares the two here.
+Fused kernels for masked attention, residual + dropout + layer normalisation, the position-wise feed-forward network and
+the output projection with its loss, beside a plain PyTorch path that says what they must compute. `python -m fastattn
+doctor` compares the two here.
 """
 
 from fastattn._dispatch import Explanation, explain, use_backend

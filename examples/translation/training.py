@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -47,10 +46,7 @@ def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> f
 def loss_of(model: FusedTransformer, batch: Batch, settings: Settings, label_smoothing: float) -> Tensor:
     """Cross-entropy a target token, padding ignored: a float32 scalar."""
     with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.amp):
-        logits = model(batch.source, batch.target_in)  # (B * Lt, vocabulary)
-    return F.cross_entropy(
-        logits.float(), batch.target_out.flatten(), ignore_index=PAD, label_smoothing=label_smoothing
-    )
+        return model.loss(batch.source, batch.target_in, batch.target_out, label_smoothing)
 
 
 def training_step(
