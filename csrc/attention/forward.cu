@@ -2,12 +2,18 @@
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 // Grid: one block a (batch, head, kBlockM queries), the last queries of a head first: under a causal mask they have the
-//   longest way. A warp owns 16 or 32 queries, with their running maximum, sum and accumulator in registers.
+//   longest way. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
 // Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the copy
-//   of the other runs; two blocks fit on a multiprocessor where head_dim allows, and fill each other's waits.
+//   of the other runs; blocks of one multiprocessor fill each other's waits.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
-//   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one:
-//   four times fewer kernels to compile than with a template parameter each.
+//   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 12
+//   kernels serve every call.
+// Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
+//   head_dim 64    162 / 162 registers, 27.0 KiB of shared memory, 3 blocks a multiprocessor
+//   head_dim 128   212 / 214            51.0 KiB                   2
+//   head_dim 256   244 / 248            66.0 KiB                   2
+// Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each type
+//   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to compile.
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/walk.cuh"
@@ -30,7 +36,7 @@ struct alignas(16) ForwardShared {
 };
 
 template <class T, int kHeadDim>
-__global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads) forward_kernel(const Forward p) {
+__global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, kHeadDim > 64 ? 2 : 3) forward_kernel(const Forward p) {
   using Tile = ForwardTile<T, kHeadDim>;
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kTiles = kBlockN / 8;
   auto& shared = shared_memory<ForwardShared<T, kHeadDim>>();

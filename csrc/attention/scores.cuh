@@ -69,15 +69,16 @@ struct Exponent {
   // shift: of a folded exponent in its unit, scaled by the caller.
   template <int kTiles>
   __device__ __forceinline__ void apply(float (&s)[kTiles][4], int half, float shift) const {
-    // One of the two differences is exact: s * unit - shift in one step, or s - shift.
-    const float before = folded ? 0.0f : shift, after = folded ? shift : 0.0f;
+    const auto each = [&](auto power) {
 #pragma unroll
-    for (int j = 0; j < kTiles * 2; j++) {
-      float& score = s[j / 2][2 * half + j % 2];
-      if constexpr (std::is_same_v<T, float>)
-        score = exp_exact(score - shift);
-      else
-        score = exp2_approximate((score - before) * unit - after);
+      for (int j = 0; j < kTiles * 2; j++) s[j / 2][2 * half + j % 2] = power(s[j / 2][2 * half + j % 2]);
+    };
+    if constexpr (std::is_same_v<T, float>) {
+      each([&](float score) { return exp_exact(score - shift); });
+    } else if (folded) {  // a branch around the loop, so that it is one instruction an element and the exponential
+      each([&](float score) { return exp2_approximate(score * unit - shift); });
+    } else {
+      each([&](float score) { return exp2_approximate((score - shift) * unit); });
     }
   }
 };

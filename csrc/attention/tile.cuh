@@ -152,7 +152,6 @@ void with_type(DType dtype, bool tf32, Function&& f) {
 template <class Function>
 void with_head_dim(const Shape& shape, Function&& f) {
   const int head_dim = shape.head_dim_k > shape.head_dim_v ? shape.head_dim_k : shape.head_dim_v;
-  if (head_dim <= 32) return f(Int<32>{});
   if (head_dim <= 64) return f(Int<64>{});
   if (head_dim <= 128) return f(Int<128>{});
   f(Int<256>{});
