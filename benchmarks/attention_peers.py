@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import timing
 import torch
 import torch.nn.functional as F
 from cases import AttentionCase
@@ -73,7 +74,8 @@ def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
 
 
 def flex(count_mask: bool) -> Provider:
-    """FlexAttention, compiled. count_mask: its BlockMask is made within the forward, as for a batch of new masks."""
+    """FlexAttention, compiled. count_mask: its BlockMask is made within the forward, as for a batch of new masks; how
+    long that takes by itself is noted."""
 
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
         module = imported("torch.nn.attention.flex_attention")
@@ -91,7 +93,8 @@ def flex(count_mask: bool) -> Provider:
         def block_mask() -> Any:
             return None if mask_mod is None else build(mask_mod, *sizes, case.length_q, case.length_k, device=device)
 
-        made = None if count_mask else block_mask()
+        made = block_mask()
+        notes = {"mask_ms": timing.measure(block_mask, device, 0.05).median_ms} if count_mask else {}
         bias, slopes = inputs.leaves.get("attn_mask"), inputs.fixed.get("slopes")
 
         def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ def flex(count_mask: bool) -> Provider:
             mask = block_mask() if count_mask else made
             return attention(query, key, value, score_mod, mask, enable_gqa=case.heads_k is not None)
 
-        return run_of(attend, inputs)
+        return run_of(attend, inputs, **notes)
 
     return Provider("flex + mask building" if count_mask else "flex", make, ours=False, later=12)
 

@@ -2,7 +2,8 @@
 
     python benchmarks/bench_attention.py [--device cuda] [--out FILE.json] [--quick]
 
-Masks are made before the clock starts, as a training step makes them once for all its layers.
+Masks are made before the clock starts, as a training step makes them once for all its layers; "default, new mask"
+prepares its mask in every forward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import attention_peers
 import harness
 import torch
 from cases import AttentionCase
-from harness import Inputs, Provider
+from harness import Inputs, Provider, Refused, Run
 from tables import cases_of
 
 from fastattn import AttentionMask, scaled_dot_product_attention
@@ -62,10 +63,28 @@ def arguments(case: AttentionCase, inputs: Inputs, dropout_p: float) -> dict[str
     """For scaled_dot_product_attention, beside query, key, value and a learned bias."""
     given: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": case.heads_k is not None}
     given["is_causal"] = case.mask in ("causal", "alibi")
-    tensors = {name: tensor for name, tensor in inputs.fixed.items() if name != "slopes"}
-    if case.mask == "alibi" and inputs.leaves["query"].dtype == torch.float64:  # the checker's
-        tensors["bias"] = tensors["bias"].double()
+    tensors = mask_tensors(inputs)
     return given | ({"attn_mask": AttentionMask(**tensors)} if tensors else {})
+
+
+def mask_tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """For AttentionMask."""
+    tensors = {name: tensor for name, tensor in inputs.fixed.items() if name != "slopes"}
+    if "bias" in tensors and inputs.leaves["query"].dtype == torch.float64:  # the checker's
+        tensors["bias"] = tensors["bias"].double()
+    return tensors
+
+
+def new_mask(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
+    """The default path with a mask that it has not seen before: what a single layer pays."""
+    if not inputs.fixed:
+        raise Refused("no mask to prepare")
+    given = arguments(case, inputs, dropout_p)
+
+    def attend(**leaves: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(**leaves | given | {"attn_mask": AttentionMask(**mask_tensors(inputs))})
+
+    return harness.run_of(attend, inputs)
 
 
 def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Any:
@@ -75,7 +94,8 @@ def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> A
 
 
 def providers(device: torch.device) -> list[Provider]:
-    found = harness.ours(scaled_dot_product_attention, arguments) + attention_peers.torch_kernels(device)
+    found = [*harness.ours(scaled_dot_product_attention, arguments), Provider("default, new mask", new_mask)]
+    found += attention_peers.torch_kernels(device)
     found.append(harness.peer("torch.compile of reference", compiled_formula, compiled=True))
     if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel
         found += [attention_peers.flash_attention(version) for version in (2, 3, 4)]

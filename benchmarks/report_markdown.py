@@ -117,6 +117,7 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
             refused.append(f"- {row['provider']}: {row['status']}: {row['reason']}")
             continue
         notes = f" ({row['ran']} ran)" if row.get("ran", row["provider"]) not in row["provider"] else ""
+        notes += f" (mask alone {row['mask_ms']:.3g} ms)" if "mask_ms" in row else ""
         notes += " (default)" if row.get("default") and row["provider"] != "default" else ""
         cells = [row["provider"] + notes]
         for timed in row["timings"].values():

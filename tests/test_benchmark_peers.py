@@ -85,7 +85,9 @@ def test_flex_attention_has_the_same_mask(mask: str, load: Any, monkeypatch: pyt
             with pytest.raises(harness.Refused, match="no mask to build"):
                 provider.make(case, inputs, 0.0)
         else:
-            torch.testing.assert_close(provider.make(case, inputs, 0.0).timed["forward"](), expected)
+            run = provider.make(case, inputs, 0.0)
+            torch.testing.assert_close(run.timed["forward"](), expected)
+            assert run.notes.get("mask_ms", 0) > 0 or not count_mask
     with pytest.raises(harness.Refused, match="no dropout"):
         peers.flex(False).make(case, inputs, 0.1)
 
