@@ -17,6 +17,8 @@ class Problem(NamedTuple):
     """One small random problem: `function(**tensors, **options, backend=...)` solves it. Each tensor has a gradient.
 
     other_order: the same formula in plain PyTorch, in another order that is just as honest, where the order matters.
+    by_sentence: the function is called for each x and target of the batch: of one number, the plain formula's error
+        is luck, and the largest of many is not.
     """
 
     op: str
@@ -25,6 +27,7 @@ class Problem(NamedTuple):
     tensors: dict[str, torch.Tensor]
     options: dict[str, Any]
     other_order: Callable[..., Any] | None = None
+    by_sentence: bool = False
 
 
 def problems(device: torch.device, large: bool | None = None) -> Iterator[Problem]:
@@ -98,6 +101,23 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield feed_forward("swiglu")
     yield feed_forward("relu", dropout_p=0.2)
 
+    sentences, length, d_model, classes = (32, 20, 128, 5003) if large else (16, 5, 32, 83)
+    target = torch.randint(0, classes, (sentences, length), generator=generator)
+    target[:, length - 2 :] = 0  # padding
+
+    def linear_cross_entropy(case: str, by_sentence: bool = False, **options: Any) -> Problem:
+        tensors = {
+            "x": randn(sentences, length, d_model),
+            "weight": 2 * randn(classes, d_model) * d_model**-0.5,
+            "bias": 0.1 * randn(classes),
+        }
+        options |= {"target": target.to(device), "ignore_index": 0, "logit_scale": 0.5}
+        function = fastattn.linear_cross_entropy
+        return Problem("linear_cross_entropy", case, function, tensors, options, by_sentence=by_sentence)
+
+    yield linear_cross_entropy("mean, smoothed", by_sentence=True, label_smoothing=0.1)
+    yield linear_cross_entropy("none, others", reduction="none", label_smoothing=0.1, smooth_over="others")
+
 
 def divided_last(
     query: torch.Tensor,
@@ -136,7 +156,12 @@ def solve(
     """Outputs and gradients of `problem` by `function`, of its tensors rounded to `given`, computed in `dtype`."""
     leaves = {name: t.to(given).to(dtype).requires_grad_() for name, t in problem.tensors.items()}
     torch.manual_seed(SEED)  # one dropout mask for every backend and dtype
-    outputs = function(**leaves, **problem.options)
+    if problem.by_sentence:
+        targets, options = problem.options["target"], problem.options
+        calls = (leaves | options | {"x": x, "target": t} for x, t in zip(leaves["x"], targets, strict=True))
+        outputs = torch.stack([function(**call) for call in calls])
+    else:
+        outputs = function(**leaves, **problem.options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(SEED)
     douts = [torch.randn(out.shape, generator=generator).to(given).to(out) for out in outputs]

@@ -261,10 +261,10 @@ def _render_checks(report: dict[str, Any]) -> Iterator[str]:
             ratio = Judgement(record["error"], record["bound"]).ratio
             cell = f"{record['error']:.1e} ({ratio:.2f})"
         row[record["dtype"]] = max(row.get(record["dtype"], (-1.0, "")), (ratio, cell))
-    yield f"  {'':<48}" + "".join(f"{_name(dtype):<17}" for dtype in DTYPES)
+    yield f"  {'':<54}" + "".join(f"{_name(dtype):<17}" for dtype in DTYPES)
     for (op, case, backend), row in worst.items():
         cells = "".join(f"{row.get(_name(dtype), (0, '-'))[1]:<17}" for dtype in DTYPES)
-        yield f"  {op:<15}{case:<21}{backend:<12}{cells}".rstrip()
+        yield f"  {op:<21}{case:<21}{backend:<12}{cells}".rstrip()
 
 
 def _distinct(items: Iterable[str]) -> list[str]:

@@ -100,6 +100,7 @@ def test_doctor_reports_every_op_backend_and_gradient(capsys: pytest.CaptureFixt
         "attention": ["out", "grad of query", "grad of key", "grad of value", "grad of attn_mask"],
         "add_layer_norm": ["out", "grad of x", "grad of residual", "grad of weight", "grad of bias"],
         "feed_forward": ["out", "grad of x", *(f"grad of {p}" for p in ("weight1", "bias1", "weight2", "bias2"))],
+        "linear_cross_entropy": ["out", "grad of x", "grad of weight", "grad of bias"],
     }
     for op, names in results.items():
         for backend in ("reference", "aten"):
