@@ -1,14 +1,14 @@
 """Measure everything there is time for, and write it down: one command, its results safe at any moment.
 
     python benchmarks/report.py --out DIR [--minutes N] [--only OP ...] [--device cuda]
+    python benchmarks/report.py --render RECORD      report.md and plots anew, also on another machine
     python benchmarks/report.py --compare A B        two records side by side, and what got slower
     python benchmarks/report.py --readme | --check   the README's tables from the records in results/: write, compare
 
 DIR gets rows.jsonl (each result, as soon as it is known), record.json (after each case), at the end report.md and the
 plots, and the measuring process's output. The most valuable cases come first; each provider works in another process,
 within a time limit, so one that crashes, hangs or runs out of memory is a line in the report. Run again with the same
-DIR, the report goes on where it was stopped, unless code, machine or versions have changed. --minutes 0 only writes
-anew what is known.
+DIR, the report goes on where it was stopped, unless code, machine or versions have changed.
 """
 
 from __future__ import annotations
@@ -152,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = made.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, metavar="DIR", help="measure, and write everything here")
+    action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and plots of this record")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="records, or folders with one")
     action.add_argument("--readme", action="store_true", help="write the README's tables from the committed records")
     action.add_argument("--check", action="store_true", help="fail if the README and the committed records disagree")
@@ -167,6 +168,10 @@ def main(argv: Sequence[str] | None = None, catalogue: str = "catalogue") -> int
     """The command. Measuring returns 1 when a backend of fastattn failed or was wrong; --compare, when one got slower;
     --check, when the README is not what the records say."""
     arguments = parser().parse_args(argv)
+    if arguments.render:
+        folder = arguments.render if arguments.render.is_dir() else arguments.render.parent
+        print(f"wrote {report_markdown.write(records.load(arguments.render), folder)}")
+        return 0
     if arguments.compare:
         return report_compare.main(*arguments.compare)
     if arguments.readme or arguments.check:

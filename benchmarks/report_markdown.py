@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import report_plots
 from records import Record, Row, bound_ms, default_row, machine, median, named, rate, rows_of
 
 PYTORCH = ("sdpa", "torch", "plain PyTorch")  # what a user of plain PyTorch runs, op by op
@@ -94,9 +93,11 @@ def write(record: Record, out: Path) -> Path:
     lines += ["", "## Summary", "", "Over 1x: fastattn's default is faster than the column's name."]
     lines += summary(record)
     try:
+        import report_plots  # a machine that measures need not be able to draw
+
         lines += [line for name in report_plots.draw(record, out) for line in ("", f"![{name}]({name})")]
     except ImportError as error:
-        lines += ["", f"No plots: {error}."]
+        lines += ["", f"No plots: {error}. `report.py --render` draws them anywhere."]
     for name, op in record["ops"].items():
         lines += ["", f"## {name}", "", f"{op['formula']}."]
         for case in (case for case in record["cases"] if case["op"] == name):

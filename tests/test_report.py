@@ -234,6 +234,19 @@ def test_plots_are_drawn_from_what_is_there(load: Any, record: dict[str, Any], t
     assert plots.draw(record | {"rows": []}, tmp_path) == []
 
 
+def test_a_machine_without_matplotlib_measures_and_another_draws(
+    load: Any, record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load("records").save(record, tmp_path / "record.json")
+    monkeypatch.delitem(sys.modules, "report_plots", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert load("report").main(["--render", str(tmp_path)]) == 0
+    assert "No plots" in (tmp_path / "report.md").read_text() and not list(tmp_path.glob("*.png"))
+    assert load("report").main(["--render", str(tmp_path / "record.json")]) == 0
+    assert "![step.png](step.png)" in (tmp_path / "report.md").read_text() and (tmp_path / "step.png").exists()
+
+
 def test_compare_flags_what_is_beyond_the_quartiles(
     load: Any, record: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
