@@ -127,7 +127,33 @@ class FeedForward:
         feed_forward.feed_forward_bwd(x, *options, saved)
 
 
-Case = Attention | LayerNorm | FeedForward
+@dataclass(frozen=True)
+class CrossEntropy:
+    """gradient "now": made in the forward; "later": from dloss; "none": of a loss that is only read."""
+
+    arch: str
+    dtype: str
+    n_class: int
+    gradient: str = "now"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} classes {self.n_class} gradient {self.gradient}"
+
+    def launch(self) -> None:
+        import torch
+
+        from fastattn.kernels import linear_cross_entropy
+
+        x = torch.zeros(8, 64, dtype=getattr(torch, self.dtype))
+        weight, target = x.new_zeros(self.n_class, 64), torch.zeros(8, dtype=torch.int64)
+        options = (x, weight, None, target, 0.1, 0, 64**-0.5)
+        if self.gradient == "later":
+            linear_cross_entropy.linear_cross_entropy_bwd(torch.zeros(8), *options, "none", (True, True, False))
+        else:
+            linear_cross_entropy.linear_cross_entropy_fwd(*options, "mean", (self.gradient == "now",) * 2 + (False,))
+
+
+Case = Attention | LayerNorm | FeedForward | CrossEntropy
 
 # A kernel takes a second or two to compile, so each flag, dtype, size and architecture is there, not every product.
 CASES: tuple[Case, ...] = (
@@ -152,6 +178,10 @@ CASES: tuple[Case, ...] = (
     FeedForward("sm_80", "float16", "gelu"),
     *(FeedForward("sm_90a", dtype, "silu") for dtype in ("float32", "tf32")),
     *(FeedForward(arch, "bfloat16", "geglu", few=True) for arch in ("sm_80", "sm_90a")),
+    *(CrossEntropy("sm_90a", "bfloat16", n_class) for n_class in (1000, 10007, 32000)),
+    *(CrossEntropy("sm_90a", "bfloat16", 32000, gradient) for gradient in ("later", "none")),
+    CrossEntropy("sm_90a", "float32", 32000),
+    CrossEntropy("sm_80", "float16", 32000, "later"),
 )
 
 

@@ -118,6 +118,14 @@ def _feed_forward(backward: bool) -> Callable[[str], Work]:
     return work
 
 
+def _cross_entropy(case: str) -> Work:
+    """8192 rows of logits, read, and overwritten by their gradient; an exponential each time a logit is looked at."""
+    dtype, classes, gradient = re.match(r"(\w+) classes (\d+) gradient (\w+)", case).groups()
+    times = 1 if gradient == "none" else 2
+    logits = 8192 * int(classes)
+    return Work(dtype, 0, times * logits * _size(dtype) + 8192 * (8 + 4), times * logits)
+
+
 # Triton: kernel -> work of a case of compiled_triton.py.
 TRITON: dict[str, Callable[[str], Work]] = {
     "attention_forward_kernel": _attention(products=2, matrices=4, rows=1),
@@ -132,6 +140,7 @@ TRITON: dict[str, Callable[[str], Work]] = {
     "add_partials_kernel": _partials,
     "feed_forward_fwd_kernel": _feed_forward(backward=False),
     "feed_forward_bwd_kernel": _feed_forward(backward=True),
+    "cross_entropy_rows_kernel": _cross_entropy,
 }
 
 _CUDA_DTYPES = {"float": "float32", "__nv_bfloat16": "bfloat16", "__half": "float16"}

@@ -1,5 +1,5 @@
-"""Layer norm and feed-forward as they ship, compiled for sm_80 and sm_90a without a GPU: no spills in a forward, loads
-of 16 bytes, every product on tensor cores, shared memory that fits. `pytest -rP` prints registers, spills and shared.
+"""Layer norm, feed-forward and cross-entropy as they ship, compiled for sm_80 and sm_90a without a GPU: no spills in a
+forward, loads of 16 bytes, every product on tensor cores, shared memory that fits. `pytest -rP` prints each kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ WIDTH = {"bfloat16": 2, "float32": 4}
 SPILLS_ALLOWED = 0 if importlib.metadata.version("triton").startswith("3.6.") else 8
 
 LAYER_NORMS = [case for case in compiled_triton.CASES if isinstance(case, compiled_triton.LayerNorm)]
+CROSS_ENTROPIES = [case for case in compiled_triton.CASES if isinstance(case, compiled_triton.CrossEntropy)]
 FEED_FORWARDS = [case for case in compiled_triton.CASES if isinstance(case, compiled_triton.FeedForward)]
 
 
@@ -43,3 +44,14 @@ def test_feed_forward(case: compiled_triton.FeedForward) -> None:
         assert kernel.wide_loads > 0, kernel
         if case.dtype != "float32":  # exact float32 products have no tensor core
             assert_products_on_tensor_cores(kernel)
+
+
+@pytest.mark.parametrize("case", CROSS_ENTROPIES, ids=lambda case: f"{case.arch} {case}")
+def test_cross_entropy(case: compiled_triton.CrossEntropy) -> None:
+    """Eight values a lane each sweep, in pieces of 16 bytes whatever the class count; two rows a multiprocessor."""
+    kernel = kernels_of(case)["cross_entropy_rows_kernel"]
+    assert kernel.spills == 0, kernel
+    assert kernel.blocks >= 2, kernel
+    sweeps = 1 if case.gradient == "none" else 2
+    assert kernel.wide_loads >= sweeps * 8 * (4 if case.dtype == "float32" else 2) // 16, kernel
+    assert kernel.count("atomic") == 0, kernel
