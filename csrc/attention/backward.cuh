@@ -132,12 +132,7 @@ __device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& 
 // Calls f(T, kHeadDim), as values that carry them in their types.
 template <class Function>
 void with_kernel(const Shape& shape, DType dtype, bool tf32, Function&& f) {
-  const int head_dim = shape.head_dim_k > shape.head_dim_v ? shape.head_dim_k : shape.head_dim_v;
-  with_type(dtype, tf32, [&](auto t) {
-    if (head_dim <= 64) return f(t, Int<64>{});
-    if (head_dim <= 128) return f(t, Int<128>{});
-    f(t, Int<256>{});
-  });
+  with_head_dim(shape, [&](auto head_dim) { with_type(dtype, tf32, [&](auto t) { f(t, head_dim); }); });
 }
 
 }  // namespace fastattn::attention
