@@ -135,9 +135,10 @@ class CrossEntropy:
     dtype: str
     n_class: int
     gradient: str = "now"
+    bias: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype} classes {self.n_class} gradient {self.gradient}"
+        return f"{self.dtype} classes {self.n_class} gradient {self.gradient}{', bias' * self.bias}"
 
     def launch(self) -> None:
         import torch
@@ -146,7 +147,7 @@ class CrossEntropy:
 
         x = torch.zeros(8, 64, dtype=getattr(torch, self.dtype))
         weight, target = x.new_zeros(self.n_class, 64), torch.zeros(8, dtype=torch.int64)
-        options = (x, weight, None, target, 0.1, 0, 64**-0.5)
+        options = (x, weight, weight[:, 0].clone() if self.bias else None, target, 0.1, 0, 64**-0.5)
         if self.gradient == "later":
             linear_cross_entropy.linear_cross_entropy_bwd(torch.zeros(8), *options, "none", (True, True, False))
         else:
@@ -181,6 +182,7 @@ CASES: tuple[Case, ...] = (
     *(CrossEntropy("sm_90a", "bfloat16", n_class) for n_class in (1000, 10007, 32000)),
     *(CrossEntropy("sm_90a", "bfloat16", 32000, gradient) for gradient in ("later", "none")),
     CrossEntropy("sm_90a", "float32", 32000),
+    *(CrossEntropy("sm_90a", "bfloat16", n_class, bias=True) for n_class in (10007, 32000)),
     CrossEntropy("sm_80", "float16", 32000, "later"),
 )
 

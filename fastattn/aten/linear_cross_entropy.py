@@ -78,7 +78,7 @@ def _walk(
         rate = torch.full((), logit_scale, dtype=acc, device=x.device) * (1 if dloss is None else dloss)
         rate = torch.where(keep, rate / keep.sum() if reduction == "mean" else rate, 0)
     kept = None
-    if x.device.type != "cpu":
+    if not _may_wait(x):
         x, target = x.where(keep.unsqueeze(1), 0), target.where(keep, 0)
     elif not keep.all():
         kept = keep.nonzero().squeeze(1)
@@ -102,10 +102,15 @@ def _walk(
     if kept is not None:
         losses = losses.new_zeros(tokens).index_copy_(0, kept, losses)
         dx = dx if dx is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, kept, dx)
-    elif x.device.type != "cpu":
+    elif not _may_wait(x):
         losses = losses.where(keep, 0)
     dweight, dbias = (None if grad is None else grad.to(x.dtype) for grad in (dweight, dbias))
     return losses, (dx, dweight, dbias)
+
+
+def _may_wait(x: Tensor) -> bool:
+    """Whether the number of ignored rows may be asked for."""
+    return x.device.type == "cpu"
 
 
 def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Logits, losses and gradients of the linear layer with cross-entropy.   Specification: fastattn/reference/
 
-    logits = x weight^T + bias;    dlogits: rows.py;    dx = dlogits weight;    dweight = dlogits^T x;    dbias = column
-    sums of dlogits                                                                      linear_cross_entropy.py
+    logits = x weight^T;    dlogits: rows.py, which adds the bias               linear_cross_entropy.py
+    dx = dlogits weight;    dweight = dlogits^T x;    dbias = column sums of dlogits
 
 The three products are cuBLAS's. Logits exist once, in x's dtype, and the kernel writes dlogits in their place, so that
 of a reduced loss nothing but the gradients outlives the forward. One launch serves all tokens; only where their logits
@@ -83,12 +83,9 @@ def _walk(
     for start in range(0, max(tokens, 1), step):  # at least once: gradients of no tokens are 0
         rows = slice(start, start + step)
         logits = empty_logits(len(x[rows]), n_class, x)
-        if bias is None:
-            torch.mm(x[rows], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x[rows], weight.t(), out=logits)
+        torch.mm(x[rows], weight.t(), out=logits)
         of_rows = dloss if dloss is None or dloss.dim() == 0 else dloss[rows]
-        cross_entropy_rows(logits, target[rows], losses[rows], of_rows, count, *options, any(needs))
+        cross_entropy_rows(logits, bias, target[rows], losses[rows], of_rows, count, *options, any(needs))
         if needs[0]:
             torch.mm(logits, weight, out=dx[rows])
         if needs[1]:

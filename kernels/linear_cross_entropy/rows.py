@@ -1,8 +1,9 @@
 """Cross-entropy of rows of logits, and its gradient in their place.
 
-    z = logit_scale * logits;    lse = log(sum over c of exp(z_c))        Specification: fastattn/reference/
-    loss = (1 - eps) * (lse - z_t) + eps * (lse - mean of z)              linear_cross_entropy.py
+    z = logit_scale * (logits + bias);    lse = log(sum over c of exp(z_c));    t: the target
+    loss = (1 - eps) * (lse - z_t) + eps * (lse - mean of z)
     gradient of logits_c = dloss * logit_scale * (exp(z_c - lse) - eps / classes - (1 - eps) * [c = t])
+    Specification: fastattn/reference/linear_cross_entropy.py
 
 Grid: one program a row, which it sweeps twice, BLOCK columns a turn. The first sweep keeps, in float32 registers, the
 running maximum and for each of BLOCK places a sum of exponentials relative to it (and of logits, for smoothing), so
@@ -10,8 +11,8 @@ that a turn needs one reduction across the program's warps, that of the maximum.
 (cp.async). The second sweep reads the row again, from L2, and overwrites it. Only the program of a row touches it, and
 every sum has one order: equal inputs give equal bits.
 
-Floor, n rows of v classes: read and write 2 n v elements; without the gradient, read n v. 2 n v exponentials, which at
-16-bit logits take half of the time that memory does.
+Floor, n rows of v classes: n v elements read and n v written; without the gradient, n v read. 2 n v exponentials, which
+at 16-bit logits take two thirds of the time that memory does.
 """
 
 from typing import NamedTuple
@@ -28,9 +29,10 @@ ALIGNMENT = 64  # elements: rows begin at multiples of it, so that odd class cou
 
 @triton.jit(do_not_specialize=["dloss_stride", "ignore_index"])
 def cross_entropy_rows_kernel(
-    logits, target, losses, dloss, count,
+    logits, bias, target, losses, dloss, count,
     n_class, stride, dloss_stride, ignore_index, logit_scale, on_target, on_each,
-    HAS_SMOOTHING: tl.constexpr, HAS_GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, IS_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_GRADIENT: tl.constexpr,
+    HAS_DLOSS: tl.constexpr, IS_MEAN: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -46,13 +48,19 @@ def cross_entropy_rows_kernel(
     else:
         # A target out of range makes its row NaN. Loads go to the row's padded end, which is whole in 16 bytes.
         known = (label >= 0) & (label < n_class)
-        wanted = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32) * logit_scale
+        wanted = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+        if HAS_BIAS:
+            wanted += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
+        wanted *= logit_scale
         peak = -3.0e38  # finite: a turn of -inf alone then adds exp(-inf), not exp(-inf + inf)
         total = tl.zeros([BLOCK], tl.float32)
         level = tl.zeros([BLOCK], tl.float32)
         for start in tl.range(0, n_class, BLOCK, num_stages=STAGES):
-            z = tl.load(logits + start + col, mask=start + col < stride, other=0.0).to(tl.float32) * logit_scale
+            z = tl.load(logits + start + col, mask=start + col < stride, other=0.0).to(tl.float32)
             inside = start + col < n_class
+            if HAS_BIAS:
+                z += tl.load(bias + start + col, mask=inside, other=0.0).to(tl.float32)
+            z *= logit_scale
             if HAS_SMOOTHING:
                 level += tl.where(inside, z, 0.0)
             z = tl.where(inside, z, -float("inf"))
@@ -74,8 +82,11 @@ def cross_entropy_rows_kernel(
                 rate /= tl.load(count).to(tl.float32)
             for start in tl.range(0, n_class, BLOCK, num_stages=STAGES):
                 place = logits + start + col
-                z = tl.load(place, mask=start + col < stride, other=0.0).to(tl.float32) * logit_scale
-                grad = tl.exp(tl.where(start + col < n_class, z - peak, -float("inf"))) / divisor
+                z = tl.load(place, mask=start + col < stride, other=0.0).to(tl.float32)
+                inside = start + col < n_class
+                if HAS_BIAS:
+                    z += tl.load(bias + start + col, mask=inside, other=0.0).to(tl.float32)
+                grad = tl.exp(tl.where(inside, z * logit_scale - peak, -float("inf"))) / divisor
                 if HAS_SMOOTHING:
                     grad -= on_each
                 grad = tl.where(start + col == label, grad - on_target, grad) * rate
@@ -109,6 +120,7 @@ def empty_logits(rows: int, n_class: int, like: Tensor) -> Tensor:
 
 def cross_entropy_rows(
     logits: Tensor,
+    bias: Tensor | None,
     target: Tensor,
     losses: Tensor,
     dloss: Tensor | None,
@@ -120,7 +132,8 @@ def cross_entropy_rows(
 ) -> None:
     """Writes losses (rows,) float32 and, if asked, each row's gradient over its logits, from empty_logits.
 
-    target: (rows,) int64. dloss: (rows,) or () float32, None for 1. count: () int64, divides the gradient, or None.
+    bias: (classes,), added to each row, or None.    target: (rows,) int64.    dloss: (rows,) or () float32, None is 1.
+    count: () int64, divides the gradient, or None.
     """
     rows, n_class = logits.shape
     if rows == 0:
@@ -128,10 +141,10 @@ def cross_entropy_rows(
     tile = tile_for(logits.dtype, n_class)
     with on_device(logits):
         cross_entropy_rows_kernel[(rows,)](
-            logits, target, losses, dloss, count,
+            logits, bias, target, losses, dloss, count,
             n_class, logits.stride(0), 0 if dloss is None or dloss.dim() == 0 else dloss.stride(0),
             ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class,
-            HAS_SMOOTHING=label_smoothing > 0, HAS_GRADIENT=needs_gradient,
+            HAS_BIAS=bias is not None, HAS_SMOOTHING=label_smoothing > 0, HAS_GRADIENT=needs_gradient,
             HAS_DLOSS=dloss is not None, IS_MEAN=count is not None,
             BLOCK=tile.block, STAGES=tile.stages, num_warps=tile.num_warps,
         )  # fmt: skip

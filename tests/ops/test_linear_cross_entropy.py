@@ -107,6 +107,31 @@ def test_ignored_rows_reach_nothing(room: str, reduction: str, dtype: torch.dtyp
     assert reduction != "none" or not dirty.loss[hidden].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_aten_without_asking_how_many_are_ignored(
+    reduction: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does it on a GPU."""
+    aten = importlib.import_module("fastattn.aten.linear_cross_entropy")
+    monkeypatch.setattr(aten, "_may_wait", lambda x: False)
+    p = make(reduction, dtype=dtype, device=device, **SMOOTHED)
+    check(p.but(x=p.x.where(p.keep[:, None], torch.nan)), room_call("aten", device))
+    got = solve(p.but(target=torch.full_like(p.target, IGNORED), x=p.x * torch.nan), room_call("aten", device))
+    assert not any(grad.any() for grad in got[1:])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_aten_never_waits_for_a_device(reduction: str) -> None:
+    """On the meta device a tensor has no value: asking for one raises."""
+    aten, p = importlib.import_module("fastattn.aten.linear_cross_entropy"), make(reduction, device="meta")
+    call = (p.x, p.weight, p.bias, p.target, 0.1, IGNORED, 0.5, reduction, (True, True, True))
+    loss, grads = aten.linear_cross_entropy_fwd(*call)
+    assert loss.shape == p.dloss.shape
+    for made in (grads, aten.linear_cross_entropy_bwd(p.dloss, *call)):
+        assert [grad.shape for grad in made] == [t.shape for t in (p.x, p.weight, p.bias)]
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_all_ignored(room: str, device: torch.device) -> None:
     """As in torch: the mean of nothing is NaN, the sum 0; gradients are 0 even of the mean."""
