@@ -82,9 +82,8 @@ def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path
         assert text.count(right) == 1, f"{file} has {right!r} {text.count(right)} times"
         (copy / file).write_text(text.replace(right, wrong))
     # The other rooms are compiled as they are: once.
-    sources = host_build.extension_sources()
-    sources = [copy / ROOM / path.name if path.suffix == ".cu" and path.parent.name == ROOM else path for path in sources]
-    return host_build.build("_C", sources, folder)
+    copied = {host_build.CSRC / path.relative_to(copy): path for path in (copy / ROOM).glob("*.cu")}
+    return host_build.build("_C", [copied.get(path, path) for path in host_build.extension_sources()], folder)
 
 
 def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
