@@ -1,5 +1,5 @@
-"""What nvcc makes of attention's kernels for every chip from sm_80 on: nothing spills, products of 16-bit types and tf32
-run on tensor cores, tiles are copied and loaded in whole vectors. `pytest -rP` prints the kernels.
+"""What nvcc makes of attention's kernels for every chip from sm_80 on: nothing spills, products run on tensor cores but
+for those of exact float32, tiles are copied and loaded in whole vectors. `pytest -rP` prints the kernels.
 """
 
 from __future__ import annotations

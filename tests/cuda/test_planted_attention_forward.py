@@ -1,0 +1,135 @@
+"""Known bugs, planted one at a time in a copy of the attention's forward: a check of its results must fail on each.
+
+The copy compiles one kernel of each kind: bfloat16, head dimension up to 64.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import host_build
+import pytest
+import torch
+from attention_checks import Problem, compare, make, room_call, solve, visible
+from host_build import COMPLETIONS
+from mask_cases import prefix
+
+import fastattn.cuda
+from fastattn.cuda import attention as room
+
+COPIED = ("forward.cu", "weights.cu", "prepare.cu")
+DISPATCH = [
+    ("attention/tile.cuh", "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
+    ("attention/tile.cuh", "return f(Tf32{});", "return;"),
+    ("attention/tile.cuh", "  if (head_dim <= 128) return f(Int<128>{});\n  f(Int<256>{});\n", ""),
+]
+
+
+def problems() -> dict[str, Problem]:
+    bf16 = {"B": 1, "H": 2, "D": 40, "dtype": torch.bfloat16}
+    far = torch.zeros(1, 1, 70, 90)
+    far[:, :, 3] = torch.finfo(torch.float32).min
+    hidden = torch.zeros(1, 1, 70, 90).masked_fill(torch.rand(90) < 0.3, -torch.inf)
+    return {
+        "all": make(**bf16, Hk=1, Lq=70, Lk=140, mask="attn_mask_2d", bias=(1, 1, 70, 140), dropout_p=0.3),
+        "heads": make(B=1, H=4, Hk=2, D=40, Lq=20, Lk=30, dtype=torch.bfloat16, mask="attn_mask"),
+        "band": make(**bf16, Lq=150, Lk=200, mask={"window": (40, 20)}),
+        "full": make(**bf16, Lq=70, Lk=200, mask={}),
+        "lists": make(**bf16, Lq=150, Lk=280, mask="segments_causal"),
+        "padding": make(**bf16, Lq=70, Lk=280, mask={"key_padding": prefix([200], 280)}),
+        "far": make(**bf16, Lq=70, Lk=90).but(bias=far),
+        "unseen": make(B=2, H=1, D=40, Lq=40, Lk=90, dtype=torch.bfloat16, mask="key_padding_holes"),
+        "hidden by a bias": make(**bf16, Lq=70, Lk=90).but(bias=hidden),
+    }
+
+
+def poisoned(p: Problem) -> Problem:
+    """NaN in keys and values that nobody sees."""
+    unseen = ~visible(p)[:, : p.k.shape[1]].any(-2)[..., None]
+    return p.but(k=p.k.masked_fill(unseen, torch.nan), v=p.v.masked_fill(unseen, torch.nan))
+
+
+class Bug(NamedTuple):
+    name: str
+    problem: str
+    file: str
+    right: str
+    wrong: str
+
+
+FORWARD, PREPARE, SCORES = "attention/forward.cu", "attention/prepare.cu", "attention/scores.cuh"
+QUAD_MAX = "fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2))"
+BUGS = [
+    Bug("k not waited for", "full", FORWARD, "cp_async_wait<0>();\n    __syncthreads();  // k", "__syncthreads();  //"),
+    Bug("v overwritten", "full", FORWARD, "    __syncthreads();  // k is there, and v was read\n", ""),
+    Bug("k overwritten", "full", FORWARD, "    __syncthreads();  // v is there, and k was read\n", ""),
+    Bug("the last partial tile not masked", "band", FORWARD, "if (i < walk.partial)", "if (i + 1 < walk.partial)"),
+    Bug("sum not rescaled", "full", FORWARD, "row_sum[half] *= rescale", "row_sum[half] *= 1.0f"),
+    Bug("accumulator not rescaled", "full", FORWARD, "+ j % 2] *= rescale;", "+ j % 2] *= 1.0f;"),
+    Bug("nothing seen yet", "lists", FORWARD, "max == -kInfinity ? 0.0f : max", "max"),
+    Bug("dropout of another row", "all", FORWARD, "dropout, row + 8 * half, n0", "dropout, row, n0"),
+    Bug("another key head", "heads", FORWARD, "h / (p.shape.heads / p.shape.key_heads);", "h % p.shape.key_heads;"),
+    Bug("lse in another unit", "full", FORWARD, "(exponent.unit * kLn2)", "kLn2"),
+    Bug("unseen keys loaded", "unseen", FORWARD, "key_is_seen(who, b, h, n)", "true"),
+    Bug("a row's maximum over two lanes", "full", "common/softmax.cuh", QUAD_MAX, "value"),
+    Bug("calls of a quad swapped", "all", "common/philox.cuh", "<< 8 * lane;", "<< 8 * (lane ^ 1);"),
+    Bug("the bias of another query", "all", SCORES, "bias(query, key) : 0.0f", "bias(m, key) : 0.0f"),
+    Bug("a mask's columns swapped", "all", SCORES, "(seen >> j & 1)", "(seen >> (j ^ 1) & 1)"),
+    Bug("columns past the width", "full", "attention/tile.cuh", "column < x.columns && inside(row));", "inside(row));"),
+    Bug("weights as coarse as lse", "far", "attention/weights.cu", "|| p.bias.data != nullptr;", ";"),
+    Bug("bits in another order", "lists", "attention/mask.cuh", "bit / 2 * 8 + word * 2", "bit / 2 * 8 + word"),
+    Bug("lists without the class before", "padding", PREPARE, "places + total + __popc", "places + __popc"),
+    Bug("the end of an interval", "lists", PREPARE, "n < end;", "n <= end;"),
+    Bug("partial tiles called full", "lists", PREPARE, "every &= word == inside;", ""),
+    Bug("a bias hides nothing", "hidden by a bias", PREPARE, "bias(query, n) != -kInfinity", "true"),
+]  # fmt: skip
+
+
+def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path:
+    shutil.copytree(host_build.CSRC, copy, ignore=shutil.ignore_patterns("host", "*.cpp"))
+    for name, right, wrong in changes:
+        text = (copy / name).read_text()
+        assert text.count(right) == 1, f"{name} has {right!r} {text.count(right)} times"
+        (copy / name).write_text(text.replace(right, wrong))
+    sources = host_build.extension_sources()
+    sources = [copy / "attention" / path.name if path.name in COPIED and path.parent.name == "attention" else path
+               for path in sources]  # fmt: skip
+    return host_build.build("_C", sources, folder)
+
+
+def fails(extension: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Is a result of the problem off, however the copies arrive?"""
+    fastattn.cuda.load_host_runner(extension)
+    monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
+    torch.manual_seed(0)
+    try:
+        for completion in COMPLETIONS:
+            monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
+            for order in ("forward", "reverse"):
+                monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+                p = problems()[name]
+                actual = solve(poisoned(p), room_call("cuda", torch.device("cpu")), needs="")
+                compare(p, actual, ("out", "weights") if name == "far" else ("out", "lse", "weights"))
+                if name == "far":  # where the plain formula's lse is no better
+                    torch.testing.assert_close(
+                        actual.weights.float().sum(-1), torch.ones(p.shape[:3]), rtol=0, atol=0.02
+                    )
+    except (AssertionError, RuntimeError):
+        return True
+    finally:
+        fastattn.cuda.load_host_runner(None)
+    return False
+
+
+def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy as such passes, so it is the bug that fails below."""
+    extension = build(build_folder, tmp_path / "csrc", DISPATCH)
+    assert not [name for name in problems() if fails(extension, name, monkeypatch)]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = build(build_folder, tmp_path / "csrc", [*DISPATCH, (bug.file, bug.right, bug.wrong)])
+    assert fails(extension, bug.problem, monkeypatch)
