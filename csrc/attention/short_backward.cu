@@ -8,8 +8,12 @@
 //   (2) it makes P and dS and leaves them in shared memory, in 16 bits; (3) it takes keys 16 w .. for dk and dv, with P^T
 //   and dS^T read transposed, and queries 16 (w % 2) .. with every other pair of columns of dq, which is then complete.
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S and dP [16, 32].
-// Shared memory: k, v, two chunks of q and dout, P and dS of one: 71 KiB for 128 keys at head dimension 64.
+// Shared memory: k, v, two chunks of q and dout, P and dS of one: at head dimension 64 55 KiB for 64 keys, 73 for 128; at
+//   128 87 and 121.
 // Bytes: q, k, v and dout once, dq, dk and dv once.
+// Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: 168 registers at head dimension 64, as its
+//   __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8; 240 at
+//   128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled.
 #include "attention/short_backward.h"
 
 #include "attention/backward.cuh"
