@@ -24,6 +24,8 @@ from fastattn._dispatch import refusal
 
 ROOMS = rooms("linear_cross_entropy")
 IGNORED = 2  # a class that targets may be: padding
+REDUCTIONS = ("none", "mean", "sum")
+SMOOTHED = {"label_smoothing": 0.1, "logit_scale": 0.4}
 
 Room = Callable[..., Tensor]
 
