@@ -1,7 +1,8 @@
-"""Every CUDA kernel of csrc/, as setup.py builds it with nvcc for sm_80 and sm_90a, taken apart by cuobjdump.
+"""Every CUDA kernel of csrc/, as setup.py builds it with nvcc, taken apart by cuobjdump.
 
-Kernels are found in the objects, so a new one needs no line here. Registers, stack and static shared memory are what
-ptxas said; threads are those of __launch_bounds__, unless compiled_work.py knows what the launch takes.
+Kernels are found in the extension, so a new one needs no line here. Threads are those of __launch_bounds__, unless
+compiled_work.py knows what the launch takes. An extension that lies in fastattn/ and is newer than its sources, as
+after `pip install -e .`, is taken as it is: compiling takes minutes.
 """
 
 from __future__ import annotations
@@ -12,26 +13,17 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from compiled_sass import ARCHS, Kernel, instruction_mix
+from compiled_sass import Kernel, instruction_mix
 from compiled_work import cuda_launch
 
 ROOT = Path(__file__).resolve().parents[1]
+ARCHS = {"sm_80": "sm_80", "sm_90": "sm_90a", "sm_90a": "sm_90a"}  # what setup.py builds, and its name in the record
+_RESERVED = {"sm_80": 0, "sm_90a": 1024}  # of static shared memory, by the system, in cuobjdump's count
 _ELF = re.compile(r"Fatbin elf code:\n=+\narch = (sm_\w+)")
-_USED = re.compile(
-    r"Compiling entry function '(\S+)' for '(sm_\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers([^\n]*)",
-    re.DOTALL,
-)
-
-
-class Build(NamedTuple):
-    """package: the folder of fastattn with _C. said: for each object what nvcc and ptxas -v said when they made it."""
-
-    package: Path
-    said: dict[Path, str]
 
 
 def why_not() -> str | None:
@@ -55,73 +47,78 @@ def versions() -> dict[str, str]:
     return {"nvcc": re.search(r"V([\d.]+)", _run("nvcc", "--version"))[1]}
 
 
-def build(folder: Path) -> Build:
-    """fastattn._C for both architectures; what lies in the folder from before and is up to date is not made again.
+def extension(folder: Path) -> Path:
+    """fastattn._C for every architecture of setup.py: the one in fastattn/ if it is new and whole, else built here.
 
-    RuntimeError with the compiler's words if that fails.
+    In the folder, what is up to date from an earlier build is not made again. RuntimeError with the compiler's words.
     """
-    settings = {
-        "FASTATTN_FORCE_CUDA": "1",
-        "FASTATTN_SKIP_CUDA": "0",
-        "FASTATTN_CUDA_ARCHS": ";".join(arch.removeprefix("sm_") for arch in ARCHS),
-        "NVCC_APPEND_FLAGS": "-Xptxas -v",
-    }
+    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = [path for path in [ROOT / "setup.py", *(ROOT / "csrc").rglob("*.*")] if path.parent.name != "host"]
+    installed = ROOT / "fastattn" / name
+    if installed.exists() and installed.stat().st_mtime > max(path.stat().st_mtime for path in sources):
+        if {"sm_80", "sm_90"} <= set(re.findall(r"\.(sm_\w+)\.cubin", _run(_cuobjdump(), "-lelf", str(installed)))):
+            return installed
+    settings = {"FASTATTN_FORCE_CUDA": "1", "FASTATTN_SKIP_CUDA": "0"}
+    environment = {key: value for key, value in os.environ.items() if key != "FASTATTN_CUDA_ARCHS"} | settings
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
-    # ninja prints a step's command, and then its output. Kept, because a later build does not repeat this step.
-    for step in re.split(r"^\[\d+/\d+\] ", done.stdout, flags=re.MULTILINE)[1:]:
-        if target := re.search(r" -o (\S+\.cu\.o)$", step.splitlines()[0]):
-            Path(f"{target[1]}.said").write_text(step)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
-    sources = [path for path in sorted((ROOT / "csrc").rglob("*.cu")) if path.parent.name != "host"]
-    objects = [folder / "temp" / f"{'_'.join(path.relative_to(ROOT).parts)}.o" for path in sources]
-    return Build(folder / "lib" / "fastattn", {path: Path(f"{path}.said").read_text() for path in objects})
+    return folder / "lib" / "fastattn" / name
 
 
-def kernels(target: Path, said: str) -> list[Kernel]:
-    """Every kernel of an object file, by architecture and name."""
-    used = {(arch, symbol): numbers for symbol, arch, *numbers in _USED.findall(said)}
-    # Of C7510 to C7518 each says that wgmma is serialized, and in which function.
-    serialized = set(re.findall(r"\(C751[0-8]\).*?in (?:the )?function '(\S+?)'", said))
-    threads = dict(_max_threads(target))
-    found = []
-    for arch, symbol, sass in _functions(target):
-        if (arch, symbol) not in used:  # a device function that was not inlined
-            continue
-        stack, registers, more = used[arch, symbol]
-        static = re.search(r"(\d+) bytes smem", more)
+def kernels(binary: Path) -> list[Kernel]:
+    """Every kernel of a library or an object file, by architecture and name."""
+    used = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)"
+    usage = {
+        (arch, symbol): tuple(map(int, numbers))
+        for arch, section in _by_arch(binary, "-res-usage")
+        for symbol, *numbers in re.findall(used, section)
+    }
+    found, threads = [], None
+    for arch, symbol, sass in functions(binary):
+        registers, stack, static = usage[arch, symbol]
         name, arguments = demangled(symbol)
         launch = cuda_launch(name, arguments)
+        block = launch.threads if launch else None
+        if block is None:
+            threads = dict(_max_threads(binary)) if threads is None else threads
+            block = threads.get(symbol, 1024)
         kernel = Kernel(
             language="cuda",
-            arch=arch,
+            arch=ARCHS[arch],
             name=name,
             case=arguments,
-            warps=(launch.threads if launch else threads.get(symbol, 1024)) // 32,
-            registers=int(registers),
-            stack=int(stack),
-            shared=(int(static[1]) if static else 0) + (launch.shared if launch else 0),
-            serialized=symbol in serialized,
+            warps=block // 32,
+            registers=registers,
+            stack=stack,
+            shared=max(static - _RESERVED[ARCHS[arch]], 0) + (launch.shared if launch else 0),
             instructions=instruction_mix(sass),
         )
         found.append(kernel)
     return sorted(found, key=lambda kernel: (kernel.arch, kernel.name, kernel.case))
 
 
-def _functions(target: Path) -> Iterator[tuple[str, str, str]]:
-    """(architecture, mangled name, disassembly) of each function in an object file."""
-    _, *sections = _ELF.split(_run(_cuobjdump(), "-sass", str(target)))
+def functions(binary: Path) -> Iterator[tuple[str, str, str]]:
+    """(architecture, mangled name, disassembly) of every kernel."""
+    for arch, section in _by_arch(binary, "-sass"):
+        _, *parts = re.split(r"^\s*Function : (\S+)$", section, flags=re.MULTILINE)
+        for symbol, sass in zip(parts[::2], parts[1::2], strict=True):
+            yield arch, symbol, sass
+
+
+def _by_arch(binary: Path, what: str) -> Iterator[tuple[str, str]]:
+    """(architecture, output) of cuobjdump for each part of a file that we compiled; not for those of CUDA's runtime."""
+    _, *sections = _ELF.split(_run(_cuobjdump(), what, str(binary)))
     for arch, section in zip(sections[::2], sections[1::2], strict=True):
-        _, *functions = re.split(r"^\s*Function : (\S+)$", section, flags=re.MULTILINE)
-        for symbol, body in zip(functions[::2], functions[1::2], strict=True):
-            yield arch, symbol, body
+        if "fastattn" in section:
+            yield arch, section
 
 
-def _max_threads(target: Path) -> Iterator[tuple[str, int]]:
+def _max_threads(binary: Path) -> Iterator[tuple[str, int]]:
     """(mangled name, threads of a block at most) where __launch_bounds__ says so."""
     section = r"^\.nv\.info\.(\S+)\n(.*?)(?=^\.|\Z)"
-    for symbol, body in re.findall(section, _run(_cuobjdump(), "-elf", str(target)), re.MULTILINE | re.DOTALL):
+    for symbol, body in re.findall(section, _run(_cuobjdump(), "-elf", str(binary)), re.MULTILINE | re.DOTALL):
         if bound := re.search(r"EIATTR_MAX_THREADS\s+Format:\s+\S+\s+Value:\s+(0x\w+) (0x\w+) (0x\w+)", body):
             x, y, z = (int(number, 16) for number in bound.groups())
             yield symbol, x * y * z

@@ -44,25 +44,24 @@ LANGUAGES = ("triton", "cuda")
 def triton_kernels() -> list[Kernel]:
     """Every Triton kernel of every case of compiled_triton.py."""
     sources = [path for folder in ("kernels", "fastattn") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return _kept("triton", sources, compiled_triton.versions(), compiled_triton.kernels)
+    made_by = [ROOT / "benchmarks" / f"compiled_{name}.py" for name in ("triton", "sass")]
+    return _kept("triton", [*sources, *made_by], compiled_triton.versions(), compiled_triton.kernels)
 
 
 @functools.cache
-def cuda_build() -> compiled_cuda.Build:
+def cuda_extension() -> Path:
     """fastattn._C for both architectures. Where compiled_cuda.why_not() is None."""
     tag = f"cuda-{compiled_cuda.versions()['nvcc']}-python{sys.version_info[0]}.{sys.version_info[1]}"
     with _locked(tag):
-        return compiled_cuda.build(KEPT / tag)
+        return compiled_cuda.extension(KEPT / tag)
 
 
 @functools.cache
 def cuda_kernels() -> list[Kernel]:
     """Every CUDA kernel. Where compiled_cuda.why_not() is None."""
-    return [
-        kernel
-        for target, said in cuda_build().said.items()
-        for kernel in _kept("cuda", [target], {}, functools.partial(compiled_cuda.kernels, target, said))
-    ]
+    library = cuda_extension()
+    made_by = [ROOT / "benchmarks" / f"compiled_{name}.py" for name in ("cuda", "sass", "work")]
+    return _kept("cuda", [library, *made_by], {}, functools.partial(compiled_cuda.kernels, library))
 
 
 @contextlib.contextmanager
@@ -77,9 +76,9 @@ def _locked(name: str) -> Iterator[None]:
 def _kept(
     kind: str, sources: Sequence[Path], versions: dict[str, str], make: Callable[[], list[Kernel]]
 ) -> list[Kernel]:
-    """make(), kept in a file named by the contents of these sources, the compilers' versions and these scripts."""
+    """make(), kept in a file named by the contents of these sources and the compilers' versions."""
     digest = hashlib.sha256(repr(versions).encode())
-    for path in [*sources, *sorted(Path(__file__).parent.glob("compiled_*.py"))]:
+    for path in sources:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     name = f"{kind}-{digest.hexdigest()[:16]}"
     file = KEPT / f"{name}.json"

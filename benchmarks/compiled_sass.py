@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-ARCHS = ("sm_80", "sm_90a")
-
 
 class Limits(NamedTuple):
     """Of a multiprocessor. CUDA C++ Programming Guide, technical specifications per compute capability."""
@@ -24,7 +22,8 @@ class Limits(NamedTuple):
 LIMITS = {"sm_80": Limits(164 * 1024, 163 * 1024), "sm_90a": Limits(228 * 1024, 227 * 1024)}
 _RESERVED = 1024  # bytes of shared memory that every block loses to the system
 
-# Counted by name, and global accesses by their width in bits too. MUFU: exponentials, roots, reciprocals.
+# Counted by name, and global accesses by their width in bits too. MUFU: exponentials, roots, reciprocals. WARPGROUP:
+# fences of wgmma and waits for it.
 _TENSOR = ("HGMMA", "HMMA")
 _COUNTED = (*_TENSOR, "UTMALDG", "UTMASTG", "UTMAREDG", "LDSM", "LDS", "STS", "SHFL", "BAR", "LDL", "STL", "SYNCS")
 _BY_WIDTH = ("LDG", "STG", "LDGSTS")
@@ -35,7 +34,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.
 @dataclass(frozen=True)
 class Kernel:
     """One kernel as compiled for one architecture. shared: bytes of a block; dots: tl.dot operations of a Triton
-    program, and those of them that tensor cores compute; serialized: ptxas had to serialize its wgmma."""
+    program, and those of them that tensor cores compute."""
 
     language: str  # "triton" or "cuda"
     arch: str
@@ -47,7 +46,6 @@ class Kernel:
     shared: int
     dots: int = 0
     tensor_core_dots: int = 0
-    serialized: bool = False
     instructions: dict[str, int] = field(default_factory=dict)
 
     def count(self, *prefixes: str) -> int:
@@ -64,6 +62,11 @@ class Kernel:
     @property
     def tensor(self) -> int:
         return self.count(*_TENSOR)
+
+    @property
+    def serialized(self) -> bool:
+        """ptxas puts a wait after every wgmma where it cannot prove that none is needed."""
+        return self.count("HGMMA") > 2 and self.count("WARPGROUP.DEPBAR") >= self.count("HGMMA")
 
     @property
     def wide_loads(self) -> int:
@@ -90,8 +93,8 @@ def instruction_mix(sass: str) -> dict[str, int]:
         found["all"] += 1
         if name in _BY_WIDTH:
             found[f"{name}.{_width(modifiers)}"] += 1
-        elif name == "MUFU":
-            found[f"MUFU.{modifiers[0]}"] += 1
+        elif name in ("MUFU", "WARPGROUP"):
+            found[f"{name}.{modifiers[0]}"] += 1
         elif name in _ATOMIC:
             found["atomic"] += 1
         elif name in _COUNTED:

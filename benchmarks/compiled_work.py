@@ -51,22 +51,24 @@ class Work(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What a CUDA kernel is launched with, and its work. shared: dynamic, bytes."""
+    """Of a CUDA kernel. threads: of a block, where __launch_bounds__ says more; shared: dynamic, bytes, where known."""
 
-    threads: int
-    shared: int
     work: Work
+    threads: int | None = None
+    shared: int = 0
 
 
 def _size(dtype: str) -> int:
     return 2 if dtype in _HALF else 4
 
 
-def _attention(products: int, matrices: int, rows: int, bias: int = 1, square: int = 0) -> Callable[[str], Work]:
+def _attention(
+    products: int, matrices: int, rows: int, bias: int = 1, square: int = 0, batch: int = 4, length: int = 4096
+) -> Callable[[str], Work]:
     """The work of a kernel that takes `products` products of all visible pairs and reads or writes so many (B, H, L, D)
-    matrices, (B, H, L) float32 vectors, the bias and (B, H, L, L) matrices. Problem: B 4, H 16, L 4096, causal.
+    matrices, (B, H, L) float32 vectors, the bias and (B, H, L, L) matrices. Causal, H 16, B * L 16384.
     """
-    B, H, L = 4, 16, 4096
+    B, H, L = batch, 16, length
 
     def work(case: str) -> Work:
         dtype, head_dim = case.split()[0], int(re.search(r"\bD(\d+)", case)[1])
@@ -143,33 +145,54 @@ TRITON: dict[str, Callable[[str], Work]] = {
     "cross_entropy_rows_kernel": _cross_entropy,
 }
 
-_CUDA_DTYPES = {"float": "float32", "__nv_bfloat16": "bfloat16", "__half": "float16"}
+_CUDA_DTYPES = {"float": "float32", "Tf32": "tf32", "__nv_bfloat16": "bfloat16", "__half": "float16"}
 
 
-def _cuda_norm_forward(x: str, weight: str, chunks: str, aligned: str) -> Launch:
+def _cuda_norm_forward(case: str) -> Launch:
     """A warp a row, four rows a block; its row is 256 columns a chunk."""
-    return Launch(128, 128, _norm(2, 2, 2)(f"{_CUDA_DTYPES[x]} hidden {256 * int(chunks)}"))
+    x, _, chunks, _ = case.split(", ")
+    return Launch(_norm(2, 2, 2)(f"{_CUDA_DTYPES[x]} hidden {256 * int(chunks)}"), 128, 128)
 
 
-def _cuda_norm_backward(x: str, weight: str, chunks: str, aligned: str) -> Launch:
+def _cuda_norm_backward(case: str) -> Launch:
     """Up to hidden 512 eight rows a block of 256 threads, whose sums of two vectors lie in shared memory; four chunks
     are for rows of 16384, a block of 512 threads each."""
+    x, _, chunks, _ = case.split(", ")
     hidden = {"1": 256, "2": 512, "4": 16384}[chunks]
     work = _norm(3, 2, 2)(f"{_CUDA_DTYPES[x]} hidden {hidden}, dropout")
-    return Launch(512, 256, work) if chunks == "4" else Launch(256, 256 + 8 * hidden, work)
+    return Launch(work, 512, 256) if chunks == "4" else Launch(work, 256, 256 + 8 * hidden)
+
+
+def _cuda_attention(work: Callable[[str], Work]) -> Callable[[str], Launch]:
+    """Template arguments: the type, and the head dimension, alone or as that of the tiles."""
+
+    def launch(case: str) -> Launch:
+        dtype, head_dim = re.match(r"(\w+), (?:\S+<)?(\d+)", case).groups()
+        return Launch(work(f"{_CUDA_DTYPES[dtype]} D{head_dim}"))
+
+    return launch
 
 
 # CUDA: kernel -> launch, from its template arguments. A kernel that is not here is still recorded and compared, with
 # the threads of its __launch_bounds__ and without dynamic shared memory and a bound.
-CUDA: dict[str, Callable[..., Launch]] = {
+CUDA: dict[str, Callable[[str], Launch]] = {
     "add_layer_norm::forward_kernel": _cuda_norm_forward,
     "add_layer_norm::backward_kernel": _cuda_norm_backward,
-    "add_layer_norm::add_partial_kernel": lambda w: Launch(512, 4096, _partials(f"{_CUDA_DTYPES[w]} hidden 1024")),
+    "add_layer_norm::add_partial_kernel": lambda w: Launch(_partials(f"{_CUDA_DTYPES[w]} hidden 1024"), 512, 4096),
+    "attention::forward_kernel": _cuda_attention(_attention(products=2, matrices=4, rows=1)),
+    "attention::forward_sm90_kernel": _cuda_attention(_attention(products=2, matrices=4, rows=1)),
+    "attention::backward_dq_kernel": _cuda_attention(_attention(products=3, matrices=6, rows=2)),
+    "attention::backward_dkdv_kernel": _cuda_attention(_attention(products=4, matrices=6, rows=2)),
+    "attention::backward_sm90_kernel": _cuda_attention(_attention(products=5, matrices=8, rows=2)),  # dq in float32
+    "attention::short_backward_kernel": _cuda_attention(
+        _attention(products=5, matrices=8, rows=1, batch=128, length=128)
+    ),
+    "attention::weights_kernel": _cuda_attention(_attention(products=1, matrices=2, rows=1, square=1)),
 }
 
 
-def cuda_launch(name: str, arguments: str) -> Launch | None:
-    return CUDA[name](*arguments.split(", ")) if name in CUDA else None
+def cuda_launch(name: str, case: str) -> Launch | None:
+    return CUDA[name](case) if name in CUDA else None
 
 
 def work_of(language: str, name: str, case: str) -> Work | None:

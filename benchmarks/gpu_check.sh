@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # gpu_check.sh DIR [--again] [STAGE ...] - check and measure this checkout on a machine with a GPU; needs no network.
 #
-#   build      the CUDA extension, in place, for this GPU
-#   gates      what the compilers make of every kernel, against benchmarks/results/compiled_kernels.json
+#   build      the CUDA extension, in place
 #   precompile the doctor's Triton kernels, in a process a core
+#   gates      what the compilers make of every kernel, against benchmarks/results/compiled_kernels.json
 #   tests      every other test file on the device, in processes of their own, so that a crash stays in its file
 #   sanitizer  compute-sanitizer (memory, races, barriers) over every CUDA kernel on small shapes
 #   compare    the same shapes on the CPU through csrc/host and on the GPU
@@ -20,7 +20,7 @@
 #   PYTHONPATH=SITE benchmarks/gpu_check.sh DIR
 set -uo pipefail
 
-ALL="build gates precompile tests sanitizer compare doctor report"
+ALL="build precompile gates tests sanitizer compare doctor report"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -36,19 +36,14 @@ export PYTHON=${PYTHON:-python} PYTHONPATH=$ROOT:$ROOT/benchmarks${PYTHONPATH:+:
 export PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin
 cd "$ROOT" || exit 2
 
-# The GPU's name and capability, 90 for sm_90; both empty without one.
-DEVICE_IS=$("$PYTHON" -c "
-import torch
-if torch.cuda.is_available():
-    print(torch.cuda.get_device_name(), '%d%d' % torch.cuda.get_device_capability(), sep=';')") || exit 2
-IFS=';' read -r GPU CAPABILITY <<< "$DEVICE_IS;"
+GPU=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')") || exit 2
 JOBS=$(($(nproc) < 16 ? $(nproc) : 16)) SHARDS=$(($(nproc) < 8 ? 1 : 4)) PATIENCE=1
 [ -n "$GPU" ] || PATIENCE=4
 # What a stage passed for: the sources as they lie here, and the GPU.
 CODE=$(find fastattn kernels csrc benchmarks tests examples setup.py pyproject.toml -type f \
   \( -name "*.py" -o -name "*.cu*" -o -name "*.h" -o -name "*.cpp" -o -name "*.sh" -o -name "*.toml" \) -print0 |
-  sort -z | xargs -0 cat | cat - <(echo "$DEVICE_IS") | sha256sum | cut -c1-16)
-export GPU CAPABILITY JOBS SHARDS PATIENCE CODE
+  sort -z | xargs -0 cat | cat - <(echo "$GPU") | sha256sum | cut -c1-16)
+export GPU JOBS SHARDS PATIENCE CODE
 
 skip() { echo "$1" > "$DIR/$STAGE.skipped"; exit 77; } # 77: not run, for a reason
 needs_gpu() { [ -n "$GPU" ] || skip "needs a GPU"; }
@@ -57,19 +52,15 @@ passed() { echo "$CODE" > "$1.passed"; }
 passed_before() { [ -z "$AGAIN" ] && [ "$(cat "$1.passed" 2> /dev/null)" = "$CODE" ]; }
 
 build() { # without nvcc the build says so and leaves the extension out; on a machine with a GPU that is a failure
-  if [ -n "$GPU" ]; then
-    export FASTATTN_FORCE_CUDA=1
-    export FASTATTN_CUDA_ARCHS=${FASTATTN_CUDA_ARCHS:-${CAPABILITY/#90/90a}}
-  fi
+  [ -z "$GPU" ] || export FASTATTN_FORCE_CUDA=1
   "$PYTHON" setup.py build_ext --inplace
 }
 
-GATES="tests/compile tests/cuda/test_compile.py tests/test_compiled_kernels.py"
-gates() { "$PYTHON" -m pytest -q $GATES; }
+gates() { "$PYTHON" -m pytest -q tests/compile tests/cuda/test_compile*.py tests/test_compiled_kernels.py; }
 
 precompile() {
   needs_gpu
-  "$PYTHON" benchmarks/precompile.py --seconds 100
+  "$PYTHON" benchmarks/precompile.py --seconds 110
 }
 
 one_test_job() { # FILE SHARD
@@ -88,7 +79,7 @@ one_test_job() { # FILE SHARD
 test_jobs() { # one a line; what compiles Triton kernels in many forms is cut into shards
   find tests -name "test_*.py" | sort | while read -r file; do
     case $file in
-      tests/compile/* | tests/cuda/test_compile.py | tests/test_compiled_kernels.py | tests/test_gpu_check.py) ;;
+      tests/compile/* | tests/cuda/test_compile*.py | tests/test_compiled_kernels.py | tests/test_gpu_check.py) ;;
       tests/ops/* | tests/nn/* | tests/models/*) for i in $(seq $SHARDS); do echo "$file $i/$SHARDS"; done ;;
       *) echo "$file 1/1" ;;
     esac
@@ -129,7 +120,6 @@ report() {
 }
 export -f skip needs_gpu within passed passed_before one_test_job test_jobs one_tool
 export -f build gates precompile tests sanitizer compare doctor report
-export GATES
 
 # run STAGE SECONDS: into DIR/STAGE.log, and what came of it into DIR/STAGE.outcome
 run() {
@@ -151,15 +141,15 @@ run() {
 }
 
 echo "fastattn on ${GPU:-a machine without a GPU}, code $CODE: $STAGES -> $DIR"
-# Compiling needs cores and no GPU; then come those that share the GPU. The report has the machine to itself.
-run build 140 &
-run gates 140 &
-run precompile 110 &
+# Compiling needs cores and no GPU. Then come those that share both; the report has the machine to itself.
+run build 150 &
+run precompile 120 &
 wait
-run tests 170 &
-run sanitizer 170 &
-run compare 170 &
-run doctor 170 &
+run gates 165 &
+run tests 165 &
+run sanitizer 165 &
+run compare 165 &
+run doctor 165 &
 wait
 run report 205
 

@@ -1,4 +1,4 @@
-"""fastattn._C as setup.py builds it with nvcc for sm_80 and sm_90a.
+"""fastattn._C as setup.py builds it with nvcc, for sm_80 and sm_90.
 
 It imports without a driver; the layer norm's kernels do not spill, and access memory 16 bytes at a time. The build is
 that of benchmarks/compiled_kernels.py. `pytest -rP` prints the kernels.
@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(host_build.CSRC.parent / "benchmarks"))
 
 import compiled_cuda  # noqa: E402
-from compiled_kernels import cuda_build, cuda_kernels  # noqa: E402
+from compiled_kernels import cuda_extension, cuda_kernels  # noqa: E402
 from compiled_sass import Kernel  # noqa: E402
 
 if reason := compiled_cuda.why_not():
@@ -26,7 +26,7 @@ if reason := compiled_cuda.why_not():
 def test_imports_without_a_driver() -> None:
     """The extension loads anywhere; asked for a device where there is none, it says so in an exception."""
     program = "import _C; assert _C.device_type == 'cuda'; print(_C.device_problem(0) or 'none')"
-    environment = os.environ | {"PYTHONPATH": str(cuda_build().package), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": str(cuda_extension().parent), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "no NVIDIA driver" in done.stdout or "no CUDA-capable device" in done.stderr, done.stdout + done.stderr
 
