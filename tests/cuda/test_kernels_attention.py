@@ -12,7 +12,9 @@ from torch import Tensor
 
 from fastattn import AttentionMask, explain
 from fastattn import scaled_dot_product_attention as SDPA
+from fastattn._dispatch import load_room
 from fastattn.cuda import attention as room
+from fastattn.reference.philox import draw_rng_state
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -223,6 +225,20 @@ def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
         one = {name: getattr(p, name)[b : b + 1] for name in ("q", "k", "v", "dout", "dlse")}
         alone = solve(p.but(**one, mask={"key_padding": lengths[b : b + 1]}), attend, needs="")
         assert all(torch.equal(x, y[b : b + 1]) for x, y in zip(alone[:3], whole[:3], strict=True))
+
+
+@pytest.mark.parametrize("forward, backward", [("cuda", "triton"), ("triton", "cuda")])
+def test_forward_here_backward_there(forward: str, backward: str, device: torch.device) -> None:
+    """Kernel backends agree on masks, dropout and lse, so the backward of one fits the forward of the other."""
+    p = make(H=4, Hk=2, mask="everything", bias=(1, 4, 21, 37), dropout_p=0.2, device=device)
+    for backend in (forward, backward):
+        room_call(backend, device)
+    mask = AttentionMask(**p.mask, bias=p.bias)
+    torch.manual_seed(p.seed)
+    options = (mask, p.scale, p.dropout_p, draw_rng_state(device))
+    out, lse = load_room("attention", forward).attention_fwd(p.q, p.k, p.v, *options)
+    grads = load_room("attention", backward).attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *options, True)
+    compare(p, Results(out, lse, None, *grads), ("out", "lse", "dq", "dk", "dv", "dbias"))
 
 
 def test_explained(device: torch.device) -> None:
