@@ -197,7 +197,7 @@ def render(record: dict[str, Any]) -> str:
         lines += [
             f"\n{name}",
             f"  registers {kernel.registers}  spills {kernel.spills}  shared {kernel.shared / 1024:.1f} KiB  "
-            f"{kernel.blocks} x {kernel.warps} warps a multiprocessor",
+            f"{kernel.blocks} x {kernel.warps} warps a multiprocessor{'  WGMMA IS SERIALIZED' * kernel.serialized}",
             "  " + "  ".join(f"{instruction} {count}" for instruction, count in kernel.instructions.items()),
             "  no formula"
             if "bound" not in entry

@@ -65,8 +65,9 @@ class Kernel:
 
     @property
     def serialized(self) -> bool:
-        """ptxas puts a wait after every wgmma where it cannot prove that none is needed."""
-        return self.count("HGMMA") > 2 and self.count("WARPGROUP.DEPBAR") >= self.count("HGMMA")
+        """ptxas puts a fence before and a wait after every wgmma where it cannot prove that none is needed."""
+        fences = min(self.count("WARPGROUP.ARRIVE"), self.count("WARPGROUP.DEPBAR"))
+        return 1 < self.count("HGMMA") <= fences
 
     @property
     def wide_loads(self) -> int:

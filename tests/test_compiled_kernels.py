@@ -90,7 +90,7 @@ def compared(record: dict[str, Any], change: dict[str, Any], other_compiler: boo
         ({"tensor_core_dots": 2}, "2 of 4 products lost their tensor cores"),
         ({"HGMMA": 8, "HMMA": 32}, "a product fell from wgmma to mma.sync"),
         ({"LDGSTS.128": 0, "LDG.128": 0, "LDG.32": 112}, "loads of 16 bytes a thread"),
-        ({"WARPGROUP.DEPBAR": 16}, "wgmma is serialized"),
+        ({"WARPGROUP.ARRIVE": 16, "WARPGROUP.DEPBAR": 16}, "wgmma is serialized"),
     ],
     ids=str,
 )
