@@ -6,7 +6,8 @@
 //   5 products where kernels that own their tiles need 7, and nothing but the results goes to memory.
 // A chunk: (1) warp w takes queries 16 (w % 2) .. and keys 32 (w / 2) .., makes S and dP, and adds up its share of each row;
 //   (2) it makes P and dS and leaves them in shared memory, in 16 bits; (3) it takes keys 16 w .. for dk and dv, with P^T
-//   and dS^T read transposed, and queries 16 (w % 2) .. with every other pair of columns of dq, which is then complete.
+//   and dS^T read transposed, and queries 16 (w % 2) .. for its share of the columns of dq, which is then complete. Where
+//   none of 16 queries sees any of 32 keys, (1) and (3) pass over the products.
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S and dP [16, 32].
 // Shared memory: k, v, two chunks of q and dout, P and dS of one: at head dimension 64 55 KiB for 64 keys, 73 for 128; at
 //   128 87 and 121.
@@ -32,6 +33,7 @@ struct ShortShared {
   alignas(16) unsigned char p[kChunkRows * kScoreStride], ds[kChunkRows * kScoreStride];
   float total[kMaxWarps / 2][kChunkRows], delta[kMaxWarps / 2][kChunkRows];  // of each 32 keys
   unsigned char kept[kChunkRows][kMaxShort / 8];
+  bool visible[kMaxWarps / 2][2];  // do queries 16 i .. of the chunk see any of these 32 keys
   // Behind it: k and v, of as many rows as there are keys.
 };
 
@@ -74,15 +76,16 @@ __device__ __forceinline__ void add_transposed(float (&sum)[kHeadDim / 8][4], co
   }
 }
 
-// Rows m .. of dq, columns column .. column + 15: 16 rows of dS from `row` on times all keys.
+// Rows m .. of dq, columns column .. column + 15: 16 rows of dS from `row` on times the keys that they see.
 template <class T, int kHeadDim>
-__device__ __forceinline__ void write_dq(const Matrix<T>& dq, int m, int column, const unsigned char* ds, int row,
-                                         const unsigned char* k, int keys, float scale) {
+__device__ __forceinline__ void write_dq(const Matrix<T>& dq, int m, int column, const ShortShared<T, kHeadDim>& shared,
+                                         int row, const unsigned char* k, int keys, float scale) {
   float sum[2][4] = {};
 #pragma unroll 2
   for (int n = 0; n < keys; n += 16) {
+    if (!shared.visible[n / 32][row / 16]) continue;
     uint32_t words[4], pair[2][2];
-    load_a<T, kScoreStride>(words, ds, row, n * 2);
+    load_a<T, kScoreStride>(words, shared.ds, row, n * 2);
     load_b_columns<T, kTileStride<T, kHeadDim>>(pair, k, n, column);
     mma<T>(sum[0], words, pair[0]);
     mma<T>(sum[1], words, pair[1]);
@@ -170,9 +173,13 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     i == 0 ? cp_async_wait<1>() : cp_async_wait<0>();
     __syncthreads();
 
-    float s[4][4], dp[4][4];
-    multiply_rows<T, kHeadDim>(s, shared.q[i % 2], row, k_tile + key * kStride);
-    multiply_rows<T, kHeadDim>(dp, shared.dout[i % 2], row, v_tile + key * kStride);
+    float s[4][4] = {}, dp[4][4] = {};
+    const bool visible = __ballot_sync(0xffffffffu, ((bits[0] | bits[1]) & 0xff) != 0) != 0;
+    if (lane == 0) shared.visible[warp / 2][warp % 2] = visible;
+    if (visible) {
+      multiply_rows<T, kHeadDim>(s, shared.q[i % 2], row, k_tile + key * kStride);
+      multiply_rows<T, kHeadDim>(dp, shared.dout[i % 2], row, v_tile + key * kStride);
+    }
     make_probabilities<false>(s, exponent, p, b, h, m0 + row, key, [&](int, int e) { return shift[e / 2]; },
                               [](int, int) { return 0.0f; });
     clear_unseen(s, bits[0], bits[1]);
@@ -221,11 +228,13 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     keep_scores<T>(shared.ds, row, key, dp);
     __syncthreads();
 
-    add_transposed<T, kHeadDim>(dv, shared.p, own_key, shared.dout[i % 2]);
-    add_transposed<T, kHeadDim>(dk, shared.ds, own_key, shared.q[i % 2]);
+    if (shared.visible[warp / 2][0] || shared.visible[warp / 2][1]) {
+      add_transposed<T, kHeadDim>(dv, shared.p, own_key, shared.dout[i % 2]);
+      add_transposed<T, kHeadDim>(dk, shared.ds, own_key, shared.q[i % 2]);
+    }
     const Matrix<T> dq(p.dq, b, h, shape.seqlen_q, shape.head_dim_k);
     for (int column = warp / 2 * 16; column < shape.head_dim_k; column += 8 * warps)
-      write_dq<T, kHeadDim>(dq, m0 + row, column, shared.ds, row, k_tile, keys, p.softmax_scale);
+      write_dq<T, kHeadDim>(dq, m0 + row, column, shared, row, k_tile, keys, p.softmax_scale);
   }
   cp_async_wait<0>();
   __syncthreads();
