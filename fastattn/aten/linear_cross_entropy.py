@@ -132,12 +132,16 @@ def _cross_entropy_(
 ) -> None:
     """Writes losses (rows,) and, given a rate, rate * (softmax - target distribution) in place of logits."""
     (rows, classes), acc = logits.shape, losses.dtype
-    block = max(BLOCK_BYTES // (classes * acc.itemsize), 1) if logits.device.type == "cpu" else max(rows, 1)
+    block = max(BLOCK_BYTES // (classes * acc.itemsize), 1) if logits.device.type == "cpu" else rows
+    block = max(min(block, rows), 1)
+    space = logits.new_empty(block, classes, dtype=acc)  # one for all blocks: memory that is warm
+    row = torch.arange(block, device=logits.device)
     for start in range(0, rows, block):
         part = slice(start, start + block)
-        log_p = torch.log_softmax(logits[part], 1, dtype=acc)
-        row = torch.arange(len(log_p), device=log_p.device)
-        loss = -log_p[row, target[part]]
+        label = target[part]
+        here = row[: len(label)]
+        log_p = torch.log_softmax(logits[part], 1, dtype=acc, out=space[: len(label)])
+        loss = -log_p[here, label]
         if label_smoothing > 0:
             loss = (1 - label_smoothing) * loss - label_smoothing * log_p.mean(1)
         losses[part] = loss
@@ -145,5 +149,5 @@ def _cross_entropy_(
             p = log_p.exp_()
             if label_smoothing > 0:
                 p -= label_smoothing / classes
-            p[row, target[part]] -= 1 - label_smoothing
+            p[here, label] -= 1 - label_smoothing
             torch.mul(p, rate[part].unsqueeze(1), out=logits[part])
