@@ -4,8 +4,8 @@
     TRITON_INTERPRET=1 python benchmarks/tune.py --quick --device cpu        a rehearsal
 
 Every candidate first solves a small problem and is judged against float64, as in the tests; one that is wrong, or does
-not compile or launch, is rejected and said. The others are timed on a large problem, taking turns with the tile in the
-table; a row changes only when the new tile's slower quartile beats the old one's faster quartile. On a GPU the
+not compile or launch, is rejected and said. The others are timed on a large problem, the tile in the table first and
+last; a row changes only when the new tile's slower quartile beats the old one's faster quartile. On a GPU the
 candidates are compiled beforehand, in a process a core: they share Triton's cache. tune_tables.py names the tables.
 """
 
