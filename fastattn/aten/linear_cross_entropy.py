@@ -16,7 +16,7 @@ from fastattn.reference.linear_cross_entropy import why_not
 __all__ = ["linear_cross_entropy_bwd", "linear_cross_entropy_fwd", "why_not"]
 
 LOGITS_BYTES = 1 << 30  # of a chunk's logits: a cut costs a pass over weight's gradient, so only memory makes one
-BLOCK_BYTES = 1 << 20  # of a block in float32 on a CPU, about half of a core's L2 cache
+BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}  # of a block in float32; on a CPU about half of a core's L2 cache
 
 
 def linear_cross_entropy_fwd(
@@ -132,7 +132,7 @@ def _cross_entropy_(
 ) -> None:
     """Writes losses (rows,) and, given a rate, rate * (softmax - target distribution) in place of logits."""
     (rows, classes), acc = logits.shape, losses.dtype
-    block = max(BLOCK_BYTES // (classes * acc.itemsize), 1) if logits.device.type == "cpu" else rows
+    block = BLOCK_BYTES.get(logits.device.type, LOGITS_BYTES) // (classes * acc.itemsize)
     block = max(min(block, rows), 1)
     space = logits.new_empty(block, classes, dtype=acc)  # one for all blocks: memory that is warm
     row = torch.arange(block, device=logits.device)
