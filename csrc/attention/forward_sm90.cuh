@@ -60,7 +60,12 @@ __device__ __forceinline__ Work work_at(const Arguments& a, int index) {
 template <class Tiles>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
   const int group = a.p.shape.heads / a.p.shape.key_heads;
-  Ring ring;
+  Ring keys, values;
+  const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, const Work& work, int i) {
+    empty[ring.stage].wait(ring.phase ^ 1);
+    load_panels(tiles[ring.stage], map, full[ring.stage], work.walk.tile(i) * Tiles::kBlockN - a.key_begin, work.h / group, work.b);
+    ring.advance();
+  };
   int index = blockIdx.x;
   for (int turn = 0;; turn ^= 1) {
     shared.empty_q.wait(turn ^ 1);
@@ -68,13 +73,11 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
     if (index >= a.works) break;
     const Work work = work_at<Tiles>(a, index);
     load_panels(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
+    // Keys a tile ahead of values: consumers want and release them in this order.
 #pragma unroll 1
-    for (int i = 0; i < work.walk.count; i++, ring.advance()) {
-      const int row = work.walk.tile(i) * Tiles::kBlockN - a.key_begin;
-      shared.empty_k[ring.stage].wait(ring.phase ^ 1);
-      load_panels(shared.k[ring.stage], a.k, shared.full_k[ring.stage], row, work.h / group, work.b);
-      shared.empty_v[ring.stage].wait(ring.phase ^ 1);
-      load_panels(shared.v[ring.stage], a.v, shared.full_v[ring.stage], row, work.h / group, work.b);
+    for (int i = -1; i < work.walk.count; i++) {
+      if (i + 1 < work.walk.count) load(keys, shared.k, a.k, shared.full_k, shared.empty_k, work, i + 1);
+      if (i >= 0) load(values, shared.v, a.v, shared.full_v, shared.empty_v, work, i);
     }
     index = a.works > static_cast<int>(gridDim.x) ? gridDim.x + atomicAdd(a.next_work, 1) : a.works;
   }

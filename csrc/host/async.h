@@ -1,9 +1,10 @@
 // Asynchronous work on the CPU: what cp.async, TMA or wgmma starts, and a later wait completes.
 //
-// A GPU may finish such work any time between its start and the wait. FASTATTN_HOST_ASYNC picks one end: eager does it
-// where it starts, lazy (the default) where it is waited for, or, where a barrier tells of its end, when no thread can go
-// on without it. Data read before the wait is missing in lazy, data overwritten while still in use is lost in eager: a
-// kernel is right only if both give the same.
+// A GPU may finish such work any time between its start and the wait. FASTATTN_HOST_ASYNC picks an end: eager does it where
+// it starts, lazy (the default) where it is waited for, or, where a barrier tells of its end, when no thread can go on
+// without it; crossed does what writes shared memory at once and what reads it late. Data read before the wait is missing in
+// lazy, data overwritten while threads still use it is lost in eager, and while a product still uses it in crossed: a kernel
+// is right only if all give the same.
 #pragma once
 #include <algorithm>
 #include <cstddef>

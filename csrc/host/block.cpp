@@ -39,9 +39,9 @@ Order Order::from_environment() {
   Order order;
   const char* async = std::getenv("FASTATTN_HOST_ASYNC");
   const std::string completion = async ? async : "lazy";
-  order.eager_ = completion == "eager";
-  if (!order.eager_ && completion != "lazy")
-    throw std::runtime_error("FASTATTN_HOST_ASYNC must be lazy or eager, got " + completion);
+  if (completion != "lazy" && completion != "eager" && completion != "crossed")
+    throw std::runtime_error("FASTATTN_HOST_ASYNC must be lazy, eager or crossed, got " + completion);
+  order.writes_early_ = completion != "lazy", order.reads_early_ = completion == "eager";
   const char* value = std::getenv("FASTATTN_HOST_ORDER");
   const std::string name = value ? value : "forward";
   if (name == "forward") return order;
@@ -77,6 +77,10 @@ int Order::lane(uint32_t ready) {
 size_t Order::pick(size_t count) {
   return kind_ == Kind::forward ? 0 : kind_ == Kind::reverse ? count - 1 : next_random() % count;
 }
+
+size_t Order::first_warp(size_t last, size_t count) { return kind_ == Kind::random ? next_random() % count : last; }
+
+bool Order::groups_stay() { return kind_ != Kind::random || next_random() % 2 == 1; }
 
 Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body)
     : grid(grid), dim(dim), index(index), shared(shared_arena(0)), async_view(shared_arena(1)), shared_bytes_(shared_bytes),
@@ -145,13 +149,21 @@ void Block::enter() {
   Fiber::switch_between(thread.fiber, block.scheduler_);
 }
 
-// A ready thread of the warp that ran last, or of the first warp after it that has one; null if every thread waits.
+// A ready thread of the warp that ran last; or of the first warp after it that has one, of the same warpgroup if there is
+// one; null if every thread waits.
 Thread* Block::next() {
   const int last = thread != nullptr ? thread->warp() : static_cast<int>(warp_order_[0]);
-  const auto turn = std::find(warp_order_.begin(), warp_order_.end(), static_cast<uint64_t>(last)) - warp_order_.begin();
-  for (size_t i = 0; i < warp_order_.size(); i++) {
-    const int warp = static_cast<int>(warp_order_[(turn + i) % warp_order_.size()]);
-    if (ready_[warp] != 0) return &threads_[warp * kLanes + order_.lane(ready_[warp])];
+  if (ready_[last] != 0) return &threads_[last * kLanes + order_.lane(ready_[last])];
+  const size_t count = warp_order_.size();
+  const auto place = std::find(warp_order_.begin(), warp_order_.end(), static_cast<uint64_t>(last)) - warp_order_.begin();
+  const size_t first = order_.first_warp(static_cast<size_t>(place), count);
+  for (const bool same_group : {true, false}) {
+    if (same_group && !order_.groups_stay()) continue;
+    for (size_t i = 0; i < count; i++) {
+      const int warp = static_cast<int>(warp_order_[(first + i) % count]);
+      if (same_group && warp / kGroupWarps != last / kGroupWarps) continue;
+      if (ready_[warp] != 0) return &threads_[warp * kLanes + order_.lane(ready_[warp])];
+    }
   }
   return nullptr;
 }

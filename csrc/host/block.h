@@ -1,8 +1,9 @@
 // One block of a launch on the CPU: its threads as fibers, its barrier, its warps' collectives, its shared memory.
 //
 // A thread runs until it waits; then the next ready thread of its warp runs, and only when its warp can do no more, another
-// warp. Warps thus run as far ahead of each other as the barriers allow, in an order (Order) that tests vary: a missing
-// barrier shows as a wrong or NaN result in one order or another, because shared memory starts as NaN in every block.
+// warp, of its warpgroup first. Warps and warpgroups thus run as far ahead of each other as the barriers allow, in an order
+// (Order) that tests vary: a missing barrier shows as a wrong or NaN result in one order or another, because shared memory
+// starts as NaN in every block.
 // Asynchronous work is done as early or as late as it may be: async.h.
 // What cannot go on, or is undefined on a GPU, is reported as an exception: threads that wait for each other for ever, a
 // barrier reached from two places of the source, lanes that a collective names but that have left or wait elsewhere, a
@@ -40,14 +41,18 @@ struct Site {
 };
 
 // The order in which warps, lanes, blocks and asynchronous work get their turn: FASTATTN_HOST_ORDER = forward (default),
-// reverse, or the seed of a random order. FASTATTN_HOST_ASYNC = lazy (default) or eager. Both are read at each launch.
+// reverse, or the seed of a random order. FASTATTN_HOST_ASYNC = lazy (default), eager or crossed: async.h. Both are read at
+// each launch.
 class Order {
  public:
   static Order from_environment();
   std::vector<uint64_t> permutation(uint64_t count);
   int lane(uint32_t ready);  // one of the set bits
   size_t pick(size_t count);  // which of so many asynchronous works is done first
-  bool eager() const { return eager_; }
+  size_t first_warp(size_t last, size_t count);  // the place in the permutation from which on a ready warp is looked for
+  bool groups_stay();  // whether warps of one warpgroup go before others
+  bool writes_early() const { return writes_early_; }
+  bool reads_early() const { return reads_early_; }
 
  private:
   enum class Kind { forward, reverse, random };
@@ -55,7 +60,7 @@ class Order {
 
   Kind kind_ = Kind::forward;
   uint32_t state_ = 0;
-  bool eager_ = false;
+  bool writes_early_ = false, reads_early_ = false;
 };
 
 struct Thread {
@@ -104,9 +109,11 @@ class Block {
   Warpgroup& warpgroup() { return warpgroups_[thread->warpgroup()]; }
   int registers_given() const;  // by setmaxnreg, to all threads together
 
-  // For work that ends at a group's wait, and for work whose end a barrier in shared memory tells.
-  void start(AsyncGroups& groups, Work work) { order_.eager() ? work() : groups.add(std::move(work)); }
-  void start(Work work) { order_.eager() ? work() : in_flight_.push_back(std::move(work)); }
+  // Work that writes shared memory, and ends at its group's wait or when a barrier in shared memory says so; and work that
+  // reads it, and ends at its group's wait.
+  void start(AsyncGroups& groups, Work work) { order_.writes_early() ? work() : groups.add(std::move(work)); }
+  void start(Work work) { order_.writes_early() ? work() : in_flight_.push_back(std::move(work)); }
+  void start_reading(AsyncGroups& groups, Work work) { order_.reads_early() ? work() : groups.add(std::move(work)); }
   void sleep(Site site);  // until wake_sleepers(): for a thread that looks at a barrier in shared memory again and again
   void wake_sleepers();
 

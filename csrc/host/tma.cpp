@@ -93,7 +93,7 @@ void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site
 
 void start_store(const void* from, int bytes, int alignment, Site site, std::function<void(size_t)> copy) {
   const size_t offset = check_place(from, bytes, alignment, site);
-  Block::current->start(Block::current->thread->stores, [copy = std::move(copy), offset] { copy(offset); });
+  Block::current->start_reading(Block::current->thread->stores, [copy = std::move(copy), offset] { copy(offset); });
 }
 
 }  // namespace fastattn::host

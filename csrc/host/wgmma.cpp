@@ -79,7 +79,7 @@ void start_product(Product product, Site site) {
     for (const uint64_t descriptor : {product.a, product.b})
       if ((descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) && descriptor != 0)
         block.fail(site.text() + ": a descriptor has a 128-byte swizzle and no base offset");
-    block.start(block.warpgroup().products, [product, registers] { multiply(product, registers); });
+    block.start_reading(block.warpgroup().products, [product, registers] { multiply(product, registers); });
   });
 }
 

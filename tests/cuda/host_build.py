@@ -25,6 +25,7 @@ CXX = os.environ.get("CXX", "g++")
 HOST_SOURCES = tuple(sorted((CSRC / "host").glob("*.cpp")))
 ORDERS = ("forward", "reverse", "1", "2")  # of warps, lanes and blocks, for FASTATTN_HOST_ORDER: csrc/host/block.h
 COMPLETIONS = ("lazy", "eager")  # of asynchronous work, for FASTATTN_HOST_ASYNC: csrc/host/async.h
+SM90_COMPLETIONS = (*COMPLETIONS, "crossed")  # where work also reads shared memory
 # Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/host/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_HOST")
 FLAGS += ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi")
