@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from compiled_kernels import triton_kernels  # noqa: E402
-from compiled_sass import Kernel  # noqa: E402
-from compiled_triton import Case  # noqa: E402
+from compiled_kernels import triton_kernels
+from compiled_sass import Kernel
+from compiled_triton import Case
 
 
 def kernels_of(case: Case) -> dict[str, Kernel]:
