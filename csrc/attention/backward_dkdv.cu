@@ -71,22 +71,32 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       const auto sees_some = [&](int m) { return !some_blind || p.lse[row0 + m] != -kInfinity; };
       load_tile<T, kStream, kHeadDim, kThreads>(shared.q[stage], q, m0, sees_some);
       load_tile<T, kStream, kHeadDim, kThreads>(shared.dout[stage], dout, m0, sees_some);
-      for (int j = threadIdx.x; j < kStream; j += kThreads) {
-        const int m = m0 + j;
-        const bool inside = m < shape.seqlen_q;
-        shared.shift[stage][j] = exponent.shift(inside ? p.lse[row0 + m] : -kInfinity);
-        shared.delta[stage][j] = inside ? p.delta[row0 + m] : 0.0f;
-        shared.remainder[stage][j] = inside && p.remainder != nullptr ? p.remainder[row0 + m] : 0.0f;
-      }
+    };
+    // What is to be known of a tile's queries, one of them a thread, on its way to shared memory.
+    struct {
+      float lse, delta, remainder;
+    } of_query = {};
+    const auto ask = [&](int i) {
+      const int m = walk.tile(i) * kStream + static_cast<int>(threadIdx.x);
+      const bool inside = threadIdx.x < kStream && m < shape.seqlen_q;
+      of_query.lse = inside ? p.lse[row0 + m] : -kInfinity;
+      of_query.delta = inside ? p.delta[row0 + m] : 0.0f;
+      of_query.remainder = inside && p.remainder != nullptr ? p.remainder[row0 + m] : 0.0f;
+    };
+    const auto write_down = [&](int i) {
+      if (threadIdx.x >= kStream) return;
+      shared.shift[i % kStages][threadIdx.x] = exponent.shift(of_query.lse);
+      shared.delta[i % kStages][threadIdx.x] = of_query.delta;
+      shared.remainder[i % kStages][threadIdx.x] = of_query.remainder;
     };
 
     float key_sum[2] = {};  // of dS over the queries
-    if (walk.count > 0) load(0);
+    if (walk.count > 0) load(0), ask(0), write_down(0);
     cp_async_commit();
     for (int i = 0; i < walk.count; i++) {
       const int m0 = walk.tile(i) * kStream, stage = i % kStages;
       if (kStages > 1) {
-        if (i + 1 < walk.count) load(i + 1);
+        if (i + 1 < walk.count) load(i + 1), ask(i + 1);
         cp_async_commit();
       }
       if (dropout.active()) shared.kept.draw(dropout, row0 + m0, n0);
@@ -99,6 +109,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       };
       float s[kStream / 8][4], dp[kStream / 8][4];
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
+      if (kStages > 1 && i + 1 < walk.count) write_down(i + 1);  // by now it has come
       make_probabilities<true>(s, exponent, p, b, h, n0 + warp_row, m0,
                                [&](int j, int e) { return shared.shift[stage][query(j, e)]; },
                                [&](int j, int e) { return shared.remainder[stage][query(j, e)]; });
@@ -134,7 +145,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       }
       __syncthreads();
       if (kStages == 1) {
-        if (i + 1 < walk.count) load(i + 1);
+        if (i + 1 < walk.count) load(i + 1), ask(i + 1), write_down(i + 1);
         cp_async_commit();
       }
     }
