@@ -12,6 +12,7 @@ from attention_checks import Problem, Results, compare, make, room_call, solve
 from host_build import ORDERS, SM90_COMPLETIONS
 from mask_cases import KINDS
 from test_kernels_attention import views
+from torch import Tensor
 
 from fastattn import AttentionMask
 from fastattn.cuda import _attention_short as short
@@ -129,6 +130,29 @@ def test_memory_orders(hopper: torch.device, calls: list[str]) -> None:
         served = name not in ("off a boundary", "one sample for all")
         result = check(other, hopper, calls, expected=("forward", "backward") if served else ())
         assert torch.equal(result.out, straight.out) or not served, name
+
+
+@pytest.mark.parametrize("D", [40, 128])
+def test_nothing_is_written_elsewhere(
+    D: int, hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results lie inside wider rows, with rows and heads to spare; what is around them stays as it was."""
+    around: list[tuple[Tensor, tuple[slice, ...]]] = []
+
+    def inside(x: Tensor, head_dim: int) -> Tensor:
+        B, H, L, _ = x.shape
+        whole = torch.full((B, H + 2, L + 64, head_dim + 24), 7.0, dtype=x.dtype, device=x.device)
+        place = slice(None), slice(1, -1), slice(32, -32), slice(8, 8 + head_dim)
+        around.append((whole, place))
+        return whole[place].fill_(torch.nan)
+
+    monkeypatch.setattr(room, "_empty_like", inside)
+    check(make(B=2, H=2, Lq=70, Lk=140, D=D, mask="causal", dtype=BFLOAT16, device=hopper), hopper, calls)
+    assert len(around) == 4  # out, dq, dk, dv
+    for whole, place in around:
+        rest = whole.detach().clone()
+        rest[place] = 7.0
+        assert (rest == 7.0).all()
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])

@@ -14,7 +14,11 @@ Encode encoder() {
   static const Encode found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
     FASTATTN_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+#else
+    FASTATTN_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
+#endif
     if (result != cudaDriverEntryPointSuccess) throw std::runtime_error("fastattn: the driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
