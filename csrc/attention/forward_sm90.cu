@@ -30,8 +30,9 @@ struct RowState {
   float rescale = 1.0f;    // of what was summed up to the last tile
 };
 
-// Scores become exponentials of base 2, and the rows' maxima and sums follow. unit: of the scores, in exponents.
-template <bool kMasked, int kCount>
+// Scores become exponentials of base 2, and the rows' maxima and sums follow. unit: of the scores, in exponents. kFolded:
+// one multiply-add an element; otherwise the difference comes first, as a bias of finfo.min times log2(e) would overflow.
+template <bool kMasked, bool kFolded, int kCount>
 __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2], float unit) {
   if (kMasked) {
 #pragma unroll
@@ -45,14 +46,14 @@ __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2],
   for (int r = 0; r < 2; r++) {
     max[r] = quad_max(max[r]);
     // A row that has seen nothing yet keeps the maximum -inf; 0 in its place avoids -inf - -inf.
-    shift[r] = kMasked && max[r] == -kInfinity ? 0.0f : max[r] * unit;
-    rows[r].rescale = exp2_approximate(rows[r].max * unit - shift[r]);
+    shift[r] = kMasked && max[r] == -kInfinity ? 0.0f : kFolded ? max[r] * unit : max[r];
+    rows[r].rescale = exp2_approximate(kFolded ? rows[r].max * unit - shift[r] : (rows[r].max - shift[r]) * unit);
     rows[r].max = max[r];
     rows[r].sum *= rows[r].rescale;
   }
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
-    s[i] = exp2_approximate(fmaf(s[i], unit, -shift[row_of(i)]));
+    s[i] = exp2_approximate(kFolded ? fmaf(s[i], unit, -shift[row_of(i)]) : (s[i] - shift[row_of(i)]) * unit);
     rows[row_of(i)].sum += s[i];
   }
 }
@@ -88,7 +89,7 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) rows[r].m = work.m0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
     // Otherwise the scale is folded into the exponent's unit, which needs a maximum that commutes with it.
-    const float unit = kGeneral ? 1.0f : a_.p.softmax_scale * kLog2e;
+    const float unit = kGeneral ? kLog2e : a_.p.softmax_scale * kLog2e;
 
     if (work.walk.count > 0) {
       shared_.full_k[keys_.stage].wait(keys_.phase);
@@ -98,7 +99,7 @@ class Consumer {
       release_keys();
       look(work, 0, rows);
       general_scores(s, work, 0, rows);
-      softmax<true>(s, rows, unit);
+      softmax<true, !kGeneral>(s, rows, unit);
       clean_values(work, 0);
       pack(p, s, work, 0, rows);
     }
@@ -116,7 +117,7 @@ class Consumer {
       wgmma_wait<1>();
       release_keys();
       general_scores(s, work, i, rows);
-      softmax<masked>(s, rows, unit);
+      softmax<masked, !kGeneral>(s, rows, unit);
       // Never true: without an access to memory that depends on the softmax, ptxas moves the wait to before it.
       shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
       wgmma_wait<0>();
@@ -173,12 +174,11 @@ class Consumer {
                                    who.band_hi);
   }
 
-  // Scores in exponents of 2, the bias added.
+  // Scaled scores, the bias added.
   __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const Work& work, int i, RowState (&rows)[2]) const {
     if (!kGeneral) return;
-    const float scale = a_.p.softmax_scale * kLog2e;
 #pragma unroll
-    for (int j = 0; j < kBlockN / 2; j++) s[j] *= scale;
+    for (int j = 0; j < kBlockN / 2; j++) s[j] *= a_.p.softmax_scale;
     if (a_.p.bias.data == nullptr) return;
     const int n0 = work.walk.tile(i) * kBlockN + thread_ % 4 * 2;
     with_bias(a_.p.bias, work.b, work.h, [&](auto bias) {
@@ -189,7 +189,7 @@ class Consumer {
         if ((row.sees >> bit & 1) == 0) continue;
         const float term = bias(row.m, n0 + column);
         if (term == -kInfinity) row.sees &= ~(1u << bit);
-        s[j] += term * kLog2e;
+        s[j] += term;
       }
     });
   }
@@ -241,7 +241,7 @@ class Consumer {
       factor[r] = empty ? 0.0f : (kGeneral && dropout_.active() ? dropout_.scale() : 1.0f) / sum;
       if (thread_ % 4 == 0 && rows[r].m < a_.p.shape.seqlen_q)
         a_.p.lse[(static_cast<int64_t>(work.b) * a_.p.shape.heads + work.h) * a_.p.shape.seqlen_q + rows[r].m] =
-            empty ? -kInfinity : rows[r].max * unit * kLn2 + logf(sum);
+            empty ? -kInfinity : rows[r].max * (unit * kLn2) + logf(sum);
     }
     if (thread_ == 0) bulk_wait_read<0>();
     named_barrier_sync(kOfGroup + group_, kGroup);  // the last output has left shared memory
