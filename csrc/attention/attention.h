@@ -39,13 +39,13 @@ struct Shape {
 // counts[i].x entries are partial tiles, whose bits must be read, and the next, up to counts[i].y, full ones.
 // A stride of 0 broadcasts.
 struct TileLists {
-  const int2* counts;         // (b, h, lists)
-  const int32_t* tiles;       // (b, h, lists, max_tiles); null: no lists, the band says it by arithmetic
-  int max_tiles;              // places of a list
+  const int2* counts;          // (b, h, lists)
+  const int32_t* tiles;        // (b, h, lists, max_tiles); null: no lists, the band says it by arithmetic
+  int max_tiles;               // places of a list
   int64_t stride_b, stride_h;  // in lists
 };
 
-// Who sees whom. Two kinds: tiles.tiles == null, where query m sees key n if band_lo <= n - m <= band_hi (an absent band
+// Who sees whom. Two kinds: lists.tiles == null, where query m sees key n if band_lo <= n - m <= band_hi (an absent band
 // is -seqlen_q, seqlen_k); else by `bits`, into which everything was folded, the band too.
 struct Visibility {
   int band_lo, band_hi;
@@ -90,7 +90,7 @@ struct Weights {
   void* weights;     // out  (B, H, Lq, Lk) contiguous, T: P after dropout
   Shape shape;
   float softmax_scale;
-  Visibility visibility;  // its lists are not read
+  Visibility visibility;  // of its lists only that there are some
   Bias bias;
   Dropout dropout;
   DType dtype;
