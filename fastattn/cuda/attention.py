@@ -120,7 +120,7 @@ def _backward(
     remainder = torch.empty_like(lse) if exact or bias is not None else None
     dbias = key_sums = None
     if needs_dbias and bias.shape[2] == 1:  # shared by all queries: a by-product of dk
-        key_sums = torch.zeros(B, H, Lk, dtype=torch.float32, device=q.device)
+        key_sums = torch.empty(B, H, Lk, dtype=torch.float32, device=q.device)
     elif needs_dbias:
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     own, streamed = module.attention_bwd_tile(sizes, dtype)
