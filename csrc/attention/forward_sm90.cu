@@ -91,21 +91,27 @@ class Consumer {
     // Otherwise the scale is folded into the exponent's unit, which needs a maximum that commutes with it.
     const float unit = kGeneral ? kLog2e : a_.p.softmax_scale * kLog2e;
 
+    // The first tile is always treated as a masked one. Where a tile begins is asked a tile ahead, as lists are in memory.
+    const int masked_tiles = kGeneral || work.walk.count == 0 ? work.walk.count : max(work.walk.partial, 1);
+    const auto first_key = [&](int i) { return i < masked_tiles ? work.walk.tile(i) * kBlockN : 0; };
+    int n0 = first_key(0), next_n0 = first_key(1);
+
     if (work.walk.count > 0) {
       shared_.full_k[keys_.stage].wait(keys_.phase);
       wgmma_fence();
       start_scores(s);
       wgmma_wait<0>();
       release_keys();
-      look(work, 0, rows);
-      general_scores(s, work, 0, rows);
+      look(work, n0, rows);
+      if constexpr (kGeneral) general_scores(s, work, n0, rows);
       softmax<true, !kGeneral>(s, rows, unit);
-      clean_values(work, 0);
-      pack(p, s, work, 0, rows);
+      clean_values(work, n0);
+      pack(p, s, work, n0, rows);
     }
     // Tile i: its scores and the P V of tile i - 1 are started together, and its softmax runs beside the latter.
     const auto step = [&](int i, auto kind) {
       constexpr bool masked = decltype(kind)::value;
+      if (masked) n0 = next_n0, next_n0 = first_key(i + 1);
       shared_.full_k[keys_.stage].wait(keys_.phase);
       shared_.full_v[values_.stage].wait(values_.phase);
       named_barrier_sync(kTurn + group_, 2 * kGroup);
@@ -113,21 +119,20 @@ class Consumer {
       start_scores(s);
       start_sum(out, p);
       named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);
-      if (masked) look(work, i, rows);
+      if (masked) look(work, n0, rows);
       wgmma_wait<1>();
       release_keys();
-      general_scores(s, work, i, rows);
+      if constexpr (kGeneral) general_scores(s, work, n0, rows);
       softmax<masked, !kGeneral>(s, rows, unit);
       // Never true: without an access to memory that depends on the softmax, ptxas moves the wait to before it.
       shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
       wgmma_wait<0>();
       release_values();
-      if (masked) clean_values(work, i);
-      pack(p, s, work, i, rows);
+      if (masked) clean_values(work, n0);
+      pack(p, s, work, n0, rows);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
     };
-    const int masked_tiles = kGeneral ? work.walk.count : work.walk.partial;
     int i = 1;
 #pragma unroll 1
     for (; i < masked_tiles; i++) step(i, Yes{});
@@ -164,10 +169,9 @@ class Consumer {
     wgmma_commit();
   }
 
-  // Which keys of the i-th tile the two rows see.
-  __device__ __forceinline__ void look(const Work& work, int i, RowState (&rows)[2]) const {
+  // Which keys of the tile from n0 on the two rows see.
+  __device__ __forceinline__ void look(const Work& work, int n0, RowState (&rows)[2]) const {
     const Visibility& who = a_.p.visibility;
-    const int n0 = work.walk.tile(i) * kBlockN;
 #pragma unroll
     for (int r = 0; r < 2; r++)
       rows[r].sees = sees<kBlockN>(who, work.b, work.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k, who.band_lo,
@@ -175,31 +179,29 @@ class Consumer {
   }
 
   // Scaled scores, the bias added.
-  __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const Work& work, int i, RowState (&rows)[2]) const {
-    if (!kGeneral) return;
+  __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const Work& work, int n0, RowState (&rows)[2]) const {
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) s[j] *= a_.p.softmax_scale;
     if (a_.p.bias.data == nullptr) return;
-    const int n0 = work.walk.tile(i) * kBlockN + thread_ % 4 * 2;
+    const int first = n0 + thread_ % 4 * 2;
     with_bias(a_.p.bias, work.b, work.h, [&](auto bias) {
 #pragma unroll
       for (int j = 0; j < kBlockN / 2; j++) {
         const int column = j / 4 * 8 + j % 2, bit = j / 4 * 2 + j % 2;
         RowState& row = rows[row_of(j)];
         if ((row.sees >> bit & 1) == 0) continue;
-        const float term = bias(row.m, n0 + column);
+        const float term = bias(row.m, first + column);
         if (term == -kInfinity) row.sees &= ~(1u << bit);
         s[j] += term;
       }
     });
   }
 
-  // Values of keys that no query sees may be NaN, and 0 * NaN is NaN: in the i-th tile, they become zero.
-  __device__ __forceinline__ void clean_values(const Work& work, int i) {
+  // Values of keys that no query sees may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
+  __device__ __forceinline__ void clean_values(const Work& work, int n0) {
     const Visibility& who = a_.p.visibility;
     if (who.seen == nullptr) return;
     const uint32_t* const seen = who.seen + work.b * who.seen_stride_b + work.h * who.seen_stride_h;
-    const int n0 = work.walk.tile(i) * kBlockN;
     uint32_t all = ~0u;
     for (int n = n0; n < min(n0 + kBlockN, a_.p.shape.seqlen_k); n += 32) all &= seen[n / 32];
     if (all == ~0u) return;
@@ -212,10 +214,9 @@ class Consumer {
   }
 
   // p = dropout(s), the factor of kept ones apart, as the A of the next product.
-  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], float (&s)[kBlockN / 2], const Work& work, int i,
+  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], float (&s)[kBlockN / 2], const Work& work, int n0,
                                        const RowState (&rows)[2]) const {
     if (kGeneral && dropout_.active()) {
-      const int n0 = work.walk.tile(i) * kBlockN;
       const int64_t first = (static_cast<int64_t>(work.b) * a_.p.shape.heads + work.h) * a_.p.shape.seqlen_q;
 #pragma unroll
       for (int column = 0; column < kBlockN; column += 32) {
