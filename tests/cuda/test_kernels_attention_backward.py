@@ -190,6 +190,26 @@ def test_memory_orders(dtype: torch.dtype, kernels: str, device: torch.device) -
     assert backward(views(p)["heads inside positions"]).dk.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("D", [40, 37])
+def test_writes_nowhere_else(D: int, kernels: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients lie inside larger tensors, of which nothing else may change: whole vectors, and single elements."""
+    around = []
+
+    def empty_like(x: Tensor, head_dim: int) -> Tensor:
+        B, H, L, _ = x.shape
+        around.append(torch.full((B, H, L + 16, head_dim + 16), 7.0, dtype=x.dtype, device=device))
+        return around[-1][:, :, 8 : 8 + L, 8 : 8 + head_dim]
+
+    monkeypatch.setattr(room, "_empty_like", empty_like)
+    p = make(B=1, H=2, Lq=41, Lk=70, D=D, dtype=BFLOAT16, mask="causal", device=device)
+    grads = check(p)[3:6]
+    assert len(around) == 4, "of out, dq, dk and dv"
+    for whole, grad in zip(around[1:], grads, strict=True):
+        inside = whole.new_zeros(whole.shape)
+        inside[:, :, 8 : 8 + grad.shape[2], 8 : 8 + D] = 1
+        assert (whole[inside == 0] == 7).all()
+
+
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     "kind", ["window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder", "bias"]
