@@ -141,6 +141,16 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
 
 __global__ void __launch_bounds__(384, 1) too_many_registers() { more_registers<240>(); }
 
+// What named barriers are misused for, by the first warp of two.
+enum Misuse { kTwice, kDiverged, kNoSuchBarrier, kNotWholeWarps };
+template <Misuse kMisuse>
+__global__ void __launch_bounds__(64, 1) misuse() {
+  if (kMisuse == kTwice) return named_barrier_arrive(1, 96), named_barrier_sync(1, 96);
+  if (threadIdx.x >= 32) return named_barrier_sync(1, 64);
+  if (kMisuse == kDiverged && threadIdx.x < 16) return named_barrier_sync(2, 64);
+  if (kMisuse == kDiverged) return named_barrier_sync(2, 64);
+  named_barrier_sync(kMisuse == kNoSuchBarrier ? 16 : 1, kMisuse == kNotWholeWarps ? 40 : 64);
+}
 TensorMap map_of(void* data, int columns, int rows, int heads, int stride, int lines) {
   const uint64_t row = static_cast<uint64_t>(stride) * 2;
   return make_tensor_map({data, {uint64_t(columns), uint64_t(rows), uint64_t(heads), 1}, {row, row * rows, row * rows * heads},
@@ -206,6 +216,11 @@ __global__ void __launch_bounds__(128, 1) transposed(const __grid_constant__ Tra
   bulk_wait<0>();
 }
 
+template <Misuse kMisuse>
+void run_misuse(const Problem&) {
+  launch(misuse<kMisuse>, dim3(1), dim3(64), 0, nullptr);
+}
+
 using B = __nv_bfloat16;
 struct Named {
   const char* name;
@@ -237,6 +252,10 @@ constexpr Named kKernels[] = {
     {"half a barrier", run<B, 64, 64, kHalfABarrier>},
     {"two counts", run<B, 64, 64, kTwoCounts>},
     {"too many registers", [](const Problem&) { launch(too_many_registers, dim3(1), dim3(384), 0, nullptr); }},
+    {"arrives twice", run_misuse<kTwice>},
+    {"diverged", run_misuse<kDiverged>},
+    {"no such barrier", run_misuse<kNoSuchBarrier>},
+    {"not whole warps", run_misuse<kNotWholeWarps>},
     {"descriptor outside", run<B, 64, 64, kDescriptorOutside>},
 };
 

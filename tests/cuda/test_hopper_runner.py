@@ -106,6 +106,10 @@ RACES = {  # what shows the error: a wrong result, or what the runner says
     "not initialised": "never initialised",
     "half a barrier": "deadlock",
     "two counts": "threads and for",
+    "arrives twice": "a thread arrives twice at barrier 1",
+    "diverged": "lanes of one warp meet at different barriers",
+    "no such barrier": "barriers 1 to 15 have a name, got 16",
+    "not whole warps": "a barrier is for whole warps, got 40",
     "too many registers": "registers",
     "descriptor outside": "shared memory",
 }

@@ -104,3 +104,9 @@ def test_unknown_order(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_HOST_ORDER", "sideways")
     with pytest.raises(RuntimeError, match="forward, reverse or a number, got sideways"):
         run("neighbour")
+
+
+def test_unknown_completion(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_HOST_ASYNC", "soon")
+    with pytest.raises(RuntimeError, match="lazy, eager or crossed, got soon"):
+        run("neighbour")
