@@ -11,6 +11,9 @@
 // Registers of a consumer thread: S^T and dP^T (kBlockM / 2 each), dk and dv (kHeadDim / 2 each), dq (32).
 // Shared memory: k and v; q and dout, two stages; dS, two buffers; dq on its way out.
 // Work: 2 (3 Dk + 2 Dv) FLOPs a visited score, five products; bytes beyond the operands: 4 Dk for each of dq's additions.
+// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills; test_compile_sm90.py asserts it, and the order.
+// Dropped, all at head dimension 64: exponentials beside dP's product, for which ptxas spilled 20 bytes and serialized every
+//   wgmma; dropout as a branch instead of a template parameter, 92 bytes spilled in the masked loop.
 #include "attention/backward_sm90.cuh"
 #include "common/check.h"
 

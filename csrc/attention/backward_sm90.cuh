@@ -58,6 +58,7 @@ __device__ __forceinline__ Walk walk_of(const Arguments& a, const Work& work, in
 
 template <class Tiles>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
+  for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq, &a.dk, &a.dv}) prefetch(*map);
   const Work work = work_of_block<Tiles>(a);
   shared.full_kv.arrive_expect(2 * sizeof shared.k);
   for (int panel = 0; panel < Tiles::kPanels; panel++) {

@@ -59,6 +59,7 @@ __device__ __forceinline__ Work work_at(const Arguments& a, int index) {
 
 template <class Tiles>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
+  for (const TensorMap* map : {&a.q, &a.k, &a.v, &a.out}) prefetch(*map);
   const int group = a.p.shape.heads / a.p.shape.key_heads;
   Ring keys, values;
   const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, const Work& work, int i) {
