@@ -9,7 +9,8 @@ Environment
   FASTATTN_SKIP_CUDA=1    do not build _C
   FASTATTN_FORCE_CUDA=1   a missing nvcc or a failed compile is an error
   FASTATTN_CUDA_ARCHS     semicolon-separated; default "80;90+PTX": one binary for Ampere and Ada, one for Hopper, and
-                          PTX for what comes after. A file named *_sm90.cu is always and only built for sm_90a.
+                          PTX, the lowest's, for what comes after. A file named *_sm90.cu is always and only built
+                          for sm_90a.
   CUDA_HOME, CUDA_PATH    the toolkit to use; else nvcc on PATH, in /usr/local/cuda, in PyPI's nvidia-cuda-nvcc
   CXX                     nvcc's host compiler
   MAX_JOBS                how many compilers run at once
@@ -51,18 +52,27 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *wheels]))
 
 
-def gencode(arch: str) -> str:
-    """nvcc's flag for one entry of FASTATTN_CUDA_ARCHS, such as 80, 90a or 120+PTX."""
-    number, _, ptx = arch.strip().partition("+")
-    code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
-    return f"-gencode=arch=compute_{number},code={code}"
+def gencode(archs: str) -> str:
+    """nvcc's flags for what FASTATTN_CUDA_ARCHS holds, such as 80;90+PTX or 90a.
+
+    Numbers without a letter are compiled from one PTX, the lowest's: nvcc's front end, half of its time, runs once.
+    """
+    entries = [entry.strip().partition("+") for entry in archs.split(";")]
+    plain = [number for number, _, _ in entries if number.isdigit()]
+    flags = []
+    for number, _, ptx in entries:
+        source = min(plain, key=int) if number in plain else number
+        flags.append(f"-gencode=arch=compute_{source},code=sm_{number}")
+        if ptx:
+            flags.append(f"-gencode=arch=compute_{source},code=compute_{source}")
+    return " ".join(flags)
 
 
 def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> str:
     """The build of `target` from the CUDA and C++ sources, as the text of a build.ninja."""
     import pybind11  # a requirement of the build, absent when only the metadata is asked for
 
-    archs = " ".join(gencode(arch) for arch in os.environ.get("FASTATTN_CUDA_ARCHS", "80;90+PTX").split(";"))
+    archs = gencode(os.environ.get("FASTATTN_CUDA_ARCHS", "80;90+PTX"))
     include = " ".join(f"-I{path}" for path in (ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include")))
     ccbin = f"-ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
     lines = [
