@@ -12,8 +12,8 @@
 //   remainder   log2 of sum_j exp(S_ij - lse_i). lse is right to half a unit in its last place, and so are the P made from
 //               it; a bias may move whole rows to where float32 is coarse (-1e4, finfo.min), where this is no small thing;
 //   delta       from its definition.
-// Rows with |lse| >= coarse_from get both: with a bias those beyond 64, of exact float32 all, whose largest errors these
-// would be.
+// Rows with |lse| >= coarse_from get both: with a bias those beyond 64; all of exact float32, whose largest errors these
+// would be, and all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up.
 #pragma once
 #include "attention/attention.h"
 

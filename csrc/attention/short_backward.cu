@@ -258,6 +258,8 @@ void with_short_kernel(const Shape& shape, DType dtype, Function&& f) {
 bool is_short(const Shape& shape, DType dtype, int device) {
   if (dtype == DType::float32 || std::max(shape.seqlen_q, shape.seqlen_k) > kMaxShort) return false;
   if (std::max(shape.head_dim_k, shape.head_dim_v) > 128) return false;
+  const int64_t blocks = static_cast<int64_t>(shape.batch) * shape.key_heads;
+  if (shape.heads != shape.key_heads && blocks < device_attribute(cudaDevAttrMultiProcessorCount, device)) return false;
   size_t bytes = 0;
   with_short_kernel(shape, dtype, [&](auto t, auto head_dim) { bytes = shared_bytes<decltype(t), head_dim()>(shape.seqlen_k); });
   return bytes <= static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));

@@ -6,8 +6,9 @@ namespace fastattn::attention {
 
 constexpr int kMaxShort = 128;
 
-// Can short_backward serve? It takes 16-bit types, head dimensions up to 128, and what a block of the device can hold.
-// With tensors that need dbias of a bias that has keys, ask for the other kernels.
+// Should short_backward serve? It takes 16-bit types, head dimensions up to 128, and what a block of the device can hold;
+// and, as a block takes the query heads of a group one after the other, groups only where there is a block for every
+// multiprocessor. It makes no dbias: where that is needed, of a bias that has keys, the other kernels serve.
 bool is_short(const Shape& shape, DType dtype, int device);
 
 // dq, dk and dv. Of p it reads by_query, without lists, and neither out, delta, remainder nor by_key.

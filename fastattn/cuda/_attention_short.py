@@ -9,7 +9,7 @@ from fastattn.masks import AttentionMask
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a block holds all keys of a head: 16-bit types, up to 128 queries and keys, head dimensions up to 128."""
+    """Whether a block holds all keys of a head, and there are enough of them: csrc/attention/short_backward.h."""
     return extension(q.device).attention_is_short(_visibility.shape(q, k, v), DTYPES[q.dtype], device_index(q))
 
 

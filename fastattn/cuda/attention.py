@@ -129,7 +129,7 @@ def _backward(
     module.attention_bwd(
         [*map(who.rows, (q, k, v, out, dout, dq, dk, dv))],
         [*map(address, (lse, dlse, delta, remainder, key_sums))],
-        sizes, softmax_scale, 0.0 if exact else _COARSE, by_query, by_key, who.bias(mask),
+        sizes, softmax_scale, 0.0 if exact or needs_dbias else _COARSE, by_query, by_key, who.bias(mask),
         (0, 0, 0) if dbias is None else (address(dbias), *bias.shape[:2]),
         address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
     )  # fmt: skip

@@ -251,7 +251,7 @@ def test_bits_do_not_depend_on_the_run(
             monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
             monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
             options = dict(mask="decoder", dropout_p=0.2, bias=bias, dtype=dtype, device=device)
-            results.append(check(make(B=1, H=2, Hk=1, Lq=70, Lk=Lk, D=64, **options)))
+            results.append(check(make(B=1, H=4, Hk=2, Lq=70, Lk=Lk, D=64, **options)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0][3:], other[3:], strict=True))
 
@@ -259,8 +259,9 @@ def test_bits_do_not_depend_on_the_run(
 def test_who_serves(device: torch.device) -> None:
     """The short kernel takes what it says, on a device that can hold it."""
 
-    def tensors(Lq: int, Lk: int, D: int, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(1, 1, length, D, dtype=dtype, device=device) for length in (Lq, Lk, Lk)]
+    def tensors(Lq: int, Lk: int, D: int, dtype: torch.dtype, H: int = 1) -> list[Tensor]:
+        sizes = (H, Lq), (1, Lk), (1, Lk)
+        return [torch.empty(1, heads, length, D, dtype=dtype, device=device) for heads, length in sizes]
 
     for case, served in (
         ((128, 128, 64, BFLOAT16), True),
@@ -269,5 +270,6 @@ def test_who_serves(device: torch.device) -> None:
         ((64, 129, 64, BFLOAT16), False),
         ((64, 64, 129, BFLOAT16), False),
         ((64, 64, 64, FLOAT32), False),
+        ((64, 64, 64, BFLOAT16, 2), False),
     ):
         assert short.serves(*tensors(*case)) == served, case

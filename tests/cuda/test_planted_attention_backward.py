@@ -39,7 +39,7 @@ def problems() -> dict[str, Problem]:
         "band": make(**bf16, Lq=150, Lk=140, mask={"window": (40, 20)}),
         "keys": make(**bf16, Lq=40, Lk=140, bias=(1, 2, 1, 140)),
         "far": make(**bf16, Lq=70, Lk=20).but(bias=far),
-        "short": make(**bf16, Hk=1, Lq=70, Lk=50, mask="decoder", dropout_p=0.3),
+        "short": make(**bf16 | {"H": 4}, Hk=2, Lq=70, Lk=50, mask="decoder", dropout_p=0.3),
         "poisoned": make(**bf16, Lq=150, Lk=140, mask="key_padding_holes"),
         "short poisoned": make(**bf16, Lq=40, Lk=90, mask="key_padding_holes"),
     }
