@@ -188,6 +188,19 @@ def to_text(record: dict[str, Any]) -> str:
     return f'{{\n "versions": {json.dumps(record["versions"])},\n "kernels": {{\n{kernels}\n }}\n}}\n'
 
 
+def write(now: dict[str, Any]) -> None:
+    """The record, with what it held of a language that was not compiled now."""
+    before = json.loads(RECORD.read_text()) if RECORD.exists() else {"versions": {}, "kernels": {}}
+    record: dict[str, Any] = {"versions": {}, "kernels": {}}
+    for language in LANGUAGES:
+        source = now if language in now["versions"] else before
+        if language in source["versions"]:
+            record["versions"][language] = source["versions"][language]
+        record["kernels"] |= {name: e for name, e in source["kernels"].items() if name.startswith(f"{language} ")}
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(to_text(record))
+
+
 def render(record: dict[str, Any]) -> str:
     """A record for people."""
     lines = [f"{language}: {versions}" for language, versions in record["versions"].items()]
@@ -227,13 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\nIf this is meant: python benchmarks/compiled_kernels.py --write, and commit the record.")
         return int(bool(lines))
     if arguments.write:
-        before = json.loads(RECORD.read_text()) if RECORD.exists() else {"versions": {}, "kernels": {}}
-        kept = {  # of a language that is not compiled here
-            name: entry for name, entry in before["kernels"].items() if name.split()[0] not in now["versions"]
-        }
-        merged = {"versions": before["versions"] | now["versions"], "kernels": now["kernels"] | kept}
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(to_text(merged))
+        write(now)
         print(f"{len(now['kernels'])} kernels written to {RECORD}")
         return 0
     print(render(now))

@@ -125,6 +125,24 @@ def test_the_record_can_be_read_by_line(record: dict[str, Any]) -> None:
     assert "at least" in compiled_kernels.render(record)
 
 
+@pytest.mark.parametrize("language", compiled_kernels.LANGUAGES)
+def test_one_language_can_be_written_alone(
+    language: str, record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's part stays as it is, and where it is."""
+    path = tmp_path / "record.json"
+    path.write_text(compiled_kernels.to_text(record))
+    monkeypatch.setattr(compiled_kernels, "RECORD", path)
+    now = {name: entry for name, entry in record["kernels"].items() if name.startswith(language)}
+    gone = next(iter(now))
+    del now[gone]
+    compiled_kernels.write({"versions": {language: {"compiler": "99"}}, "kernels": now})
+    written = json.loads(path.read_text())
+    assert list(written["versions"]) == list(compiled_kernels.LANGUAGES)
+    assert written["versions"] == record["versions"] | {language: {"compiler": "99"}}
+    assert list(written["kernels"]) == [name for name in record["kernels"] if name != gone]
+
+
 def test_without_nvcc_cuda_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
