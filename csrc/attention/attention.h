@@ -45,8 +45,8 @@ struct TileLists {
   int64_t stride_b, stride_h;  // in lists
 };
 
-// Who sees whom. Two kinds: lists.tiles == null, where query m sees key n if band_lo <= n - m <= band_hi (an absent band
-// is -seqlen_q, seqlen_k); else by `bits`, into which everything was folded, the band too.
+// Who sees whom. Two kinds: bits == null, where query m sees key n if band_lo <= n - m <= band_hi (an absent band is
+// -seqlen_q, seqlen_k); else the bits say it, into which everything was folded, the band too.
 struct Visibility {
   int band_lo, band_hi;
   const uint32_t* bits;    // (b, h, rows, ceil(columns / 128), 4): a kernel whose rows are keys is given the transpose
@@ -90,7 +90,7 @@ struct Weights {
   void* weights;     // out  (B, H, Lq, Lk) contiguous, T: P after dropout
   Shape shape;
   float softmax_scale;
-  Visibility visibility;  // of its lists only that there are some
+  Visibility visibility;  // without lists: every tile is written
   Bias bias;
   Dropout dropout;
   DType dtype;

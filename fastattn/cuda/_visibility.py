@@ -109,15 +109,21 @@ def visibility(
 
     by_key: for a kernel that walks along the queries of a key tile; its bits are the transposed ones.
     """
-    seen = None if mask is None or (mask.band_only and mask.bias is None) else seen_keys(mask, Lq, Lk, device)
-    if mask is None or mask.band_only:
-        return (*band(mask, Lq, Lk), *(0,) * 8, *_with_strides(seen, 2)), [seen]
-    words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
-    lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
-    list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
-    listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
-    numbers = (*band(mask, Lq, Lk), *_with_strides(words, 2), *listed, *_with_strides(seen, 2))
-    return numbers, [seen, words, *lists]
+
+    def build() -> tuple[tuple[int, ...], list[Tensor | None]]:
+        seen = None if mask is None or (mask.band_only and mask.bias is None) else seen_keys(mask, Lq, Lk, device)
+        if mask is None or mask.band_only:
+            return (*band(mask, Lq, Lk), *(0,) * 8, *_with_strides(seen, 2)), [seen]
+        words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
+        lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
+        list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
+        listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
+        numbers = (*band(mask, Lq, Lk), *_with_strides(words, 2), *listed, *_with_strides(seen, 2))
+        return numbers, [seen, words, *lists]
+
+    if mask is None or mask.bias is not None:
+        return build()
+    return mask.cached(("visibility", Lq, Lk, block_m, block_n, by_key, device), build)
 
 
 def elements(

@@ -150,11 +150,10 @@ def attention_weights(
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights (B, H, Lq, Lk) after dropout."""
     module, sizes, dtype = extension(q.device), who.shape(q, k, k), DTYPES[q.dtype]
     weights = torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
-    block_m, block_n = module.attention_fwd_tile(sizes, dtype)
-    visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
+    elements, kept = who.elements(mask, q.shape[2], k.shape[2], q.device)
     lse = lse.contiguous()
     module.attention_weights(
-        *map(who.rows, (q, k)), address(lse), address(weights), sizes, softmax_scale, visibility, who.bias(mask),
+        *map(who.rows, (q, k)), address(lse), address(weights), sizes, softmax_scale, elements, who.bias(mask),
         address(rng_state), *dropout_constants(dropout_p), dtype, _tf32(), device_index(q), stream(q),
     )  # fmt: skip
     return weights
