@@ -130,7 +130,7 @@ def _per_query_head(t: Tensor, H: int) -> Tensor:
 
 
 def exact(p: Problem) -> Results:
-    """S = scale q k^T + bias;  P = exp(S - lse);  W = M P, M the dropout multiplier;  out = W v
+    """S = scale q k^T + bias;  P = softmax(S);  W = M P, M the dropout multiplier;  out = W v
     dv = W^T dout;  dP = M (dout v^T);  dS = P (dP - sum_j P dP + dlse)
     dq = scale dS k;  dk = scale dS^T q;  dbias = dS;  heads of a group, and what a bias was broadcast over, add up.
     """
@@ -145,7 +145,7 @@ def exact(p: Problem) -> Results:
     S = S.masked_fill(~keep, -torch.inf)
     sees = keep.any(-1, keepdim=True)
     lse = torch.logsumexp(S, -1, keepdim=True) if Lk else S.new_full((B, H, Lq, 1), -torch.inf)
-    P = torch.exp(S - lse.where(sees, 0)) if Lk else S
+    P = torch.softmax(S, -1).where(sees, 0) if Lk else S  # exp(S - lse) rounds where lse is finfo.min
     W = M * P
     dv = W.mT @ dout
     dP = M * (dout @ v.mT)
