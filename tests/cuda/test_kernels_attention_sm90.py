@@ -19,6 +19,7 @@ from fastattn.cuda import _attention_short as short
 from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import attention as room
 
+AS_SHIPPED = sm90.ACCUMULATE_DQ
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")  # the gradient of a bias is made by other kernels
@@ -29,6 +30,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[to
     monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
     # Tests ask torch for it, so that what is uninitialised is NaN.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", True)
     monkeypatch.setattr(short, "serves", lambda *_: False)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("this GPU is no Hopper")
@@ -200,6 +202,11 @@ def test_deterministic_where_torch_asks(
     hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check(make(Lq=70, Lk=140, mask="causal", dtype=BFLOAT16, device=hopper), hopper, calls, expected=("forward",))
+
+
+def test_repeats_before_a_record(hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", AS_SHIPPED)
     check(make(Lq=70, Lk=140, mask="causal", dtype=BFLOAT16, device=hopper), hopper, calls, expected=("forward",))
 
 
