@@ -35,7 +35,8 @@ def _lines(found: list[tuple[Path, records.Record]]) -> Iterator[str]:
         yield "over 1x, fastattn's default is faster than the column's name. The bound is the time that the FLOPs and"
         yield f"bytes of the case need at this machine's ceilings. {report_markdown.ceilings(record)}"
         if environment["load_before"] is not None:
-            yield f"Load of the machine before the first measurement: {environment['load_before']:.2f}."
+            busy = ": others were at work, the figures are rough" if environment["load_before"] > 0.5 else ""
+            yield f"Load of the machine before the first measurement: {environment['load_before']:.2f}{busy}."
         yield from report_markdown.summary(record, CASES)
 
 
