@@ -92,13 +92,18 @@ def _attend(
     """Results as attention()'s. drop: dropout on the weights (B, H, Lq, Lk)."""
     H, Lq, Lk = q.shape[1], q.shape[2], k.shape[2]
     bias = None if mask is None else mask.bias
+    fused = drop is None and bias is None and not return_lse and not return_weights and Lk > 0
+    if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
+        grouped = k.shape[1] != H
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=grouped)
+        return out, None, None
+
     hide = sees = seen = None
     if mask is not None:
         hide, sees, seen = mask.visible(Lq, Lk, q.device)
         if sees is not None:
             q = q.where(sees, 0)
 
-    fused = drop is None and bias is None and not return_lse and not return_weights and Lk > 0
     if fused and (seen is None or (_may_look(q) and not torch.is_grad_enabled())):
         out = _fused(q, k, v, mask, hide, softmax_scale)
         # Without a gradient, NaN or inf in a key that nobody sees shows in the result, or does no harm.
@@ -141,8 +146,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Te
     Lq, Lk, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
-    if mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     if not q.is_cuda:  # PyTorch would turn a bool mask into this one at every call
         shown = None if hide is None else mask.additive(hide, Lq, Lk, q.dtype)
         return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
