@@ -73,7 +73,7 @@ BUGS = [
     Bug("a phase that never flips", "attention/sm90.cuh", "stage = 0, phase ^= 1", "stage = 0"),
     Bug("no turn handed on", FORWARD, NEXT_TURN, ""),
     Bug("no rescaling", FORWARD, "out[j] *= rows[row_of(j)].rescale", "out[j] *= 1.0f"),
-    Bug("a masked tile as a full one", FORWARD, "work.walk.count : work.walk.partial", "work.walk.count : 1"),
+    Bug("a masked tile as a full one", FORWARD, "max(work.walk.partial, 1)", "1"),
     Bug(
         "no proxy fence before the store",
         FORWARD,
