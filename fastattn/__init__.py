@@ -10,6 +10,7 @@ from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.feed_forward import feed_forward
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -20,6 +21,7 @@ __all__ = [
     "Explanation",
     "FusedTransformer",
     "dropout_add_layer_norm",
+    "embed_layer_norm",
     "explain",
     "feed_forward",
     "get_pad_mask",
