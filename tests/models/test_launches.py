@@ -1,0 +1,46 @@
+"""A training step asks the device for few launches: counted, and compared with what it would take otherwise."""
+
+import pytest
+import torch
+from launches import base_model, counted, step_launches
+from plain_transformer import PlainTransformer
+
+# Launches of a step by Triton, by its dropout: to be lowered as they fall.
+AT_MOST = {0.1: 748, 0.0: 698}
+
+
+def step(backend, dropout):
+    return step_launches(base_model(dropout=dropout, attn_dropout=dropout), backend).total
+
+
+def test_what_counts_as_a_launch():
+    """Writing does, in place or not; a view, memory without a value and a number for the host do not."""
+    x = torch.ones(4, 4)
+    with counted() as launches:
+        y = torch.empty_like(x).view(16)[2:].t()
+        y.add_(1)
+        x.t().unsqueeze(0).expand(3, 4, 4).contiguous()
+        (x @ x).sum().item()
+    assert launches.by_op == {"add_": 1, "clone": 1, "mm": 1, "sum": 1}
+
+
+def test_a_place_is_a_line_of_the_package():
+    launches = step_launches(base_model(n_layers=1), "reference")
+    places = {place.partition(":")[0] for _, place in launches.by_place}
+    assert {"fastattn/reference/attention.py", "fastattn/reference/philox.py"} <= places
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0], ids=["dropout", "no dropout"])
+def test_kernels_take_a_third_of_the_launches_of_the_reference(triton, dropout):
+    """A kernel counts as one launch, however it runs here; what prepares its masks and gradients counts too."""
+    launches = step("triton", dropout)
+    assert launches <= step("reference", dropout) / 3
+    assert launches <= AT_MOST[dropout], "a change made a step longer"
+    plain = step_launches(base_model(PlainTransformer, dropout=dropout, attn_dropout=dropout)).total
+    assert launches < plain, "the public model, whose dropout is one operator"
+
+
+def test_operators_of_pytorch_take_a_third_without_dropout():
+    """With dropout, its rule, for which PyTorch has no operator, is most of a step on either side."""
+    assert step("aten", 0.0) <= step("reference", 0.0) / 3
+    assert step("aten", 0.1) <= 0.8 * step("reference", 0.1)
