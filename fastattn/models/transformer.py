@@ -11,12 +11,15 @@ sublayers as fastattn.nn describes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
 from fastattn.models.packing import Packed
 from fastattn.nn import DecoderLayer, EncoderLayer, OpenSum, PositionalEncoding
 from fastattn.nn.attention import as_attention_mask
+from fastattn.nn.joint_linear import join, joint_linear
 from fastattn.nn.residual import Stream, add_norm
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -136,6 +139,7 @@ class Decoder(_Stack):
             DecoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
         )
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.join_weights()
 
     def forward(
         self,
@@ -156,12 +160,36 @@ class Decoder(_Stack):
         trg_mask, src_mask = as_attention_mask(trg_mask), as_attention_mask(src_mask)
         slf_attns, enc_attns = [], []
         x = self.enter(self.trg_word_emb(trg_seq), position)
+        projected = self.project_encoder(enc_output)
         for layer in self.layer_stack:
-            x, slf_attn, enc_attn = layer(x, enc_output, trg_mask, src_mask, return_attns=return_attns)
+            known = {"enc_projected": projected[layer]} if layer in projected else {}
+            x, slf_attn, enc_attn = layer(x, enc_output, trg_mask, src_mask, return_attns=return_attns, **known)
             slf_attns.append(slf_attn)
             enc_attns.append(enc_attn)
         x = self.leave(x)
         return (x, slf_attns, enc_attns) if return_attns else (x,)
+
+    def project_encoder(self, enc_output: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+        """Keys and values of each layer's attention to the encoder's output (B, Ls, d_model), by one product."""
+        layers = self.joined_layers()
+        linears = [w for layer in layers for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)]
+        projected = joint_linear(enc_output, linears, backend=self.backend)
+        return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
+
+    def join_weights(self) -> None:
+        """Lay those linear maps' weights side by side, and w_qs before them, so that nothing stays of older blocks."""
+        attentions = [layer.enc_attn for layer in self.joined_layers()]
+        linears = [a.w_qs for a in attentions] + [w for a in attentions for w in (a.w_ks, a.w_vs)]
+        join(linear.weight for linear in linears)
+
+    def joined_layers(self) -> list[DecoderLayer]:
+        """All layers but those that somebody has wrapped or replaced."""
+        return [layer for layer in self.layer_stack if type(layer) is DecoderLayer]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        super()._apply(fn, recurse)  # a cast or a move gives each parameter memory of its own
+        self.join_weights()
+        return self
 
 
 class FusedTransformer(nn.Module):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
+from fastattn.nn.joint_linear import join, joint_linear
 from fastattn.nn.residual import OpenSum, Stream, active, add_norm
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -100,33 +103,61 @@ class MultiHeadAttention(nn.Module):
         self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
         self.dropout = nn.Dropout(dropout)
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.join_weights()
 
     def forward(
-        self, q: Stream, k: Stream, v: Stream, mask: Tensor | AttentionMask | None = None, *, return_attn: bool = False
+        self,
+        q: Stream,
+        k: Stream,
+        v: Stream,
+        mask: Tensor | AttentionMask | None = None,
+        *,
+        return_attn: bool = False,
+        projected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Stream, Tensor | None]:
         """q: (B, Lq, d_model), also the residual; k, v: (B, Lk, d_model). mask: see as_attention_mask.
 
         With norm_first q is an OpenSum; k and v are complete and normalised, or for self-attention q itself.
+        projected: (w_ks(k), w_vs(v)), where they are known already.
         Returns (output, the same kind as q; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
         if self.norm_first:
             normed, total = add_norm(q, self.dropout, self.layer_norm, self.backend, return_sum=True)
             k, v = (normed if x is q else x for x in (k, v))
-            out, attn = self.branch(normed, k, v, mask, return_attn)
+            out, attn = self.branch(normed, k, v, mask, return_attn, projected)
             return OpenSum(out, total), attn
-        out, attn = self.branch(q, k, v, mask, return_attn)
+        out, attn = self.branch(q, k, v, mask, return_attn, projected)
         return add_norm(OpenSum(out, q), self.dropout, self.layer_norm, self.backend), attn
 
     def branch(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None, return_attn: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | AttentionMask | None,
+        return_attn: bool,
+        projected: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Projections, attention and fc: what the residual connection goes around. Returns (out, weights or None)."""
+        if projected is not None:
+            q, (k, v) = self.w_qs(q), projected
+        elif q is k is v:
+            q, k, v = joint_linear(q, (self.w_qs, self.w_ks, self.w_vs), backend=self.backend)
+        else:
+            q, k, v = self.w_qs(q), self.w_ks(k), self.w_vs(v)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
-        q = _heads(self.w_qs(q), self.n_head)
-        k = _heads(self.w_ks(k), self.n_head_kv)
-        v = _heads(self.w_vs(v), self.n_head_kv)
+        q, k, v = _heads(q, self.n_head), _heads(k, self.n_head_kv), _heads(v, self.n_head_kv)
         out, attn = self.attention(q, k, v, as_attention_mask(mask), return_attn=return_attn)
         return self.fc(out.transpose(1, 2).flatten(2)), attn
+
+    def join_weights(self) -> None:
+        """Lay the weights of w_qs, w_ks and w_vs side by side, so that self-attention reads them as one."""
+        join(linear.weight for linear in (self.w_qs, self.w_ks, self.w_vs))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiHeadAttention:
+        super()._apply(fn, recurse)  # a cast or a move gives each parameter memory of its own
+        self.join_weights()
+        return self
 
     def extra_repr(self) -> str:
         return (

@@ -84,12 +84,17 @@ class DecoderLayer(nn.Module):
         dec_enc_attn_mask: Tensor | AttentionMask | None = None,
         *,
         return_attns: bool = False,
+        enc_projected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Stream, Tensor | None, Tensor | None]:
         """dec_input: (B, Lt, d_model), or with norm_first an OpenSum of such; enc_output: (B, Ls, d_model).
 
-        Masks: see as_attention_mask. Returns (output, the same kind as dec_input; weights of the self-attention
-        (B, n_head, Lt, Lt) and of the attention to the encoder (B, n_head, Lt, Ls), or None).
+        Masks: see as_attention_mask. enc_projected: enc_attn's keys and values, (w_ks(enc_output), w_vs(enc_output)),
+        where they are known already.
+        Returns (output, the same kind as dec_input; weights of the self-attention (B, n_head, Lt, Lt) and of the
+        attention to the encoder (B, n_head, Lt, Ls), or None).
         """
         x, slf_attn = self.slf_attn(dec_input, dec_input, dec_input, slf_attn_mask, return_attn=return_attns)
-        x, enc_attn = self.enc_attn(x, enc_output, enc_output, dec_enc_attn_mask, return_attn=return_attns)
+        x, enc_attn = self.enc_attn(
+            x, enc_output, enc_output, dec_enc_attn_mask, return_attn=return_attns, projected=enc_projected
+        )
         return self.pos_ffn(x), slf_attn, enc_attn

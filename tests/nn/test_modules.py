@@ -134,8 +134,9 @@ def test_heads_are_views_and_none_is_copied(monkeypatch):
 
     monkeypatch.setattr(attention_module, "scaled_dot_product_attention", spy)
     module(x, x, x)
+    N = H * (DK + DK + DV)  # one product gives all three
     for t, n, width in zip(seen, (H, H, H), (DK, DK, DV), strict=True):
-        assert t.shape == (B, n, LQ, width) and t.stride() == (LQ * n * width, width, n * width, 1)
+        assert t.shape == (B, n, LQ, width) and t.stride() == (LQ * N, width, N, 1)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"])
@@ -174,7 +175,7 @@ def test_norm_first_leaves_the_sum_open():
         normed = module.layer_norm(x + branch)
         expected = module.branch(normed) if isinstance(module, PositionwiseFeedForward) else None
         if expected is None:
-            expected, _ = module.branch(normed, normed, normed, None, False)
+            expected, _ = module.branch(normed, normed, normed, None, False, None)
         torch.testing.assert_close(out.residual, x + branch, rtol=0, atol=1e-6)
         torch.testing.assert_close(out.branch, expected, rtol=0, atol=1e-5)
 
