@@ -2,21 +2,23 @@
 
     python benchmarks/bench_transformer.py [--device cuda] [--out FILE.json] [--quick]
 
-Forward, loss, backward and Adam; bfloat16 cases are float32 parameters under torch.autocast. Logits and gradients are
-compared on the first sentences of the batch, peers without dropout; speed is measured with it. tokens/s counts
-real target tokens. "default, ... by reference" leaves one op out: what that op contributes.
+Forward, loss, backward and Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends take
+the loss from FusedTransformer.loss, as its users do; the reference path and the peers from their logits by torch's
+cross_entropy. Logits, loss and gradients are compared on the first sentences of the batch, peers without dropout; speed
+is measured with it. tokens/s counts real target tokens; a case says which share of its batch is padding. "default, ...
+by reference" leaves one op out: what that op contributes.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import harness
 import models
 import torch
-import torch.nn.functional as F
 from cases import StepCase
 from harness import Inputs, Provider, Run
 from tables import cases_of
@@ -24,7 +26,8 @@ from torch import nn
 
 from fastattn import use_backend
 
-MODEL_OPS = ("attention", "add_layer_norm", "feed_forward")  # what the model calls; its loss here is torch's
+# What FusedTransformer.loss calls.
+MODEL_OPS = ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embed_layer_norm")
 COMPARED = 32  # sentences: float64 logits of a whole batch may not fit into memory
 
 
@@ -33,32 +36,42 @@ def make_inputs(case: StepCase, device: torch.device) -> Inputs:
 
 
 def step_of(
-    model: nn.Module, case: StepCase, inputs: Inputs, backend: str | None, left_out: str | None, **notes: Any
+    model: nn.Module,
+    case: StepCase,
+    inputs: Inputs,
+    loss_of: models.Loss,
+    backend: str | None,
+    left_out: str | None,
+    **notes: Any,
 ) -> Run:
     """The Run of one model. A context chooses the backend: it reaches every op of the model."""
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
     mixed = case.dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32
 
-    def forward(sentences: int) -> torch.Tensor:
+    @contextmanager
+    def as_asked() -> Iterator[None]:
         autocast = torch.autocast(src_seq.device.type, case.dtype) if mixed else nullcontext()
         with use_backend(backend), models.by_reference(left_out), autocast:
-            return model(src_seq[:sentences], trg_seq[:sentences, :-1])
-
-    def backward(logits: torch.Tensor, sentences: int) -> None:
-        gold = trg_seq[:sentences, 1:].flatten()
-        optimizer.zero_grad()
-        F.cross_entropy(logits, gold, ignore_index=models.PAD, label_smoothing=0.1).backward()
+            yield
 
     def step() -> None:
-        backward(forward(case.batch), case.batch)
+        with as_asked():
+            loss = loss_of(model, src_seq, trg_seq[:, :-1], trg_seq[:, 1:])
+        loss.backward()
         optimizer.step()
+        optimizer.zero_grad()  # at the end, so that gradients count in the memory of every step
 
     def results() -> dict[str, torch.Tensor]:
-        logits = forward(COMPARED)
-        backward(logits, COMPARED)
-        real = trg_seq[:COMPARED, 1:].flatten() != models.PAD  # nobody promises anything of the others
-        return {"logits": logits[real], "gradients": torch.cat([p.grad.flatten() for p in model.parameters()])}
+        src, trg, gold = src_seq[:COMPARED], trg_seq[:COMPARED, :-1], trg_seq[:COMPARED, 1:]
+        with as_asked():
+            logits = model(src, trg)[gold.flatten() != models.PAD]  # nobody promises anything of the others
+            loss = loss_of(model, src, trg, gold)
+        loss.backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        optimizer.zero_grad()
+        # The loss in the logits' dtype: one number's own error, in float32, is a matter of luck.
+        return {"logits": logits, "loss": loss.to(logits.dtype), "gradients": gradients}
 
     return Run(results, {"step": step}, notes)
 
@@ -72,6 +85,8 @@ def provider(
     **notes: Any,
 ) -> Provider:
     """compiled: by torch.compile in this mode. What is compiled is a peer, also where its model is fastattn's."""
+    ours = build is not models.plain and not compiled
+    loss_of = models.fused_loss if ours and backend != "reference" else models.plain_loss
 
     def make(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
         weights = inputs.leaves
@@ -81,9 +96,8 @@ def provider(
         if compiled:
             torch._dynamo.reset()
             model.compile(dynamic=False, mode=compiled)
-        return step_of(model, case, inputs, backend, left_out, **notes)
+        return step_of(model, case, inputs, loss_of, backend, left_out, **notes)
 
-    ours = build is not models.plain and not compiled
     later = 0 if compiled is None else 18  # cases: it compiles for a minute or two
     return Provider(name, make, ours, later, same_dropout=build is not models.packed)  # whose rows are others
 

@@ -246,12 +246,18 @@ class ModelCase(Case):
     def __str__(self) -> str:
         shape = f"{self.n_layers}+{self.n_layers} layers d{self.d_model}/{self.d_inner} h{self.n_head} v{self.n_vocab}"
         tail = " long-tailed" if self.spread == LONG_TAIL else ""
-        return f"{shape} {self.batch}x{self.length}{tail} {label(self.dtype)}"
+        padding = f", {self.padding:.0%}{tail} padding," if self.padding else ""
+        return f"{shape} {self.batch}x{self.length}{padding} {label(self.dtype)}"
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """(2, batch) real tokens of each source and target."""
         return torch.stack([draw_lengths(self.batch, self.length, self.spread, seed) for seed in (0, 1)])
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in source and target."""
+        return 1 - self.lengths.double().mean().item() / self.length
 
     @property
     def layer(self) -> int:
@@ -278,6 +284,25 @@ class StepCase(ModelCase):
         flop = 6 * products + 12 * self.d_model * pairs
         weights = self.n_layers * (12 * self.d_model**2 + 4 * self.d_model * self.d_inner) + vocabulary
         return {"step": {"flop": flop.item(), "byte": 28.0 * weights, "token": target.sum().item()}}
+
+
+@dataclass(frozen=True)
+class MemoryCase(StepCase):
+    """The memory of one training step beyond weights and Adam's state. No padding: what grows, grows with length."""
+
+    spread: float = 0.0
+
+    formula = "memory beyond weights and Adam's state: activations, gradients and what is temporary, at their peak"
+
+    @property
+    def series(self) -> tuple[str, int]:
+        """Over length; those of one series have equally many tokens."""
+        shape = f"{self.n_layers}+{self.n_layers} layers, d_model {self.d_model}, {self.n_vocab} words"
+        return f"training step, {shape}, {self.batch * self.length} tokens {label(self.dtype)}", self.length
+
+    @cached_property
+    def work(self) -> Work:
+        return {}  # nothing is timed
 
 
 @dataclass(frozen=True)

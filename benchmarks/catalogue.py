@@ -7,6 +7,7 @@ import bench_attention
 import bench_decoding
 import bench_feed_forward
 import bench_linear_cross_entropy
+import bench_memory
 import bench_transformer
 from cases import Case
 from harness import Benchmark
@@ -19,6 +20,7 @@ _MODULES = (
     bench_feed_forward,
     bench_linear_cross_entropy,
     bench_decoding,
+    bench_memory,
 )
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in _MODULES}
 

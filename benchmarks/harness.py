@@ -81,7 +81,8 @@ class Provider(NamedTuple):
 class Benchmark:
     """One script. Its first provider is the reference path: the specification, and the speed to divide by.
 
-    cases: by table, "quick", "cpu" and "cuda". inputs: (case, device) -> Inputs. rates: units shown in the tables.
+    cases: by table, "quick", "cpu" and "cuda". directions: what is timed; none where only the peak memory of a Run's
+    last call is of interest. inputs: (case, device) -> Inputs. rates: units shown in the tables.
     part: (case, name, tensor) -> the part that is compared of an input, the result "out" or a gradient, where all of it
     would be too much.
     """
@@ -235,12 +236,15 @@ def measure_provider(
             direction: timing.measure(run.timed[direction], device, budget_s)._asdict()
             for direction in benchmark.directions
         }
+        *_, last = run.timed.values()
+        if not timings:
+            last()  # what only the first call allocates, an optimizer's state, does not count
         clocks = timing.nvidia_smi("clocks.sm", "clocks.mem", "power.draw") if device.type == "cuda" else None
         return {
             "status": "ok",
             "error_over_bound": ratio,
             "timings": timings,
-            "peak_mib": timing.peak_mib(run.timed[benchmark.directions[-1]], device),
+            "peak_mib": timing.peak_mib(last, device),
             **({"clocks": clocks} if clocks else {}),
             **run.notes,
         }

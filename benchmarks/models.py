@@ -14,15 +14,18 @@ from unittest.mock import patch
 
 import harness
 import torch
+import torch.nn.functional as F
 from cases import ModelCase
 from harness import Inputs, Refused
-from torch import nn
+from torch import Tensor, nn
 
 from fastattn import _dispatch
 from fastattn.models import FusedTransformer
 
 PAD = 0
+SMOOTHING = 0.1  # of labels, as in the paper
 Build = Callable[[ModelCase, float, int], nn.Module]
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # of a model, (B, Ls) src_seq, (B, Lt) trg_seq and gold
 
 
 def make_inputs(case: ModelCase, device: torch.device, longest: int) -> Inputs:
@@ -68,6 +71,17 @@ def plain(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     from plain_transformer import PlainTransformer
 
     return PlainTransformer(**_arguments(case, dropout_p, longest))
+
+
+def plain_loss(model: nn.Module, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
+    """As a user of plain PyTorch takes it."""
+    logits = model(src_seq, trg_seq)
+    return F.cross_entropy(logits, gold.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING)
+
+
+def fused_loss(model: nn.Module, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
+    """As a user of FusedTransformer takes it."""
+    return model.loss(src_seq, trg_seq, gold, label_smoothing=SMOOTHING)
 
 
 @contextmanager

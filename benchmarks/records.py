@@ -175,12 +175,14 @@ def _text_lines(record: Record) -> Iterator[str]:
             baseline = named(rows, op["baseline"])
             for row in rows:
                 if row["status"] != "ok":
-                    yield f"  {row['provider']:<36}{row['status']}: {row['reason']}"
+                    yield f"  {row['provider']:<45}{row['status']}: {row['reason']}"
                     continue
+                if not row["timings"]:
+                    yield f"  {row['provider']:<45}{row['peak_mib']:>10.1f} MiB  error {row['error_over_bound']:.2f}"
                 for direction, timed in row["timings"].items():
                     ms, base = timed["median_ms"], median(baseline, direction)
                     spread = f"{ms:>10.3f} ms [{timed['q1_ms']:.3f}, {timed['q3_ms']:.3f}]"
                     speeds = "".join(f"{rate(case['work'][direction][unit], ms, unit):>16}" for unit in op["rates"])
                     speed_up = f"{base / ms:>8.2f}x" if base else ""
                     rest = f"  error {row['error_over_bound']:.2f}{row['peak_mib']:>10.1f} MiB"
-                    yield f"  {row['provider']:<36}{direction:<9}{spread:<36}{speeds}{speed_up}{rest}"
+                    yield f"  {row['provider']:<45}{direction:<9}{spread:<36}{speeds}{speed_up}{rest}"

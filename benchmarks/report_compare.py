@@ -33,11 +33,15 @@ def main(a: Path, b: Path) -> int:
             worse += row["ours"] and old["status"] == "ok"
         if old["status"] != "ok" or row["status"] != "ok":
             continue
+        if not row["timings"]:
+            found = "more" * (row["peak_mib"] > 1.02 * old["peak_mib"])  # a tensor more; two runs need not be equal
+            print(f"{name}, memory: {old['peak_mib']:.1f} -> {row['peak_mib']:.1f} MiB {found}".rstrip())
+            worse += row["ours"] and bool(found)
         for direction, timed in row["timings"].items():
             then = old["timings"][direction]
             found = verdict(then, timed)
             ratio = timed["median_ms"] / then["median_ms"]
             print(f"{name}, {direction}: {then['median_ms']:.4g} -> {timed['median_ms']:.4g} ms, {ratio:.2f}x {found}")
             worse += row["ours"] and found == "slower"
-    print(f"{shared} measurements in both; of fastattn, {worse} got slower beyond the quartiles or stopped working")
+    print(f"{shared} measurements in both; of fastattn, {worse} got slower beyond the quartiles or larger, or broke")
     return int(worse > 0)

@@ -14,6 +14,8 @@ def brief(row: Row) -> str:
     """One result in a few words, for the terminal."""
     if row["status"] != "ok" or "timings" not in row:
         return f"{row['status']}: {row['reason']}" if "reason" in row else row["status"]
+    if not row["timings"]:
+        return f"{row['peak_mib']:.1f} MiB"
     return ", ".join(f"{direction} {timed['median_ms']:.3g} ms" for direction, timed in row["timings"].items())
 
 
@@ -34,31 +36,46 @@ def _share(bound: float | None, ms: float | None) -> str:
 
 def summary(record: Record, at_most: int | None = None) -> Iterator[str]:
     """A line for each case, or the first `at_most` of each op: fastattn's default against the others. Over 1x: fastattn
-    is faster."""
-    header = ["case", "fastattn, ms", "reference path", "PyTorch", "torch.compile", "fastest other", "of the bound"]
+    is faster, or takes less memory."""
     for name, op in record["ops"].items():
-        direction = op["directions"][-1]
-        body = []
-        for case in (case for case in record["cases"] if case["op"] == name):
-            rows = rows_of(record, case)
-            ms = median(default_row(rows), direction)
-            peers = [(median(row, direction), row["provider"]) for row in rows if not row["ours"]]
-            peers = sorted((peer_ms, peer) for peer_ms, peer in peers if peer_ms)
-            compiled = [peer_ms for peer_ms, peer in peers if peer.startswith("torch.compile")]
-            torch_ms = next((peer_ms for peer_ms, peer in peers if peer in PYTORCH), None)
-            if not rows or len(body) == at_most:
-                continue
-            fastest = f"{_times(peers[0][0], ms)} {peers[0][1]}" if peers and ms else "-"
-            if ms is None and peers:
-                fastest = f"{peers[0][0]:.3g} ms {peers[0][1]}"
-            reference = named(rows, "reference")
-            cells = [case["case"], f"{ms:.3g}" if ms else "-", _times(median(reference, direction), ms)]
-            cells += [_times(torch_ms, ms), _times(min(compiled, default=None), ms), fastest]
-            body.append([*cells, _share(bound_ms(record, case, direction), ms)])
-        if body:
+        measured = [(case, rows_of(record, case)) for case in record["cases"] if case["op"] == name]
+        measured = [(case, rows) for case, rows in measured if rows][:at_most]
+        if not measured:
+            continue
+        if op["directions"]:
+            direction = op["directions"][-1]
             done = {"both": "forward and backward", "step": "one training step", "decode": "one batch"}[direction]
-            yield from ("", f"**{name}**, {done}", "")
-            yield from table(header, body)
+            header = ["case", "fastattn, ms", "reference path", "PyTorch", "torch.compile", "fastest other"]
+            header.append("of the bound")
+            body = [_times_of(record, case, rows, direction) for case, rows in measured]
+        else:
+            done = "at its peak, of one training step beyond weights and Adam's state"
+            header = ["case", "fastattn, MiB", "reference path", "PyTorch"]
+            body = [_memory_of(case, rows) for case, rows in measured]
+        yield from ("", f"**{name}**, {done}", "")
+        yield from table(header, body)
+
+
+def _times_of(record: Record, case: Row, rows: Sequence[Row], direction: str) -> list[str]:
+    ms = median(default_row(rows), direction)
+    peers = [(median(row, direction), row["provider"]) for row in rows if not row["ours"]]
+    peers = sorted((peer_ms, peer) for peer_ms, peer in peers if peer_ms)
+    compiled = [peer_ms for peer_ms, peer in peers if peer.startswith("torch.compile")]
+    torch_ms = next((peer_ms for peer_ms, peer in peers if peer in PYTORCH), None)
+    fastest = f"{_times(peers[0][0], ms)} {peers[0][1]}" if peers and ms else "-"
+    if ms is None and peers:
+        fastest = f"{peers[0][0]:.3g} ms {peers[0][1]}"
+    reference = named(rows, "reference")
+    cells = [case["case"], f"{ms:.3g}" if ms else "-", _times(median(reference, direction), ms)]
+    cells += [_times(torch_ms, ms), _times(min(compiled, default=None), ms), fastest]
+    return [*cells, _share(bound_ms(record, case, direction), ms)]
+
+
+def _memory_of(case: Row, rows: Sequence[Row]) -> list[str]:
+    mib = [row["peak_mib"] if row and row["status"] == "ok" else None for row in (
+        default_row(rows), named(rows, "reference"), named(rows, PYTORCH[-1])
+    )]  # fmt: skip
+    return [case["case"], f"{mib[0]:.0f}" if mib[0] else "-", _times(mib[1], mib[0]), _times(mib[2], mib[0])]
 
 
 def ceilings(record: Record) -> str:
@@ -90,7 +107,12 @@ def write(record: Record, out: Path) -> Path:
     ]
     if record["missing"]:
         lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
-    lines += ["", "## Summary", "", "Over 1x: fastattn's default is faster than the column's name."]
+    lines += [
+        "",
+        "## Summary",
+        "",
+        "Over 1x: fastattn's default is faster, or takes less memory, than the column's name.",
+    ]
     lines += summary(record)
     try:
         import report_plots  # a machine that measures need not be able to draw
@@ -109,9 +131,9 @@ def write(record: Record, out: Path) -> Path:
 
 
 def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterator[str]:
-    last = op["directions"][-1]
     header = ["provider", *(f"{direction}, ms" for direction in op["directions"])]
-    header += [*(f"{unit}s" for unit in op["rates"]), "of the bound", "speed", "error", "MiB"]
+    header += [*(f"{unit}s" for unit in op["rates"]), *(["of the bound", "speed"] if op["directions"] else [])]
+    header += ["error", "MiB"]
     body, refused = [], []
     for row in rows:
         if row["status"] != "ok":
@@ -123,9 +145,10 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
         cells = [row["provider"] + notes]
         for timed in row["timings"].values():
             cells.append(f"{timed['median_ms']:.4g} [{timed['q1_ms']:.4g}, {timed['q3_ms']:.4g}]")
-        ms = median(row, last)
-        cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
-        cells += [_share(bound_ms(record, case, last), ms), _times(median(named(rows, op["baseline"]), last), ms)]
+        for last in op["directions"][-1:]:
+            ms = median(row, last)
+            cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
+            cells += [_share(bound_ms(record, case, last), ms), _times(median(named(rows, op["baseline"]), last), ms)]
         body.append([*cells, f"{row['error_over_bound']:.2f}", f"{row['peak_mib']:.1f}"])
     if body:
         yield from table(header, body)

@@ -72,7 +72,7 @@ def _save(figure: Any, out: Path, name: str) -> str:
 def _speed(name: str, curves: dict[str, Curve], out: Path) -> str | None:
     """Speed against length: a panel for each peer, with fastattn's default in all of them."""
     peers = [provider for provider, curve in curves.items() if provider != "default" and len(curve) >= 2]
-    if not peers:
+    if not peers or not curves["default"][0][2]["timings"]:
         return None
     columns = min(3, len(peers))
     lines = -(-len(peers) // columns)
@@ -103,7 +103,7 @@ def _legend(provider: str) -> str:
 
 
 def _memory(series: dict[str, dict[str, Curve]], out: Path) -> str | None:
-    """Peak memory of forward and backward against length: a panel for each series."""
+    """Peak memory against length, of an op's forward and backward or of a whole step: a panel for each series."""
     if not series:
         return None
     columns = min(2, len(series))
@@ -129,7 +129,9 @@ def _memory(series: dict[str, dict[str, Curve]], out: Path) -> str | None:
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in grid.flat[len(series) :]:
         axes.set_visible(False)
-    figure.suptitle("Memory of forward and backward beyond their inputs: lower is better")
+    figure.suptitle(
+        "Memory of forward and backward beyond their inputs, of a step beyond weights and Adam's state: lower is better"
+    )
     return _save(figure, out, "memory.png")
 
 
@@ -178,10 +180,11 @@ def _roofline(record: Record, out: Path) -> str | None:
 def _roofline_points(record: Record) -> Iterator[tuple[str, str, float, float]]:
     """(op, dtype, FLOP / byte, FLOP/s) of each case that the default serves."""
     for case in record["cases"]:
-        direction = record["ops"][case["op"]]["directions"][-1]
-        row, work = default_row(rows_of(record, case)), case["work"][direction]
-        if median(row, direction):
-            yield case["op"], case["dtype"], work["flop"] / work["byte"], _flop_per_s(case, row, direction)
+        row = default_row(rows_of(record, case))
+        for direction in record["ops"][case["op"]]["directions"][-1:]:
+            work = case["work"][direction]
+            if median(row, direction):
+                yield case["op"], case["dtype"], work["flop"] / work["byte"], _flop_per_s(case, row, direction)
 
 
 def contributions(rows: list[Row]) -> tuple[float, float, dict[str, float]] | None:

@@ -1,6 +1,6 @@
 """The one table of cases: what is measured where, the most valuable first.
 
-quick: seconds on one core, for tests. cpu: about four minutes on two cores, with torch.compile's compilations.
+quick: seconds on one core, for tests. cpu: about eight minutes on two cores, with torch.compile's compilations.
 cuda: a data-centre GPU; as far as the time goes.
 """
 
@@ -14,6 +14,7 @@ from cases import (
     CrossEntropyCase,
     DecodingCase,
     FeedForwardCase,
+    MemoryCase,
     NormCase,
     StepCase,
 )
@@ -39,6 +40,7 @@ QUICK = [
     FeedForwardCase(40, 48, 96, "swiglu"),
     CrossEntropyCase(40, 32, 60),
     DecodingCase(2, 12, 1, 32, 64, 2, 50, new_tokens=4),
+    MemoryCase(2, 12, 1, 32, 64, 2, 50),
 ]
 
 CPU = [
@@ -56,6 +58,9 @@ CPU = [
     AttentionCase(2, 8, 256, 256, 64, "blocks", masked=0.5),
     FeedForwardCase(512, 512, 1376, "swiglu"),
     NormCase(4096, 1024),
+    # The paper's base model on a small batch of sentences, and its memory, with two layers each, at 2048 tokens.
+    StepCase(8, 64, *BASE[:-1], 10000),
+    *(MemoryCase(2048 // length, length, 2, *BASE[1:-1], 8000) for length in (128, 256, 512, 1024)),
 ]
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -87,6 +92,7 @@ CUDA = [
     _attention(2048, 64, "alibi"),
     AttentionCase(4, 32, 4096, 4096, 128, "causal", BF16, heads_k=8),
     AttentionCase(2, 16, 8192, 8192, 64, "padding", BF16, spread=LONG_TAIL),
+    *(MemoryCase(8192 // length, length, *BASE, BF16) for length in (128, 512, 2048, 4096)),
     # The other steps: 4k tokens, 64k tokens of the big model, long sequences, a long tail.
     StepCase(128, 32, *BASE, BF16),
     StepCase(128, 32, *BIG, BF16),

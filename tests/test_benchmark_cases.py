@@ -126,6 +126,44 @@ def test_memory_is_that_of_the_tensors_alive_at_once(load: Any) -> None:
     assert 2 <= timing.peak_mib(call, CPU) <= 3.1
 
 
+def test_a_steps_memory_counts_gradients(load: Any) -> None:
+    """So few tokens, and so many words, that gradients are nearly all of it; and the second step needs as much."""
+    module, timing = load("bench_memory"), load("timing")
+    case = load("cases").MemoryCase(1, 4, 1, 64, 64, 2, 20000)
+    gradients = 3 * 20000 * 64 * 4 / 2**20  # both embeddings and the projection: one weight, three gradients to add up
+    for provider in module.providers(CPU):
+        step = provider.make(case, module.BENCHMARK.inputs(case, CPU), 0.0).timed["step"]
+        step()  # makes Adam's state
+        first, second = (timing.peak_mib(step, CPU) for _ in range(2))
+        assert gradients * 0.99 < first < gradients * 1.2 and second == pytest.approx(first, rel=0.02), provider.name
+
+
+def test_a_case_says_what_share_of_it_is_padding(load: Any) -> None:
+    cases, models = load("cases"), load("models")
+    case = cases.StepCase(8, 64, 1, 32, 64, 2, 50)
+    fixed = models.make_inputs(case, CPU, 64).fixed
+    source, gold = fixed["src_seq"] == models.PAD, fixed["trg_seq"][:, 1:] == models.PAD
+    share = torch.cat([source, gold]).double().mean().item()
+    assert share > 0.25 and f" {share:.0%} padding," in str(case)
+    assert "padding" not in str(cases.MemoryCase(8, 64, 1, 32, 64, 2, 50))
+
+
+def test_every_op_of_the_loss_can_be_left_out(load: Any) -> None:
+    from fastattn import _dispatch
+
+    module, models = load("bench_transformer"), load("models")
+    case = module.BENCHMARK.cases["quick"][0]
+    fixed = models.make_inputs(case, CPU, case.length).fixed
+    asked = set()
+    choose = _dispatch.choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_dispatch, "choose", lambda stem, *rest: (asked.add(stem), choose(stem, *rest))[1])
+        models.fused_loss(
+            models.fused(case, 0.1, case.length), fixed["src_seq"], fixed["trg_seq"][:, :-1], fixed["trg_seq"][:, 1:]
+        )
+    assert asked == set(module.MODEL_OPS)
+
+
 def test_one_op_by_reference_leaves_the_others(load: Any) -> None:
     from fastattn import _dispatch, dropout_add_layer_norm, scaled_dot_product_attention
 

@@ -76,8 +76,7 @@ def test_a_script_makes_a_record_and_a_table(
             assert timing["samples"] >= 5
         assert row["peak_mib"] > 0
     default = [row for row in record["rows"] if row.get("default")]
-    has_op = module.providers(CPU)[0].ours  # fastattn has no linear_cross_entropy yet
-    assert [row["case"] for row in default] == cases * has_op
+    assert [row["case"] for row in default] == cases
 
 
 def test_a_provider_that_returns_zeros_is_not_timed(load: Any) -> None:
@@ -103,6 +102,29 @@ def test_a_provider_that_is_wrong_in_one_gradient_is_not_timed(load: Any) -> Non
     reference, provider, _ = benchmark.providers(CPU)
     checker = harness.Checker(benchmark, case, inputs, reference)
     assert checker.ratio(reference) <= 1 and checker.ratio(provider) > harness.WRONG
+
+
+LOSSES = {
+    "right": (lambda loss: loss, "ok"),
+    "value": (lambda loss: loss + 0.1 * loss.detach(), "wrong result"),
+    "gradient": (lambda loss: 1.1 * loss - 0.1 * loss.detach(), "wrong result"),
+}
+
+
+@pytest.mark.parametrize("planted", LOSSES)
+def test_a_step_with_a_wrong_loss_is_not_timed(planted: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fastattn's backends are measured with FusedTransformer.loss, so that is what is checked."""
+    change, status = LOSSES[planted]
+    models, harness, module = load("models"), load("harness"), load("bench_transformer")
+    fused_loss = models.fused_loss
+    monkeypatch.setattr(models, "fused_loss", lambda *arguments: change(fused_loss(*arguments)))
+    case = module.BENCHMARK.cases["quick"][0]
+    inputs = module.make_inputs(case, CPU)
+    reference, default, *_ = module.providers(CPU)
+    for provider, wanted in ((default, status), (reference, "ok")):
+        checker = harness.Checker(module.BENCHMARK, case, inputs, reference)
+        row = harness.measure_provider(module.BENCHMARK, case, provider, inputs, checker, CPU, 0.01)
+        assert row["status"] == wanted, row
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -181,6 +181,12 @@ def attention_rows(length: int, reference: float, default: float) -> list[dict[s
     return rows
 
 
+def memory_row(length: int, provider: str, mib: float) -> dict[str, Any]:
+    row = {"op": "memory", "case": f"step of {length}", "provider": provider, "ours": True, "status": "ok"}
+    row |= {"error_over_bound": 0.5, "timings": {}, "peak_mib": mib}
+    return row | ({"default": True} if provider == "default" else {})
+
+
 @pytest.fixture
 def record(load: Any) -> dict[str, Any]:
     """A record of made-up figures: one step and a curve over four lengths."""
@@ -192,7 +198,16 @@ def record(load: Any) -> dict[str, Any]:
         | {"work": {direction: work for direction in ("forward", "backward", "both")}}
         for n in lengths
     ]
+    grown = [
+        {"op": "memory", "case": f"step of {n}", "dtype": "fp32", "series": ["step memory", n], "work": {}}
+        for n in lengths
+    ]
     rows = [
+        *(
+            memory_row(n, provider, mib * n)
+            for n in lengths
+            for provider, mib in (("reference", 3.0), ("default", 1.5))
+        ),
         step_row("reference", 100.0),
         step_row("default", 40.0, default=True),
         step_row("default, attention by reference", 70.0, without="attention"),
@@ -209,8 +224,9 @@ def record(load: Any) -> dict[str, Any]:
         "ops": {
             "transformer": {"formula": "f", "baseline": "reference", "directions": ["step"], "rates": ["token"]},
             "attention": attention | {"rates": ["flop"]},
+            "memory": {"formula": "m", "baseline": "reference", "directions": [], "rates": []},
         },
-        "cases": [step, *curve],
+        "cases": [step, *curve, *grown],
         "rows": rows,
     }
 
@@ -220,6 +236,7 @@ def test_summary_and_shares(load: Any, record: dict[str, Any]) -> None:
     # 100, 80 and 50 ms against 40; the bound is 2e9 / 1e11 s = 20 ms.
     assert "| a step | 40 | 2.50x | 2.00x | 1.25x | 1.25x torch.compile of plain | 50% |" in summary
     assert "| length 64 | 8 | 4.00x | 1.00x | - | 1.00x sdpa | 250% |" in summary
+    assert "| step of 64 | 96 | 2.00x | - |" in summary
     record["ceilings"]["byte_per_s"] = 1e7  # now the bytes are the bound: 100 ms
     assert load("records").bound_ms(record, record["cases"][0], "step") == pytest.approx(100)
 
@@ -228,6 +245,11 @@ def test_plots_are_drawn_from_what_is_there(load: Any, record: dict[str, Any], t
     plots = load("report_plots")
     step = [row for row in record["rows"] if row["op"] == "transformer"]
     assert plots.contributions(step) == (100.0, 40.0, {"attention": 30.0, "feed_forward": -2.0})
+    with pytest.MonkeyPatch.context() as patch:
+        titles = []
+        patch.setattr(plots, "_save", lambda figure, out, name: titles.extend(a.get_title() for a in figure.axes))
+        plots._memory(plots._series(record), tmp_path)
+    assert titles == ["attention d64", "step memory"]
     names = plots.draw(record, tmp_path)
     assert names == ["speed_attention_d64.png", "memory.png", "roofline.png", "step.png"]
     assert all((tmp_path / name).stat().st_size > 10_000 for name in names)
@@ -269,6 +291,11 @@ def test_compare_flags_what_is_beyond_the_quartiles(
     status, said = compared(default=20.0)
     assert status == 0 and "0.50x faster" in said
     assert compared(**{"plain PyTorch": 160.0})[0] == 0  # a peer may get slower
+    grown = copy.deepcopy(record)
+    next(row for row in grown["rows"] if row["op"] == "memory" and row.get("default"))["peak_mib"] *= 1.1
+    load("records").save(grown, tmp_path / "b.json")
+    assert load("report").main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
+    assert "step of 32: default, memory: 48.0 -> 52.8 MiB more\n" in capsys.readouterr().out
     gone = copy.deepcopy(record)
     next(row for row in gone["rows"] if row.get("default")).update(status="failed", reason="planted")
     load("records").save(gone, tmp_path / "b.json")
