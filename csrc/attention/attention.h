@@ -84,10 +84,15 @@ TileSize forward_tile(const Shape& shape, DType dtype);
 
 void forward(const Forward& p, cudaStream_t stream);
 
+// P after dropout of heads first_head, first_head + head_step, ..; `heads` of them. Or, mean, their mean: then all heads.
 struct Weights {
   Rows q, k;         // in
   const float* lse;  // in   (B, H, Lq) contiguous, of the forward
-  void* weights;     // out  (B, H, Lq, Lk) contiguous, T: P after dropout
+  float* totals;     //      (B, H, Lq), for the kernel's own use where lse is not exact enough; else null
+  void* weights;     // out  T (B, heads, Lq, Lk), or of the mean (B, Lq, Lk); its matrices are contiguous
+  int64_t stride_b;  //      from batch to batch, in elements
+  int first_head, head_step, heads;
+  bool mean;
   Shape shape;
   float softmax_scale;
   Visibility visibility;  // without lists: every tile is written
@@ -98,5 +103,19 @@ struct Weights {
 };
 
 void weights(const Weights& p, cudaStream_t stream);
+
+// The key of each query's largest weight before dropout, the first of equal ones; -1 where it sees nothing.
+struct Alignment {
+  Rows q, k;      // in
+  int64_t* keys;  // out  (B, H, Lq) contiguous
+  Shape shape;
+  float softmax_scale;
+  Visibility visibility;  // with lists of forward_tile(shape)
+  Bias bias;
+  DType dtype;
+  bool tf32;
+};
+
+void alignment(const Alignment& p, cudaStream_t stream);
 
 }  // namespace fastattn::attention

@@ -64,13 +64,25 @@ std::array<int, 2> bind_forward_tile(const std::array<int, 7>& sizes, int dtype)
   return {size.block_m, size.block_n};
 }
 
-void bind_weights(const Integers<4>& q, const Integers<4>& k, int64_t lse, int64_t out, const std::array<int, 7>& sizes,
-                  float softmax_scale, const Integers<13>& who, const Integers<6>& added, int64_t rng_state,
-                  uint32_t threshold, float scale, int dtype, bool tf32, int device, int64_t stream) {
+// out: (address, its stride along the batch); heads: (first, step, count)
+void bind_weights(const Integers<4>& q, const Integers<4>& k, int64_t lse, int64_t totals, const Integers<2>& out,
+                  const std::array<int, 3>& heads, bool mean, const std::array<int, 7>& sizes, float softmax_scale,
+                  const Integers<13>& who, const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale,
+                  int dtype, bool tf32, int device, int64_t stream) {
   const DeviceGuard guard(device);
-  weights({rows(q), rows(k), pointer<float>(lse), pointer<void>(out), shape(sizes), softmax_scale, visibility(who),
-           bias(added), dropout(rng_state, threshold, scale), DType(dtype), tf32},
+  weights({rows(q), rows(k), pointer<float>(lse), pointer<float>(totals), pointer<void>(out[0]), out[1], heads[0], heads[1],
+           heads[2], mean, shape(sizes), softmax_scale, visibility(who), bias(added), dropout(rng_state, threshold, scale),
+           DType(dtype), tf32},
           pointer<CUstream_st>(stream));
+}
+
+void bind_alignment(const Integers<4>& q, const Integers<4>& k, int64_t keys, const std::array<int, 7>& sizes,
+                    float softmax_scale, const Integers<13>& who, const Integers<6>& added, int dtype, bool tf32, int device,
+                    int64_t stream) {
+  const DeviceGuard guard(device);
+  alignment({rows(q), rows(k), pointer<int64_t>(keys), shape(sizes), softmax_scale, visibility(who), bias(added),
+             DType(dtype), tf32},
+            pointer<CUstream_st>(stream));
 }
 
 // matrices: q, k, v, out, dout, dq, dk, dv; rows: lse, dlse, delta, remainder, dbias_keys; dbias: (address, batch, heads)
@@ -131,6 +143,7 @@ void bind_attention(py::module_& m) {
   m.def("attention_fwd", bind_forward);
   m.def("attention_fwd_tile", bind_forward_tile);
   m.def("attention_weights", bind_weights);
+  m.def("attention_alignment", bind_alignment);
 }
 
 }  // namespace fastattn

@@ -22,13 +22,6 @@ namespace fastattn::attention {
 namespace {
 
 template <class T, int kHeadDim>
-struct ForwardTile {
-  static constexpr bool k16Bit = sizeof(T) == 2;
-  static constexpr int kWarps = !k16Bit && kHeadDim > 128 ? 2 : 4, kThreads = 32 * kWarps;
-  static constexpr int kBlockM = 16 * kWarps, kBlockN = k16Bit && kHeadDim <= 128 ? 64 : 32;
-};
-
-template <class T, int kHeadDim>
 struct alignas(16) ForwardShared {
   using Tile = ForwardTile<T, kHeadDim>;
   unsigned char q[Tile::kBlockM * kTileStride<T, kHeadDim>];

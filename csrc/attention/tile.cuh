@@ -16,6 +16,14 @@ using Element = std::conditional_t<std::is_same_v<T, Tf32>, float, T>;
 template <class T, int kHeadDim>
 constexpr int kTileStride = kHeadDim * static_cast<int>(sizeof(T)) + 16;  // bytes
 
+// Sizes of a block that owns queries and visits keys: the forward's, and of what is computed from its lse.
+template <class T, int kHeadDim>
+struct ForwardTile {
+  static constexpr bool k16Bit = sizeof(T) == 2;
+  static constexpr int kWarps = !k16Bit && kHeadDim > 128 ? 2 : 4, kThreads = 32 * kWarps;
+  static constexpr int kBlockM = 16 * kWarps, kBlockN = k16Bit && kHeadDim <= 128 ? 64 : 32;
+};
+
 // The matrix of one batch and head.
 template <class T>
 struct Matrix {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastattn.aten._sequences import Sequences, sequences
 from fastattn.masks import AttentionMask
 from fastattn.reference import philox
+from fastattn.reference.attention import asked_for
 
 # cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -37,12 +39,12 @@ def attention(
     rng_state: Tensor | None,
     *,
     return_lse: bool = True,
-    return_weights: bool = True,
+    return_weights: tuple[range, ...] | Literal["mean", "argmax"] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.reference.attention.attention, which is the specification."""
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    apart = sequences(mask, q, k) if mask is not None and _may_look(q) and not return_weights else None
+    apart = sequences(mask, q, k) if mask is not None and _may_look(q) and return_weights is None else None
     if apart is not None:
         return _one_by_one(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
 
@@ -75,7 +77,7 @@ def _one_by_one(
 
     drop = None if rng_state is None else dropped
     inputs = (queries.unpack(q), keys.unpack(k), keys.unpack(v))
-    out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, drop, return_lse, False)
+    out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, drop, return_lse, None)
     return queries.pack(out, 0.0), None if lse is None else queries.pack(lse[..., None], -torch.inf).squeeze(3), None
 
 
@@ -87,12 +89,12 @@ def _attend(
     softmax_scale: float,
     drop: Callable[[Tensor], Tensor] | None,
     return_lse: bool,
-    return_weights: bool,
+    return_weights: tuple[range, ...] | Literal["mean", "argmax"] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Results as attention()'s. drop: dropout on the weights (B, H, Lq, Lk)."""
     H, Lq, Lk = q.shape[1], q.shape[2], k.shape[2]
     bias = None if mask is None else mask.bias
-    fused = drop is None and bias is None and not return_lse and not return_weights and Lk > 0
+    fused = drop is None and bias is None and not return_lse and return_weights is None and Lk > 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
         grouped = k.shape[1] != H
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=grouped)
@@ -137,8 +139,9 @@ def _attend(
             weights = drop(weights)
         weights = weights.to(q.dtype)
         out = torch.matmul(weights, v)
-        if return_weights and sees is not None:
+        if return_weights is not None and sees is not None:
             weights = weights.where(sees, 0)
+        weights = asked_for(return_weights, scores, weights, sees)
     return out if sees is None else out.where(sees, 0), lse, weights
 
 

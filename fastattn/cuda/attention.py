@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -146,17 +148,41 @@ def attention_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    wanted: tuple[range, ...] | Literal["mean", "argmax"],
 ) -> Tensor:
-    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights (B, H, Lq, Lk) after dropout."""
-    module, sizes, dtype = extension(q.device), who.shape(q, k, k), DTYPES[q.dtype]
-    weights = torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
-    elements, kept = who.elements(mask, q.shape[2], k.shape[2], q.device)
+    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, heads, Lq, Lk)
+    of the heads in the ranges, or (B, Lq, Lk), their mean; or int64 (B, H, Lq), the key of the largest weight."""
+    if wanted == "argmax":
+        return _alignment(q, k, mask, softmax_scale)
+    module, sizes, dtype, tf32 = extension(q.device), who.shape(q, k, k), DTYPES[q.dtype], _tf32()
+    (B, H, Lq), Lk, mean = q.shape[:3], k.shape[2], wanted == "mean"
+    weights = torch.empty(B, *([] if mean else [sum(map(len, wanted))]), Lq, Lk, dtype=q.dtype, device=q.device)
+    visible, kept = who.elements(mask, Lq, Lk, q.device)
     lse = lse.contiguous()
-    module.attention_weights(
-        *map(who.rows, (q, k)), address(lse), address(weights), sizes, softmax_scale, elements, who.bias(mask),
-        address(rng_state), *dropout_constants(dropout_p), dtype, _tf32(), device_index(q), stream(q),
-    )  # fmt: skip
+    exact = q.dtype == torch.float32 and not tf32
+    totals = torch.empty_like(lse) if exact or (mask is not None and mask.bias is not None) else None
+    place = 0
+    for heads in (range(H),) if mean else wanted:
+        out = weights if mean else weights[:, place:]
+        module.attention_weights(
+            *map(who.rows, (q, k)), address(lse), address(totals), (address(out), out.stride(0)),
+            (heads.start, heads.step, len(heads)), mean, sizes, softmax_scale, visible, who.bias(mask),
+            address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
+        )  # fmt: skip
+        place += len(heads)
     return weights
+
+
+def _alignment(q: Tensor, k: Tensor, mask: AttentionMask | None, softmax_scale: float) -> Tensor:
+    module, sizes, dtype = extension(q.device), who.shape(q, k, k), DTYPES[q.dtype]
+    keys = torch.empty(q.shape[:3], dtype=torch.int64, device=q.device)
+    block_m, block_n = module.attention_fwd_tile(sizes, dtype)
+    visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
+    module.attention_alignment(
+        *map(who.rows, (q, k)), address(keys), sizes, softmax_scale, visibility, who.bias(mask), dtype, _tf32(),
+        device_index(q), stream(q),
+    )  # fmt: skip
+    return keys
 
 
 def _empty_like(x: Tensor, head_dim: int) -> Tensor:

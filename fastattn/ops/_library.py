@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastattn._dispatch import load_room
 from fastattn.masks import AttentionMask
+from fastattn.ops._weights import Wanted, ranges
 
 
 def _zeros_if_none(t: Tensor | None, like: Tensor) -> Tensor:
@@ -52,7 +53,10 @@ def attention_weights(
     """The weights, without a gradient, as one operator in a traced graph."""
     mask = AttentionMask() if mask is None else mask
     masks, bounds = mask.flatten()
-    return attention_weights_op(q, k, lse, mask.bias, *masks, bounds, softmax_scale, dropout_p, rng_state, backend)
+    # An operator takes the heads apart from what is made of them.
+    heads, made = ([], wanted) if isinstance(wanted, str) else ([h for run in wanted for h in run], "heads")
+    options = (softmax_scale, dropout_p, rng_state, heads, made, backend)
+    return attention_weights_op(q, k, lse, mask.bias, *masks, bounds, *options)
 
 
 @torch.library.custom_op("fastattn::attention", mutates_args=())
@@ -105,16 +109,24 @@ def attention_weights_op(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    heads: list[int],
+    made: str,
     backend: str,
 ) -> Tensor:
     masks = (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k)
     mask = AttentionMask.unflatten(masks, bounds, bias)
-    return load_room("attention", backend).attention_weights(q, k, lse, mask, softmax_scale, dropout_p, rng_state)
+    wanted = ranges(heads) if made == "heads" else made
+    room = load_room("attention", backend)
+    return room.attention_weights(q, k, lse, mask, softmax_scale, dropout_p, rng_state, wanted)
 
 
 @attention_weights_op.register_fake
 def _(q, k, *options):
-    return q.new_empty(*q.shape[:3], k.shape[2])
+    B, H, Lq = q.shape[:3]
+    heads, made, _ = options[-3:]
+    if made == "argmax":
+        return q.new_empty(B, H, Lq, dtype=torch.int64)
+    return q.new_empty(B, *([] if made == "mean" else [len(heads)]), Lq, k.shape[2])
 
 
 @torch.library.custom_op("fastattn::attention_backward", mutates_args=())

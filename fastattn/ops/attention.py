@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from fastattn import _dispatch
 from fastattn.masks import AttentionMask
 from fastattn.ops import _arguments as arguments
-from fastattn.ops import _library
+from fastattn.ops import _library, _weights
 from fastattn.reference.philox import draw_rng_state
 
 
@@ -71,7 +72,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     return_lse: bool = False,
-    return_weights: bool = False,
+    return_weights: bool | Sequence[int] | Literal["mean", "argmax"] = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """out = dropout(softmax(scale * query key^T + bias, where the mask allows)) value, without storing the scores.
@@ -88,8 +89,11 @@ def scaled_dot_product_attention(
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
     return_lse: also return lse (B, H, Lq), float32, the natural logarithm of the softmax's sum, -inf where nothing is
         seen; differentiable.
-    return_weights: also return the weights after dropout, (B, H, Lq, Lk). Differentiable in the backends reference and
-        aten; the kernels recompute them from lse, without a gradient.
+    return_weights: True: also return the weights after dropout, (B, H, Lq, Lk). A sequence of heads: of those, in that
+        order, (B, len, Lq, Lk). "mean": their mean over the heads, (B, Lq, Lk). "argmax", an alignment: int64
+        (B, H, Lq), the key with the largest weight before dropout, the first of equal ones, -1 where nothing is seen.
+        Weights and mean are differentiable in the backends reference and aten; the kernels recompute them from lse,
+        without a gradient, and write nothing of the size of the scores for a mean or an alignment.
     backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
 
     Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]). A query that sees nothing gives 0.
@@ -99,14 +103,13 @@ def scaled_dot_product_attention(
     device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     name, room = _dispatch.choose("attention", device, call, backend)
     q, k, v, mask, dropout_p = call
+    wanted = _weights.wanted(return_weights, q.shape[1])
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
     with arguments.no_autocast(device):
         if hasattr(room, "attention"):
-            out, lse, weights = room.attention(
-                q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights
-            )
+            out, lse, weights = room.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
         else:
             traced = torch.compiler.is_compiling()
             if traced:
@@ -114,13 +117,13 @@ def scaled_dot_product_attention(
             else:
                 out, lse = _Attention.apply(q, k, v, None if mask is None else mask.bias, mask, *options, room)
             weights = None
-            if return_weights:
+            if wanted is not None:
                 with torch.no_grad():
-                    given = (q, k, lse.detach(), mask, *options)
+                    given = (q, k, lse.detach(), mask, *options, wanted)
                     weights = _library.attention_weights(*given, name) if traced else room.attention_weights(*given)
-    if not return_lse and not return_weights:
+    if not return_lse and wanted is None:
         return out
-    return (out,) + ((lse,) if return_lse else ()) + ((weights,) if return_weights else ())
+    return (out,) + ((lse,) if return_lse else ()) + ((weights,) if wanted is not None else ())
 
 
 class _Attention(torch.autograd.Function):

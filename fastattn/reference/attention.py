@@ -9,6 +9,8 @@ all: whatever they hold, NaN included, reaches nothing (0 * NaN would).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -31,11 +33,11 @@ def attention(
     rng_state: Tensor | None,
     *,
     return_lse: bool = True,
-    return_weights: bool = True,
+    return_weights: tuple[range, ...] | Literal["mean", "argmax"] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv), lse (B, H, Lq) and the weights.
 
-    weights: (B, H, Lq, Lk), P after dropout. Differentiable in q, k, v and mask.bias. Sums run in float32, or in
+    weights: as `asked_for` says, P after dropout. Differentiable in q, k, v and mask.bias. Sums run in float32, or in
     float64 for float64 inputs.
     """
     B, H, Lq, _ = q.shape
@@ -62,4 +64,27 @@ def attention(
     weights = philox.dropout((exps / total).to(q.dtype), dropout_p, rng_state)
     out = (weights @ v).where(sees, 0)
     lse = (peak + torch.log(total)).where(sees, -torch.inf).squeeze(-1)
-    return out, lse, weights
+    return out, lse, asked_for(return_weights, scores, weights, sees)
+
+
+def asked_for(
+    request: tuple[range, ...] | Literal["mean", "argmax"] | None, scores: Tensor, weights: Tensor, sees: Tensor | None
+) -> Tensor | None:
+    """Of weights (B, H, Lq, Lk), after dropout: those of the heads in the ranges, (B, number of heads, Lq, Lk); or
+    "mean", over the heads, (B, Lq, Lk); or "argmax", before dropout, int64 (B, H, Lq): the key of the largest score,
+    the first of equal ones, -1 for a query that sees nothing. None: nothing.
+
+    sees: (.., Lq, 1), which queries see something, None: all.
+    """
+    if request is None:
+        return None
+    if request == "mean":
+        return weights.mean(1)
+    if request == "argmax":
+        if scores.shape[3] == 0:
+            return scores.new_full(scores.shape[:3], -1, dtype=torch.int64)
+        best = scores.argmax(-1)
+        return best if sees is None else best.where(sees.squeeze(-1), -1)
+    if request == (range(weights.shape[1]),):
+        return weights
+    return torch.stack([weights[:, h] for heads in request for h in heads], dim=1)

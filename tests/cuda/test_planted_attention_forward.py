@@ -19,7 +19,7 @@ from mask_cases import prefix
 import fastattn.cuda
 from fastattn.cuda import attention as room
 
-COPIED = ("forward.cu", "weights.cu", "prepare.cu")
+COPIED = ("forward.cu", "weights.cu", "alignment.cu", "prepare.cu")
 DISPATCH = [
     ("attention/tile.cuh", "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
     ("attention/tile.cuh", "return f(Tf32{});", "return;"),
@@ -60,6 +60,7 @@ class Bug(NamedTuple):
 
 
 FORWARD, PREPARE, SCORES = "attention/forward.cu", "attention/prepare.cu", "attention/scores.cuh"
+WEIGHTS, ALIGNMENT = "attention/weights.cu", "attention/alignment.cu"
 QUAD_MAX = "fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2))"
 BUGS = [
     Bug("k not waited for", "full", FORWARD, "cp_async_wait<0>();\n    __syncthreads();  // k", "__syncthreads();  //"),
@@ -78,7 +79,7 @@ BUGS = [
     Bug("the bias of another query", "all", SCORES, "bias(query, key) : 0.0f", "bias(m, key) : 0.0f"),
     Bug("a mask's columns swapped", "all", SCORES, "(seen >> j & 1)", "(seen >> (j ^ 1) & 1)"),
     Bug("columns past the width", "full", "attention/tile.cuh", "column < x.columns && inside(row));", "inside(row));"),
-    Bug("weights as coarse as lse", "far", "attention/weights.cu", "|| p.bias.data != nullptr;", ";"),
+    Bug("weights as coarse as lse", "far", WEIGHTS, "total > 0.0f ? 1.0f / total", "total > 0.0f ? 1.0f"),
     Bug("bits in another order", "lists", "attention/mask.cuh", "bit / 2 * 8 + word * 2", "bit / 2 * 8 + word"),
     Bug("lists without the class before", "padding", PREPARE, "places + total + __popc", "places + __popc"),
     Bug("the end of an interval", "lists", PREPARE, "n < end;", "n <= end;"),
