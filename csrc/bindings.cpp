@@ -7,6 +7,7 @@ namespace fastattn {
 void bind_add_layer_norm(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
 void bind_attention_sm90(pybind11::module_& m);
+void bind_feed_forward(pybind11::module_& m);
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -20,4 +21,5 @@ PYBIND11_MODULE(_C, m) {
   fastattn::bind_add_layer_norm(m);
   fastattn::bind_attention(m);
   fastattn::bind_attention_sm90(m);
+  fastattn::bind_feed_forward(m);
 }

@@ -63,7 +63,9 @@ def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) 
             _attention()
 
 
-def test_a_named_backend_that_cannot_serve_raises_its_reason() -> None:
+def test_a_named_backend_that_cannot_serve_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "_rooms", {})
+    monkeypatch.setitem(_dispatch._PACKAGE, "cuda", "fastattn.models")  # where there is no room
     x, weight = torch.zeros(2, 4), torch.zeros(4, 4)
     with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) cannot serve this call: there is no cuda kernel"):
         fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")

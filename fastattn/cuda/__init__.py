@@ -93,6 +93,16 @@ def device_index(x: Tensor) -> int:
     return torch.cuda.current_device() if x.device.index is None else x.device.index
 
 
+def compute_capability(x: Tensor) -> int:
+    """10 * major + minor of x's device; of the CPU runner, what its environment says, which tests change."""
+    return extension(x.device).compute_capability(0) if x.device.type == "cpu" else _gpu_capability(device_index(x))
+
+
+@cache
+def _gpu_capability(index: int) -> int:
+    return extension(torch.device("cuda")).compute_capability(index)
+
+
 def stream(x: Tensor) -> int:
     """The raw handle of the current stream of x's device."""
     return 0 if x.device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device_index(x))

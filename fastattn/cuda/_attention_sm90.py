@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from fastattn.cuda import DTYPES, _visibility, address, device_index, dropout_constants, extension, stream
+from fastattn.cuda import (
+    DTYPES,
+    _visibility,
+    address,
+    compute_capability,
+    device_index,
+    dropout_constants,
+    extension,
+    stream,
+)
 from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM_BACKWARD = 128  # kMaxHeadDimSm90Backward
@@ -21,7 +28,7 @@ _CAPABILITY = 90  # they are built for sm_90a, which nothing else runs
 def serves(*tensors: Tensor) -> bool:
     """Whether TMA can read and write these (B, H, L, D), on this device; if not, the kernels of sm_80 do."""
     x = tensors[0]
-    if x.dtype not in (torch.bfloat16, torch.float16) or _capability(x) != _CAPABILITY:
+    if x.dtype not in (torch.bfloat16, torch.float16) or compute_capability(x) != _CAPABILITY:
         return False
     return all(_has_vectors(t) for t in tensors)
 
@@ -30,17 +37,6 @@ def _has_vectors(t: Tensor) -> bool:
     """Rows, heads and samples start at multiples of 16 bytes, and none is expanded."""
     steps = (t.stride(i) for i in range(3) if t.shape[i] > 1)
     return t.numel() > 0 and t.data_ptr() % 16 == 0 and t.shape[3] % 8 == 0 and all(s > 0 and s % 8 == 0 for s in steps)
-
-
-def _capability(x: Tensor) -> int:
-    if x.device.type == "cpu":  # the CPU runner's, which tests change
-        return extension(x.device).compute_capability(0)
-    return _gpu_capability(device_index(x))
-
-
-@cache
-def _gpu_capability(index: int) -> int:
-    return extension(torch.device("cuda")).compute_capability(index)
 
 
 def forward(

@@ -1,0 +1,61 @@
+// The feed-forward's products with their epilogues, on Hopper.   Formulas: feed_forward.h, the product: common/gemm_sm90.cuh
+//
+// Grid: a block per multiprocessor, which takes one tile of 128 rows x 2 x 128 columns after the other. Forward: a gated tile's
+//   halves are 128 gates and the 128 columns that they gate, from where weight1 has them; otherwise 256 columns side by side.
+//   Backward: 256 columns of dh, whose epilogue makes one or two tiles of dz; weight2 is read as it lies, transposed by wgmma.
+// Shared memory: 4 stages of 48 KiB, 32 KiB for pieces on their way to the epilogue.
+// Work: 2 * depth FLOP an element of z or dh, 85 FLOP for a byte from L2. Bytes an element of h, beyond the operands: forward
+//   writes h, and z where it is stored; backward reads z, or h for relu, and writes dz and, but for relu, h.
+// The type of activation, gating and dropout are branches that a block takes as one: 4 kernels serve every call.
+#include "common/check.h"
+#include "common/gemm_sm90.cuh"
+#include "feed_forward/product.cuh"
+
+#include <algorithm>
+
+namespace fastattn::feed_forward {
+namespace {
+
+using sm90::GemmTile;
+
+template <class T>
+__global__ void __launch_bounds__(GemmTile::kThreads, 1)
+    forward_product_sm90_kernel(const __grid_constant__ sm90::Gemm g, const __grid_constant__ Forward p) {
+  ForwardEpilogue<T> epilogue(p);
+  sm90::run_gemm<T, false>(g, epilogue);
+}
+
+template <class T>
+__global__ void __launch_bounds__(GemmTile::kThreads, 1)
+    backward_product_sm90_kernel(const __grid_constant__ sm90::Gemm g, const __grid_constant__ Backward p) {
+  BackwardEpilogue<T, 2> epilogue(p);
+  sm90::run_gemm<T, true>(g, epilogue);
+}
+
+template <class Kernel, class Parameters>
+void launch_product(Kernel kernel, const sm90::Gemm& g, const Parameters& p, cudaStream_t stream) {
+  int device, multiprocessors;
+  FASTATTN_CHECK(cudaGetDevice(&device));
+  FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  launch(kernel, dim3(std::min(g.tiles(), multiprocessors)), dim3(GemmTile::kThreads), sizeof(sm90::GemmShared), stream, g, p);
+}
+
+}  // namespace
+
+void forward_product_sm90(const Operands& product, const Forward& p, cudaStream_t stream) {
+  const sm90::Gemm g = sm90::make_gemm<false>(product.a, product.b, static_cast<int>(p.hidden.tokens), product.depth,
+                                              p.hidden.d_ff, p.hidden.gated);
+  const auto kernel = p.hidden.dtype == DType::bfloat16 ? forward_product_sm90_kernel<__nv_bfloat16>
+                                                        : forward_product_sm90_kernel<__half>;
+  launch_product(kernel, g, p, stream);
+}
+
+void backward_product_sm90(const Operands& product, const Backward& p, cudaStream_t stream) {
+  const sm90::Gemm g = sm90::make_gemm<true>(product.a, product.b, static_cast<int>(p.hidden.tokens), product.depth,
+                                             p.hidden.d_ff, false);
+  const auto kernel = p.hidden.dtype == DType::bfloat16 ? backward_product_sm90_kernel<__nv_bfloat16>
+                                                        : backward_product_sm90_kernel<__half>;
+  launch_product(kernel, g, p, stream);
+}
+
+}  // namespace fastattn::feed_forward

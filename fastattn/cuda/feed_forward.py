@@ -1,0 +1,188 @@
+"""The CUDA room of the feed-forward network. Formulas, grids and epilogues: csrc/feed_forward/.
+
+Of its six products two have an epilogue: z = x weight1^T, and dh = dout weight2. A kernel of ours computes each of them
+with what follows (bias, activation, dropout; act', dropout, the columns' sums), or cuBLAS computes it and one pointwise
+kernel follows: `Speed` says which, call by call. The others gain nothing from a kernel of ours and are cuBLAS's.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.cuda import (
+    DTYPES,
+    address,
+    compute_capability,
+    device_index,
+    dropout_constants,
+    extension,
+    refuse_device,
+    stream,
+)
+
+ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # as csrc/feed_forward/feed_forward.h numbers them
+GATED_FORMS = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+SUM_ROWS = 64  # kSumRows
+
+
+class Route(IntEnum):
+    """What computes a product that has an epilogue: csrc/feed_forward/bind.cpp."""
+
+    SM80 = 0
+    SM90 = 1
+    CUBLAS = 2  # and a pointwise kernel
+
+
+class Speed(NamedTuple):
+    """What the choice rests on. Floors, not records: no GPU has timed these kernels yet.
+
+    A product saves the pointwise kernel's trip to memory, and loses what it is slower than cuBLAS's. Both grow with the
+    number of elements, so depth decides: an element costs 2 * depth FLOP, and saves 2 or 4 bytes.
+    """
+
+    route: Route
+    product: float  # of ours with its epilogue, TFLOP/s
+    cublas: float  # TFLOP/s
+    copy: float  # of memory, TB/s
+    wave: int  # elements of the product that give every multiprocessor a tile
+
+    def pays(self, elements: int, depth: int, bytes_saved: int) -> bool:
+        slower = 2 * depth * (1 / self.product - 1 / self.cublas)  # picoseconds an element, as is the other side
+        return elements >= self.wave and slower < bytes_saved / self.copy
+
+
+# By compute capability; others have cuBLAS. H200: a ceiling of 788 TFLOP/s, 132 tiles of 128 x 256; ours up to depth
+# 1126 where 4 bytes are saved and 563 where 2. A100: 312 TFLOP/s, 216 tiles of 128 x 128; up to 1600 and 800.
+SPEEDS = {
+    80: Speed(Route.SM80, product=200, cublas=250, copy=1.25, wave=216 * 128 * 128),
+    90: Speed(Route.SM90, product=500, cublas=630, copy=4.3, wave=132 * 128 * 256),
+}
+
+
+def why_not(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+) -> str | None:
+    """None, or what is refused and what was got."""
+    if reason := refuse_device(x):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"the CUDA feed-forward takes float32, bfloat16 and float16, got {x.dtype}"
+    return None
+
+
+def route_of(a: Tensor, b: Tensor, d_ff: int, bytes_saved: int) -> Route:
+    """Who computes the product of a (tokens, depth) and b, weight1 or weight2 as it lies.
+
+    float32 is cuBLAS's, which follows torch's setting of its precision; tensors that do not come in whole aligned
+    vectors of 16 bytes are as well.
+    """
+    speed = SPEEDS.get(compute_capability(a))
+    tokens, depth = a.shape
+    if speed is None or a.dtype == torch.float32 or tokens * depth == 0 or tokens >= 2**31 or depth % 8 or d_ff % 8:
+        return Route.CUBLAS
+    if not (a.is_contiguous() and b.is_contiguous()) or (a.data_ptr() | b.data_ptr()) % 16:
+        return Route.CUBLAS
+    return speed.route if speed.pays(tokens * b.numel() // depth, depth, bytes_saved) else Route.CUBLAS
+
+
+def _with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def feed_forward_fwd(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d); weight2: (d_out, d_ff).
+
+    Returns out (tokens, d_out) and what the backward wants: relu (h,), (tokens, d_ff); else (z,), as wide as weight1.
+    """
+    (tokens, d), columns, d_ff = x.shape, weight1.shape[0], weight2.shape[1]
+    saves_z = activation != "relu"
+    route = route_of(x, weight1, d_ff, 2 if saves_z else 4)
+    if route == Route.CUBLAS:
+        z = _with_bias(x, weight1, bias1)
+        h = torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device) if saves_z else z
+        operands, bias, stored = (z, None), None, None
+    else:
+        h = torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device)
+        z = torch.empty((tokens, columns), dtype=x.dtype, device=x.device) if saves_z else h
+        operands, bias, stored = (x, weight1), _aligned(bias1), z if saves_z else None
+    if h.numel() > 0:
+        extension(x.device).feed_forward_fwd(
+            route, *map(address, operands), d, address(bias), address(stored), address(h),
+            tokens, d_ff, *_how(activation), address(rng_state), *dropout_constants(dropout_p),
+            DTYPES[x.dtype], device_index(x), stream(x),
+        )  # fmt: skip
+    return _with_bias(h, weight2, bias2), (z,)
+
+
+def feed_forward_bwd(
+    dout: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    saved: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """dout: (tokens, d_out), any strides; saved: from feed_forward_fwd, as the rest.
+
+    Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None where a bias is.
+    """
+    dout = dout.contiguous()
+    (tokens, d_out), d_ff, columns = dout.shape, weight2.shape[1], weight1.shape[0]
+    (kept,) = saved
+    stored = None if activation == "relu" else torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device)
+    h = kept if stored is None else stored
+    route = route_of(dout, weight2, d_ff, 4)
+    if route == Route.CUBLAS:
+        dh = dout @ weight2
+        dz = torch.empty_like(kept) if columns > d_ff else dh
+        operands = dh, None
+    else:
+        dz = torch.empty_like(kept)
+        operands = dout, weight2
+    partial = dbias1 = None
+    if bias1 is not None:
+        partial = torch.empty((-(-tokens // SUM_ROWS), columns), dtype=torch.float32, device=x.device)
+        dbias1 = torch.zeros_like(bias1) if kept.numel() == 0 else torch.empty(columns, dtype=x.dtype, device=x.device)
+    if kept.numel() > 0:
+        extension(x.device).feed_forward_bwd(
+            route, *map(address, operands), d_out, address(kept), address(dz), address(stored),
+            address(partial), address(dbias1), tokens, d_ff, *_how(activation),
+            address(rng_state), *dropout_constants(dropout_p), DTYPES[x.dtype], device_index(x), stream(x),
+        )  # fmt: skip
+    dbias2 = None if bias2 is None else dout.sum(0)
+    return dz @ weight1, dz.t() @ x, dbias1, dout.t() @ h, dbias2
+
+
+def _how(activation: str) -> tuple[int, bool]:
+    """The number of what acts on z or its gate, and whether it is gated."""
+    return ACTIVATIONS[GATED_FORMS.get(activation, activation)], activation in GATED_FORMS
+
+
+def _aligned(bias: Tensor | None) -> Tensor | None:
+    """As our products read it: contiguous, at a multiple of 16 bytes."""
+    if bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0):
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
