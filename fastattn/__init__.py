@@ -6,6 +6,7 @@ doctor` compares the two here.
 """
 
 from fastattn._dispatch import Explanation, explain, use_backend
+from fastattn.graphs import GraphedStep
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionMask",
     "Explanation",
     "FusedTransformer",
+    "GraphedStep",
     "dropout_add_layer_norm",
     "embed_layer_norm",
     "explain",

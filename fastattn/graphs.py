@@ -1,0 +1,370 @@
+"""A whole training step in CUDA graphs: forward, loss, backward, clipping and optimizer as one launch from the host.
+
+A small model's step is a thousand launches, which the host issues more slowly than a GPU runs them. A CUDA graph issues
+them all at once, but repeats exactly what it saw: shapes, addresses and every number that Python held. So batches are
+padded to a few shapes, inputs and learning rates are copied to where the graph reads them, dropout seeds are drawn on
+the device by the captured work itself, and what cannot be captured is refused.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastattn._dispatch import requested
+from fastattn.models import FusedTransformer
+
+# Steps that each shape runs eagerly, on real batches, before it is captured: the first compiles kernels and makes the
+# optimizer's state, the second finds both in place, as every later one will. Nothing has to be undone afterwards.
+WARM_UP = 2
+
+
+class GraphedStep:
+    """step = GraphedStep(model, optimizer, batch_tokens=8192);  loss = step(src_seq, trg_seq, gold)
+
+    Each call is one training step of a FusedTransformer: its loss, the gradients, and the optimizer's update. A batch
+    is padded to the smallest bucket that holds it; padding is masked and its gold ignored, so loss and update are those
+    of the batch as it is. A bucket's first two steps run eagerly, the third is captured, and from then on it is
+    replayed: every call is a full step on its batch, with fresh dropout.
+
+    model: in training or evaluation mode, on one GPU, without hooks and without pack_padding.
+    optimizer: made with capturable=True; Adam and AdamW also take fused=True, the fastest. Learning rates may be set
+        before any step, as numbers, by a scheduler or as tensors; the other settings stay as they are.
+    buckets: lengths of source and target to pad to.
+    batch_tokens: padded tokens a side of a bucket's batch: a bucket of length L takes batch_tokens // L sentences, and
+        `rows` says how many fit; or batch_size: as many sentences in every bucket. Fewer are filled up with empty ones.
+    label_smoothing, smooth_over: as in ``FusedTransformer.loss``.
+    max_grad_norm: clips the gradients' norm to this; `grad_norm` is the norm before, of the last update.
+    accumulate: calls to an update of the weights; its gradient is that of the mean over the tokens of all of them, as
+        if they had been one batch.
+    autocast: torch.bfloat16 runs forward and loss under torch.autocast. Do not open torch.autocast around a step.
+    capture: False runs the very same padded step eagerly, also on a CPU, to look into it with a debugger.
+
+    Memory is one pool for all buckets, about what the largest takes. Gradients are None between steps, or with
+    accumulate > 1 buffers of the step's own.
+    Raises ValueError or TypeError naming what cannot be captured, at construction or at the step that meets it.
+    """
+
+    def __init__(
+        self,
+        model: FusedTransformer,
+        optimizer: Optimizer,
+        *,
+        buckets: Sequence[int] = (16, 32, 64, 128),
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
+        label_smoothing: float = 0.0,
+        smooth_over: str = "all",
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        autocast: torch.dtype | None = None,
+        capture: bool = True,
+    ) -> None:
+        _check_model(model)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device = _check_optimizer(optimizer, model, capture)
+        self.buckets = tuple(sorted(set(buckets)))
+        if not self.buckets or self.buckets[0] < 1:
+            raise ValueError(f"buckets must be positive lengths, got {tuple(buckets)}")
+        model.encoder.position_enc.check(self.buckets[-1])
+        if (batch_tokens is None) == (batch_size is None):
+            raise ValueError("give either batch_tokens or batch_size")
+        if (batch_tokens or batch_size) < 1 or accumulate < 1:
+            raise ValueError("batch_tokens, batch_size and accumulate must be at least 1")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
+        if autocast not in (None, torch.bfloat16):
+            raise ValueError(
+                f"autocast must be torch.bfloat16 or None, got {autocast}; float16 needs a GradScaler, which decides "
+                "on the host whether to update"
+            )
+        self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
+        self.batch_tokens, self.batch_size = batch_tokens, batch_size
+        self.label_smoothing, self.smooth_over = label_smoothing, smooth_over
+        self.max_grad_norm, self.autocast, self.capture = max_grad_norm, autocast, capture
+        self.grad_norm = None if max_grad_norm is None else torch.zeros((), device=self._device)
+        self._gradients = [torch.zeros_like(p) for p in self._parameters] if accumulate > 1 else None
+        self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)  # of this update, padding not counted
+        self._calls = 0  # of this update
+        self.reset()
+
+    def rows(self, length: int) -> int:
+        """How many sentences a step takes if the longest, source or target, has so many tokens."""
+        bucket = self._bucket_length(length)
+        return self.batch_size or max(self.batch_tokens // bucket, 1)
+
+    def reset(self) -> None:
+        """Forgets every graph: after a change that a step refuses, or of what Python decides, as a dropout rate is."""
+        self._inputs: dict[int, _Inputs] = {}
+        self._work: dict[Any, _Replayed] = {}
+        self._graphs = _CudaGraphs(self._device) if self.capture else None
+        self._rates = _Rates(self.optimizer, self._device)
+        self._state = self.optimizer.state
+        self._frozen = self._what_is_frozen()
+
+    def __call__(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
+        """One step. src_seq: integer (B, Ls); trg_seq: integer (B, Lt); gold: as trg_seq or flat; on any device.
+
+        Returns the loss a token of this batch before the update, a float32 scalar on the device. Nothing waits for it.
+        """
+        self._check_unchanged()
+        inputs = self._fill(src_seq, trg_seq, gold)
+        self._rates.refresh()
+        # What a graph does depends on these; a change of one of them is another graph, not an error.
+        kind = (inputs, self.model.training, requested(None)[0])
+        if self.accumulate == 1:
+            self._run(kind, lambda: (self._backward(inputs), self._update()))
+            return inputs.loss.clone()
+        self._run(kind, lambda: self._backward(inputs))
+        self._calls += 1
+        loss = inputs.loss.clone()
+        if self._calls == self.accumulate:
+            self._calls = 0
+            self._run("update", self._update)
+        return loss
+
+    def _run(self, kind: Any, work: Callable[[], Any]) -> None:
+        """work(), by its graph if there are graphs."""
+        if self._graphs is None:
+            work()
+            return
+        if kind not in self._work:
+            self._work[kind] = _Replayed(work, self._graphs)
+        self._work[kind]()
+
+    # --- the step itself, which is what a graph holds -----------------------------------------------------------------
+
+    def _attach_gradients(self) -> None:
+        """None where a step is an update: the backward's own tensors become the gradients, nothing is added."""
+        for i, p in enumerate(self._parameters):
+            p.grad = None if self._gradients is None else self._gradients[i]
+
+    def _backward(self, inputs: _Inputs) -> None:
+        """Loss and gradients of the padded batch."""
+        self._attach_gradients()
+        alone = self.accumulate == 1
+        precision = nullcontext() if self.autocast is None else torch.autocast(self._device.type, self.autocast)
+        with torch.enable_grad(), precision:
+            loss = self.model.loss(
+                inputs.src_seq,
+                inputs.trg_seq,
+                inputs.gold,
+                self.label_smoothing,
+                smooth_over=self.smooth_over,
+                reduction="mean" if alone else "sum",
+            )
+        loss.backward()
+        loss = loss.detach()
+        if not alone:
+            tokens = (inputs.gold != self.model.trg_pad_idx).sum()
+            self._tokens += tokens
+            loss = loss / tokens
+        inputs.loss.copy_(loss)
+
+    def _update(self) -> None:
+        """Clipping and the optimizer; leaves no gradients."""
+        if self._gradients is not None:
+            self._attach_gradients()
+            torch._foreach_div_(self._gradients, self._tokens.clamp(min=1).to(self._gradients[0].dtype))
+            self._tokens.zero_()
+        if self.max_grad_norm is not None:
+            self.grad_norm.copy_(torch.nn.utils.clip_grad_norm_(self._parameters, self.max_grad_norm))
+        with self._rates.lent():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self._gradients is None)
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def _bucket_length(self, length: int) -> int:
+        place = bisect_left(self.buckets, length)
+        if place == len(self.buckets):
+            raise ValueError(f"a sentence of {length} tokens is longer than the last of buckets {self.buckets}")
+        return self.buckets[place]
+
+    def _fill(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> _Inputs:
+        """Copies the batch to where its bucket's graph reads it."""
+        for name, t in (("src_seq", src_seq), ("trg_seq", trg_seq), ("gold", gold)):
+            if not isinstance(t, Tensor) or t.is_floating_point() or t.dtype == torch.bool:
+                raise TypeError(f"{name} must be a Tensor of integers, got {getattr(t, 'dtype', type(t).__name__)}")
+        if src_seq.dim() != 2 or trg_seq.dim() != 2 or len(src_seq) != len(trg_seq):
+            shapes = f"{tuple(src_seq.shape)} and {tuple(trg_seq.shape)}"
+            raise ValueError(f"src_seq and trg_seq must be (B, Ls) and (B, Lt), got {shapes}")
+        if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
+            raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {tuple(trg_seq.shape)} as trg_seq, or flat")
+        longest = max(src_seq.shape[1], trg_seq.shape[1])
+        length, rows = self._bucket_length(longest), self.rows(longest)
+        if len(src_seq) > rows:
+            raise ValueError(
+                f"src_seq has {len(src_seq)} sentences; of {longest} tokens, in the bucket of {length}, {rows} are "
+                "taken: plan batches by step.rows(length), or raise batch_tokens or batch_size"
+            )
+        if length not in self._inputs:
+            places = (torch.empty(rows, length, dtype=torch.int64, device=self._device) for _ in range(3))
+            self._inputs[length] = _Inputs(*places, torch.empty((), dtype=torch.float32, device=self._device))
+        inputs = self._inputs[length]
+        batch = (src_seq, trg_seq, gold.reshape(trg_seq.shape))
+        pads = (self.model.src_pad_idx, self.model.trg_pad_idx, self.model.trg_pad_idx)
+        for place, t, pad in zip((inputs.src_seq, inputs.trg_seq, inputs.gold), batch, pads, strict=True):
+            place.fill_(pad)[: t.shape[0], : t.shape[1]].copy_(t, non_blocking=True)
+        return inputs
+
+    # --- what a graph holds fast --------------------------------------------------------------------------------------
+
+    def _what_is_frozen(self) -> dict[str, Any]:
+        groups = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.optimizer.param_groups]
+        settings = {f"param_groups[{i}][{k!r}]": v for i, group in enumerate(groups) for k, v in group.items()}
+        return settings | {
+            "the optimizer's state, as by load_state_dict,": self.optimizer.state is self._state,
+            "where the parameters lie": [p.data_ptr() for p in self._parameters],
+            "which parameters require grad": [p.requires_grad for p in self.model.parameters()],
+        }
+
+    def _check_unchanged(self) -> None:
+        if torch.is_autocast_enabled(self._device.type):
+            raise ValueError("a step under torch.autocast might keep casts of old weights: use autocast= instead")
+        now = self._what_is_frozen()
+        for name, before in self._frozen.items():
+            if now.get(name) != before:
+                raise ValueError(
+                    f"{name} changed since graphs were captured, which would go on with the old one; call reset() to "
+                    "capture again (a parameter that now requires grad: make another GraphedStep)"
+                )
+
+
+@dataclass(eq=False)
+class _Inputs:
+    """Where a bucket's graphs read the batch, int64 (rows, length) each, and where they leave the loss."""
+
+    src_seq: Tensor
+    trg_seq: Tensor
+    gold: Tensor
+    loss: Tensor
+
+
+class _Rates:
+    """The learning rates on the device, where a graph reads them; the optimizer's groups keep what their user set."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.groups = optimizer.param_groups
+        self.on_device = [torch.zeros((), device=device) for _ in self.groups]
+        self.written: list[Any] = [None] * len(self.groups)
+
+    def refresh(self) -> None:
+        for i, group in enumerate(self.groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                self.on_device[i].copy_(rate)
+            elif rate != self.written[i]:
+                self.on_device[i].fill_(rate)
+            self.written[i] = None if isinstance(rate, Tensor) else rate
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Within it the optimizer finds the device's rates."""
+        own = [group["lr"] for group in self.groups]
+        for group, rate in zip(self.groups, self.on_device, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.groups, own, strict=True):
+                group["lr"] = rate
+
+
+class _CudaGraphs:
+    """All that needs a GPU: one stream to warm up and capture on, and one memory pool for all graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Runs it once, on the stream of the capture: what libraries keep for a stream is made then."""
+        here = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            work()
+        here.wait_stream(self.stream)
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What replays it. Capturing runs nothing on the GPU."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a data loader's thread may pin memory meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+class _Replayed:
+    """Work that runs eagerly WARM_UP times, then is captured, and replayed ever after."""
+
+    def __init__(self, work: Callable[[], None], graphs: _CudaGraphs) -> None:
+        self.work, self.graphs, self.runs = work, graphs, 0
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self.replay is None and self.runs < WARM_UP:
+            self.runs += 1
+            self.graphs.warm_up(self.work)
+            return
+        if self.replay is None:
+            try:
+                self.replay = self.graphs.captured(self.work)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the training step could not be captured: {error}\nSomething in it waits for the device; "
+                    "GraphedStep(..., capture=False) runs the same step eagerly, to look for it"
+                ) from error
+        self.replay()
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, FusedTransformer):
+        raise TypeError(
+            f"model must be a FusedTransformer itself, got {type(model).__name__}; what wraps one, such as "
+            "DistributedDataParallel or torch.compile, acts from Python at every step, which a graph does not repeat"
+        )
+    if model.pack_padding:
+        raise ValueError("model has pack_padding=True, which waits for the device to count tokens; buckets replace it")
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name, module in model.named_modules():
+        if any(getattr(module, kind) for kind in hooks):
+            raise ValueError(f"model has a hook at {name or 'its root'}, which a graph would not call")
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"parameter {name} has a hook, which a graph would not call")
+
+
+def _check_optimizer(optimizer: Any, model: FusedTransformer, capture: bool) -> torch.device:
+    """The parameters' device."""
+    if not isinstance(optimizer, Optimizer):
+        hint = ": a GradScaler decides on the host whether to update" if "Scaler" in type(optimizer).__name__ else ""
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError("optimizer has a hook, which a graph would not call")
+    served = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if p.requires_grad and p not in served:
+            raise ValueError(f"optimizer does not have parameter {name}: pass it, or give it requires_grad_(False)")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"model must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    (device,) = devices
+    if not capture:
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"model is on {device}, and CUDA graphs need a GPU; capture=False runs the same step eagerly")
+    for group in optimizer.param_groups:
+        if not group.get("capturable"):
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__} keeps numbers in Python, which a graph would repeat: make it "
+                "with capturable=True"
+            )
+    return device

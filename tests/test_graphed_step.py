@@ -1,0 +1,359 @@
+"""GraphedStep: the padded step against the plain one; graphs, real on a GPU and recorded on a CPU, against both."""
+
+import pytest
+import torch
+from recorded_graph import RecordedGraphs
+from torch import nn
+
+from fastattn import FusedTransformer, GraphedStep, dropout_add_layer_norm, explain, graphs, use_backend
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+PAD_SRC, PAD_TRG, VOCAB = 1, 2, 40
+
+
+def small(dropout=0.0, **changes):
+    torch.manual_seed(3)
+    options = dict(d_word_vec=16, d_model=16, d_inner=32, n_layers=1, n_head=2, d_k=8, d_v=8, n_position=16)
+    options |= dict(dropout=dropout, attn_dropout=dropout) | changes
+    return FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **options).to(DEVICE)
+
+
+def adam(model, lr=2**-6, **changes):
+    return torch.optim.Adam(model.parameters(), **dict(lr=lr, fused=True, capturable=CUDA) | changes)
+
+
+def a_batch(rows, src_length, trg_length, seed=0):
+    """src_seq, trg_seq and gold: sentences of different lengths, the first as long as it can be."""
+    generator = torch.Generator().manual_seed(seed)
+    src, trg = (torch.randint(3, VOCAB, (rows, n), generator=generator) for n in (src_length, trg_length + 1))
+    trg, gold = trg[:, :-1].clone(), trg[:, 1:].clone()
+    for row in range(1, rows):
+        src[row, max(src_length - row, 1) :] = PAD_SRC
+        trg[row, max(trg_length - row, 1) :], gold[row, max(trg_length - row, 1) :] = PAD_TRG, PAD_TRG
+    return src.to(DEVICE), trg.to(DEVICE), gold.to(DEVICE)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def distance(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def plain_update(model, optimizer, batches, max_grad_norm=None, **options):
+    """What a user writes without GraphedStep, for one batch or more that count as one."""
+    tokens = sum((gold != PAD_TRG).sum() for *_, gold in batches)
+    optimizer.zero_grad()
+    total = 0.0
+    for batch in batches:
+        loss = model.loss(*batch, reduction="sum", **options) / tokens
+        loss.backward()
+        total += loss.detach()
+    norm = max_grad_norm and nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
+    return total, norm
+
+
+def sgd_pair(**changes):
+    """Two equal models, each with an optimizer whose update shows the gradient as it is."""
+    model, twin = small(**changes), small(**changes)
+    return model, twin, *(torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, twin))
+
+
+# --- the padded step, without graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 8, 2), (1, 9, 12), (4, 1, 1)], ids=str)
+def test_padded_step_is_the_plain_step(shape):
+    model, twin, optimizer, twin_optimizer = sgd_pair()
+    options = dict(label_smoothing=0.1, smooth_over="others")
+    step = GraphedStep(model, optimizer, buckets=(8, 16), batch_size=4, max_grad_norm=0.3, capture=False, **options)
+    batch = a_batch(*shape)
+    loss = step(*batch)
+    expected, norm = plain_update(twin, twin_optimizer, [batch], max_grad_norm=0.3, **options)
+    assert loss.dtype == torch.float32 and loss.shape == () and not loss.requires_grad
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(step.grad_norm, norm, rtol=1e-5, atol=0)
+    assert norm > 0.3 and distance(weights(model), weights(twin)) < 1e-6
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_padding_of_an_earlier_batch_is_gone():
+    model, twin, optimizer, twin_optimizer = sgd_pair()
+    step = GraphedStep(model, optimizer, buckets=(8,), batch_size=4, capture=False)
+    for batch in (a_batch(4, 8, 8, seed=1), a_batch(2, 3, 4, seed=2)):
+        expected, _ = plain_update(twin, twin_optimizer, [batch])
+        torch.testing.assert_close(step(*batch), expected, rtol=1e-5, atol=0)
+
+
+def test_flat_gold_smaller_integers_and_other_devices_are_taken():
+    model, twin, optimizer, twin_optimizer = sgd_pair()
+    src, trg, gold = a_batch(3, 5, 6)
+    step = GraphedStep(model, optimizer, buckets=(8,), batch_size=3, capture=False)
+    loss = step(src.int().cpu(), trg.int().cpu(), gold.flatten().cpu())
+    torch.testing.assert_close(loss, plain_update(twin, twin_optimizer, [(src, trg, gold)])[0], rtol=1e-6, atol=0)
+
+
+def test_accumulated_batches_are_one_batch():
+    """Of different lengths and numbers of tokens; clipped by the gradient of all, updated once in three calls."""
+    model, twin, optimizer, twin_optimizer = sgd_pair()
+    step = GraphedStep(model, optimizer, buckets=(4, 8), batch_size=4, accumulate=3, max_grad_norm=0.3, capture=False)
+    for first in (0, 3):
+        batches = [a_batch(2 + i % 3, 3 + i, 8 - i, seed=first + i) for i in range(3)]
+        before = weights(model)
+        for i, batch in enumerate(batches):
+            assert distance(before, weights(model)) == 0
+            with torch.no_grad():
+                alone = model.loss(*batch)
+            torch.testing.assert_close(step(*batch), alone, rtol=1e-5, atol=0, msg=f"call {i}")
+        _, norm = plain_update(twin, twin_optimizer, batches, max_grad_norm=0.3)
+        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-5, atol=0)
+        assert 1e-3 < distance(before, weights(model)) and distance(weights(model), weights(twin)) < 1e-6
+
+
+def test_a_batch_of_padding_alone_does_not_move_an_accumulated_update():
+    model, _, optimizer, _ = sgd_pair()
+    step = GraphedStep(model, optimizer, buckets=(4,), batch_size=2, accumulate=2, capture=False)
+    before, empty = weights(model), torch.full((2, 3), PAD_TRG, device=DEVICE)
+    for _ in range(2):
+        step(torch.full_like(empty, PAD_SRC), empty, empty)
+    assert distance(before, weights(model)) == 0
+
+
+def test_autocast_is_that_of_the_plain_step():
+    model, twin, optimizer, twin_optimizer = sgd_pair()
+    batch = a_batch(4, 8, 8)
+    step = GraphedStep(model, optimizer, buckets=(8,), batch_size=4, autocast=torch.bfloat16, capture=False)
+    loss = step(*batch)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected = twin.loss(*batch)
+    expected.backward()
+    twin_optimizer.step()
+    assert torch.equal(loss, expected.detach()) and distance(weights(model), weights(twin)) < 1e-6
+
+
+def test_losses_that_were_returned_stay():
+    step = GraphedStep(model := small(), adam(model), buckets=(8,), batch_size=4, capture=False)
+    first = step(*a_batch(4, 8, 8))
+    value = first.item()
+    assert step(*a_batch(4, 8, 8, seed=1)).item() != value and first.item() == value
+
+
+def test_learning_rates_are_taken_as_they_are_set():
+    """As a number, by a scheduler, as a tensor; the optimizer's groups keep what was put there."""
+    model, twin, optimizer, twin_optimizer = sgd_pair()
+    step = GraphedStep(model, optimizer, buckets=(8,), batch_size=2, capture=False)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 2.0**-i) for o in (optimizer, twin_optimizer)]
+    for number in range(6):
+        batch = a_batch(2, 8, 8, seed=number)
+        if number == 4:
+            optimizer.param_groups[0]["lr"] = twin_optimizer.param_groups[0]["lr"] = 0.75
+        if number == 5:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
+            twin_optimizer.param_groups[0]["lr"] = 0.125
+        step(*batch)
+        plain_update(twin, twin_optimizer, [batch])
+        if number < 3:
+            for scheduler in schedulers:
+                scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == 2.0 ** -(number + 1)
+        assert distance(weights(model), weights(twin)) < 2e-6
+
+
+def test_rows_of_a_bucket():
+    step = GraphedStep(model := small(), adam(model), buckets=(16, 4), batch_tokens=70, capture=False)
+    assert (step.buckets, step.rows(1), step.rows(4), step.rows(5), step.rows(16)) == ((4, 16), 17, 17, 4, 4)
+    with pytest.raises(ValueError, match="17 tokens is longer than the last of buckets"):
+        step.rows(17)
+    with pytest.raises(ValueError, match="5 sentences; of 9 tokens, in the bucket of 16, 4 are taken"):
+        step(*a_batch(5, 9, 3))
+    assert GraphedStep(model, adam(model), buckets=(16,), batch_tokens=3, capture=False).rows(2) == 1
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def hooked(model):
+    model.encoder.register_forward_hook(lambda *_: None)
+    return model
+
+
+def hooked_parameter(model):
+    model.trg_word_prj.weight.register_hook(lambda g: g)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (lambda: nn.Linear(2, 2), TypeError, "model must be a FusedTransformer itself, got Linear"),
+        (lambda: torch.compile(small()), TypeError, "got OptimizedModule; what wraps one"),
+        (lambda: small(pack_padding=True), ValueError, "pack_padding=True, which waits"),
+        (lambda: hooked(small()), ValueError, "model has a hook at encoder"),
+        (lambda: hooked_parameter(small()), ValueError, "parameter .* has a hook"),
+    ],
+)
+def test_models_that_cannot_be_captured(model, error, message):
+    model = model()
+    with pytest.raises(error, match=message):
+        GraphedStep(model, adam(model), batch_size=2, buckets=(8,), capture=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(batch_size=2, batch_tokens=2), "either batch_tokens or batch_size"),
+        (dict(), "either batch_tokens or batch_size"),
+        (dict(batch_size=0), "at least 1"),
+        (dict(batch_size=2, accumulate=0), "at least 1"),
+        (dict(batch_size=2, buckets=()), "buckets must be positive"),
+        (dict(batch_size=2, buckets=(0, 8)), "buckets must be positive"),
+        (dict(batch_size=2, buckets=(8, 32)), "32 tokens is longer than the 16 positions"),
+        (dict(batch_size=2, max_grad_norm=0.0), "max_grad_norm must be positive"),
+        (dict(batch_size=2, autocast=torch.float16), "float16 needs a GradScaler"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    model = small()
+    with pytest.raises(ValueError, match=message):
+        GraphedStep(model, adam(model), **dict(buckets=(8,), capture=False) | options)
+
+
+def test_optimizers_that_cannot_be_captured():
+    model = small()
+    with pytest.raises(TypeError, match="got GradScaler: a GradScaler decides on the host"):
+        GraphedStep(model, torch.amp.GradScaler("cpu"), batch_size=2)
+    with pytest.raises(ValueError, match="optimizer does not have parameter encoder"):
+        GraphedStep(model, torch.optim.Adam(model.decoder.parameters()), batch_size=2)
+    with pytest.raises(ValueError, match="optimizer has a hook"):
+        optimizer = adam(model)
+        optimizer.register_step_post_hook(lambda *_: None)
+        GraphedStep(model, optimizer, batch_size=2)
+
+
+def test_capture_needs_a_gpu_and_a_capturable_optimizer():
+    model = small()
+    if CUDA:
+        with pytest.raises(ValueError, match="Adam keeps numbers in Python.*capturable=True"):
+            GraphedStep(model, adam(model, capturable=False), batch_size=2, buckets=(8,))
+        model = model.cpu()
+    with pytest.raises(ValueError, match="model is on cpu, and CUDA graphs need a GPU; capture=False"):
+        GraphedStep(model, torch.optim.Adam(model.parameters()), batch_size=2, buckets=(8,))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda b: (b[0].float(), *b[1:]), TypeError, "src_seq must be a Tensor of integers, got torch.float32"),
+        (lambda b: (b[0].tolist(), *b[1:]), TypeError, "src_seq must be a Tensor of integers, got list"),
+        (lambda b: (b[0][:1], *b[1:]), ValueError, r"\(B, Ls\) and \(B, Lt\), got \(1, 8\) and \(2, 6\)"),
+        (lambda b: (*b[:2], b[2][:, 1:]), ValueError, r"gold has shape \(2, 5\), expected \(2, 6\)"),
+    ],
+)
+def test_batches_that_do_not_fit(change, error, message):
+    step = GraphedStep(model := small(), adam(model), buckets=(8,), batch_size=2, capture=False)
+    with pytest.raises(error, match=message):
+        step(*change(a_batch(2, 8, 6)))
+
+
+def test_what_a_graph_would_not_notice_is_refused_until_reset():
+    step = GraphedStep(model := small(), optimizer := adam(model), buckets=(8,), batch_size=2, capture=False)
+    batch = a_batch(2, 8, 6)
+    step(*batch)
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            step(*batch)
+        step.reset()
+        step(*batch)
+
+    optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+    refused(r"param_groups\[0\]\['betas'\] changed since graphs were captured")
+    optimizer.load_state_dict(optimizer.state_dict())
+    refused("the optimizer's state, as by load_state_dict, changed")
+    model.encoder.layer_norm.weight.data = model.encoder.layer_norm.weight.data.clone()
+    refused("where the parameters lie changed")
+    model.encoder.layer_norm.weight.requires_grad_(False)
+    refused("which parameters require grad changed")
+    with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(ValueError, match="use autocast= instead"):
+        step(*batch)
+
+
+# --- graphs: CUDA's, or recorded on a CPU -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """GraphedStep that captures after one eager step; without a GPU it records graphs over interpreted kernels."""
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    if not CUDA:
+        monkeypatch.setattr(graphs, "_CudaGraphs", RecordedGraphs)
+    x = torch.zeros(1, 16, device=DEVICE)
+    if reason := explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]:
+        pytest.skip(reason)
+
+    def make(model, optimizer, **options):
+        step = GraphedStep(model, optimizer, **dict(buckets=(4, 8), batch_size=2, capture=CUDA) | options)
+        step.capture = True
+        step.reset()
+        return step
+
+    with use_backend("triton"):
+        yield make
+
+
+def test_replay_is_the_eager_step_bit_for_bit(graphed):
+    """Two buckets in turn, batches of all shapes, another rate at every step: weights and losses as without graphs."""
+    model, twin = small(), small()
+    options = dict(label_smoothing=0.1, max_grad_norm=0.5)
+    step = graphed(model, optimizer := adam(model), **options)
+    eager = GraphedStep(twin, twin_optimizer := adam(twin), buckets=(4, 8), batch_size=2, capture=False, **options)
+    shapes = [(2, 8, 8), (2, 4, 3), (1, 3, 7), (2, 8, 5), (1, 2, 4), (2, 6, 8)]
+    for number, shape in enumerate(shapes):
+        optimizer.param_groups[0]["lr"] = twin_optimizer.param_groups[0]["lr"] = 2.0 ** -(5 + number % 3)
+        batch = a_batch(*shape, seed=number)
+        assert torch.equal(step(*batch), eager(*batch)), f"loss of step {number}"
+        assert torch.equal(step.grad_norm, eager.grad_norm), f"norm of step {number}"
+        assert distance(weights(model), weights(twin)) == 0, f"weights after step {number}"
+    assert [work.replay is not None for work in step._work.values()] == [True, True]
+
+
+def test_every_replay_drops_anew_and_a_seed_repeats_it(graphed):
+    model = small(dropout=0.3)
+    step, batch = graphed(model, adam(model, lr=0.0)), a_batch(2, 4, 4)
+    step(*batch)
+    losses = [step(*batch).item() for _ in range(3)]
+    assert len(set(losses)) == 3, losses
+    repeated = []
+    for _ in range(2):
+        torch.manual_seed(8)
+        repeated.append(step(*batch).item())
+    assert repeated[0] == repeated[1]
+
+
+def test_accumulation_over_graphs_of_two_buckets(graphed):
+    model, twin = small(), small()
+    step = graphed(model, adam(model), accumulate=2)
+    eager = GraphedStep(twin, adam(twin), buckets=(4, 8), batch_size=2, accumulate=2, capture=False)
+    for number in range(5):
+        batch = a_batch(2, 4 if number % 2 else 3, 4, seed=number)
+        assert torch.equal(step(*batch), eager(*batch))
+        assert distance(weights(model), weights(twin)) == 0
+        model.zero_grad(set_to_none=True)  # what a user may do between steps touches nothing
+
+
+def test_what_waits_for_the_device_is_told(graphed):
+    class Waiting(FusedTransformer):
+        def loss(self, src_seq, trg_seq, *options, **more):
+            if src_seq.sum().item() < 0:
+                raise AssertionError("token ids are not negative")
+            return super().loss(src_seq, trg_seq, *options, **more)
+
+    model = small()
+    model.__class__ = Waiting
+    step, batch = graphed(model, adam(model)), a_batch(2, 4, 4)
+    step(*batch)
+    with pytest.raises(RuntimeError, match="(?s)could not be captured.*waits for the device.*capture=False"):
+        step(*batch)
