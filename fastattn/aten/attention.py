@@ -147,14 +147,29 @@ def _attend(
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Tensor | None, scale: float) -> Tensor:
     Lq, Lk, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
-    if not q.is_cuda:  # PyTorch would turn a bool mask into this one at every call
-        shown = None if hide is None else mask.additive(hide, Lq, Lk, q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
-    with sdpa_kernel(_MASKED_BACKENDS):
-        shown = None if hide is None else ~hide
-        return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
+    if q.is_cuda and mask is not None:
+        with sdpa_kernel(_MASKED_BACKENDS):
+            shown = None if hide is None else ~hide
+            return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
+    shown = None
+    if mask is not None and hide is not None:  # PyTorch would turn a bool mask into this one at every call
+        shown = mask.additive(hide, Lq, Lk, q.dtype)
+    if shown is not None and _ends_in_odd_numbers(q, Lk):
+        more = -Lk % _VECTOR
+        k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
+        shown = mask.cached(("padded", Lq, Lk, q.dtype), lambda: F.pad(shown, (0, more), value=-torch.inf))
+    return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
+
+
+_VECTOR = 16  # float32 numbers in a register of AVX-512
+
+
+def _ends_in_odd_numbers(q: Tensor, Lk: int) -> bool:
+    """Whether PyTorch's operator spends more on the last keys than on some more: its softmax on a CPU takes what does
+    not fill a vector number by number. From 9 of 16 on, 16 are faster, 1.2 times at 60 keys to 3 times at 15."""
+    if q.dtype != torch.float32 or not _may_look(q) or torch.is_grad_enabled():
+        return False
+    return Lk % _VECTOR > _VECTOR // 2 and Lk < 128 and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _without(bias: Tensor, hide: Tensor | None, sees: Tensor | None) -> Tensor:

@@ -79,8 +79,9 @@ def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
         c2.bitwise_xor_(k1).bitwise_and_(_LOW)
         c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    pairs = (c1.bitwise_left_shift_(32).bitwise_or_(c0), c3.bitwise_left_shift_(32).bitwise_or_(c2))
-    words = torch.stack(pairs, dim=-1)  # (.., groups, 2), two words in each
+    words = torch.empty(*c0.shape, 4, dtype=torch.int32, device=rng_state.device)
+    for n, c in enumerate((c0, c1, c2, c3)):
+        words[..., n] = c  # the low half
     return words.view(torch.int16).flatten(-2)  # little-endian: lane = 2 * word + half
 
 
