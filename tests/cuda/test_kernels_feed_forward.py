@@ -1,0 +1,197 @@
+"""The CUDA feed-forward's products with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
+
+tests/ops/test_feed_forward.py holds the room to the checks of every room, by its third route: cuBLAS and a pointwise
+kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from feed_forward_checks import ACTIVATIONS, GATED, Results, check, make, solve
+from feed_forward_routes import PRODUCTS, GuardedTorch, cuda, hold_to, note_routes
+from host_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
+
+import fastattn
+from fastattn._dispatch import load_room, refusal
+from fastattn.cuda import feed_forward as room
+from fastattn.cuda.feed_forward import Route, route_of
+from fastattn.reference import philox
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+# Several tiles each way for both routes, all of them ragged, and steps along the depth that end in the middle of one.
+SIZES = {"tokens": 150, "d": 72, "d_ff": 296, "d_out": 104}
+
+
+@pytest.fixture(params=PRODUCTS, ids=lambda route: route.name.lower())
+def route(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Route:
+    hold_to(request.param, device, monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Route]:
+    return note_routes(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype, dropout_p", [(BFLOAT16, 0.3), (FLOAT16, 0.0)], ids=["bf16-dropout", "fp16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_against_float64(
+    activation: str,
+    dtype: torch.dtype,
+    dropout_p: float,
+    route: Route,
+    taken: list[Route],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Buffers start as NaN and lie between guard zones."""
+    memory = GuardedTorch(device, shift=0)
+    monkeypatch.setattr(room, "torch", memory)
+    check(make(activation, dropout_p, **SIZES, dtype=dtype, device=device), cuda)
+    memory.check()
+    assert taken == [route, route]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_without_biases(activation: str, route: Route, taken: list[Route], device: torch.device) -> None:
+    p = make(activation, 0.3, tokens=70, d=40, d_ff=72, d_out=16, has_bias=False, dtype=BFLOAT16, device=device)
+    got = check(p, cuda)
+    assert got.dbias1 is None and got.dbias2 is None and taken == [route, route]
+
+
+# One of each; a depth of one step, of the stages of a ring and one more; rows at the edges of a tile and of a sum.
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+@pytest.mark.parametrize(
+    "tokens, d, d_ff, d_out",
+    [(1, 8, 8, 200), (64, 32, 64, 64), (65, 256, 136, 320), (128, 264, 128, 24), (193, 8, 256, 8)],
+)
+def test_sizes(
+    tokens: int, d: int, d_ff: int, d_out: int, activation: str, route: Route, taken: list[Route], device: torch.device
+) -> None:
+    check(make(activation, 0.3, tokens=tokens, d=d, d_ff=d_ff, d_out=d_out, dtype=BFLOAT16, device=device), cuda)
+    assert taken == [route, route]
+
+
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_many_tiles(activation: str, route: Route, device: torch.device) -> None:
+    """More rows of tiles than a group has, and several tiles for each of the CPU runner's two multiprocessors."""
+    check(make(activation, 0.1, tokens=1100, d=24, d_ff=264, d_out=16, dtype=FLOAT16, device=device), cuda)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "reglu"])
+def test_bits_do_not_depend_on_the_run(
+    activation: str, route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits in every order of warps, lanes and blocks, and wherever asynchronous work ends."""
+    p = make(activation, 0.3, tokens=140, d=40, d_ff=264, d_out=40, dtype=BFLOAT16, device=device)
+    first = None
+    for order, completion in itertools.product(ORDERS, COMPLETIONS if route == Route.SM80 else SM90_COMPLETIONS):
+        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
+        got = solve(p, cuda)
+        first = first or check(p, cuda)
+        for name, a, b in zip(Results._fields, first, got, strict=True):
+            assert torch.equal(a, b), (name, order, completion)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "reglu"])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+def test_mask_is_the_rule(dropout_p: float, activation: str, route: Route, device: torch.device) -> None:
+    """As in tests/ops: every pre-activation is 1, so the zeros of out and dweight1 are the masks of both directions."""
+    tokens, d_ff = 136, 200
+    options: dict[str, Any] = {"dtype": BFLOAT16, "device": device}
+    x, eye = torch.eye(tokens, **options), torch.eye(d_ff, **options)
+    halves = 2 if activation in GATED else 1
+    weight1 = torch.ones(halves * d_ff, tokens, **options, requires_grad=True)
+    torch.manual_seed(3)
+    keep = philox.keep_mask(philox.draw_rng_state(device), tokens, d_ff, dropout_p)
+    torch.manual_seed(3)
+    out = cuda(x, weight1, None, eye, None, activation, dropout_p)
+    out.sum().backward()
+    assert torch.equal(out != 0, keep)
+    for dweight1 in weight1.grad.chunk(halves):
+        assert torch.equal(dweight1.T != 0, keep)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_routes_and_triton_are_interchangeable(
+    activation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward by one and the backward by another: what they save is the same, and so is the mask."""
+    p = make(activation, 0.3, tokens=70, d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
+    rooms: list[Any] = [Route.SM80, Route.CUBLAS]
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0):
+        rooms.append(Route.SM90)
+    if refusal("feed_forward", "triton", (*p.inputs, activation, 0.3)) is None:
+        rooms.append("triton")
+
+    def functions(which: Any) -> Any:
+        if which == "triton":
+            return load_room("feed_forward", "triton")
+        hold_to(which, device, monkeypatch)
+        return room
+
+    for one, other in zip(rooms, rooms[1:] + rooms[:1], strict=True):
+
+        class Mixed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *inputs, one=one):
+                ctx.inputs = (*inputs, philox.draw_rng_state(device))
+                out, ctx.kept = functions(one).feed_forward_fwd(*ctx.inputs)
+                return out
+
+            @staticmethod
+            def backward(ctx, dout, other=other):
+                return *functions(other).feed_forward_bwd(dout, *ctx.inputs, ctx.kept), None, None
+
+        check(p, Mixed.apply)
+
+
+def test_strides(route: Route, taken: list[Route], device: torch.device) -> None:
+    """What does not come in whole aligned vectors goes to cuBLAS; an expanded gradient and a strided bias do not."""
+    p = make("gelu", 0.3, tokens=70, d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
+    check(p.but(dout=p.dout[:1].expand_as(p.dout), bias1=torch.stack([p.bias1, p.bias1], 1)[:, 0]), cuda)
+    assert taken == [route, route]
+    check(p.but(weight1=p.weight1.T.contiguous().T, weight2=p.weight2.T.contiguous().T), cuda)
+    unaligned = torch.empty(p.x.numel() + 1, dtype=BFLOAT16, device=device)[1:].view_as(p.x).copy_(p.x)
+    check(p.but(x=unaligned, weight2=torch.cat([p.weight2, p.weight2], 1)[:, :72]), cuda)
+    check(make("swiglu", 0.3, tokens=70, d=44, d_ff=72, d_out=52, dtype=BFLOAT16, device=device), cuda)
+    check(make("relu", 0.3, tokens=70, d=40, d_ff=76, d_out=48, dtype=BFLOAT16, device=device), cuda)
+    check(make("relu", 0.3, tokens=70, d=40, d_ff=72, d_out=48, device=device), cuda)
+    assert taken[2:] == [Route.CUBLAS] * 10
+
+
+@pytest.mark.parametrize("capability, route", [(80, Route.SM80), (90, Route.SM90), (86, Route.CUBLAS)])
+def test_which_route_is_taken(
+    capability: int, route: Route, host_extension: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the floors have it: by the depth, and only where there are tiles for every multiprocessor."""
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", str(capability))
+    fastattn.cuda.load_host_runner(host_extension)
+    try:
+        for tokens, depth, bytes_saved, ours in (
+            (4096, 512, 4, True),
+            (4096, 1024, 4, True),
+            (4096, 2048, 4, False),
+            (4096, 512, 2, True),
+            (4096, 1024, 2, False),
+            (128, 512, 4, False),
+        ):
+            a = torch.empty(1, dtype=BFLOAT16).expand(tokens, depth)
+            b = torch.empty(2048, depth, dtype=BFLOAT16)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "is_contiguous", lambda _: True)  # of a, which takes no memory
+                assert route_of(a, b, 2048, bytes_saved) == (route if ours else Route.CUBLAS)
+    finally:
+        fastattn.cuda.load_host_runner(None)
+
+
+def test_refusals(device: torch.device) -> None:
+    x = torch.zeros(2, 8, device=device)
+    assert room.why_not(x, x, None, x, None, "relu", 0.0) is None
+    assert "float64" in room.why_not(x.double(), x, None, x, None, "relu", 0.0)
+    assert "meta" in room.why_not(x.to("meta"), x, None, x, None, "relu", 0.0)
