@@ -20,7 +20,9 @@ from fastattn.models.packing import Packed
 from fastattn.nn import DecoderLayer, EncoderLayer, OpenSum, PositionalEncoding
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.joint_linear import join, joint_linear
-from fastattn.nn.residual import Stream, add_norm
+from fastattn.nn.plain import plain
+from fastattn.nn.residual import Stream, active, add_norm
+from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
 SCALE_MODES = ("emb", "prj", "none")
@@ -32,12 +34,28 @@ class _Stack(nn.Module):
     Post-norm: layer_norm follows the embeddings. norm_first: it follows the last layer, and closes its sum.
     """
 
-    def enter(self, words: Tensor, position: Tensor | None) -> Stream:
-        """layer_norm(dropout(words [* sqrt(d_model)] + positions)); with norm_first the sum before dropout and norm."""
-        if self.scale_emb:
-            words = words * self.d_model**0.5
-        total = OpenSum(self.position_enc(words, position), None)
-        return total if self.norm_first else add_norm(total, self.dropout, self.layer_norm, self.backend)
+    def enter(self, embedding: nn.Embedding, seq: Tensor, position: Tensor | None) -> Stream:
+        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions)); with norm_first the sum before both."""
+        scale = self.d_model**0.5 if self.scale_emb else 1.0
+        if self.norm_first or not (plain(embedding) and plain(self.position_enc)):
+            words = embedding(seq) if scale == 1 else embedding(seq) * scale
+            total = OpenSum(self.position_enc(words, position), None)
+            return total if self.norm_first else add_norm(total, self.dropout, self.layer_norm, self.backend)
+        if position is None:
+            self.position_enc.check(seq.shape[1])
+        return embed_layer_norm(
+            seq,
+            embedding.weight,
+            self.position_enc.pos_table[0],
+            self.layer_norm.weight,
+            self.layer_norm.bias,
+            self.layer_norm.eps,
+            active(self.dropout),
+            scale=scale,
+            position=position,
+            padding_idx=embedding.padding_idx,
+            backend=self.backend,
+        )
 
     def leave(self, x: Stream) -> Tensor:
         """The stack's output."""
@@ -96,7 +114,7 @@ class Encoder(_Stack):
         Returns (output (B, Ls, d_model),), and with return_attns each layer's weights (B, n_head, Ls, Ls) in a list.
         """
         mask, attns = as_attention_mask(src_mask), []
-        x = self.enter(self.src_word_emb(src_seq), position)
+        x = self.enter(self.src_word_emb, src_seq, position)
         for layer in self.layer_stack:
             x, attn = layer(x, mask, return_attns=return_attns)
             attns.append(attn)
@@ -159,7 +177,7 @@ class Decoder(_Stack):
         """
         trg_mask, src_mask = as_attention_mask(trg_mask), as_attention_mask(src_mask)
         slf_attns, enc_attns = [], []
-        x = self.enter(self.trg_word_emb(trg_seq), position)
+        x = self.enter(self.trg_word_emb, trg_seq, position)
         projected = self.project_encoder(enc_output)
         for layer in self.layer_stack:
             known = {"enc_projected": projected[layer]} if layer in projected else {}

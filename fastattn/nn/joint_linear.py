@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import _dispatch
+from fastattn.nn.plain import plain
 from fastattn.ops import _arguments as arguments
 
 
@@ -35,42 +36,42 @@ def joint_linear(x: Tensor, linears: Sequence[nn.Linear], *, backend: str | None
     Maps whose weights are not joined, that carry hooks or are of another class, and all under the backend "reference",
     are called one by one.
     """
+    if torch.compiler.is_compiling() or _dispatch.requested(backend)[0] == "reference" or not all(map(plain, linears)):
+        return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
-    joined = not torch.compiler.is_compiling() and all(map(_plain, linears)) and _joined(weights) is not None
-    if not joined or _dispatch.requested(backend)[0] == "reference":
+    joined = _joined(weights)
+    if joined is None:
         return tuple(linear(x) for linear in linears)
     dtype = arguments.autocast_dtype(x.device)
+    if dtype is None and not torch.is_grad_enabled():
+        return F.linear(x, joined).split([w.shape[0] for w in weights], -1)
     with arguments.no_autocast(x.device):
-        return _JointLinear.apply(arguments.cast(x, dtype), *weights)
-
-
-def _plain(linear: nn.Module) -> bool:
-    """Whether calling it is a product with its weight and nothing else."""
-    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+        return _JointLinear.apply(arguments.cast(x, dtype), joined, *weights)
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor | None:
     """The (rows of all, d) matrix that the weights are parts of, a view; None where they are not."""
     if not weights:
         return None
-    first, rows = weights[0], 0
-    start, row_bytes = first.data_ptr(), first.shape[1] * first.element_size()
+    first, rows, width = weights[0], 0, weights[0].shape[1]
+    address, row_bytes = first.data_ptr(), width * first.element_size()
     for w in weights:
-        if w.data_ptr() != start + rows * row_bytes or not w.is_contiguous():
+        if w.data_ptr() != address or w.stride() != (width, 1):
             return None
-        rows += len(w)
+        rows += w.shape[0]
+        address += w.shape[0] * row_bytes
     # Neighbours by chance lie in storages of their own.
     if first.storage_offset() * first.element_size() + rows * row_bytes > first.untyped_storage().nbytes():
         return None
-    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+    return first.detach().as_strided((rows, width), (width, 1))
 
 
 class _JointLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        weight = _joined(weights).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, joined: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        weight = joined.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.dtype = [len(w) for w in weights], weights[0].dtype
+        ctx.rows, ctx.dtype = [w.shape[0] for w in weights], joined.dtype
         return F.linear(x, weight).split(ctx.rows, -1)
 
     @staticmethod
@@ -79,7 +80,7 @@ class _JointLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dout = torch.cat(dout, -1)
         dx = dout @ weight if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:]):
-            return dx, *[None] * len(ctx.rows)
+        if not any(ctx.needs_input_grad[2:]):
+            return dx, None, *[None] * len(ctx.rows)
         dweight = (dout.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtype)
-        return dx, *dweight.split(ctx.rows)
+        return dx, None, *dweight.split(ctx.rows)

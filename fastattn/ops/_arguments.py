@@ -11,6 +11,17 @@ _AS_IT_IS = nullcontext()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def alike(first: object, *others: object) -> bool:
+    """Whether all are tensors of one dtype that some backend serves, on one device: nothing to check one by one."""
+    if not isinstance(first, Tensor) or first.dtype not in FLOATS:
+        return False
+    dtype, device = first.dtype, first.device
+    for t in others:
+        if not isinstance(t, Tensor) or t.dtype is not dtype or t.device != device:
+            return False
+    return True
+
+
 def check_float(name: str, t: object) -> None:
     """t is a Tensor of a floating dtype that some backend serves."""
     if not isinstance(t, Tensor):

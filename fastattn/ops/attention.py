@@ -30,9 +30,12 @@ def _query(
     """Check a call's arguments and bring them into the form that rooms take: (device, (q, k, v, mask, dropout_p))."""
     arguments.check_float("query", query)
     dtype = arguments.autocast_dtype(query.device)
-    query, key, value = (arguments.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
+    if dtype is not None:
+        query, key, value = (arguments.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
+    alike = arguments.alike(query, key, value)
     for name, t in (("query", query), ("key", key), ("value", value)):
-        arguments.check_like(name, t, "query", query)
+        if not alike:
+            arguments.check_like(name, t, "query", query)
         if t.dim() != 4:
             raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected 4: (B, H, L, D)")
     B, H, Lq, Dk = query.shape
@@ -56,7 +59,8 @@ def _query(
         mask = causal if mask is None else mask & causal
     if mask is not None:
         mask.check(B, H, Lq, Lk, query.device)
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
     return query.device, (query, key, value, mask, float(dropout_p))
 
 

@@ -32,13 +32,14 @@ def _query(
     x = arguments.cast(x, dtype)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
-    named = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
-    for name, t in named.items():
-        if t is not None or name in ("weight1", "weight2"):
-            arguments.check_float(name, t)
-            named[name] = arguments.cast(t, dtype)
-            arguments.check_like(name, named[name], "x", x)
-    weight1, bias1, weight2, bias2 = named.values()
+    if dtype is not None or not arguments.alike(x, weight1, bias1, weight2, bias2):
+        named = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
+        for name, t in named.items():
+            if t is not None or name in ("weight1", "weight2"):
+                arguments.check_float(name, t)
+                named[name] = arguments.cast(t, dtype)
+                arguments.check_like(name, named[name], "x", x)
+        weight1, bias1, weight2, bias2 = named.values()
     if weight1.dim() != 2 or weight2.dim() != 2:
         raise ValueError(f"weight1 and weight2 must be matrices, got {tuple(weight1.shape)} and {tuple(weight2.shape)}")
     d, (rows, halves) = x.shape[-1], (weight1.shape[0], 2 if activation in GATED else 1)
