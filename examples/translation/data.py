@@ -131,8 +131,11 @@ def encode(pairs: Sequence[Pair], tokenizer: Tokenizer, max_length: int) -> tupl
     return examples, len(pairs) - len(examples)
 
 
-def plan_batches(examples: Sequence[Example], batch_tokens: int, rng: random.Random | None = None) -> list[list[int]]:
-    """Groups examples of similar length into batches of at most `batch_tokens` padded tokens a side; gives indices.
+def plan_batches(
+    examples: Sequence[Example], batch_tokens: int, rng: random.Random | None = None, length_step: int = 1
+) -> list[list[int]]:
+    """Groups examples of similar length into batches of at most `batch_tokens` padded tokens a side, where lengths are
+    padded to multiples of `length_step`; gives indices.
 
     With `rng` the examples and the batches come in a random order that depends on nothing but the generator, which is
     what lets an interrupted epoch be continued. A single example longer than the budget is a batch of its own.
@@ -146,10 +149,11 @@ def plan_batches(examples: Sequence[Example], batch_tokens: int, rng: random.Ran
         batch: list[int] = []
         longest = 0
         for i in pool:
-            longest = max(longest, examples[i].length)
+            length = -(-examples[i].length // length_step) * length_step
+            longest = max(longest, length)
             if batch and longest * (len(batch) + 1) > batch_tokens:
                 batches.append(batch)
-                batch, longest = [], examples[i].length
+                batch, longest = [], length
             batch.append(i)
         batches.append(batch)
     if rng:

@@ -1,6 +1,7 @@
 """What a user asks of the fused path: is it faster than the reference path, and does it compute the same?"""
 
 import copy
+import dataclasses
 import random
 import statistics
 import time
@@ -13,9 +14,10 @@ from torch import Tensor
 from fastattn import Explanation, FusedTransformer, explain, use_backend
 from translation.data import Batch, Example, collate, plan_batches
 from translation.settings import Settings
-from translation.training import build_model, build_optimizer, learning_rate, training_step
+from translation.training import build_model, build_optimizer, build_step, learning_rate
 
-WARM_UP = 2  # steps before the clock starts, on either path
+WARM_UP = 2  # batches before the clock starts, on either path
+CAPTURED_AFTER = 3  # steps on batches of one length, with --graph
 
 
 @dataclass(frozen=True)
@@ -58,23 +60,37 @@ def explain_backends(settings: Settings) -> dict[str, Explanation]:
 
 def first_batches(examples: Sequence[Example], settings: Settings, count: int) -> list[Batch]:
     """The batches that training begins with."""
-    plan = plan_batches(examples, settings.batch_tokens, random.Random(f"epoch 0 of {settings.seed}"))
+    order = random.Random(f"epoch 0 of {settings.seed}")
+    plan = plan_batches(examples, settings.batch_tokens, order, settings.length_step)
     device = torch.device(settings.device)
     return [collate([examples[i] for i in plan[number % len(plan)]], device) for number in range(count)]
 
 
+def paths(settings: Settings) -> tuple[str | None, ...]:
+    """The backends that are compared: the one that trained, and the reference."""
+    return (settings.backend, "reference")
+
+
+def of_path(settings: Settings, backend: str | None) -> Settings:
+    """The reference path runs eagerly."""
+    return dataclasses.replace(settings, graph=settings.graph and backend != "reference")
+
+
 def measure_speed(model: FusedTransformer, examples: Sequence[Example], settings: Settings) -> Speed:
     """Times whole training steps of a copy of `model`, both paths on the same batches, taking turns so that whatever
-    else the machine does disturbs both alike."""
+    else the machine does disturbs both alike. With --graph the fused path's steps are graphs, captured before."""
     model = copy.deepcopy(model).train()
     optimizer = build_optimizer(model)
-    rates: dict[str | None, list[float]] = {settings.backend: [], "reference": []}
+    steps = {backend: build_step(model, optimizer, of_path(settings, backend)) for backend in paths(settings)}
+    rates: dict[str | None, list[float]] = {backend: [] for backend in steps}
     for number, batch in enumerate(first_batches(examples, settings, WARM_UP + settings.measure_steps)):
         for backend, seen in rates.items():
             with use_backend(backend):
+                for _ in range(CAPTURED_AFTER if settings.graph else 0):
+                    steps[backend](batch, 0.0)
                 _wait(settings)
                 started = time.perf_counter()
-                training_step(model, optimizer, batch, 0.0, settings)
+                steps[backend](batch, 0.0)
                 _wait(settings)
             if number >= WARM_UP:
                 seen.append(batch.tokens / (time.perf_counter() - started))
@@ -84,14 +100,14 @@ def measure_speed(model: FusedTransformer, examples: Sequence[Example], settings
 
 def compare_losses(examples: Sequence[Example], settings: Settings, vocabulary: int) -> Agreement:
     """Trains the first `settings.compare_steps` steps twice from the same weights, dropout off: on either path."""
-    losses: dict[str | None, list[float]] = {settings.backend: [], "reference": []}
+    losses: dict[str | None, list[float]] = {backend: [] for backend in paths(settings)}
     for backend, seen in losses.items():
         model = build_model(settings, vocabulary, dropout=0.0).train()
-        optimizer = build_optimizer(model)
+        step = build_step(model, build_optimizer(model), of_path(settings, backend))
         with use_backend(backend):
-            for step, batch in enumerate(first_batches(examples, settings, settings.compare_steps), start=1):
-                rate = learning_rate(step, settings.d_model, settings.warmup, settings.lr_scale)
-                seen.append(training_step(model, optimizer, batch, rate, settings).item())
+            for number, batch in enumerate(first_batches(examples, settings, settings.compare_steps), start=1):
+                rate = learning_rate(number, settings.d_model, settings.warmup, settings.lr_scale)
+                seen.append(step(batch, rate).item())
     fused, reference = losses[settings.backend], losses["reference"]
     largest = max(abs(a - b) / abs(b) for a, b in zip(fused, reference, strict=True))
     return Agreement(settings.compare_steps, largest, fused[-1], reference[-1])

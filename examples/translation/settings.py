@@ -20,6 +20,8 @@ TEXT_DEFAULTS = dict(
     epochs=20, batch_tokens=8192, warmup=4000, lr_scale=1.0, label_smoothing=0.1, average=5,
 )  # fmt: skip
 
+GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this: a graph serves one length
+
 # A run may be continued with these changed: they do not touch the weights that the steps before produced.
 CHANGEABLE = {"out", "data", "epochs", "steps", "average", "save_every", "measure_steps", "compare_steps"}
 
@@ -51,10 +53,16 @@ class Settings:
     seed: int
     backend: str | None
     amp: bool
+    graph: bool
     device: str
     save_every: int
     measure_steps: int
     compare_steps: int
+
+    @property
+    def length_step(self) -> int:
+        """What a batch's padded length is a multiple of."""
+        return GRAPH_STEP if self.graph else 1
 
     def conflicts_with(self, earlier: dict[str, object]) -> list[str]:
         """The options that must be as they were for a run to continue, and are not: ["--d-model was 128, is 256"]."""
@@ -123,6 +131,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     )
     machine.add_argument("--backend", choices=BACKENDS, help="for every op (default: the first that can serve it)")
     machine.add_argument("--amp", action="store_true", help="mixed precision: bfloat16 under torch.autocast")
+    machine.add_argument(
+        "--graph", action="store_true",
+        help=f"the training step as CUDA graphs, its batches padded to multiples of {GRAPH_STEP} tokens; on a CPU the "
+        "padded batches alone",
+    )  # fmt: skip
     machine.add_argument(
         "--measure-steps", type=_count, default=10, help="steps timed on either path (default %(default)s)"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fastattn import FusedTransformer
+from fastattn import FusedTransformer, GraphedStep
 from translation.data import Batch, Example, batches_of, plan_batches
 from translation.settings import Settings
 from translation.tokens import PAD
@@ -34,7 +34,8 @@ def build_model(settings: Settings, vocabulary: int, dropout: float | None = Non
 
 def build_optimizer(model: FusedTransformer) -> torch.optim.Optimizer:
     """Adam with the paper's constants (section 5.3); its learning rate is set at every step."""
-    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+    on_gpu = next(model.parameters()).is_cuda  # where CUDA graphs ask for capturable=True; it costs nothing
+    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True, capturable=on_gpu)
 
 
 def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> float:
@@ -60,6 +61,31 @@ def training_step(
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def build_step(
+    model: FusedTransformer, optimizer: torch.optim.Optimizer, settings: Settings
+) -> Callable[[Batch, float], Tensor]:
+    """training_step as a function of the batch and the rate alone; with --graph by CUDA graphs."""
+    if not settings.graph:
+        return lambda batch, rate: training_step(model, optimizer, batch, rate, settings)
+    device, longest, step = torch.device(settings.device), settings.max_length, settings.length_step
+    graphed = GraphedStep(
+        model,
+        optimizer,
+        buckets=[min(length, longest) for length in range(step, longest + step, step)],
+        batch_tokens=settings.batch_tokens,
+        label_smoothing=settings.label_smoothing,
+        autocast=torch.bfloat16 if settings.amp else None,
+        capture=device.type == "cuda",
+    )
+
+    def take(batch: Batch, rate: float) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return graphed(batch.source, batch.target_in, batch.target_out)
+
+    return take
 
 
 @torch.no_grad()
@@ -146,17 +172,17 @@ def train(
     step.
     """
     device = torch.device(settings.device)
+    step = build_step(model, optimizer, settings)
     last_step = settings.steps or sys.maxsize
     while progress.epoch < settings.epochs and progress.step < last_step:
-        plan = plan_batches(
-            examples, settings.batch_tokens, random.Random(f"epoch {progress.epoch} of {settings.seed}")
-        )
+        order = random.Random(f"epoch {progress.epoch} of {settings.seed}")
+        plan = plan_batches(examples, settings.batch_tokens, order, settings.length_step)
         bar = progress_bar(len(plan), progress, settings)
         model.train()
         progress.restart_clock()
         for batch in batches_of(examples, plan, device, skip=progress.position):
             rate = learning_rate(progress.step + 1, settings.d_model, settings.warmup, settings.lr_scale)
-            progress.add(training_step(model, optimizer, batch, rate, settings), batch)
+            progress.add(step(batch, rate), batch)
             bar.update()
             if progress.step % READ_STEPS == 0:
                 progress.settle()

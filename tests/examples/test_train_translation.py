@@ -69,6 +69,16 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert len(translation) < settings.max_length
 
 
+def test_command_with_graphs(tmp_path: Path) -> None:
+    """Trained, continued, measured and compared; on a CPU without the graphs, by their padded batches."""
+    arguments = [*DATES, "--graph", "--measure-steps", "1", "--compare-steps", "3", "--out", str(tmp_path)]
+    assert train_translation.main([*arguments, "--steps", "3"]) == 0
+    assert train_translation.main([*arguments, "--steps", "6", "--resume"]) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["settings"]["graph"] and record["steps"] == 6
+    assert 0 <= record["agreement_with_reference"]["largest_relative_difference"] < 1e-4
+
+
 def test_text_is_learned(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     arguments = [*on_text(text, out), "--epochs", "8", "--average", "3", *UNMEASURED]

@@ -121,6 +121,14 @@ def test_batches_hold_every_example_once_within_the_budget(seed: int | None) -> 
     assert padded < 1.15 * sum(len(example.target) for example in examples), "alike in length"
 
 
+def test_batches_of_graphs_are_within_the_budget_when_padded() -> None:
+    examples = random_examples(500)
+    plan = plan_batches(examples, 100, random.Random(1), length_step=8)
+    longest = [max(examples[i].length for i in batch) for batch in plan]
+    assert sorted(i for batch in plan for i in batch) == list(range(500))
+    assert all(-(-length // 8) * 8 * len(batch) <= 100 for length, batch in zip(longest, plan, strict=True))
+
+
 def test_order_comes_from_the_generator_alone() -> None:
     examples = random_examples(100)
     first = plan_batches(examples, 60, random.Random("epoch 0"))

@@ -9,7 +9,15 @@ from translation.data import Batch
 from translation.decoding import bleu, exact_match, greedy, translate
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
-from translation.training import Progress, build_model, build_optimizer, learning_rate, loss_of, training_step
+from translation.training import (
+    Progress,
+    build_model,
+    build_optimizer,
+    build_step,
+    learning_rate,
+    loss_of,
+    training_step,
+)
 
 TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--max-length", "16", "--device", "cpu"]
 
@@ -70,6 +78,16 @@ def test_step_sets_the_rate_and_learns(settings: Settings, batch: Batch) -> None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     losses = [training_step(model, optimizer, batch, 0.01, settings).item() for _ in range(30)]
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_graph_steps_learn_as_plain_steps_do(settings: Settings, batch: Batch) -> None:
+    """The same losses at the same rates; on a CPU the graph's padded batches run eagerly."""
+    losses = []
+    for graph in (False, True):
+        model = build_model(settings, vocabulary=10, dropout=0.0).train()
+        step = build_step(model, build_optimizer(model), dataclasses.replace(settings, graph=graph))
+        losses.append([step(batch, rate).item() for rate in (0.01, 0.005, 0.02, 0.0)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][3] < 0.9 * losses[0][0]
 
 
 def test_mixed_precision_stays_near(settings: Settings, batch: Batch) -> None:
