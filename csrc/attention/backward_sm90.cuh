@@ -1,5 +1,4 @@
-// The frame of the backward on Hopper: tiles and their shared memory, the work of a block, and its producer.
-// A part of backward_sm90.cu, which alone includes it.
+// What the kernels of the backward on Hopper share: their arguments, and how unseen lines are cleared.
 #pragma once
 #include "attention/backward.cuh"
 #include "attention/backward_sm90.h"
@@ -10,80 +9,78 @@ namespace {
 
 using namespace sm90;
 
-constexpr int kBlockN = 128, kConsumers = 2, kSm90Threads = kGroup * (kConsumers + 1);
-constexpr int kFloatPanel = 32;  // floats of a swizzled line
-template <int kHeadDimPadded>
-struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
-  static constexpr int kBlockM = kHeadDim <= 64 ? 128 : 64;
-};
-
-template <class Tiles>
-struct alignas(1024) Shared {
-  static constexpr int kPanels = Tiles::kPanels, kBlockM = Tiles::kBlockM;
-  unsigned char k[kPanels][kBlockN * kLineBytes], v[kPanels][kBlockN * kLineBytes];  // at the end dk and dv
-  unsigned char q[kStages][kPanels][kBlockM * kLineBytes], dout[kStages][kPanels][kBlockM * kLineBytes];
-  unsigned char ds[2][kBlockM / kPanel][kBlockN * kLineBytes];  // lines are keys
-  unsigned char dq[kConsumers][64 / kFloatPanel][kRowsOfGroup * kLineBytes];
-  float shift[kStages][kBlockM], delta[kStages][kBlockM];
-  unsigned char kept[kConsumers * 4][kBlockM][2];  // of each warp: bit r % 8 of byte r / 8 for key r of its 16
-  Barrier full_kv, full_q[kStages], full_dout[kStages], empty[kStages];
-};
+constexpr int kConsumers = 2, kSm90Threads = kGroup * (kConsumers + 1);
 
 struct Arguments {
   Backward p;
-  const float *shift, *delta;
+  PaddedRows rows;
   TensorMap q, k, v, dout, dq, dk, dv;
   int key_begin;  // the first key of the maps of k and v: keys_in_band
 };
 
-struct Work {
-  int b, h_k, n0, group;
-};
-
-template <class Tiles>
-__device__ __forceinline__ Work work_of_block(const Arguments& a) {
-  const Shape& shape = a.p.shape;
-  const int heads = shape.batch * shape.key_heads, head = blockIdx.x % heads;
-  return {head / shape.key_heads, head % shape.key_heads, static_cast<int>(blockIdx.x) / heads * kBlockN,
-          shape.heads / shape.key_heads};
+// For tiles of block_m queries and block_n keys; results are written by warpgroups, 64 rows each.
+inline Arguments arguments(const Backward& p, const PaddedRows& rows, int block_m, int block_n) {
+  const Shape& s = p.shape;
+  const KeyRange keys = keys_in_band(s, p.by_key.band_lo, p.by_key.band_hi);
+  return {p,
+          rows,
+          map_of(p.q, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, block_m),
+          map_of(p.k, s.head_dim_k, keys.first, keys.count, s.key_heads, s.batch, block_n),
+          map_of(p.v, s.head_dim_v, keys.first, keys.count, s.key_heads, s.batch, block_n),
+          map_of(p.dout, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, block_m),
+          map_of(p.dq, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, kRowsOfGroup),
+          map_of(p.dk, s.head_dim_k, 0, s.seqlen_k, s.key_heads, s.batch, kRowsOfGroup),
+          map_of(p.dv, s.head_dim_v, 0, s.seqlen_k, s.key_heads, s.batch, kRowsOfGroup),
+          keys.first};
 }
 
-template <class Tiles>
-__device__ __forceinline__ Walk walk_of(const Arguments& a, const Work& work, int h) {
-  const Visibility& who = a.p.by_key;
-  return plan_walk<kBlockN, Tiles::kBlockM>(who.lists, work.b, h, work.n0, a.p.shape.seqlen_k, a.p.shape.seqlen_q,
-                                            -who.band_hi, -who.band_lo);
+inline bool is_general(const Backward& p) { return p.bias.data != nullptr || p.dropout.rng_state != nullptr; }
+inline int head_dim(const Backward& p) { return std::max(p.shape.head_dim_k, p.shape.head_dim_v); }
+
+// Calls f(Tiles<n>{}) with head_dim padded to n.
+template <template <int> class Tiles, class Function>
+void with_tiles(int head_dim, Function&& f) {
+  if (head_dim <= 64) return f(Tiles<64>{});
+  if (head_dim <= 96) return f(Tiles<96>{});
+  if (head_dim <= 128) return f(Tiles<128>{});
+  return f(Tiles<256>{});
 }
 
-template <class Tiles>
-__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
-  for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq, &a.dk, &a.dv}) prefetch(*map);
-  const Work work = work_of_block<Tiles>(a);
-  shared.full_kv.arrive_expect(2 * sizeof shared.k);
-  for (int panel = 0; panel < Tiles::kPanels; panel++) {
-    tma_load(shared.k[panel], a.k, shared.full_kv, panel * kPanel, work.n0 - a.key_begin, work.h_k, work.b);
-    tma_load(shared.v[panel], a.v, shared.full_kv, panel * kPanel, work.n0 - a.key_begin, work.h_k, work.b);
-  }
+// Where the rows of (b, h) begin in PaddedRows.
+__device__ __forceinline__ int64_t first_row(const Arguments& a, int b, int h) {
   const int padded = blocks_of(a.p.shape.seqlen_q, kRowBlock) * kRowBlock;
-  Ring ring;
-  for (int h = work.h_k * work.group; h < (work.h_k + 1) * work.group; h++) {
-    const Walk walk = walk_of<Tiles>(a, work, h);
-    const int64_t row0 = (static_cast<int64_t>(work.b) * a.p.shape.heads + h) * padded;
-#pragma unroll 1
-    for (int i = 0; i < walk.count; i++, ring.advance()) {
-      const int m0 = walk.tile(i) * Tiles::kBlockM, stage = ring.stage;
-      constexpr int kBytes = sizeof shared.shift[0];
-      const auto load = [&](auto& tile, const TensorMap& map, float* row, const float* rows, Barrier& full) {
-        full.arrive_expect(sizeof tile + kBytes);
-        for (int panel = 0; panel < Tiles::kPanels; panel++) tma_load(tile[panel], map, full, panel * kPanel, m0, h, work.b);
-        bulk_load(row, rows + row0 + m0, kBytes, full);
-      };
-      shared.empty[stage].wait(ring.phase ^ 1);
-      load(shared.q[stage], a.q, shared.shift[stage], a.shift, shared.full_q[stage]);
-      load(shared.dout[stage], a.dout, shared.delta[stage], a.delta, shared.full_dout[stage]);
-    }
-  }
+  return (static_cast<int64_t>(b) * a.p.shape.heads + h) * padded;
+}
+
+// Lines of a tile of keys from n0 on that no query of (b, h) sees become zero, by the threads of a warpgroup. Were there any?
+template <class Tile>
+__device__ __forceinline__ bool clear_unseen_lines(Tile& tile, const Visibility& who, int b, int h, int n0, int keys, int thread) {
+  constexpr int kLines = sizeof tile[0] / kLineBytes;
+  if (who.seen == nullptr) return false;
+  const uint32_t* const seen = who.seen + b * who.seen_stride_b + h * who.seen_stride_h;
+  uint32_t all = ~0u;
+  for (int n = n0; n < min(n0 + kLines, keys); n += 32) all &= seen[n / 32];
+  if (all == ~0u) return false;
+  const int n = n0 + thread;
+  if (thread < kLines && n < keys && (seen[n / 32] >> n % 32 & 1) == 0) clear_line(tile, thread);
+  return true;
+}
+
+// A stage may be overwritten, as far as the warpgroup of this thread is concerned.
+template <class Barriers, class Place>
+__device__ __forceinline__ void release(Barriers& empty, Place& place) {
+  if (threadIdx.x % kGroup == 0) empty[place.stage].arrive();
+  place.advance();
+}
+
+// Is one of the numbers negative? Of probabilities none is, but the compiler does not know: an access to memory that depends
+// on the answer keeps ptxas from moving the wait behind them to before them.
+template <int kCount>
+__device__ __forceinline__ bool any_negative(const float (&x)[kCount]) {
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; i++) any |= as_word(x[i]);
+  return (any >> 31) != 0;
 }
 
 }  // namespace

@@ -1,23 +1,37 @@
-// The backward of attention on Hopper, for 16-bit types without a bias. Formulas: backward.h
+// The backward of attention on Hopper, for 16-bit types. Formulas: backward.h
+//
+// In this order; where there is a bias backward_rows() comes before, and p.delta and p.remainder are its, else null.
+//   backward_rows_sm90   what the others must know of each query
+//   backward_dq_sm90     dq; a block owns the queries that it writes, nobody adds to memory, and runs repeat bit for bit
+//   backward_dkdv_sm90   dk, dv, and dbias_keys; a block owns its keys
+// These are 7 products of all visited pairs, 2 D FLOPs a score each. One kernel needs 5 for all three gradients, but adds up
+// dq in memory, in an order that no one fixes, so that runs differ in the last bits:
+//   backward_sum_sm90    in place of the last two, and backward_round_sm90 after it
+// What each demands of layouts is said in forward_sm90.h.
 #pragma once
 #include "attention/backward.h"
 
 namespace fastattn::attention {
 
-constexpr int kMaxHeadDimSm90Backward = 128;
-constexpr int kRowBlock = 128;  // the rows of a head are padded to it in `shift` and `delta`
+constexpr int kRowBlock = 128;  // the rows of a head are padded to it in PaddedRows
 
-// Scratch of one call.
-struct BackwardScratch {
-  float* dq;             // (B, H, Lq, Dk): the sum of what the blocks add
-  float *shift, *delta;  // (B, H, Lq rounded up to kRowBlock): lse in powers of 2, +inf for a query that sees nothing; delta
+// (B, H, Lq rounded up to kRowBlock). A query that sees nothing has shift +inf and delta 0.
+struct PaddedRows {
+  float *shift, *delta;  // shift: lse in powers of 2, or as it is where there is a bias
+  float* remainder;      // backward.h; null without a bias
 };
 
-// The tile of a block: `own` keys and `stream` queries. head_dim: the larger of the two.
-BackwardTile backward_sm90_tile(int head_dim);
+// The tiles of a block: `own` rows of its side and `stream` of the other. head_dim: the larger of the two.
+BackwardTile backward_dq_sm90_tile(int head_dim);
+BackwardTile backward_dkdv_sm90_tile(int head_dim);
 
-// dq, dk and dv. Of p it reads no delta, remainder and by_query. What it demands of layouts is said in forward_sm90.h.
-// dq adds up in an order that no one fixes: two runs may differ in its last bits.
-void backward_sm90(const Backward& p, const BackwardScratch& scratch, cudaStream_t stream);
+void backward_rows_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
+void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
+void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
+
+// sum: float32 (B, H, Lq, Dk), dq / softmax_scale. Without bias and dropout, head dimensions up to kMaxHeadDimSum.
+constexpr int kMaxHeadDimSum = 128;
+void backward_sum_sm90(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream);
+void backward_round_sm90(const Backward& p, const float* sum, cudaStream_t stream);
 
 }  // namespace fastattn::attention

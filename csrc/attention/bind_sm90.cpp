@@ -20,19 +20,32 @@ void bind_forward(const Integers<4>& q, const Integers<4>& k, const Integers<4>&
                pointer<int>(next_work), pointer<CUstream_st>(stream));
 }
 
-// matrices: q, k, v, out, dout, dq, dk, dv; vectors: lse, dlse; scratch: dq, shift, delta
-void bind_backward(const std::array<Integers<4>, 8>& matrices, const Integers<2>& vectors, const Integers<3>& scratch,
-                   const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& by_key, int64_t rng_state,
-                   uint32_t threshold, float scale, int dtype, int device, int64_t stream) {
+// matrices: q, k, v, out, dout, dq, dk, dv; vectors: lse, dlse, delta, remainder, dbias_keys; padded: those of PaddedRows;
+// sum: dq's, or null; dbias: (address or null, its batch, its heads)
+void bind_backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>& vectors, const Integers<3>& padded,
+                   int64_t sum, const std::array<int, 7>& sizes, float softmax_scale, float coarse_from,
+                   const Integers<13>& by_query, const Integers<13>& by_key, const Integers<6>& added,
+                   const Integers<3>& dbias, int64_t rng_state, uint32_t threshold, float scale, int dtype, int device,
+                   int64_t stream_) {
   const DeviceGuard guard(device);
-  Backward p{};
-  Rows* const targets[8] = {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv};
-  for (int i = 0; i < 8; i++) *targets[i] = rows(matrices[i]);
-  p.lse = pointer<float>(vectors[0]), p.dlse = pointer<float>(vectors[1]);
-  p.shape = shape(sizes), p.softmax_scale = softmax_scale, p.by_key = visibility(by_key);
-  p.dropout = dropout(rng_state, threshold, scale), p.dtype = DType(dtype);
-  backward_sm90(p, {pointer<float>(scratch[0]), pointer<float>(scratch[1]), pointer<float>(scratch[2])},
-                pointer<CUstream_st>(stream));
+  const auto stream = pointer<CUstream_st>(stream_);
+  const auto& m = matrices;
+  const Backward p{rows(m[0]), rows(m[1]), rows(m[2]), rows(m[3]), rows(m[4]), rows(m[5]), rows(m[6]), rows(m[7]),
+                   pointer<float>(vectors[0]), pointer<float>(vectors[1]), pointer<float>(vectors[2]),
+                   pointer<float>(vectors[3]), pointer<float>(vectors[4]), shape(sizes), softmax_scale, coarse_from,
+                   visibility(by_query), visibility(by_key), bias(added), dropout(rng_state, threshold, scale), DType(dtype),
+                   false};
+  const PaddedRows of_rows{pointer<float>(padded[0]), pointer<float>(padded[1]), pointer<float>(padded[2])};
+  if (p.remainder != nullptr) backward_rows(p, stream);
+  backward_rows_sm90(p, of_rows, stream);
+  if (sum != 0) {
+    backward_sum_sm90(p, of_rows, pointer<float>(sum), stream);
+    backward_round_sm90(p, pointer<float>(sum), stream);
+  } else {
+    backward_dq_sm90(p, of_rows, stream);
+    backward_dkdv_sm90(p, of_rows, stream);
+  }
+  if (dbias[0] != 0) bias_gradient(p, pointer<void>(dbias[0]), static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), stream);
 }
 
 std::array<int, 2> bind_forward_tile(int head_dim) {
@@ -40,9 +53,10 @@ std::array<int, 2> bind_forward_tile(int head_dim) {
   return {size.block_m, size.block_n};
 }
 
-std::array<int, 2> bind_backward_tile(int head_dim) {
-  const BackwardTile tile = backward_sm90_tile(head_dim);
-  return {tile.own, tile.stream};
+// (own, stream) of backward_dq_sm90 and of backward_dkdv_sm90
+std::array<int, 4> bind_backward_tiles(int head_dim) {
+  const BackwardTile dq = backward_dq_sm90_tile(head_dim), dkdv = backward_dkdv_sm90_tile(head_dim);
+  return {dq.own, dq.stream, dkdv.own, dkdv.stream};
 }
 
 }  // namespace
@@ -51,7 +65,7 @@ void bind_attention_sm90(py::module_& m) {
   m.def("attention_fwd_sm90", bind_forward);
   m.def("attention_fwd_sm90_tile", bind_forward_tile);
   m.def("attention_bwd_sm90", bind_backward);
-  m.def("attention_bwd_sm90_tile", bind_backward_tile);
+  m.def("attention_bwd_sm90_tiles", bind_backward_tiles);
 }
 
 }  // namespace fastattn

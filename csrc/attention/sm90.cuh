@@ -1,6 +1,7 @@
 // What the Hopper kernels of attention share: rings of stages, and the tensor maps of their operands.
 #pragma once
 #include "attention/walk.cuh"
+#include "common/mma.cuh"
 #include "common/sm90/tma.cuh"
 #include "common/sm90/wgmma.cuh"
 
@@ -12,21 +13,64 @@ constexpr int kStages = 2, kPanel = 64;  // columns of a panel
 constexpr int kRowsOfGroup = 64;         // of a tile of scores, for each consumer warpgroup
 
 // A place in a ring of stages, and the parity of its phase.
-struct Ring {
+template <int kCount>
+struct RingOf {
   int stage = 0, phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (++stage == kCount) stage = 0, phase ^= 1;
   }
 };
+using Ring = RingOf<kStages>;
 
-// Announces and loads a tile of panels: rows from `row` on of (b, h).
+// Loads a tile of panels: rows from `row` on of (b, h). load_panels announces it, too.
 template <class Tile>
-__device__ __forceinline__ void load_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h, int b) {
-  full.arrive_expect(sizeof to);
+__device__ __forceinline__ void copy_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h, int b) {
 #pragma unroll
   for (int panel = 0; panel < static_cast<int>(sizeof to / sizeof to[0]); panel++)
     sm90::tma_load(to[panel], map, full, panel * kPanel, row, h, b);
+}
+template <class Tile>
+__device__ __forceinline__ void load_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h, int b) {
+  full.arrive_expect(sizeof to);
+  copy_panels(to, map, full, row, h, b);
+}
+
+// Starts d = (64 lines from `line` on of x) times the transpose of y: its sums run along the columns of both.
+template <class T, int kHeadDim, int kN, int kPanels, int kBytesX, int kBytesY>
+__device__ __forceinline__ void multiply_lines(float (&d)[kN / 2], const unsigned char (&x)[kPanels][kBytesX], int line,
+                                               const unsigned char (&y)[kPanels][kBytesY]) {
+  static_assert(kBytesY == kN * sm90::kLineBytes, "a column of the product for each line of y");
+#pragma unroll
+  for (int column = 0; column < kHeadDim; column += 16)
+    sm90::wgmma<T, kN, false, false>(d, sm90::along_columns<kBytesX / sm90::kLineBytes>(x, line, column),
+                                     sm90::along_columns<kN>(y, 0, column), column > 0);
+  sm90::wgmma_commit();
+}
+
+// Starts d += a y, where a, in registers, has a column for each line of y.
+template <class T, int kHeadDim, int kSteps, int kPanels, int kBytes>
+__device__ __forceinline__ void add_lines(float (&d)[kHeadDim / 2], const uint32_t (&a)[kSteps][4],
+                                          const unsigned char (&y)[kPanels][kBytes]) {
+  static_assert(kBytes == kSteps * 16 * sm90::kLineBytes, "a column of a for each line of y");
+#pragma unroll
+  for (int step = 0; step < kSteps; step++)
+    sm90::wgmma<T, kHeadDim, true>(d, a[step], sm90::along_lines<kSteps * 16>(y, 16 * step, 0), true);
+  sm90::wgmma_commit();
+}
+
+// Writes factor * sum, 64 rows of a warpgroup, to lines from `line` on of a tile; thread: of the warpgroup.
+template <class T, int kHeadDim, class Tile>
+__device__ __forceinline__ void write_lines(Tile& tile, int line, int thread, const float (&sum)[kHeadDim / 2], float factor) {
+  const int lane = thread % 32, mine = line + thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int column = 0; column < kHeadDim; column += 16) {
+    uint32_t words[4];
+#pragma unroll
+    for (int word = 0; word < 4; word++)
+      words[word] = pack_word<T>(sum[column / 2 + 2 * word] * factor, sum[column / 2 + 2 * word + 1] * factor);
+    sm90::stmatrix(tile[column / kPanel] + sm90::swizzled(mine, column % kPanel / 8 + lane / 16), words);
+  }
 }
 
 // Row of its two, of a thread's accumulator i: row + {0, 8}.

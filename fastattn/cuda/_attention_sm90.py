@@ -17,10 +17,12 @@ from fastattn.cuda import (
 )
 from fastattn.masks import AttentionMask
 
-MAX_HEAD_DIM_BACKWARD = 128  # kMaxHeadDimSm90Backward
+MAX_HEAD_DIM_SUM = 128  # kMaxHeadDimSum
 ROW_BLOCK = 128  # kRowBlock
-# Whether dq may be the sum of what blocks add in any order, which does not repeat bit for bit. Only a record that shows
-# it to be faster (benchmarks/results/) turns it on; until then it is turned on by tests and by who makes that record.
+_COARSE = 64.0  # an lse beyond it is coarse: half a unit in its last place is 4e-6
+# Whether dq may be the sum of what blocks add in any order, which does not repeat bit for bit, in place of a kernel of
+# its own. Only a record that shows it to be faster (benchmarks/results/) turns it on; until then it is turned on by tests
+# and by who makes that record.
 ACCUMULATE_DQ = False
 _CAPABILITY = 90  # they are built for sm_90a, which nothing else runs
 
@@ -62,14 +64,6 @@ def forward(
     )  # fmt: skip
 
 
-def serves_backward(mask: AttentionMask | None, *tensors: Tensor) -> bool:
-    """tensors: q, k, v, out, dout, dq, dk, dv."""
-    bias = None if mask is None else mask.bias
-    narrow = all(t.shape[3] <= MAX_HEAD_DIM_BACKWARD for t in tensors)
-    repeats = not ACCUMULATE_DQ or torch.are_deterministic_algorithms_enabled()
-    return bias is None and narrow and not repeats and serves(*tensors)
-
-
 def backward(
     q: Tensor,
     k: Tensor,
@@ -85,16 +79,40 @@ def backward(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-) -> None:
-    """Fills dq, dk and dv. lse and dlse are contiguous."""
+    *,
+    needs_dbias: bool,
+) -> Tensor | None:
+    """Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys. lse and dlse are contiguous."""
     module = extension(q.device)
-    own, streamed = module.attention_bwd_sm90_tile(max(q.shape[3], v.shape[3]))
-    by_key, kept = _visibility.visibility(mask, q.shape[2], k.shape[2], streamed, own, True, q.device)
-    B, H, Lq, D = q.shape
-    rows = torch.empty(2, B, H, -(-Lq // ROW_BLOCK) * ROW_BLOCK, dtype=torch.float32, device=q.device)
-    sums = torch.empty(B, H, Lq, D, dtype=torch.float32, device=q.device)
+    (B, H, Lq, D), Lk = q.shape, k.shape[2]
+    bias = None if mask is None else mask.bias
+    dbias = key_sums = exact = sums = None
+    if bias is not None:
+        exact = torch.empty(2, B, H, Lq, dtype=torch.float32, device=q.device)  # delta and remainder
+    if needs_dbias and bias.shape[2] == 1:  # shared by all queries: a by-product of dk
+        key_sums = torch.empty(B, H, Lk, dtype=torch.float32, device=q.device)
+    elif needs_dbias:
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    if _accumulates(max(D, v.shape[3]), bias, dropout_p):
+        sums = torch.empty(B, H, Lq, D, dtype=torch.float32, device=q.device)
+    padded = torch.empty(3, B, H, -(-Lq // ROW_BLOCK) * ROW_BLOCK, dtype=torch.float32, device=q.device)
+    of_queries, of_keys, own_keys, streamed_queries = module.attention_bwd_sm90_tiles(max(D, v.shape[3]))
+    by_query, kept = _visibility.visibility(mask, Lq, Lk, of_queries, of_keys, False, q.device)
+    by_key, kept_too = _visibility.visibility(mask, Lq, Lk, streamed_queries, own_keys, True, q.device)
     module.attention_bwd_sm90(
-        [*map(_visibility.rows, (q, k, v, out, dout, dq, dk, dv))], (address(lse), address(dlse)),
-        (address(sums), address(rows[0]), address(rows[1])), _visibility.shape(q, k, v), softmax_scale, by_key,
+        [*map(_visibility.rows, (q, k, v, out, dout, dq, dk, dv))],
+        [*map(address, (lse, dlse, *((None, None) if exact is None else exact), key_sums))],
+        (address(padded[0]), address(padded[1]), 0 if exact is None else address(padded[2])), address(sums),
+        _visibility.shape(q, k, v), softmax_scale, 0.0 if needs_dbias else _COARSE, by_query, by_key,
+        _visibility.bias(mask), (0, 0, 0) if dbias is None else (address(dbias), *bias.shape[:2]),
         address(rng_state), *dropout_constants(dropout_p), DTYPES[q.dtype], device_index(q), stream(q),
     )  # fmt: skip
+    if key_sums is None:
+        return dbias
+    return key_sums.sum_to_size(*bias.shape[:2], Lk).unsqueeze(2).to(bias.dtype)
+
+
+def _accumulates(head_dim: int, bias: Tensor | None, dropout_p: float) -> bool:
+    """Whether dq is such a sum."""
+    allowed = ACCUMULATE_DQ and not torch.are_deterministic_algorithms_enabled()
+    return allowed and bias is None and dropout_p == 0 and head_dim <= MAX_HEAD_DIM_SUM

@@ -86,12 +86,10 @@ def attention_bwd(
     options = (lse, dlse, mask, softmax_scale, dropout_p, rng_state)
     if not missing and short.serves(q, k, v):
         short.backward(q, k, v, dout, dq, dk, dv, *options)
-    elif sm90.serves_backward(mask, q, k, v, out, dout, dq, dk, dv):
-        sm90.backward(q, k, v, out, dout, dq, dk, dv, *options)
-    elif missing:
-        dbias = _backward(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=True)
     else:
-        _backward(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=False)
+        call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward
+        with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing)
+        dbias = with_keys if missing else dbias
     return dq, dk, dv, dbias
 
 

@@ -1,9 +1,18 @@
 // fastattn._C with attention on Hopper alone: quick to build, for test_planted_sm90.py.
 #include <pybind11/pybind11.h>
 
+#include <stdexcept>
+
+#include "attention/backward.h"
 #include "common/device.h"
 
 namespace fastattn {
+namespace attention {
+// Only a bias wants these.
+void backward_rows(const Backward&, cudaStream_t) { throw std::logic_error("not in this module"); }
+void bias_gradient(const Backward&, void*, int, int, cudaStream_t) { throw std::logic_error("not in this module"); }
+}  // namespace attention
+
 void bind_attention_sm90(pybind11::module_& m);
 }
 

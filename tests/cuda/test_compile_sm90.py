@@ -22,6 +22,7 @@ if reason := compiled_cuda.why_not():
     pytest.skip(reason, allow_module_level=True)
 
 TYPES = ("__half", "__nv_bfloat16")
+KINDS = ("false", "true")  # kGeneral
 MARKS = {  # instruction -> its letter; a wait is followed by how many groups it leaves under way
     r"HGMMA": "G",
     r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)": "W",
@@ -43,7 +44,7 @@ def order(sass: str) -> str:
 
 @cache
 def kernels(source: str) -> dict[str, str]:
-    """Template arguments -> order, of the kernel of a file that multiplies: "forward_sm90" or "backward_sm90"."""
+    """Template arguments -> order, of the kernel of a file that multiplies, such as "forward_sm90"."""
     found = {}
     for arch, symbol, sass in compiled_cuda.functions(cuda_extension()):
         if f"{source}_kernel" in symbol:
@@ -52,7 +53,7 @@ def kernels(source: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("source", ["forward_sm90", "backward_sm90"])
+@pytest.mark.parametrize("source", ["forward_sm90", "backward_dq_sm90", "backward_dkdv_sm90"])
 def test_no_spills_and_no_serialized_products(source: str) -> None:
     found = [kernel for kernel in cuda_kernels() if source in kernel.name]
     assert found
@@ -74,18 +75,51 @@ def test_forward_order(head_dim: int, keys: int, general: str) -> None:
         assert marks.count("W1") == marks.count(step), marks
 
 
-@pytest.mark.parametrize("dropout", ["false", "true"])
-def test_backward_order(dropout: str) -> None:
-    """Head dimension 128: the exponentials are beside dP's product, and dq leaves beside dk's."""
-    step = rf"{'G' * 8}{'G' * 8}W1{'x' * 32}W0{'G' * 4}B{'G' * 12}W1BBW0"  # S, dP; dv; dq, dk
-    for dtype in TYPES:
-        marks = kernels("backward_sm90")[f"{dtype}, Tiles<128>, {dropout}"]
-        assert marks.count(step) == 2, marks
+# A step of the backward, without and with a bias or dropout; the latter has exponentials for both. Head dimensions beyond
+# 128 have the second kind alone.
+def backward_steps(products: int, exponentials: int, rest: str) -> tuple[str, str]:
+    """Products to begin with, exponentials a thread beside the last ones, and what follows."""
+    return tuple("G" * products + "W1" + "x" * exponentials * n + rest for n in (1, 2))
 
 
-@pytest.mark.parametrize("dropout", ["false", "true"])
-def test_backward_products_of_narrow_heads(dropout: str) -> None:
-    """Head dimension 64: S and dP leave too few registers for that; the products still go together."""
+@pytest.mark.parametrize("head_dim, keys", [(64, 128), (96, 128), (128, 128), (256, 64)])
+def test_order_of_dq(head_dim: int, keys: int) -> None:
+    """All exponentials are beside dP's product."""
+    plain, general = backward_steps(2 * head_dim // 16, keys // 2, "W0" + "G" * (keys // 16) + "W0")
     for dtype in TYPES:
-        marks = kernels("backward_sm90")[f"{dtype}, Tiles<64>, {dropout}"]
-        assert len(re.findall(r"GGGGGGGGW1x*W0x*GGGGGGGGB" + "G" * 16 + "W1BBW0", marks)) == 2, marks
+        found = kernels("backward_dq_sm90")
+        assert found[f"{dtype}, Tiles<{head_dim}>, true"].count(general) == 1
+        assert head_dim > 128 or found[f"{dtype}, Tiles<{head_dim}>, false"].count(plain) == 2
+
+
+DK, DV, DK_DV, DK_DV_DQ = (f"(Makes){i}" for i in range(4))
+DKDV = {
+    # As many registers as 128 queries take leave none for P beside dP: dv's and dk's products go together.
+    (64, DK_DV): backward_steps(8, 64, "W0" + "G" * 16 + "W0"),
+    # dv's product is beside the work on dS.
+    (96, DK_DV): backward_steps(12, 32, "G" * 4 + "W1" + "G" * 4 + "W0"),
+    (128, DK_DV): backward_steps(16, 32, "G" * 4 + "W1" + "G" * 4 + "W0"),
+    (256, DK): backward_steps(32, 32, "W0" + "G" * 4 + "W0"),
+    (256, DV): ("", "G" * 16 + "W0" + "x" * 64 + "G" * 4 + "W0"),
+    # dq leaves for memory beside dk's product.
+    (128, DK_DV_DQ): backward_steps(16, 32, "G" * 4 + "W1B" + "G" * 12 + "W1BBW0"),
+}
+
+
+@pytest.mark.parametrize("head_dim, makes", DKDV)
+def test_order_of_dk_and_dv(head_dim: int, makes: str) -> None:
+    plain, general = DKDV[head_dim, makes]
+    for dtype in TYPES:
+        found = {
+            kind: kernels("backward_dkdv_sm90").get(f"{dtype}, Tiles<{head_dim}>, {kind}, {makes}") for kind in KINDS
+        }
+        assert (found["true"] is None) == (makes == DK_DV_DQ) and (found["false"] is None) == (head_dim > 128)
+        assert found["true"] is None or found["true"].count(general) == 1, found
+        assert found["false"] is None or found["false"].count(plain) == 2, found
+
+
+def test_order_of_narrow_heads_and_a_sum() -> None:
+    """Head dimension 64, dq in memory: too few registers for exponentials beside a product; products still go together."""
+    for dtype in TYPES:
+        marks = kernels("backward_dkdv_sm90")[f"{dtype}, Tiles<64>, false, {DK_DV_DQ}"]
+        assert len(re.findall("G" * 8 + "W1x*W0x*" + "G" * 8 + "B" + "G" * 16 + "W1BBW0", marks)) == 2, marks

@@ -19,10 +19,8 @@ from fastattn.cuda import _attention_short as short
 from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import attention as room
 
-AS_SHIPPED = sm90.ACCUMULATE_DQ
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
-FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")  # the gradient of a bias is made by other kernels
 
 
 @pytest.fixture
@@ -30,11 +28,16 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[to
     monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
     # Tests ask torch for it, so that what is uninitialised is NaN.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", True)
     monkeypatch.setattr(short, "serves", lambda *_: False)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("this GPU is no Hopper")
     yield device
+
+
+@pytest.fixture
+def sum_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq is what blocks add up in memory."""
+    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", True)
 
 
 @pytest.fixture
@@ -44,9 +47,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("forward", "backward"):
         call = getattr(sm90, name)
 
-        def record(*arguments: Any, name: str = name, call: Any = call) -> None:
+        def record(*arguments: Any, name: str = name, call: Any = call, **options: Any) -> Any:
             made.append(name)
-            call(*arguments)
+            return call(*arguments, **options)
 
         monkeypatch.setattr(sm90, name, record)
     return made
@@ -56,7 +59,7 @@ def check(
     p: Problem, device: torch.device, calls: list[str], *, expected: tuple[str, ...] = ("forward", "backward")
 ) -> Results:
     actual = solve(p, room_call("cuda", device, weights=False))
-    compare(p, actual, FORWARD + GRADIENTS)
+    compare(p, actual, Results._fields)
     assert tuple(calls) == expected
     calls.clear()
     return actual
@@ -68,20 +71,20 @@ def test_mask_kinds(kind: str, hopper: torch.device, calls: list[str]) -> None:
     check(make(B=2, H=1, Lq=200, Lk=270, D=64, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
 
 
+@pytest.mark.usefixtures("sum_of_dq")
+@pytest.mark.parametrize("kind", ["none", "causal", "key_padding_holes", "attn_mask", "segments_causal", "everything"])
+@pytest.mark.parametrize("D", [64, 96, 128])
+def test_dq_as_a_sum(D: int, kind: str, hopper: torch.device, calls: list[str]) -> None:
+    check(make(B=2, H=2, Hk=1, Lq=150, Lk=270, D=D, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
+
+
 @pytest.mark.parametrize("kind", ["none", "causal", "decoder", "attn_mask", "everything"])
-@pytest.mark.parametrize("D", [8, 72, 128])
+@pytest.mark.parametrize("D", [8, 72, 128, 256])
 def test_head_dims(D: int, kind: str, hopper: torch.device, calls: list[str]) -> None:
     check(make(B=1, H=2, Lq=150, Lk=270, D=D, mask=kind, dtype=FLOAT16, device=hopper), hopper, calls)
 
 
-@pytest.mark.parametrize("kind", ["causal", "everything"])
-@pytest.mark.parametrize("D, Dv", [(256, 256), (136, 40), (40, 248)])
-def test_wide_heads(D: int, Dv: int, kind: str, hopper: torch.device, calls: list[str]) -> None:
-    p = make(B=1, H=1, Lq=150, Lk=150, D=D, Dv=Dv, mask=kind, dtype=BFLOAT16, device=hopper)
-    check(p, hopper, calls, expected=("forward",))
-
-
-@pytest.mark.parametrize("D, Dv", [(16, 64), (64, 24), (128, 40), (40, 96)])
+@pytest.mark.parametrize("D, Dv", [(16, 64), (64, 24), (128, 40), (40, 96), (136, 40), (40, 248)])
 def test_value_dim_differs(D: int, Dv: int, hopper: torch.device, calls: list[str]) -> None:
     check(make(B=1, H=1, Lq=70, Lk=140, D=D, Dv=Dv, mask="causal", dtype=BFLOAT16, device=hopper), hopper, calls)
 
@@ -93,18 +96,39 @@ def test_lengths_at_tile_edges(Lq: int, Lk: int, mask: dict, hopper: torch.devic
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "everything"])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 96, 256])
 def test_dropout(D: int, kind: str, hopper: torch.device, calls: list[str]) -> None:
     """compare() draws the mask by the written rule."""
     check(make(B=2, H=2, Lq=70, Lk=150, D=D, mask=kind, dropout_p=0.3, dtype=BFLOAT16, device=hopper), hopper, calls)
 
 
 @pytest.mark.parametrize("kind", ["none", "window_bottom_right", "everything"])
-@pytest.mark.parametrize("shape", [(2, 2, 70, 150), (1, 1, 1, 150), (2, 1, 70, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 2, 70, 150), (1, 2, 70, 150), (2, 1, 70, 150), (1, 1, 70, 150), (2, 2, 1, 150), (1, 1, 1, 150), (2, 1, 70, 1)],
+)
 def test_bias(shape: tuple[int, ...], kind: str, hopper: torch.device, calls: list[str]) -> None:
-    """The forward takes a bias; its gradient, and all with it, are the other kernels'."""
+    """Every way in which a bias is broadcast, and its gradient."""
     p = make(Lq=70, Lk=150, D=64, mask=kind, bias=shape, bias_dtype=torch.float32, dtype=BFLOAT16, device=hopper)
-    check(p, hopper, calls, expected=("forward",))
+    check(p, hopper, calls)
+
+
+@pytest.mark.parametrize("D", [40, 128, 256])
+def test_bias_with_dropout_and_groups(D: int, hopper: torch.device, calls: list[str]) -> None:
+    p = make(
+        B=1, H=2, Hk=1, Lq=140, Lk=150, D=D, mask="decoder", bias=(1, 2, 140, 150), dropout_p=0.2, dtype=FLOAT16,
+        device=hopper,
+    )  # fmt: skip
+    check(p, hopper, calls)
+
+
+@pytest.mark.parametrize("offset", [-1e4, 1e4, torch.finfo(torch.float32).min])
+def test_bias_that_moves_rows_far(offset: float, hopper: torch.device, calls: list[str]) -> None:
+    """Where lse is coarse, its own rounding must not reach the gradients."""
+    p = make(B=1, H=1, Lq=140, Lk=150, D=64, dtype=BFLOAT16, device=hopper)
+    bias = torch.zeros(1, 1, 140, 150, device=hopper)
+    bias[:, :, 70:] = offset
+    check(p.but(bias=bias), hopper, calls)
 
 
 @pytest.mark.parametrize("kind", ["causal", "attn_mask", "key_padding"])
@@ -172,13 +196,14 @@ def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, hopper: tor
     assert not seen.all(), "this mask hides no key"
     dirty = {name: getattr(p, name).where(seen, garbage) for name in ("k", "v")}
     dirty |= {name: getattr(p, name).where(sees, garbage) for name in ("q", "dout")}
-    compare(p, solve(p.but(**dirty), room_call("cuda", hopper, weights=False)), FORWARD + GRADIENTS)
+    compare(p, solve(p.but(**dirty), room_call("cuda", hopper, weights=False)), Results._fields)
 
 
 RACES = {
     "masked": dict(B=1, H=2, Lq=200, Lk=270, D=64, mask="decoder", dropout_p=0.2),
     "full": dict(B=1, H=1, Lq=200, Lk=520, D=128, mask="none"),
-    "wide": dict(B=1, H=1, Lq=70, Lk=140, D=256, mask="key_padding"),
+    "wide": dict(B=1, H=1, Lq=150, Lk=140, D=256, mask="key_padding"),
+    "biased": dict(B=1, H=2, Lq=140, Lk=150, D=64, mask="decoder", dropout_p=0.2, bias=(1, 2, 1, 150)),
 }
 
 
@@ -186,28 +211,50 @@ RACES = {
 def test_bits_do_not_depend_on_the_run(
     name: str, hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal bits in every order of warps and blocks, and however late asynchronous work ends; but for dq, a sum."""
+    """Equal bits in every order of warps and blocks, and however late asynchronous work ends."""
     p = make(**RACES[name], dtype=BFLOAT16, device=hopper)
+    first, *others = in_every_setting(p, hopper, calls, monkeypatch)
+    for other in others:
+        for a, b, what in zip(first, other, Results._fields, strict=True):
+            assert a is None or torch.equal(a, b), what
+
+
+@pytest.mark.usefixtures("sum_of_dq")
+@pytest.mark.parametrize("D", [64, 128])
+def test_sum_in_every_setting(D: int, hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq is right however it is summed; dk and dv have equal bits."""
+    p = make(B=1, H=1, Lq=200, Lk=270, D=D, mask="decoder", dtype=BFLOAT16, device=hopper)
+    first, *others = in_every_setting(p, hopper, calls, monkeypatch)
+    for other in others:
+        assert torch.equal(first.dk, other.dk) and torch.equal(first.dv, other.dv)
+
+
+def in_every_setting(
+    p: Problem, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[Results]:
     results = []
     for order, completion in SETTINGS:
         monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
         monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
-        results.append(check(p, hopper, calls, expected=("forward",) if name == "wide" else ("forward", "backward")))
-    for other in results[1:]:
-        for a, b, what in zip(results[0], other, Results._fields, strict=True):
-            assert a is None or what == "dq" or torch.equal(a, b), what
+        results.append(check(p, device, calls))
+    return results
 
 
-def test_deterministic_where_torch_asks(
-    hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("allowed, asked, dropout_p, D, made", [
+    (False, False, 0.0, 64, "dq"),  # as shipped: no record shows the sum to be faster
+    (True, False, 0.0, 64, "sum"),
+    (True, True, 0.0, 64, "dq"),  # torch asks for runs that repeat
+    (True, False, 0.1, 64, "dq"),
+    (True, False, 0.0, 136, "dq"),
+])  # fmt: skip
+def test_who_makes_dq(
+    allowed: bool, asked: bool, dropout_p: float, D: int, made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    check(make(Lq=70, Lk=140, mask="causal", dtype=BFLOAT16, device=hopper), hopper, calls, expected=("forward",))
-
-
-def test_repeats_before_a_record(hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", AS_SHIPPED)
-    check(make(Lq=70, Lk=140, mask="causal", dtype=BFLOAT16, device=hopper), hopper, calls, expected=("forward",))
+    assert sm90.ACCUMULATE_DQ is False
+    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", allowed)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked)
+    assert sm90._accumulates(D, None, dropout_p) == (made == "sum")
+    assert not sm90._accumulates(D, torch.zeros(1, 1, 1, 8), dropout_p)
 
 
 def test_backends_of_two_architectures_are_interchangeable(
@@ -216,13 +263,10 @@ def test_backends_of_two_architectures_are_interchangeable(
     """Forward by one, backward by the other: lse and dropout mean the same to both."""
     p = make(Lq=70, Lk=140, D=64, mask="decoder", dropout_p=0.3, dtype=BFLOAT16, device=hopper)
     serves = sm90.serves
-    for name, instead in (
-        ("serves_backward", lambda *_: False),
-        ("serves", lambda *tensors: len(tensors) > 4 and serves(*tensors)),  # of the backward's tensors alone
-    ):
+    for tensors_of_one in (4, 8):  # of the forward, and of the backward
         with monkeypatch.context() as changed:
-            changed.setattr(sm90, name, instead)
-            compare(p, solve(p, room_call("cuda", hopper, weights=False)), FORWARD + GRADIENTS)
+            changed.setattr(sm90, "serves", lambda *t, n=tensors_of_one: len(t) == n and serves(*t))
+            compare(p, solve(p, room_call("cuda", hopper, weights=False)), Results._fields)
 
 
 def test_other_devices_are_left_alone(device: torch.device, calls: list[str]) -> None:

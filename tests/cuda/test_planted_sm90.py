@@ -1,6 +1,6 @@
 """Known bugs, planted one at a time in a copy of attention's Hopper kernels: the comparison with float64 must fail.
 
-The copy compiles one kernel for each pass, for bfloat16 and head dimensions up to 64.
+The copy compiles one kernel for each purpose, for bfloat16 and head dimensions up to 64.
 """
 
 from __future__ import annotations
@@ -21,26 +21,33 @@ from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import attention as room
 from fastattn.ops.attention import _Attention
 
-FORWARD, BACKWARD = "attention/forward_sm90.cu", "attention/backward_sm90.cu"
+FORWARD, DQ, DKDV = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv"))
+ROWS, SHARED = "attention/backward_rows_sm90.cu", "attention/backward_sm90.cuh"
+SOURCES = FORWARD, DQ, DKDV, ROWS
+FOUR_TILES = """  if (head_dim <= 64) return f(Tiles<64>{});
+  if (head_dim <= 96) return f(Tiles<96>{});
+  if (head_dim <= 128) return f(Tiles<128>{});
+  return f(Tiles<256>{});
+"""
+ONE_TILE = "  (void)head_dim;\n  return f(Tiles<64>{});\n"
+TWO_TYPES = "p.dtype == DType::bfloat16 ? "
 ONE_KERNEL = [
-    (FORWARD, "  if (head_dim <= 64) return f(Tiles<64>{});\n", "  (void)head_dim;\n  return f(Tiles<64>{});\n"),
-    (FORWARD, "  if (head_dim <= 96) return f(Tiles<96>{});\n", ""),
-    (FORWARD, "  if (head_dim <= 128) return f(Tiles<128>{});\n  return f(Tiles<256>{});\n", ""),
+    (FORWARD, FOUR_TILES, ONE_TILE),
     (
         FORWARD,
-        "p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_work, stream) : run<__half, Size>",
+        f"{TWO_TYPES}run<__nv_bfloat16, Size>(p, next_work, stream) : run<__half, Size>",
         "run<__nv_bfloat16, Size>",
     ),
     (FORWARD, "general ? forward_sm90_kernel<T, Tiles, true> : ", ""),
     (FORWARD, "const bool general =", "[[maybe_unused]] const bool general ="),
-    (BACKWARD, "    std::max(p.shape.head_dim_k, p.shape.head_dim_v) <= 64 ? run", "    run"),
-    (BACKWARD, " : run<decltype(t), Tiles<128>>(p, scratch, stream);", ";"),
-    (
-        BACKWARD,
-        "p.dtype == DType::bfloat16 ? with_type(__nv_bfloat16{}) : with_type(__half{})",
-        "with_type(__nv_bfloat16{})",
-    ),
-    (BACKWARD, "p.dropout.rng_state != nullptr ? backward_sm90_kernel<T, Tiles, true> : ", ""),
+    (SHARED, FOUR_TILES, ONE_TILE),
+    (DQ, f"{TWO_TYPES}run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>", "run<__nv_bfloat16, Size>"),
+    (DQ, "is_general(p) ? backward_dq_sm90_kernel<T, Tiles, true> : ", ""),
+    (DKDV, f"{TWO_TYPES}run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>", "run<__nv_bfloat16, Size>"),
+    (DKDV, "is_general(p) ? start<Makes::dk_dv, T, Tiles, true>(a, stream) : ", ""),
+    (DKDV, f"{TWO_TYPES}with_type(__nv_bfloat16{{}}) : with_type(__half{{}})", "with_type(__nv_bfloat16{})"),
+    (DKDV, "head_dim(p) <= 64 ? run_with_sum", "run_with_sum"),
+    (DKDV, "\n                      : run_with_sum<decltype(t), Tiles<128>>(p, rows, sum, stream);", ";"),
 ]
 
 
@@ -49,6 +56,7 @@ class Bug(NamedTuple):
     file: str
     right: str
     wrong: str
+    sum_of_dq: bool = False  # whether dq is added up in memory
 
 
 OF_GROUP = "    named_barrier_sync(kOfGroup + group_, kGroup);"
@@ -56,6 +64,9 @@ OF_BOTH = "    named_barrier_sync(kOfBoth, kConsumers * kGroup);"
 LEAVE = "    if (thread_ > 0) return;"
 WAIT_READ = "    if (thread_ == 0) bulk_wait_read<0>();"
 NEXT_TURN = "      named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);\n"
+FENCE_AND_LEAVE = f"    fence_async_proxy();\n{OF_GROUP}\n{LEAVE}"
+WAIT_FOR_ALL = "    wgmma_wait<0>();\n"
+WAIT_FOR_DOUT = "    shared_.full_dout[gradients_.stage].wait(gradients_.phase);\n"
 WAIT_KEYS = "      shared_.full_k[keys_.stage].wait(keys_.phase);\n      shared_.full_v"
 WAIT_VALUES = "      shared_.full_v[values_.stage].wait(values_.phase);\n      named"
 WAIT_AND_RELEASE = "      wgmma_wait<1>();\n      release_keys();\n"
@@ -74,12 +85,7 @@ BUGS = [
     Bug("no turn handed on", FORWARD, NEXT_TURN, ""),
     Bug("no rescaling", FORWARD, "out[j] *= rows[row_of(j)].rescale", "out[j] *= 1.0f"),
     Bug("a masked tile as a full one", FORWARD, "max(work.walk.partial, 1)", "1"),
-    Bug(
-        "no proxy fence before the store",
-        FORWARD,
-        f"    fence_async_proxy();\n{OF_GROUP}\n{LEAVE}",
-        f"{OF_GROUP}\n{LEAVE}",
-    ),
+    Bug("no proxy fence before the store", FORWARD, FENCE_AND_LEAVE, f"{OF_GROUP}\n{LEAVE}"),
     Bug("no barrier before the store", FORWARD, f"{OF_GROUP}\n{LEAVE}", LEAVE),
     Bug(
         "output overwritten on its way",
@@ -88,32 +94,63 @@ BUGS = [
         "",
     ),
     Bug("work of another tile", FORWARD, "attend(work_at<Tiles>(a_, index))", "attend(work_at<Tiles>(a_, index ^ 1))"),
+    Bug("dq: keys not waited for", DQ, "    shared_.full_k[keys_.stage].wait(keys_.phase);\n", ""),
+    Bug("dq: values not waited for", DQ, "    shared_.full_v[values_.stage].wait(values_.phase);\n", ""),
+    Bug("dq: scores not waited for", DQ, "    wgmma_wait<1>();\n", ""),
     Bug(
-        "queries not waited for",
-        BACKWARD,
-        "    shared_.full_q[stage].wait(queries_.phase);\n    if (kMasked) clean",
-        "    if (kMasked) clean",
+        "dq: values released too early",
+        DQ,
+        f"{WAIT_FOR_ALL}    release(shared_.empty_v, values_);\n",
+        f"    release(shared_.empty_v, values_);\n{WAIT_FOR_ALL}",
     ),
-    Bug("one buffer of dS", BACKWARD, "    buffer_ ^= 1;\n", ""),
-    Bug("no barrier of both", BACKWARD, f"{OF_BOTH}  // dS of both", "    // dS of both"),
-    Bug("no proxy fence before dq", BACKWARD, "    fence_async_proxy();\n\n    wgmma_fence();", "    wgmma_fence();"),
+    Bug(
+        "dq: keys released too early",
+        DQ,
+        f"{WAIT_FOR_ALL}    release(shared_.empty_k, keys_);\n",
+        f"    release(shared_.empty_k, keys_);\n{WAIT_FOR_ALL}",
+    ),
+    Bug("dq: no proxy fence before the store", DQ, FENCE_AND_LEAVE, f"{OF_GROUP}\n{LEAVE}"),
+    Bug("dq: no barrier before the store", DQ, f"{OF_GROUP}\n{LEAVE}", LEAVE),
+    Bug("dq: no delta", DQ, "dp[j] - delta_[r]", "dp[j]"),
+    Bug("dq: rows of the other half", DQ, "m_[r] = first + 8 * r", "m_[r] = first + 8 - 8 * r"),
+    Bug("dq: a masked tile as a full one", DQ, "work_.walk.count : work_.walk.partial", "0 : 0"),
+    Bug("queries not waited for", DKDV, "    shared_.full_q[queries_.stage].wait(queries_.phase);\n", ""),
+    Bug("gradients not waited for", DKDV, f"{WAIT_FOR_DOUT}    if constexpr (kDk) {{", "    if constexpr (kDk) {"),
     Bug(
         "queries released too early",
-        BACKWARD,
-        "    wgmma_wait<0>();\n    if (thread_ == 0) shared_.empty[stage].arrive();\n",
-        "    if (thread_ == 0) shared_.empty[stage].arrive();\n    wgmma_wait<0>();\n",
+        DKDV,
+        f"{WAIT_FOR_ALL}    release(shared_.empty_q, queries_);\n",
+        f"    release(shared_.empty_q, queries_);\n{WAIT_FOR_ALL}",
+    ),
+    Bug("no delta", DKDV, " - (e % 2 == 0 ? delta.x : delta.y));", ");"),
+    Bug("no proxy fence before the store of dk", DKDV, FENCE_AND_LEAVE, f"{OF_GROUP}\n{LEAVE}"),
+    Bug("delta of the wrong rows", ROWS, "row_product(out, dout, inside)", "row_product(out, dout, inside / 2)"),
+    Bug("sum: one buffer of dS", DKDV, "    buffer_ ^= 1;\n", "", True),
+    Bug("sum: no barrier of both", DKDV, f"{OF_BOTH}  // dS of both", "    // dS of both", True),
+    Bug(
+        "sum: no proxy fence before dq", DKDV, f"    fence_async_proxy();\n{OF_BOTH}  // dS", f"{OF_BOTH}  // dS", True
     ),
     Bug(
-        "dq overwritten on its way", BACKWARD, f"{WAIT_READ}\n{OF_GROUP}  // the last one has left shared memory\n", ""
+        "sum: dq overwritten on its way",
+        DKDV,
+        f"{WAIT_READ}\n{OF_GROUP}  // the last one has left shared memory\n",
+        "",
+        True,
     ),
     Bug(
-        "dq of the other half",
-        BACKWARD,
+        "sum: dq of the other half",
+        DKDV,
         "along_lines<kBlockN>(ds_tile, key, row)",
         "along_lines<kBlockN>(ds_tile, key, 64 - row)",
+        True,
     ),
-    Bug("no delta", BACKWARD, " - (e % 2 == 0 ? delta.x : delta.y));", ");"),
-    Bug("k overwritten by dk", BACKWARD, f"{OF_BOTH}  // k has been read by both\n", ""),
+    Bug(
+        "sum: k overwritten by dk",
+        DKDV,
+        "if constexpr (kSumsDq) named_barrier_sync",
+        "if (false) named_barrier_sync",
+        True,
+    ),
 ]
 
 # Band masks alone: the module prepares no others. Several tiles for each block, partial and full ones.
@@ -147,12 +184,11 @@ def fails(extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
     monkeypatch.setattr(sm90, "serves", lambda *_: True)
-    monkeypatch.setattr(sm90, "serves_backward", lambda *_: True)
     monkeypatch.setattr(room.short, "serves", lambda *_: False)
 
 
 def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path:
-    names = {FORWARD, BACKWARD, *(file for file, _, _ in changes)}
+    names = {*SOURCES, *(file for file, _, _ in changes)}
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CSRC / name, copy / name)
@@ -161,16 +197,19 @@ def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path
         assert text.count(right) == 1, f"{file} has {right!r} {text.count(right)} times"
         (copy / file).write_text(text.replace(right, wrong))
     module = Path(__file__).with_name("sm90_module.cpp")
-    sources = [copy / FORWARD, copy / BACKWARD, CSRC / "attention" / "bind_sm90.cpp", module]
+    sources = [*(copy / name for name in SOURCES), CSRC / "attention" / "bind_sm90.cpp", module]
     return host_build.build("_C", sources, folder)
 
 
-def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sum_of_dq", [False, True])
+def test_without_a_bug(sum_of_dq: bool, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
+    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", sum_of_dq)
     assert not fails(build(build_folder, tmp_path / "csrc", ONE_KERNEL), monkeypatch)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", bug.sum_of_dq)
     extension = build(build_folder, tmp_path / "csrc", [*ONE_KERNEL, (bug.file, bug.right, bug.wrong)])
     assert fails(extension, monkeypatch)

@@ -1,0 +1,399 @@
+// dk and dv on Hopper, and dq where it may be added up in memory.   Formulas: backward.h
+//
+// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al. 2024, FlashAttention-3, arXiv:2407.08608.
+// Grid: a block per (batch, key head, kBlockN keys), the first keys of a head first: under a causal mask they have the
+//   longest way. It walks along the queries of every head of its group, so that their dk and dv add up.
+// Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 keys. Their scores are
+//   transposed, keys by queries: P^T and dS^T then enter dv += P^T dout and dk += dS^T q from registers.
+// Registers of a consumer thread: S^T and dP^T (kBlockM / 2 each), dk and dv (kHeadDim / 2 each). Beyond a head dimension
+//   of 128 these do not fit: there are two launches then, one for dk and one for dv, which makes no dP.
+// Shared memory: k and v; q and dout, two stages (one of dout beyond 128, where memory is full).
+// Overlap: exponentials run beside dP's product, and with 64 queries a tile the work on dS beside dv's product.
+// Work: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a key
+//   tile, mostly from L2.
+// With dq (Makes::dk_dv_dq; backward_sum_sm90): dS of both warpgroups goes through shared memory, twice buffered, so that one
+//   barrier a tile is enough. Each makes a half of the tile's dq and adds it, by TMA, to a float32 copy in memory: 2 Dk FLOPs
+//   a score and 4 Dk bytes a query of a tile more. Only without bias and dropout: what it is good for is speed.
+// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills; test_compile_sm90.py asserts it, and the order.
+// Dropped: one kernel with a branch for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's
+//   product beside the work on dS with 128 queries, for which P, S and dP would take 160 registers.
+#include "attention/backward_dkdv_sm90.cuh"
+#include "common/check.h"
+
+namespace fastattn::attention {
+namespace {
+
+enum NamedBarrier { kOfGroup = 1, kOfBoth = 3 };  // one for each consumer, and one for both
+
+template <class T, class Tiles, bool kGeneral, Makes kMakes>
+class Consumer {
+ public:
+  static constexpr bool kDk = kMakes != Makes::dv, kDv = kMakes != Makes::dk, kSumsDq = kMakes == Makes::dk_dv_dq;
+
+  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles, kMakes>& shared)
+      : a_(a), shared_(shared), work_(work_of_block<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
+        thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
+
+  __device__ __forceinline__ void run() {
+    float dk[kDk ? kHeadDim / 2 : 1], dv[kDv ? kHeadDim / 2 : 1];
+    for (float& sum : dk) sum = 0.0f;
+    for (float& sum : dv) sum = 0.0f;
+    shared_.full_kv.wait(0);
+    if constexpr (kSumsDq) clean_keys();
+#pragma unroll 1
+    for (int h = work_.h_k * work_.group; h < (work_.h_k + 1) * work_.group; h++) {
+      const Walk walk = walk_of<Tiles>(a_, work_, h);
+      key_sum_[0] = key_sum_[1] = 0.0f;
+      int i = 0;
+#pragma unroll 1
+      for (; i < (kGeneral ? walk.count : walk.partial); i++) step<true>(dk, dv, h, walk.tile(i) * kBlockM);
+      if constexpr (!kGeneral) {
+#pragma unroll 1
+        for (; i < walk.count; i++) step<false>(dk, dv, h, walk.tile(i) * kBlockM);
+      }
+      if (kGeneral && kDk) store_key_sums(h);
+    }
+    if constexpr (kSumsDq) named_barrier_sync(kOfBoth, kConsumers * kGroup);  // k has been read by both
+    if constexpr (kDk) write_lines<T, kHeadDim>(shared_.k, group_ * kRowsOfGroup, thread_, dk, a_.p.softmax_scale);
+    if constexpr (kDv)
+      write_lines<T, kHeadDim>(shared_.v, group_ * kRowsOfGroup, thread_, dv, dropout_.active() ? dropout_.scale() : 1.0f);
+    fence_async_proxy();
+    named_barrier_sync(kOfGroup + group_, kGroup);
+    if (thread_ > 0) return;
+    const int first = group_ * kRowsOfGroup;
+#pragma unroll
+    for (int panel = 0; panel < Tiles::kPanels; panel++) {
+      if (kDk) tma_store(a_.dk, shared_.k[panel] + first * kLineBytes, panel * kPanel, work_.n0 + first, work_.h_k, work_.b);
+      if (kDv) tma_store(a_.dv, shared_.v[panel] + first * kLineBytes, panel * kPanel, work_.n0 + first, work_.h_k, work_.b);
+    }
+    bulk_commit();
+    bulk_wait<0>();
+  }
+
+ private:
+  static constexpr int kHeadDim = Tiles::kHeadDim, kBlockM = Tiles::kBlockM;
+  // dv's product may run beside the work on dS. With 128 queries S, dP and P at once leave too few registers.
+  static constexpr bool kBeside = kBlockM == 64;
+
+  // The tile of queries from m0 on of head h.
+  template <bool kMasked, class Dk, class Dv>
+  __device__ __forceinline__ void step(Dk& dk, Dv& dv, int h, int m0) {
+    const auto &q = shared_.q[queries_.stage], &dout = shared_.dout[gradients_.stage];
+    float s[kBlockM / 2], dp[kBlockM / 2];
+    uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4], sees_bits[2];
+
+    shared_.full_q[queries_.stage].wait(queries_.phase);
+    if (kMasked) clean_queries(m0);
+    wgmma_fence();
+    multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kRowsOfGroup, q);
+    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
+    if constexpr (kDk) {
+      wgmma_fence();
+      multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kRowsOfGroup, dout);
+    }
+    if (kMasked) look(h, m0, sees_bits);
+    if (kGeneral && dropout_.active()) draw_dropout(h, m0);
+
+    wgmma_wait<kDk ? 1 : 0>();
+    make_probabilities<kMasked>(s, h, m0, sees_bits);
+    if constexpr (kDv && kBeside) {
+      pack(p, s);
+      wgmma_fence();
+      add_lines<T, kHeadDim>(dv, p, dout);
+    }
+    if constexpr (kDk && !kSumsDq && !(kDv && kBeside)) shared_.full_kv.arrive_if(any_negative(s));
+    if constexpr (kDk) {
+      wgmma_wait<kDv && kBeside ? 1 : 0>();
+      make_gradients<kMasked>(ds, s, dp, sees_bits);
+    }
+    if constexpr (kDv && !kBeside) {
+      pack(p, s);
+      wgmma_fence();
+      add_lines<T, kHeadDim>(dv, p, dout);
+    }
+    if constexpr (kSumsDq) {
+      add_dq(dk, ds, h, m0);
+    } else if constexpr (kDk) {
+      wgmma_fence();
+      add_lines<T, kHeadDim>(dk, ds, q);
+    }
+    wgmma_wait<0>();
+    release(shared_.empty_q, queries_);
+    release(shared_.empty_dout, gradients_);
+  }
+
+  // s = exp(S - lse)
+  template <bool kMasked>
+  __device__ __forceinline__ void make_probabilities(float (&s)[kBlockM / 2], int h, int m0, uint32_t (&bits)[2]) const {
+    if (kGeneral && a_.p.bias.data != nullptr) return make_biased_probabilities(s, h, m0, bits);
+    const float unit = a_.p.softmax_scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kBlockM / 2; j += 4) {
+      const float2 shift = of_two_queries(shared_.shift[queries_.stage], j);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[j + e] = exp2_approximate(s[j + e] * unit - (e % 2 == 0 ? shift.x : shift.y));
+        if (kMasked && !is_seen(bits, j, e)) s[j + e] = 0.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void make_biased_probabilities(float (&s)[kBlockM / 2], int h, int m0, uint32_t (&bits)[2]) const {
+    const BiasMatrix bias(a_.p.bias, work_.b, h);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 2; j += 4) {
+      const float2 shift = of_two_queries(shared_.shift[queries_.stage], j);
+      const float2 remainder = of_two_queries(shared_.remainder[queries_.stage], j);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int m = m0 + 2 * j + thread_ % 4 * 2 + e % 2;
+        const float term = is_seen(bits, j, e) ? bias(m, first_key() + e / 2 * 8) : -kInfinity;
+        const float above = s[j + e] * a_.p.softmax_scale + term - (e % 2 == 0 ? shift.x : shift.y);
+        if (term == -kInfinity) bits[e / 2] &= ~(1u << (j / 2 + e % 2));
+        s[j + e] = term == -kInfinity ? 0.0f : exp2_approximate(above * kLog2e - (e % 2 == 0 ? remainder.x : remainder.y));
+      }
+    }
+  }
+
+  // ds = dS, packed as an operand; s loses what dropout drops.
+  template <bool kMasked>
+  __device__ __forceinline__ void make_gradients(uint32_t (&ds)[kBlockM / 16][4], float (&s)[kBlockM / 2],
+                                                 float (&dp)[kBlockM / 2], const uint32_t (&bits)[2]) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 2; j += 4) {
+      const float2 delta = of_two_queries(shared_.delta[gradients_.stage], j);
+      const uint32_t kept = kGeneral && dropout_.active() ? kept_bits(j) : ~0u;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (kGeneral && dropout_.active()) dp[j + e] = is_kept(kept, e) ? dp[j + e] * dropout_.scale() : 0.0f;
+        dp[j + e] = s[j + e] * (dp[j + e] - (e % 2 == 0 ? delta.x : delta.y));
+        if (kMasked && !is_seen(bits, j, e)) dp[j + e] = 0.0f;
+        if (kGeneral) key_sum_[e / 2] += dp[j + e];
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) ds[j / 8][j / 4 % 2 * 2 + r] = pack_word<T>(dp[j + 2 * r], dp[j + 2 * r + 1]);
+    }
+  }
+
+  // p = s, or 0 where it is dropped, as an operand.
+  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockM / 16][4], const float (&s)[kBlockM / 2]) const {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 2; j += 4) {
+      const uint32_t kept = kGeneral && dropout_.active() ? kept_bits(j) : ~0u;
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        p[j / 8][j / 4 % 2 * 2 + r] = pack_word<T>(is_kept(kept, 2 * r) ? s[j + 2 * r] : 0.0f,
+                                                   is_kept(kept, 2 * r + 1) ? s[j + 2 * r + 1] : 0.0f);
+    }
+  }
+
+  // dk's product, and the tile's part of dq, which takes both warpgroups' dS: each makes a half of it.
+  __device__ __forceinline__ void add_dq(float (&dk)[kHeadDim / 2], const uint32_t (&ds)[kBlockM / 16][4], int h, int m0) {
+    auto& ds_tile = shared_.ds[buffer_];
+    const int lane = thread_ % 32, line = group_ * kRowsOfGroup + thread_ / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int column = 0; column < kBlockM; column += 16)
+      stmatrix(ds_tile[column / kPanel] + swizzled(line, column % kPanel / 8 + lane / 16), ds[column / 16]);
+    fence_async_proxy();
+    named_barrier_sync(kOfBoth, kConsumers * kGroup);  // dS of both warpgroups is there, and the last one has been read
+    // With 64 queries a warpgroup makes 64 columns of dq, with 128 the rows of 64 queries.
+    constexpr bool kByColumns = kBlockM == kRowsOfGroup;
+    const int row = kByColumns ? 0 : group_ * kRowsOfGroup, column = kByColumns ? group_ * kPanel : 0;
+    float dq[32];
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16)
+      wgmma<T, 64, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row), along_lines<kBlockN>(shared_.k, key, column), key > 0);
+    wgmma_commit();
+    add_lines<T, kHeadDim>(dk, ds, shared_.q[queries_.stage]);
+    wgmma_wait<1>();
+    send_dq(dq, m0 + row, column, h);
+    buffer_ ^= 1;
+  }
+
+  // Adds the warpgroup's 64 x 64 part of dq, from query m and column `column` on, to the sum in memory.
+  __device__ __forceinline__ void send_dq(const float (&dq)[32], int m, int column, int h) {
+    auto& staged = shared_.dq[group_];
+    if (thread_ == 0) bulk_wait_read<0>();
+    named_barrier_sync(kOfGroup + group_, kGroup);  // the last one has left shared memory
+    const int lane = thread_ % 32, line = thread_ / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      const int first = i / 4 * 8 + lane % 4 * 2, place = swizzled(line + 8 * row_of(i), first % kFloatPanel / 4) + first % 4 * 4;
+      *reinterpret_cast<float2*>(staged[i / 16] + place) = make_float2(dq[i], dq[i + 1]);
+    }
+    fence_async_proxy();
+    named_barrier_sync(kOfGroup + group_, kGroup);
+    if (thread_ > 0) return;
+    for (int panel = 0; panel < 2; panel++) tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, work_.b);
+    bulk_commit();
+  }
+
+  // Which queries of the tile see the thread's two keys.
+  __device__ __forceinline__ void look(int h, int m0, uint32_t (&bits)[2]) const {
+    const Visibility& who = a_.p.by_key;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      bits[r] = sees<kBlockM>(who, work_.b, h, first_key() + 8 * r, a_.p.shape.seqlen_k, m0, a_.p.shape.seqlen_q,
+                              -who.band_hi, -who.band_lo);
+  }
+
+  // Keys that no query sees may be NaN, and 0 * NaN is NaN: they become zero, for dq. (dP is selected, not multiplied.)
+  __device__ __forceinline__ void clean_keys() {
+    const Visibility& who = a_.p.by_key;
+    if (who.seen == nullptr) return;
+    const int line = threadIdx.x - kGroup, n = work_.n0 + line;
+    if (line < kBlockN && n < a_.p.shape.seqlen_k) {
+      bool seen = false;
+      for (int h = work_.h_k * work_.group; h < (work_.h_k + 1) * work_.group; h++) seen |= key_is_seen(who, work_.b, h, n);
+      if (!seen) clear_line(shared_.k, line);
+    }
+    fence_async_proxy();
+    named_barrier_sync(kOfBoth, kConsumers * kGroup);
+  }
+
+  // Likewise queries that see nothing, and their gradients. Each warpgroup does it for itself.
+  __device__ __forceinline__ void clean_queries(int m0) {
+    const auto blind = [&](int line) {
+      return m0 + line < a_.p.shape.seqlen_q && shared_.shift[queries_.stage][line] == kInfinity;
+    };
+    bool some = false;
+    for (int line = thread_ % 32; line < kBlockM; line += 32) some |= blind(line);
+    if (__ballot_sync(0xffffffffu, some) == 0) return;  // every warp says the same
+    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
+    if (thread_ < kBlockM && blind(thread_))
+      clear_line(shared_.q[queries_.stage], thread_), clear_line(shared_.dout[gradients_.stage], thread_);
+    fence_async_proxy();
+    named_barrier_sync(kOfGroup + group_, kGroup);
+  }
+
+  // Dropout of the warp's 16 keys, for all queries of the tile.
+  __device__ __forceinline__ void draw_dropout(int h, int m0) {
+    const int warp = group_ * 4 + thread_ / 32, n = work_.n0 + warp * 16;
+    const int64_t row0 = (static_cast<int64_t>(work_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_q + m0;
+    __syncwarp();
+    for (int i = thread_ % 32; i < 2 * kBlockM; i += 32)
+      shared_.kept[warp][i / 2][i % 2] = static_cast<unsigned char>(dropout_.kept(row0 + i / 2, n / 8 + i % 2));
+    __syncwarp();
+  }
+
+  // Of accumulators j .. j + 3, which are two queries by two keys: their dropout, a byte for each half of the keys;
+  __device__ __forceinline__ uint32_t kept_bits(int j) const {
+    const auto* const bytes = &shared_.kept[group_ * 4 + thread_ / 32][2 * j + thread_ % 4 * 2][0];
+    return *reinterpret_cast<const uint32_t*>(bytes) >> thread_ % 32 / 4;
+  }
+  static __device__ __forceinline__ bool is_kept(uint32_t kept, int e) { return (kept >> (e % 2 * 16 + e / 2 * 8) & 1) != 0; }
+  // who sees whom;
+  static __device__ __forceinline__ bool is_seen(const uint32_t (&bits)[2], int j, int e) {
+    return (bits[e / 2] >> (j / 2 + e % 2) & 1) != 0;
+  }
+  // and what belongs to the queries.
+  __device__ __forceinline__ float2 of_two_queries(const float (&values)[kBlockM], int j) const {
+    return *reinterpret_cast<const float2*>(&values[2 * j + thread_ % 4 * 2]);
+  }
+  // The first of the thread's two keys; the other one is 8 further.
+  __device__ __forceinline__ int first_key() const {
+    return work_.n0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4;
+  }
+
+  // dS of the thread's keys, summed over the queries of head h.
+  __device__ __forceinline__ void store_key_sums(int h) const {
+    if (a_.p.dbias_keys == nullptr) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float sum = quad_sum(key_sum_[r]);
+      if (thread_ % 4 == 0 && first_key() + 8 * r < a_.p.shape.seqlen_k)
+        a_.p.dbias_keys[(static_cast<int64_t>(work_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_k + first_key() + 8 * r] = sum;
+    }
+  }
+
+  const Arguments& a_;
+  Shared<Tiles, kMakes>& shared_;
+  const Work work_;
+  const int group_, thread_;
+  const DropoutMask dropout_;
+  Ring queries_;
+  RingOf<Tiles::kGradientStages> gradients_;
+  int buffer_ = 0;      // of dS in shared memory
+  float key_sum_[2];
+};
+
+// kGeneral: with a bias or dropout.
+template <class T, class Tiles, bool kGeneral, Makes kMakes>
+__global__ void __launch_bounds__(kSm90Threads, 1) backward_dkdv_sm90_kernel(const __grid_constant__ Arguments a) {
+  auto& shared = shared_memory<Shared<Tiles, kMakes>>();
+  if (threadIdx.x == 0) {
+    shared.full_kv.init(1);
+    for (Barrier& full : shared.full_q) full.init(1);
+    for (Barrier& full : shared.full_dout) full.init(1);
+    for (Barrier& empty : shared.empty_q) empty.init(kConsumers);
+    for (Barrier& empty : shared.empty_dout) empty.init(kConsumers);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kGroup) {
+    fewer_registers<24>();
+    if (threadIdx.x == 0) produce<Tiles>(a, shared);
+  } else {
+    more_registers<240>();
+    Consumer<T, Tiles, kGeneral, kMakes>(a, shared).run();
+  }
+}
+
+template <Makes kMakes, class T, class Tiles, bool kGeneral>
+void start(const Arguments& a, cudaStream_t stream) {
+  const Shape& s = a.p.shape;
+  launch(backward_dkdv_sm90_kernel<T, Tiles, kGeneral, kMakes>, dim3(s.batch * s.key_heads * blocks_of(s.seqlen_k, kBlockN)),
+         dim3(kSm90Threads), sizeof(Shared<Tiles, kMakes>), stream, a);
+}
+
+template <class T, class Tiles>
+void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
+  const Arguments a = arguments(p, rows, Tiles::kBlockM, kBlockN);
+  if constexpr (Tiles::kSplit) {
+    start<Makes::dk, T, Tiles, true>(a, stream);
+    start<Makes::dv, T, Tiles, true>(a, stream);
+  } else {
+    is_general(p) ? start<Makes::dk_dv, T, Tiles, true>(a, stream) : start<Makes::dk_dv, T, Tiles, false>(a, stream);
+  }
+}
+
+template <class T, class Tiles>
+void run_with_sum(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
+  const Shape& s = p.shape;
+  Arguments a = arguments(p, rows, Tiles::kBlockM, kBlockN);
+  const uint64_t row = uint64_t{4} * s.head_dim_k, head = row * s.seqlen_q;
+  a.dq = make_tensor_map({sum,
+                          {uint64_t(s.head_dim_k), uint64_t(s.seqlen_q), uint64_t(s.heads), uint64_t(s.batch)},
+                          {row, head, head * s.heads},
+                          {kFloatPanel, kRowsOfGroup, 1, 1},
+                          true,
+                          true});
+  FASTATTN_CHECK(cudaMemsetAsync(sum, 0, head * s.heads * s.batch, stream));
+  start<Makes::dk_dv_dq, T, Tiles, false>(a, stream);
+}
+
+}  // namespace
+
+BackwardTile backward_dkdv_sm90_tile(int head_dim) {
+  BackwardTile tile;
+  with_tiles<Tiles>(head_dim, [&](auto tiles) { tile = {kBlockN, tiles.kBlockM}; });
+  return tile;
+}
+
+void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
+  with_tiles<Tiles>(head_dim(p), [&](auto tiles) {
+    using Size = decltype(tiles);
+    p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>(p, rows, stream);
+  });
+}
+
+void backward_sum_sm90(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
+  const auto with_type = [&](auto t) {
+    head_dim(p) <= 64 ? run_with_sum<decltype(t), Tiles<64>>(p, rows, sum, stream)
+                      : run_with_sum<decltype(t), Tiles<128>>(p, rows, sum, stream);
+  };
+  p.dtype == DType::bfloat16 ? with_type(__nv_bfloat16{}) : with_type(__half{});
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,281 @@
+// dq on Hopper, by a kernel that owns what it writes.   Formulas: backward.h
+//
+// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, with the loops exchanged; Shah et al. 2024,
+//   FlashAttention-3, arXiv:2407.08608, for warp specialisation.
+// Grid: a block per (batch, head, 128 queries), the last queries of a head first: under a causal mask they have the longest
+//   way. It walks along the keys.
+// Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 queries. dS enters
+//   dq += dS k from registers.
+// Registers of a consumer thread: S and dP (kBlockN / 2 each), dq (kHeadDim / 2); dS, packed, takes the place of S and dP.
+// Shared memory: q and dout; k, two stages; v, two stages, or one beyond a head dimension of 128, reloaded beside dq's product.
+// Overlap: exponentials run beside dP's product; the rest of a warpgroup's work on scores beside the other one's products.
+// Work: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
+//
+// Why a kernel of its own. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16 heads of
+// 8192 tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s:
+//   this kernel      7 products in all, 2.44 ms; nothing of dq in float32, no block waits for another
+//   adding in order  5 products, 1.74 ms; each block adds its part of a query tile after the block before it: 64 additions
+//                    of 67 MB float32 go through L2, 8.6 GB read and written, or 1.6 ms at 5.5 TB/s, beside the products;
+//                    dq is zeroed before and rounded after, 0.3 GB more; the blocks of a head must run in an order in which
+//                    nobody waits for one that has not started, and with tile lists each query tile has another order.
+//                    FlashAttention reports 14 % less speed for it on a later chip.
+//   adding freely    as that, without the waits, and with another sum in every run: backward_sum_sm90.
+// The first is the simplest that is right, and the faster the more a mask hides: a record is to tell by how much it loses.
+// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and all exponentials stand between the wait for S
+// and the wait for dP. test_compile_sm90.py asserts both. kGeneral, with a bias or dropout, also serves head dimensions
+// beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
+#include "attention/backward_sm90.cuh"
+#include "common/check.h"
+
+namespace fastattn::attention {
+namespace {
+
+enum NamedBarrier { kOfGroup = 1 };  // one for each consumer
+
+template <int kHeadDimPadded>
+struct Tiles {
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
+  static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kValueStages = kHeadDim <= 128 ? kStages : 1;
+};
+
+template <class Tiles>
+struct alignas(1024) Shared {
+  static constexpr int kPanels = Tiles::kPanels, kBytesN = Tiles::kBlockN * kLineBytes;
+  unsigned char q[kPanels][Tiles::kBlockM * kLineBytes], dout[kPanels][Tiles::kBlockM * kLineBytes];  // at the end q is dq
+  unsigned char k[kStages][kPanels][kBytesN], v[Tiles::kValueStages][kPanels][kBytesN];
+  Barrier full_q, full_k[kStages], empty_k[kStages], full_v[Tiles::kValueStages], empty_v[Tiles::kValueStages];
+};
+
+struct Work {
+  int b, h, m0;
+  Walk walk;
+};
+
+template <class Tiles>
+__device__ __forceinline__ Work work_of_block(const Arguments& a) {
+  const Shape& shape = a.p.shape;
+  const int heads = shape.batch * shape.heads, head = blockIdx.x % heads, b = head / shape.heads, h = head % shape.heads;
+  const int m0 = (blocks_of(shape.seqlen_q, Tiles::kBlockM) - 1 - static_cast<int>(blockIdx.x) / heads) * Tiles::kBlockM;
+  const Visibility& who = a.p.by_query;
+  return {b, h, m0, plan_walk<Tiles::kBlockM, Tiles::kBlockN>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo,
+                                                             who.band_hi)};
+}
+
+template <class Tiles>
+__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
+  for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq}) prefetch(*map);
+  const Work work = work_of_block<Tiles>(a);
+  const int h_k = work.h / (a.p.shape.heads / a.p.shape.key_heads);
+  load_panels(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
+  load_panels(shared.dout, a.dout, shared.full_q, work.m0, work.h, work.b);
+  Ring keys;
+  RingOf<Tiles::kValueStages> values;
+  const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, int i) {
+    empty[ring.stage].wait(ring.phase ^ 1);
+    load_panels(tiles[ring.stage], map, full[ring.stage], work.walk.tile(i) * Tiles::kBlockN - a.key_begin, h_k, work.b);
+    ring.advance();
+  };
+#pragma unroll 1
+  for (int i = 0; i < work.walk.count; i++) {
+    load(keys, shared.k, a.k, shared.full_k, shared.empty_k, i);
+    load(values, shared.v, a.v, shared.full_v, shared.empty_v, i);
+  }
+}
+
+template <class T, class Tiles, bool kGeneral>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
+      : a_(a), shared_(shared), work_(work_of_block<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
+        thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
+
+  __device__ __forceinline__ void run() {
+    float dq[kHeadDim / 2];
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i++) dq[i] = 0.0f;
+    know_rows();
+    shared_.full_q.wait(0);
+    int i = 0;
+#pragma unroll 1
+    for (; i < (kGeneral ? work_.walk.count : work_.walk.partial); i++) step<true>(dq, work_.walk.tile(i) * kBlockN);
+    if constexpr (!kGeneral) {
+#pragma unroll 1
+      for (; i < work_.walk.count; i++) step<false>(dq, 0);
+    }
+    const int first = group_ * kRowsOfGroup;
+    write_lines<T, kHeadDim>(shared_.q, first, thread_, dq, a_.p.softmax_scale);
+    fence_async_proxy();
+    named_barrier_sync(kOfGroup + group_, kGroup);
+    if (thread_ > 0) return;
+#pragma unroll
+    for (int panel = 0; panel < Tiles::kPanels; panel++)
+      tma_store(a_.dq, shared_.q[panel] + first * kLineBytes, panel * kPanel, work_.m0 + first, work_.h, work_.b);
+    bulk_commit();
+    bulk_wait<0>();
+  }
+
+ private:
+  static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
+
+  // The tile of keys from n0 on.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(float (&dq)[kHeadDim / 2], int n0) {
+    const auto &k = shared_.k[keys_.stage], &v = shared_.v[values_.stage];
+    float s[kBlockN / 2], dp[kBlockN / 2];
+    uint32_t ds[kBlockN / 16][4], sees_bits[2], kept[kBlockN / 32][2];
+
+    shared_.full_k[keys_.stage].wait(keys_.phase);
+    wgmma_fence();
+    multiply_lines<T, kHeadDim, kBlockN>(s, shared_.q, group_ * kRowsOfGroup, k);
+    shared_.full_v[values_.stage].wait(values_.phase);
+    wgmma_fence();
+    multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kRowsOfGroup, v);
+    if (kMasked) look(n0, sees_bits);
+    if (kGeneral) draw_dropout(n0, kept);
+
+    wgmma_wait<1>();
+    if constexpr (kGeneral) general_probabilities(s, n0, sees_bits);
+    else probabilities<kMasked>(s, sees_bits);
+    shared_.full_q.arrive_if(any_negative(s));
+
+    wgmma_wait<0>();
+    release(shared_.empty_v, values_);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) {
+      const int r = row_of(j), bit = j / 4 * 2 + j % 2;
+      if (kGeneral && dropout_.active()) dp[j] = (kept[j / 16][r] >> (j % 16 / 4 * 8 + j % 2) & 1) ? dp[j] * dropout_.scale() : 0.0f;
+      s[j] *= dp[j] - delta_[r];
+      if (kMasked && (sees_bits[r] >> bit & 1) == 0) s[j] = 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
+    if (kMasked) clean_keys(n0);
+    wgmma_fence();
+    add_lines<T, kHeadDim>(dq, ds, k);
+    wgmma_wait<0>();
+    release(shared_.empty_k, keys_);
+  }
+
+  // lse and delta of the two rows.
+  __device__ __forceinline__ void know_rows() {
+    const int first = work_.m0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4;
+    const int64_t row0 = first_row(a_, work_.b, work_.h);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      m_[r] = first + 8 * r;
+      shift_[r] = a_.rows.shift[row0 + m_[r]], delta_[r] = a_.rows.delta[row0 + m_[r]];
+      remainder_[r] = kGeneral && a_.p.bias.data != nullptr ? a_.rows.remainder[row0 + m_[r]] : 0.0f;
+    }
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void probabilities(float (&s)[kBlockN / 2], const uint32_t (&bits)[2]) const {
+    const float unit = a_.p.softmax_scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) {
+      s[j] = exp2_approximate(s[j] * unit - shift_[row_of(j)]);
+      if (kMasked && (bits[row_of(j)] >> (j / 4 * 2 + j % 2) & 1) == 0) s[j] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void general_probabilities(float (&s)[kBlockN / 2], int n0, uint32_t (&bits)[2]) const {
+    if (a_.p.bias.data == nullptr) return probabilities<true>(s, bits);
+    const BiasMatrix bias(a_.p.bias, work_.b, work_.h);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) {
+      const int r = row_of(j), bit = j / 4 * 2 + j % 2, n = n0 + j / 4 * 8 + thread_ % 4 * 2 + j % 2;
+      const float term = (bits[r] >> bit & 1) != 0 ? bias(m_[r], n) : -kInfinity;
+      if (term == -kInfinity) bits[r] &= ~(1u << bit);
+      const float exponent = (s[j] * a_.p.softmax_scale + term - shift_[r]) * kLog2e - remainder_[r];
+      s[j] = term == -kInfinity ? 0.0f : exp2_approximate(exponent);
+    }
+  }
+
+  __device__ __forceinline__ void draw_dropout(int n0, uint32_t (&kept)[kBlockN / 32][2]) const {
+    if (!dropout_.active()) return;
+    const int64_t row0 = (static_cast<int64_t>(work_.b) * a_.p.shape.heads + work_.h) * a_.p.shape.seqlen_q;
+#pragma unroll
+    for (int i = 0; i < kBlockN / 32; i++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) kept[i][r] = dropout_.kept_by_quad(row0 + m_[r], n0 / 8 + 4 * i) >> thread_ % 4 * 2;
+    }
+  }
+
+  // Which keys of the tile from n0 on the two rows see.
+  __device__ __forceinline__ void look(int n0, uint32_t (&bits)[2]) const {
+    const Visibility& who = a_.p.by_query;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      bits[r] = sees<kBlockN>(who, work_.b, work_.h, m_[r], a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k, who.band_lo,
+                              who.band_hi);
+  }
+
+  // Keys that no query sees may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
+  __device__ __forceinline__ void clean_keys(int n0) {
+    if (clear_unseen_lines(shared_.k[keys_.stage], a_.p.by_query, work_.b, work_.h, n0, a_.p.shape.seqlen_k, thread_)) {
+      fence_async_proxy();
+      named_barrier_sync(kOfGroup + group_, kGroup);
+    }
+  }
+
+  const Arguments& a_;
+  Shared<Tiles>& shared_;
+  const Work work_;
+  const int group_, thread_;
+  const DropoutMask dropout_;
+  Ring keys_;
+  RingOf<Tiles::kValueStages> values_;
+  int m_[2];
+  float shift_[2], delta_[2], remainder_[2];  // of the thread's two rows
+};
+
+template <class T, class Tiles, bool kGeneral>
+__global__ void __launch_bounds__(kSm90Threads, 1) backward_dq_sm90_kernel(const __grid_constant__ Arguments a) {
+  Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
+  if (threadIdx.x == 0) {
+    shared.full_q.init(2);
+    for (int stage = 0; stage < kStages; stage++) shared.full_k[stage].init(1), shared.empty_k[stage].init(kConsumers);
+    for (int stage = 0; stage < Tiles::kValueStages; stage++)
+      shared.full_v[stage].init(1), shared.empty_v[stage].init(kConsumers);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kGroup) {
+    fewer_registers<24>();
+    if (threadIdx.x == 0) produce<Tiles>(a, shared);
+  } else {
+    more_registers<240>();
+    Consumer<T, Tiles, kGeneral>(a, shared).run();
+  }
+}
+
+template <class T, class Tiles>
+void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
+  const Shape& s = p.shape;
+  const auto start = [&](auto kernel) {
+    launch(kernel, dim3(s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM)), dim3(kSm90Threads), sizeof(Shared<Tiles>),
+           stream, arguments(p, rows, Tiles::kBlockM, Tiles::kBlockN));
+  };
+  if constexpr (Tiles::kHeadDim > 128)
+    start(backward_dq_sm90_kernel<T, Tiles, true>);
+  else
+    start(is_general(p) ? backward_dq_sm90_kernel<T, Tiles, true> : backward_dq_sm90_kernel<T, Tiles, false>);
+}
+
+}  // namespace
+
+BackwardTile backward_dq_sm90_tile(int head_dim) {
+  BackwardTile tile;
+  with_tiles<Tiles>(head_dim, [&](auto tiles) { tile = {tiles.kBlockM, tiles.kBlockN}; });
+  return tile;
+}
+
+void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
+  with_tiles<Tiles>(head_dim(p), [&](auto tiles) {
+    using Size = decltype(tiles);
+    p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>(p, rows, stream);
+  });
+}
+
+}  // namespace fastattn::attention
