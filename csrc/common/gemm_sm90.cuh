@@ -2,8 +2,9 @@
 //
 // Roles: one thread of the producer warpgroup copies by TMA, kStages steps of kDepth ahead, across tiles; two consumer
 //   warpgroups have 64 of the tile's rows each, and all its 2 x kHalf columns: 128 accumulators a thread.
-// Overlap: while consumers are in the epilogue of a tile, the first kStages steps of the next arrive. The warpgroups wait for
-//   each other only by way of the stages: one may be that far ahead, its epilogue beside the other's product.
+// Overlap: while consumers are in the epilogue of a tile, the first kStages steps of the next arrive. The second warpgroup
+//   begins kLag steps after the first and, as both take equally long, stays behind: it multiplies beside the first one's
+//   epilogue, and the first one multiplies beside its. One that is much further ahead would wait for the stages of the other.
 // Pieces for the epilogue: gemm_piece.cuh. Half 1 of a tile begins `second` columns of B after half 0.
 // B is depth-contiguous (columns x depth), or, kBTransposed, (depth x columns); both come by TMA as they lie in memory.
 #pragma once
@@ -14,7 +15,7 @@
 namespace fastattn::sm90 {
 
 struct GemmTile {
-  static constexpr int kM = 128, kHalf = 128, kDepth = 64, kStages = 4, kConsumers = 2, kGroupRows = 64;
+  static constexpr int kM = 128, kHalf = 128, kDepth = 64, kStages = 4, kLag = 2, kConsumers = 2, kGroupRows = 64;
   static constexpr int kThreads = kGroup * (kConsumers + 1), kConsumerRegisters = 232, kProducerRegisters = 40;
 };
 
@@ -96,7 +97,11 @@ __device__ __forceinline__ void produce_gemm(const Gemm& g, GemmShared& shared) 
 template <class T, bool kBTransposed, class Epilogue>
 __device__ __forceinline__ void consume_gemm(const Gemm& g, GemmShared& shared, Epilogue& epilogue) {
   constexpr int kColumns = 2 * GemmTile::kHalf;
+  constexpr int kStart = GemmTile::kConsumers + 1;  // named barrier, after the warpgroups' own
   const int group = threadIdx.x / kGroup - 1, thread = threadIdx.x % kGroup;
+  const int start_at = min(GemmTile::kLag * GemmTile::kDepth, g.depth);
+  bool starts_other = group == 0;
+  if (!starts_other) named_barrier_sync(kStart, 2 * kGroup);
   GemmRing ring;
 #pragma unroll 1
   for (int index = blockIdx.x; index < g.tiles(); index += gridDim.x) {
@@ -122,6 +127,10 @@ __device__ __forceinline__ void consume_gemm(const Gemm& g, GemmShared& shared, 
       wgmma_wait<1>();
       if (last >= 0 && thread == 0) shared.empty[last].arrive();
       last = ring.stage;
+      if (starts_other && k + GemmTile::kDepth >= start_at) {
+        named_barrier_arrive(kStart, 2 * kGroup);
+        starts_other = false;
+      }
     }
     wgmma_wait<0>();
     if (thread == 0) shared.empty[last].arrive();
