@@ -15,6 +15,7 @@ import torch
 from attention_checks import Problem, compare, make, room_call, solve, visible
 from host_build import COMPLETIONS
 from mask_cases import prefix
+from weights_checks import ask, check
 
 import fastattn.cuda
 from fastattn.cuda import attention as room
@@ -42,7 +43,15 @@ def problems() -> dict[str, Problem]:
         "far": make(**bf16, Lq=70, Lk=90).but(bias=far),
         "unseen": make(B=2, H=1, D=40, Lq=40, Lk=90, dtype=torch.bfloat16, mask="key_padding_holes"),
         "hidden by a bias": make(**bf16, Lq=70, Lk=90).but(bias=hidden),
+        # For what return_weights asks besides the weights of all heads.
+        "some heads": make(**{**bf16, "H": 4}, Hk=2, Lq=40, Lk=140, mask="decoder", bias=(1, 4, 1, 140), dropout_p=0.3),
+        "equal weights": equals(make(**{**bf16, "H": 4}, Lq=70, Lk=200, mask="causal_bottom_right")),
     }
+
+
+def equals(p: Problem) -> Problem:
+    """Every key is there twice, in a tile that is visited late and in one that is visited early."""
+    return p.but(k=torch.cat([p.k[:, :, :100], p.k[:, :, :100]], 2))
 
 
 def poisoned(p: Problem) -> Problem:
@@ -80,6 +89,17 @@ BUGS = [
     Bug("a mask's columns swapped", "all", SCORES, "(seen >> j & 1)", "(seen >> (j ^ 1) & 1)"),
     Bug("columns past the width", "full", "attention/tile.cuh", "column < x.columns && inside(row));", "inside(row));"),
     Bug("weights as coarse as lse", "far", WEIGHTS, "total > 0.0f ? 1.0f / total", "total > 0.0f ? 1.0f"),
+    Bug("another head of the mean", "some heads", WEIGHTS, "(means ? i : place)", "(means ? 0 : place)"),
+    Bug("the sum for the mean", "some heads", WEIGHTS, " / (means ? p.heads : 1)", ""),
+    Bug("heads one apart", "some heads", WEIGHTS, "p.head_step * (", "(p.head_step < 0 ? -1 : 1) * ("),
+    Bug("q and k overwritten", "some heads", WEIGHTS, "    __syncthreads();  // q and k were read\n", ""),
+    Bug("the key tile of another block", "some heads", WEIGHTS, "(adds_up ? i : static_cast<int>(blockIdx.y))", "i"),
+    Bug("dropout where weights add up", "some heads", WEIGHTS, "dropout.active() && !adds_up", "dropout.active()"),
+    Bug("hidden keys aligned", "some heads", ALIGNMENT, "if (i < walk.partial)", "if (false)"),
+    Bug("an alignment without the bias", "some heads", ALIGNMENT, "if (p.bias.data != nullptr)", "if (false)"),
+    Bug("columns of a quad mixed up", "some heads", ALIGNMENT, "n0 + j / 2 * 8 + 2 * c", "n0 + j / 2 * 8 + c"),
+    Bug("half a quad compared", "some heads", ALIGNMENT, "apart < 4", "apart < 2"),
+    Bug("the last of equal keys", "equal weights", ALIGNMENT, "its_key < key)", "its_key > key)"),
     Bug("bits in another order", "lists", "attention/mask.cuh", "bit / 2 * 8 + word * 2", "bit / 2 * 8 + word"),
     Bug("lists without the class before", "padding", PREPARE, "places + total + __popc", "places + __popc"),
     Bug("the end of an interval", "lists", PREPARE, "n < end;", "n <= end;"),
@@ -111,6 +131,9 @@ def fails(extension: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
             for order in ("forward", "reverse"):
                 monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
                 p = problems()[name]
+                if name in ("some heads", "equal weights"):
+                    check_wishes(p)
+                    continue
                 actual = solve(poisoned(p), room_call("cuda", torch.device("cpu")), needs="")
                 compare(p, actual, ("out", "weights") if name == "far" else ("out", "lse", "weights"))
                 if name == "far":  # where the plain formula's lse is no better
@@ -122,6 +145,13 @@ def fails(extension: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     finally:
         fastattn.cuda.load_host_runner(None)
     return False
+
+
+def check_wishes(p: Problem) -> None:
+    if p.bias is None:
+        keys = ask("cuda")(p, "argmax")
+        assert (keys[keys >= 0] < 100).all(), "not the first of equal keys"
+    check(p, ask("cuda"))
 
 
 def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

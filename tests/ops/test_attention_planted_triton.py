@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import weights_checks
 from attention_checks import check, make, room_call
 from test_attention_edge import spread
 
@@ -107,6 +108,28 @@ def test_each_bug_is_caught(interpreted: None, bug: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(place, name, spoil(getattr(place, name)))
     with pytest.raises(AssertionError, match=f"^{result}: error"):
         check(make(**PROBLEM), attend)
+
+
+@pytest.mark.parametrize(
+    "module, name, spoil",
+    [
+        ("weights", "keep_elements", _key_off),
+        ("weights", "dropout_keep", _row_off),
+        ("weights", "program_place", lambda f: lambda *args: (*f(*args)[:2], f(*args)[2] * 0)),
+        ("alignment", "keep_elements", _key_off),
+        ("alignment", "load_bias", _query_off),
+        ("alignment", "tile_at", lambda f: lambda i, *rest: f(i * 0, *rest)),
+    ],
+)
+def test_bugs_of_wished_weights_are_caught(
+    interpreted: None, module: str, name: str, spoil: Spoil, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    room_call("triton", device)
+    p = make(**{**PROBLEM, "H": 4, "bias": (1, 4, 20, 140)})
+    place = importlib.import_module(f"fastattn.kernels.attention.{module}")
+    monkeypatch.setattr(place, name, spoil(getattr(place, name)))
+    with pytest.raises(AssertionError, match="^weights: error" if module == "weights" else "^alignment:"):
+        weights_checks.check(p, weights_checks.ask("triton"))
 
 
 def test_32_bit_offsets_are_caught(interpreted: None, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
