@@ -48,6 +48,7 @@ def attention_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    wanted: Wanted,
     backend: str,
 ) -> Tensor:
     """The weights, without a gradient, as one operator in a traced graph."""
