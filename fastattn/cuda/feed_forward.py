@@ -99,21 +99,13 @@ def _with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
 
-def feed_forward_fwd(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d); weight2: (d_out, d_ff).
-
-    Returns out (tokens, d_out) and what the backward wants: relu (h,), (tokens, d_ff); else (z,), as wide as weight1.
-    """
-    (tokens, d), columns, d_ff = x.shape, weight1.shape[0], weight2.shape[1]
+def feed_forward_hidden(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d). Returns h (tokens, d_ff) and what the
+    backward wants: relu h itself, else z, as wide as weight1."""
+    (tokens, d), columns = x.shape, weight1.shape[0]
+    d_ff = columns // (2 if activation in GATED_FORMS else 1)
     saves_z = activation != "relu"
     route = route_of(x, weight1, d_ff, 2 if saves_z else 4)
     if route == Route.CUBLAS:
@@ -130,7 +122,23 @@ def feed_forward_fwd(
             tokens, d_ff, *_how(activation), address(rng_state), *dropout_constants(dropout_p),
             DTYPES[x.dtype], device_index(x), stream(x),
         )  # fmt: skip
-    return _with_bias(h, weight2, bias2), (z,)
+    return h, z
+
+
+def feed_forward_fwd(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """weight2: (d_out, d_ff); the others as in feed_forward_hidden. Returns out (tokens, d_out), and for the backward
+    what that returns."""
+    h, kept = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
+    return _with_bias(h, weight2, bias2), (kept,)
 
 
 def feed_forward_bwd(

@@ -289,10 +289,11 @@ def feed_forward(
     activation: str,
     dropout_p: float,
     rng_state: Tensor | None,
+    recompute: bool,
     backend: str,
 ) -> Tensor:
     """out, differentiable, as one operator in a traced graph."""
-    return feed_forward_op(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend)[0]
+    return feed_forward_op(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, recompute, backend)[0]
 
 
 @torch.library.custom_op("fastattn::feed_forward", mutates_args=())
@@ -305,17 +306,19 @@ def feed_forward_op(
     activation: str,
     dropout_p: float,
     rng_state: Tensor | None,
+    recompute: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     room = load_room("feed_forward", backend)
     out, (kept,) = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
-    return out, kept
+    return out, x.new_empty(0, weight1.shape[0]) if recompute else kept
 
 
 @feed_forward_op.register_fake
-def _(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend):
+def _(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, recompute, backend):
     tokens = x.shape[0]
-    return x.new_empty(tokens, weight2.shape[0]), x.new_empty(tokens, weight1.shape[0])  # kept: h of relu, else z
+    kept = x.new_empty(0 if recompute else tokens, weight1.shape[0])  # h of relu, else z
+    return x.new_empty(tokens, weight2.shape[0]), kept
 
 
 @torch.library.custom_op("fastattn::feed_forward_backward", mutates_args=())
@@ -333,9 +336,9 @@ def feed_forward_backward_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     room = load_room("feed_forward", backend)
-    grads = room.feed_forward_bwd(
-        dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, (kept,)
-    )
+    if len(kept) < len(x):
+        kept = room.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
+    grads = room.feed_forward_bwd(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, (kept,))
     dx, dweight1, dbias1, dweight2, dbias2 = (x.new_empty(0) if grad is None else grad for grad in grads)
     return dx, dweight1, dbias1, dweight2, dbias2
 
@@ -349,7 +352,7 @@ def _(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state,
 
 
 def _feed_forward_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend = inputs
+    x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, _, backend = inputs
     ctx.save_for_backward(x, weight1, bias1, weight2, bias2, rng_state, output[1])
     ctx.options = (activation, dropout_p, backend)
 
@@ -362,7 +365,7 @@ def _feed_forward_backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple:
         dout.contiguous(), x, *weights, activation, dropout_p, rng_state, kept, backend
     )
     dbias1, dbias2 = (None if b is None else db for b, db in ((bias1, dbias1), (bias2, dbias2)))
-    return dx, dweight1, dbias1, dweight2, dbias2, None, None, None, None
+    return dx, dweight1, dbias1, dweight2, dbias2, None, None, None, None, None
 
 
 feed_forward_op.register_autograd(_feed_forward_backward, setup_context=_feed_forward_setup)

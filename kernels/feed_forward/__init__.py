@@ -6,6 +6,7 @@ from torch import Tensor
 from ..common.launch import refuse_device
 from .backward import feed_forward_bwd as feed_forward_bwd
 from .forward import feed_forward_fwd as feed_forward_fwd
+from .forward import feed_forward_hidden as feed_forward_hidden
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -74,22 +74,13 @@ def feed_forward_fwd_kernel(
         tl.store(h + place, value.to(h.dtype.element_ty), mask=inside)
 
 
-def feed_forward_fwd(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d); weight2: (d_out, d_ff).
-
-    Returns out (tokens, d_out) and what the backward wants: relu (h,), (tokens, d_ff); else (z,), as wide as weight1.
-    """
-    (tokens, d), d_ff = x.shape, weight2.shape[1]
+def feed_forward_hidden(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d). Returns h (tokens, d_ff) and what the
+    backward wants: relu h itself, else z, as wide as weight1."""
     gated = activation in GATED_FORMS
+    (tokens, d), d_ff = x.shape, weight1.shape[0] // (2 if gated else 1)
     h = x.new_empty(tokens, d_ff)
     z = h if activation == "relu" else x.new_empty(tokens, weight1.shape[0])
     threshold, scale = dropout_constants(dropout_p)
@@ -106,5 +97,21 @@ def feed_forward_fwd(
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
+    return h, z
+
+
+def feed_forward_fwd(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """weight2: (d_out, d_ff); the others as in feed_forward_hidden. Returns out (tokens, d_out), and for the backward
+    what that returns."""
+    h, kept = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
     out = h @ weight2.t() if bias2 is None else torch.addmm(bias2, h, weight2.t())
-    return out, (z,)
+    return out, (kept,)

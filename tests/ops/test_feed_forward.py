@@ -98,6 +98,33 @@ def test_mask_is_the_rule(room: str, dropout_p: float, activation: str, device: 
         assert torch.equal(dweight1.T != 0, keep)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_recompute(room: str, activation: str, device: torch.device) -> None:
+    """Equal bits, dropout's among them, with nothing of the hidden layer kept between forward and backward."""
+    p, call = make(activation, 0.3, device=device), room_call(room, device)
+
+    def again(*inputs: Tensor) -> Tensor:
+        kept: list[torch.Size] = []
+
+        def note(t: Tensor) -> Tensor:
+            kept.append(t.shape)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = feed_forward(*inputs, backend=room, recompute=True)
+        assert not {p.weight1.shape[0], p.weight2.shape[1]} & {shape[-1] for shape in kept if shape[:1] == (21,)}
+        return out
+
+    plain_results = solve(p, call)
+    for name, plain, recomputed in zip(Results._fields, plain_results, solve(p, again), strict=True):
+        assert torch.equal(plain, recomputed), name
+    torch.manual_seed(p.seed)
+    with torch.no_grad():
+        out = feed_forward(*p.inputs, activation, 0.3, backend=room, recompute=True)
+    assert torch.equal(out, plain_results.out)
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_draws(room: str, device: torch.device) -> None:
     """A new mask at every call; the same one under the same seed."""
@@ -216,7 +243,9 @@ def test_library_operators(room: str, activation: str, has_bias: bool, dropout_p
     p = make(activation, dropout_p, tokens=6, has_bias=has_bias, device=device)
     inputs = [None if t is None else t.requires_grad_() for t in p.inputs]
     rng_state = philox.draw_rng_state(device) if dropout_p else None
-    torch.library.opcheck(_library.feed_forward_op, (*inputs, activation, dropout_p, rng_state, room))
+    for recompute in (False, True):
+        arguments = (*inputs, activation, dropout_p, rng_state, recompute, room)
+        torch.library.opcheck(_library.feed_forward_op, arguments)
 
 
 def test_triton_refuses_float64(device: torch.device) -> None:
