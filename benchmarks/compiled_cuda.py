@@ -1,7 +1,8 @@
 """Every CUDA kernel of csrc/, as setup.py builds it with nvcc, taken apart by cuobjdump.
 
-Kernels are found in the extension, so a new one needs no line here. Threads are those of __launch_bounds__, unless
-compiled_work.py knows what the launch takes. An extension that lies in fastattn/ and is newer than its sources, as
+Kernels are found in the extension, so a new one needs no line here. Threads and dynamic shared memory are those of the
+launch, as compiled_launches.py finds them; of a kernel that it does not know, those of __launch_bounds__, and none. An
+extension that lies in fastattn/ and is newer than its sources, as
 after `pip install -e .`, is taken as it is: compiling takes minutes.
 """
 
@@ -14,11 +15,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from compiled_launches import Launch
 from compiled_sass import Kernel, instruction_mix
-from compiled_work import cuda_launch
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHS = {"sm_80": "sm_80", "sm_90": "sm_90a", "sm_90a": "sm_90a"}  # what setup.py builds, and its name in the record
@@ -67,8 +68,9 @@ def extension(folder: Path) -> Path:
     return folder / "lib" / "fastattn" / name
 
 
-def kernels(binary: Path) -> list[Kernel]:
-    """Every kernel of a library or an object file, by architecture and name."""
+def kernels(binary: Path, launches: Mapping[str, Launch]) -> list[Kernel]:
+    """Every kernel of a library or an object file, by architecture and name. launches: by mangled name."""
+    launched = {demangled(symbol): launch for symbol, launch in launches.items()}  # two compilers' names, alike now
     used = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)"
     usage = {
         (arch, symbol): tuple(map(int, numbers))
@@ -79,21 +81,21 @@ def kernels(binary: Path) -> list[Kernel]:
     for arch, symbol, sass in functions(binary):
         registers, stack, static = usage[arch, symbol]
         name, arguments = demangled(symbol)
-        launch = cuda_launch(name, arguments)
-        block = launch.threads if launch else None
-        if block is None:
+        launch = launched.get((name, arguments))
+        if launch is None:
             threads = dict(_max_threads(binary)) if threads is None else threads
-            block = threads.get(symbol, 1024)
+            launch = Launch(threads.get(symbol, 1024), 0)
         kernel = Kernel(
             language="cuda",
             arch=ARCHS[arch],
             name=name,
             case=arguments,
-            warps=block // 32,
+            warps=launch.threads // 32,
             registers=registers,
             stack=stack,
-            shared=max(static - _RESERVED[ARCHS[arch]], 0) + (launch.shared if launch else 0),
+            shared=max(static - _RESERVED[ARCHS[arch]], 0) + launch.shared,
             instructions=instruction_mix(sass),
+            launched=(name, arguments) in launched,
         )
         found.append(kernel)
     return sorted(found, key=lambda kernel: (kernel.arch, kernel.name, kernel.case))

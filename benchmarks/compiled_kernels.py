@@ -11,7 +11,8 @@ new record, where it can be read. With other compilers only lost tensor cores, l
 fit fail; fewer blocks a multiprocessor and spilled registers are told. The CUDA kernels need nvcc; where it is missing
 they are left out, and that is said.
 
-compiled_triton.py and compiled_cuda.py compile, compiled_sass.py reads machine code, compiled_work.py holds formulas.
+compiled_triton.py and compiled_cuda.py compile, compiled_launches.py asks the CUDA launchers for their shared memory,
+compiled_sass.py reads machine code, compiled_work.py holds formulas.
 Results are kept in build/compiled by what they were made of; processes that want the same wait for each other.
 """
 
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import compiled_cuda
+import compiled_launches
 import compiled_triton
 from compiled_sass import Kernel
 from compiled_work import CEILINGS, work_of
@@ -62,8 +64,9 @@ def cuda_extension() -> Path:
 def cuda_kernels() -> list[Kernel]:
     """Every CUDA kernel. Where compiled_cuda.why_not() is None."""
     library = cuda_extension()
-    made_by = [ROOT / "benchmarks" / f"compiled_{name}.py" for name in ("cuda", "sass", "work")]
-    return _kept("cuda", [library, *made_by], {}, functools.partial(compiled_cuda.kernels, library))
+    made_by = [ROOT / "benchmarks" / f"compiled_{name}.py" for name in ("cuda", "sass", "launches")]
+    made_by += sorted((ROOT / "fastattn" / "cuda").glob("*.py"))  # they choose among the kernels
+    return _kept("cuda", [library, *made_by], {}, lambda: compiled_cuda.kernels(library, compiled_launches.launches()))
 
 
 @contextlib.contextmanager
@@ -101,7 +104,7 @@ def entries(kernels: Sequence[Kernel]) -> dict[str, dict[str, Any]]:
         repeated[name] += 1  # a kernel that is launched in two forms in one case
         name += f" {repeated[name]}" if repeated[name] > 1 else ""
         fields = asdict(kernel)
-        for told in ("language", "arch", "name", "case"):
+        for told in ("language", "arch", "name", "case", *(("launched",) if kernel.launched else ())):
             del fields[told]
         instructions = fields.pop("instructions")
         work = work_of(kernel.language, kernel.name, kernel.case)

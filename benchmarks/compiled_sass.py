@@ -47,6 +47,7 @@ class Kernel:
     dots: int = 0
     tensor_core_dots: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
+    launched: bool = True  # False: nobody knows how, so warps are a guess, and what is shared dynamically is missing
 
     def count(self, *prefixes: str) -> int:
         """Instructions of these names, and of these names at any width: "LDG" counts LDG.128, not LDGSTS."""

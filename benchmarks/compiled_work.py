@@ -50,23 +50,23 @@ class Work(NamedTuple):
         return limit, seconds[limit] * 1e6
 
 
-class Launch(NamedTuple):
-    """Of a CUDA kernel. threads: of a block, where __launch_bounds__ says more; shared: dynamic, bytes, where known."""
-
-    work: Work
-    threads: int | None = None
-    shared: int = 0
-
-
 def _size(dtype: str) -> int:
     return 2 if dtype in _HALF else 4
 
 
 def _attention(
-    products: int, matrices: int, rows: int, bias: int = 1, square: int = 0, batch: int = 4, length: int = 4096
+    products: int,
+    matrices: int,
+    rows: int,
+    bias: int = 1,
+    square: int = 0,
+    batch: int = 4,
+    length: int = 4096,
+    special: int = 1,
 ) -> Callable[[str], Work]:
-    """The work of a kernel that takes `products` products of all visible pairs and reads or writes so many (B, H, L, D)
-    matrices, (B, H, L) float32 vectors, the bias and (B, H, L, L) matrices. Causal, H 16, B * L 16384.
+    """The work of a kernel that takes `products` products of all visible pairs, and of each `special` exponentials, and
+    reads or writes so many (B, H, L, D) matrices, (B, H, L) float32 vectors, the bias and (B, H, L, L) matrices.
+    Causal, H 16, B * L 16384.
     """
     B, H, L = batch, 16, length
 
@@ -75,13 +75,13 @@ def _attention(
         pairs = L * (L + 1) / 2
         byte = B * H * L * (matrices * head_dim * _size(dtype) + rows * 4) + B * H * L * L * square * _size(dtype)
         byte += (B * pairs if "lists" in case else 0) + (bias * H * pairs * 4 if "bias" in case else 0)
-        return Work(dtype, 2 * products * B * H * pairs * head_dim, byte, B * H * pairs if products else 0)
+        return Work(dtype, 2 * products * B * H * pairs * head_dim, byte, special * B * H * pairs * (products > 0))
 
     return work
 
 
 def _attention_rows(case: str) -> Work:
-    """Exact float32 walks the keys again; 16-bit types look at their lse and stop."""
+    """Exact float32 walks the keys again; other types look at their lse and stop."""
     return _attention(2, 4, 3)(case) if case.startswith("float32") else _attention(0, 0, 2, bias=0)(case)
 
 
@@ -148,56 +148,103 @@ TRITON: dict[str, Callable[[str], Work]] = {
 _CUDA_DTYPES = {"float": "float32", "Tf32": "tf32", "__nv_bfloat16": "bfloat16", "__half": "float16"}
 
 
-def _cuda_norm_forward(case: str) -> Launch:
-    """A warp a row, four rows a block; its row is 256 columns a chunk."""
-    x, _, chunks, _ = case.split(", ")
-    return Launch(_norm(2, 2, 2)(f"{_CUDA_DTYPES[x]} hidden {256 * int(chunks)}"), 128, 128)
+def _of_cuda(work: Callable[[str], Work], more: str = "") -> Callable[[str], Work]:
+    """Template arguments: the type, and the head dimension, alone or as that of the tiles; 64 where it is not there.
+
+    more: what the formula is to know besides.
+    """
+
+    def of(case: str) -> Work:
+        dtype, head_dim = re.match(r"(\w+)(?:, (?:\S+<)?(\d+))?", case).groups()
+        return work(f"{_CUDA_DTYPES[dtype]} D{head_dim or 64}{more}")
+
+    return of
 
 
-def _cuda_norm_backward(case: str) -> Launch:
-    """Up to hidden 512 eight rows a block of 256 threads, whose sums of two vectors lie in shared memory; four chunks
-    are for rows of 16384, a block of 512 threads each."""
-    x, _, chunks, _ = case.split(", ")
-    hidden = {"1": 256, "2": 512, "4": 16384}[chunks]
-    work = _norm(3, 2, 2)(f"{_CUDA_DTYPES[x]} hidden {hidden}, dropout")
-    return Launch(work, 512, 256) if chunks == "4" else Launch(work, 256, 256 + 8 * hidden)
+def _cuda_norm(work: Callable[[str], Work], hidden_of: dict[str, int]) -> Callable[[str], Work]:
+    """Template arguments: the type first; the first number says how many chunks of its row a thread holds.
+
+    hidden_of: a width at which it does.
+    """
+
+    def of(case: str) -> Work:
+        hidden = hidden_of[re.search(r"\b\d+", case)[0]]
+        return work(f"{_CUDA_DTYPES[case.split(', ')[0]]} hidden {hidden}, dropout")
+
+    return of
 
 
-def _cuda_attention(work: Callable[[str], Work]) -> Callable[[str], Launch]:
-    """Template arguments: the type, and the head dimension, alone or as that of the tiles."""
-
-    def launch(case: str) -> Launch:
-        dtype, head_dim = re.match(r"(\w+), (?:\S+<)?(\d+)", case).groups()
-        return Launch(work(f"{_CUDA_DTYPES[dtype]} D{head_dim}"))
-
-    return launch
+def _cuda_dkdv_sm90(case: str) -> Work:
+    """The last template argument: 0 makes dk, 1 dv, 2 both, 3 both and dq, which is added up in float32."""
+    products, matrices = {"0": (3, 5), "1": (2, 4), "2": (4, 6), "3": (5, 8)}[case[-1]]
+    return _of_cuda(_attention(products, matrices, rows=2))(case)
 
 
-# CUDA: kernel -> launch, from its template arguments. A kernel that is not here is still recorded and compared, with
-# the threads of its __launch_bounds__ and without dynamic shared memory and a bound.
-CUDA: dict[str, Callable[[str], Launch]] = {
-    "add_layer_norm::forward_kernel": _cuda_norm_forward,
-    "add_layer_norm::backward_kernel": _cuda_norm_backward,
-    "add_layer_norm::add_partial_kernel": lambda w: Launch(_partials(f"{_CUDA_DTYPES[w]} hidden 1024"), 512, 4096),
-    "attention::forward_kernel": _cuda_attention(_attention(products=2, matrices=4, rows=1)),
-    "attention::forward_sm90_kernel": _cuda_attention(_attention(products=2, matrices=4, rows=1)),
-    "attention::backward_dq_kernel": _cuda_attention(_attention(products=3, matrices=6, rows=2)),
-    "attention::backward_dkdv_kernel": _cuda_attention(_attention(products=4, matrices=6, rows=2)),
-    "attention::backward_sm90_kernel": _cuda_attention(_attention(products=5, matrices=8, rows=2)),  # dq in float32
-    "attention::short_backward_kernel": _cuda_attention(
-        _attention(products=5, matrices=8, rows=1, batch=128, length=128)
-    ),
-    "attention::weights_kernel": _cuda_attention(_attention(products=1, matrices=2, rows=1, square=1)),
+def _cuda_feed_forward(backward: bool) -> Callable[[str], Work]:
+    """Template arguments: the type. Activations are taken at run time: relu."""
+    return lambda case: _feed_forward(backward)(f"{_CUDA_DTYPES[case]} relu")
+
+
+def _hidden_layer(matrices: int) -> Callable[[str], Work]:
+    """Template arguments: the type first. So many (8192, 2048) matrices: relu again."""
+
+    def of(case: str) -> Work:
+        dtype = _CUDA_DTYPES[case.split(", ")[0]]
+        return Work(dtype, 0, matrices * 8192 * 2048 * _size(dtype))
+
+    return of
+
+
+def _hidden_sums(case: str) -> Work:
+    """A row of sums for every 64 of 8192 tokens, 2048 wide."""
+    return Work("float32", 0, 2048 * (8192 / 64 * 4 + _size(_CUDA_DTYPES[case])))
+
+
+def _mask(byte_per_pair: float) -> Callable[[str], Work]:
+    """Preparation of a mask (4, 1, 4096, 4096): bytes read and written for each of its elements."""
+    return lambda case: Work("float32", 0, 4 * 4096**2 * byte_per_pair)
+
+
+_BITS = 1 / 8  # of a byte, for each element of a mask
+_TILE = 64 * 64
+_NORM_FORWARD = {"1": 256, "2": 512, "4": 1024}
+_NORM_BACKWARD = {"1": 256, "2": 512, "4": 16384}  # it holds two chunks as long as a block is wide enough
+
+# CUDA: kernel -> work, from its template arguments. A new kernel needs a line here, and what launches it
+# (compiled_launches.py): tests/test_compiled_kernels.py asks for both.
+CUDA: dict[str, Callable[[str], Work]] = {
+    "add_layer_norm::forward_kernel": _cuda_norm(_norm(2, 2, 2), _NORM_FORWARD),
+    "add_layer_norm::backward_kernel": _cuda_norm(_norm(3, 2, 2), _NORM_BACKWARD),
+    "add_layer_norm::add_partial_kernel": lambda w: _partials(f"{_CUDA_DTYPES[w]} hidden 1024"),
+    "attention::forward_kernel": _of_cuda(_attention(products=2, matrices=4, rows=1)),
+    "attention::forward_sm90_kernel": _of_cuda(_attention(products=2, matrices=4, rows=1)),
+    "attention::backward_rows_kernel": _of_cuda(_attention_rows),
+    "attention::backward_dq_kernel": _of_cuda(_attention(products=3, matrices=6, rows=2)),
+    "attention::backward_dkdv_kernel": _of_cuda(_attention(products=4, matrices=6, rows=2)),
+    "attention::bias_gradient_kernel": _of_cuda(_attention(products=2, matrices=4, rows=2, bias=2), ", bias"),
+    "attention::backward_rows_sm90_kernel": _of_cuda(_attention(products=0, matrices=2, rows=3)),  # out and dout
+    "attention::backward_dq_sm90_kernel": _of_cuda(_attention(products=3, matrices=5, rows=2)),
+    "attention::backward_dkdv_sm90_kernel": _cuda_dkdv_sm90,
+    "attention::backward_round_sm90_kernel": _of_cuda(_attention(products=0, matrices=3, rows=0)),  # the sum is float32
+    "attention::short_backward_kernel": _of_cuda(_attention(products=5, matrices=8, rows=1, batch=128, length=128)),
+    "attention::weights_kernel": _of_cuda(_attention(products=1, matrices=2, rows=1, square=1)),
+    "attention::alignment_kernel": _of_cuda(_attention(products=1, matrices=2, rows=2, special=0)),  # a key: 8 bytes
+    "attention::pack_bits_kernel": _mask(1 + _BITS),
+    "attention::transpose_bits_kernel": _mask(2 * _BITS),
+    "attention::classify_tiles_kernel": _mask(_BITS + 1 / _TILE),
+    "attention::list_tiles_kernel": _mask((1 + 4) / _TILE),
+    "attention::seen_keys_kernel": _mask(_BITS),
+    "feed_forward::forward_product_kernel": _cuda_feed_forward(backward=False),
+    "feed_forward::forward_product_sm90_kernel": _cuda_feed_forward(backward=False),
+    "feed_forward::forward_pointwise_kernel": _hidden_layer(matrices=2),  # z; h
+    "feed_forward::backward_product_kernel": _cuda_feed_forward(backward=True),
+    "feed_forward::backward_product_sm90_kernel": _cuda_feed_forward(backward=True),
+    "feed_forward::backward_pointwise_kernel": _hidden_layer(matrices=3),  # dh, h; dz
+    "feed_forward::add_partial_kernel": _hidden_sums,
 }
-
-
-def cuda_launch(name: str, case: str) -> Launch | None:
-    return CUDA[name](case) if name in CUDA else None
 
 
 def work_of(language: str, name: str, case: str) -> Work | None:
     """By formula, or None where there is none."""
-    if language == "triton":
-        return TRITON[name](case) if name in TRITON else None
-    launch = cuda_launch(name, case)
-    return launch.work if launch else None
+    formula = {"triton": TRITON, "cuda": CUDA}[language].get(name)
+    return formula(case) if formula else None

@@ -115,7 +115,7 @@ def compare(dtype: torch.dtype, sides: Sequence[str], problem: Problem, again: P
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("host", "device"), help="one side")
-    parser.add_argument("--kept", type=Path, default=ROOT / "build" / "host", help="where the host build is kept")
+    parser.add_argument("--kept", type=Path, metavar="FOLDER", help="where the host build is kept (build/host)")
     arguments = parser.parse_args(argv)
     sides = [arguments.only] if arguments.only else ["host", "device"]
     if "device" in sides and not torch.cuda.is_available():
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if reason := host_build.why_not():
             parser.error(reason)
-        library = host_build.build("_C", host_build.extension_sources(), arguments.kept)
+        library = host_build.build("_C", host_build.extension_sources(), arguments.kept or host_build.KEPT)
         fastattn.cuda.load_host_runner(library)
     served = failed = 0
     on_host = all_problems(torch.device("cpu"))

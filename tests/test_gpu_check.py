@@ -145,12 +145,11 @@ def test_shards_are_all_tests_once(shards: int) -> None:
 
 
 @pytest.fixture
-def host_runner(request: pytest.FixtureRequest) -> Any:
+def host_runner() -> Any:
     """fastattn._C for the CPU, from the folder that the tests of tests/cuda build in."""
     if reason := host_build.why_not():
         pytest.skip(reason)
-    folder = request.config.cache.mkdir("fastattn-host")
-    library = host_build.build("_C", host_build.extension_sources(), folder)
+    library = host_build.build("_C", host_build.extension_sources(), host_build.KEPT)
     fastattn.cuda.load_host_runner(library)
     with host_device.fixed_dropout():
         yield

@@ -1,18 +1,20 @@
 // Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns.
+// Where FASTATTN_HOST_LAUNCHES names a file, nothing runs: a line there says which kernel, by its place in this library,
+// how many blocks, how many threads each, and how much shared memory. benchmarks/compiled_launches.py reads it.
 #pragma once
 #include "host/block.h"
 
 namespace fastattn {
 namespace host {
 
-void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
+void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
 }  // namespace host
 
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t /*stream*/,
             Arguments... arguments) {
-  host::run_grid(grid, block, shared_bytes, [&] { kernel(arguments...); });
+  host::run_grid(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, [&] { kernel(arguments...); });
 }
 
 template <class Shared>

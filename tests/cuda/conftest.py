@@ -18,11 +18,11 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 @pytest.fixture(scope="session")
-def build_folder(request: pytest.FixtureRequest) -> Path:
+def build_folder() -> Path:
     """Where builds of csrc/ for the CPU are kept between sessions."""
     if reason := host_build.why_not():
         pytest.skip(reason)
-    return request.config.cache.mkdir("fastattn-host")
+    return host_build.KEPT
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from pathlib import Path
 import pybind11
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
+KEPT = CSRC.parent / "build" / "host"  # where tests and benchmarks share what is built
 CXX = os.environ.get("CXX", "g++")
 HOST_SOURCES = tuple(sorted((CSRC / "host").glob("*.cpp")))
 ORDERS = ("forward", "reverse", "1", "2")  # of warps, lanes and blocks, for FASTATTN_HOST_ORDER: csrc/host/block.h

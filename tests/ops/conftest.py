@@ -17,12 +17,11 @@ import host_build  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def host_extension(request: pytest.FixtureRequest) -> Path | None:
+def host_extension() -> Path | None:
     """fastattn._C, built for the CPU; None where it cannot be."""
     if host_build.why_not() is not None:
         return None
-    folder = request.config.cache.mkdir("fastattn-host")
-    return host_build.build("_C", host_build.extension_sources(), folder)
+    return host_build.build("_C", host_build.extension_sources(), host_build.KEPT)
 
 
 @pytest.fixture(autouse=True)
