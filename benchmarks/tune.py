@@ -7,6 +7,9 @@ Every candidate first solves a small problem and is judged against float64, as i
 not compile or launch, is rejected and said. The others are timed on a large problem, the tile in the table first and
 last; a row changes only when the new tile's slower quartile beats the old one's faster quartile. On a GPU the
 candidates are compiled beforehand, in a process a core: they share Triton's cache. tune_tables.py names the tables.
+
+Tiles of the CUDA kernels are template parameters: they are not searched, as a change is a compile away. In the CUDA
+rooms the search is for which of their kernels a call takes, where more than one can serve it: tune_cuda.py.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ from typing import Any
 
 import timing  # before torch: it sets what torch reads when imported
 import torch
+import tune_cuda
 from precompile import every, over_cores
-from tune_tables import ROOMS, Row, call
+from tune_tables import ROOMS as TRITON_ROOMS
+from tune_tables import Row, call
 
 from fastattn.doctor import check, devices, usable_device, versions
 
+ROOMS = TRITON_ROOMS | {"cuda_attention": tune_cuda.attention, "cuda_feed_forward": tune_cuda.feed_forward}
 BUDGET_S = 0.2  # of a candidate's samples
 
 

@@ -37,7 +37,7 @@ class Row(NamedTuple):
     paste: Callable[[tuple[int, ...]], str]
 
 
-def _randn(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def randn(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(SEED)
     return {name: torch.randn(shape, generator=generator, device=device) for name, shape in shapes.items()}
 
@@ -47,13 +47,13 @@ def _numbers(tile: tuple[int, ...]) -> str:
 
 
 def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
-    """The table of kernels/attention/config.py, by what training spends its time on. "weights" is not searched: it is
-    looked at, not trained with."""
+    """The table of kernels/attention/config.py, by what training spends its time on; of "weights" the call for them is
+    timed, the forward before it included. Its tiles are also those of rows.py."""
     from fastattn.kernels.attention import config
 
     bits_of = {torch.bfloat16: 16, torch.float32: 32}
     head_dims, dtypes = ((64,), (torch.float32,)) if quick else ((64, 128, 256), tuple(bits_of))
-    for dtype, head_dim, kernel in itertools.product(dtypes, head_dims, ("forward", "dq", "dkv", "dbias")):
+    for dtype, head_dim, kernel in itertools.product(dtypes, head_dims, ("forward", "dq", "dkv", "dbias", "weights")):
         key = kernel, bits_of[dtype], head_dim
         current = config._look_up(kernel, arch, dtype, head_dim, False)
         # Exact float32 runs on the GPU's plain cores, from small tiles. Products of 16 bits want 64 rows or columns.
@@ -65,9 +65,11 @@ def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
 
         def problem(batch: int, heads: int, length: int, head_dim: int = head_dim, kernel: str = kernel) -> Problem:
             shape = (batch, heads, length, head_dim)
-            tensors = _randn(device, query=shape, key=shape, value=shape)
+            tensors = randn(device, query=shape, key=shape, value=shape)
             if kernel == "dbias":
-                tensors |= _randn(device, attn_mask=(1, heads, length, length))
+                tensors |= randn(device, attn_mask=(1, heads, length, length))
+            if kernel == "weights":
+                return Problem("attention", "causal weights", weights_alone, tensors, {"is_causal": True})
             function = fastattn.scaled_dot_product_attention
             return Problem("attention", "causal", function, tensors, {"is_causal": True}, divided_last)
 
@@ -82,19 +84,25 @@ def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             row = ", ".join(f"Config({_numbers(column)})" for column in columns)
             return f'    ("{key[0]}", {key[1]}, {key[2]}): ({row}{"," * (len(columns) == 1)}),'
 
-        length = 1024 if dtype == torch.float32 or kernel == "dbias" else 4096
+        length = 1024 if dtype == torch.float32 or kernel in ("dbias", "weights") else 4096
         yield Row(
             f"attention {kernel}, {dtype}, D {head_dim}".replace("torch.", ""),
             "triton",
             dtype,
             checked=partial(problem, 1, 2, 48) if quick else partial(problem, 2, 2, 336),
             timed=partial(problem, 1, 2, 48) if quick else partial(problem, 4, 8, length),
-            direction="forward" if kernel == "forward" else "backward",
+            direction="forward" if kernel in ("forward", "weights") else "backward",
             current=current,
             candidates=candidates,
             use=use,
             paste=paste,
         )
+
+
+def weights_alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The attention weights, which kernels give without a gradient: here every backend's gradients are 0."""
+    _, weights = fastattn.scaled_dot_product_attention(query, key, value, **options, return_weights=True)
+    return weights.detach() + 0 * (query.sum() + key.sum() + value.sum())
 
 
 def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
@@ -113,7 +121,7 @@ def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
         candidates = [matmul.Tile(*tile) for tile in ([(16, 32, 16, 4, 1), (32, 32, 16, 4, 1)] if quick else grid)]
 
         def problem(tokens: int, activation: str = activation, rows: int = rows) -> Problem:
-            tensors = _randn(device, x=(tokens, d), weight1=(rows, d), bias1=(rows,), weight2=(d, d_ff), bias2=(d,))
+            tensors = randn(device, x=(tokens, d), weight1=(rows, d), bias1=(rows,), weight2=(d, d_ff), bias2=(d,))
             tensors["weight1"] *= d**-0.5
             tensors["weight2"] *= d_ff**-0.5
             return Problem("feed_forward", activation, fastattn.feed_forward, tensors, {"activation": activation})
@@ -157,7 +165,7 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
         ]
 
         def problem(rows: int, hidden: int = hidden) -> Problem:
-            tensors = _randn(device, x=(rows, hidden), residual=(rows, hidden), weight=(hidden,), bias=(hidden,))
+            tensors = randn(device, x=(rows, hidden), residual=(rows, hidden), weight=(hidden,), bias=(hidden,))
             return Problem("add_layer_norm", "dropout", fastattn.dropout_add_layer_norm, tensors, {"dropout_p": 0.1})
 
         def use(tile: tuple[int, ...], module: Any = module, name: str = name) -> AbstractContextManager:
@@ -188,6 +196,7 @@ def _replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
         yield
 
 
+# tune_cuda.py has those of the CUDA rooms.
 ROOMS: dict[str, Callable[[torch.device, int, bool], Iterator[Row]]] = {
     "attention": attention,
     "feed_forward": feed_forward,

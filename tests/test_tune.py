@@ -16,11 +16,15 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parent / "cuda")]
 
+import compiled_launches  # noqa: E402
+import host_build  # noqa: E402
 import tune  # noqa: E402
+import tune_cuda  # noqa: E402
 import tune_tables  # noqa: E402
 
+import fastattn.cuda  # noqa: E402
 from fastattn import dropout_add_layer_norm  # noqa: E402
 from fastattn._problems import Problem  # noqa: E402
 
@@ -137,18 +141,20 @@ def test_without_gpu_and_interpreter_it_says_what_to_do(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks in Triton's interpreter")
-@pytest.mark.parametrize("room", ["attention", "feed_forward"])
-def test_a_tile_reaches_the_launch(room: str, device: torch.device) -> None:
-    """The first row of a room: its kernel is launched with the candidate, and the result is right."""
-    row = next(tune_tables.ROOMS[room](device, 90, True))
-    launched: list[dict[str, Any]] = []
+@pytest.mark.parametrize("kernel", ["attention forward", "attention weights", "feed-forward"])
+def test_a_tile_reaches_the_launch(kernel: str, device: torch.device) -> None:
+    """Its kernel is launched with the candidate, and the result is right."""
     from fastattn.kernels.attention import forward as attention_forward
+    from fastattn.kernels.attention import weights as attention_weights
     from fastattn.kernels.feed_forward import forward as feed_forward_forward
 
-    module, name = {
-        "attention": (attention_forward, "attention_forward_kernel"),
-        "feed_forward": (feed_forward_forward, "feed_forward_fwd_kernel"),
-    }[room]
+    room, module, name = {
+        "attention forward": ("attention", attention_forward, "attention_forward_kernel"),
+        "attention weights": ("attention", attention_weights, "attention_weights_kernel"),
+        "feed-forward": ("feed_forward", feed_forward_forward, "feed_forward_fwd_kernel"),
+    }[kernel]
+    row = next(row for row in tune_tables.ROOMS[room](device, 90, True) if row.name.startswith(kernel))
+    launched: list[dict[str, Any]] = []
     kernel = getattr(module, name)
 
     class Spy:
@@ -167,3 +173,54 @@ def test_a_row_is_pasted_into_its_column() -> None:
     row = next(tune_tables.ROOMS["attention"](CPU, 80, False))
     line = row.paste((1, 2, 3, 4))
     assert line == '    ("forward", 16, 64): (Config(128, 64, 8, 3), Config(1, 2, 3, 4), Config(128, 64, 8, 2)),'
+
+
+# What one candidate of a row launches and the other does not: (part of the row's name, candidate, kernel).
+CHOICES = {
+    "attention": [
+        ("kernel of short sequences", (1,), "short_backward_kernel"),
+        ("kernel of short sequences", (0,), "backward_dq_sm90_kernel"),
+        ("dq added up in memory", (1,), "backward_round_sm90_kernel"),
+        ("dq added up in memory", (0,), "backward_dq_sm90_kernel"),
+    ],
+    "feed_forward": [
+        ("feed-forward forward", (1,), "forward_product_sm90_kernel"),
+        ("feed-forward forward", (2,), "forward_pointwise_kernel"),
+        ("feed-forward backward", (1,), "backward_product_sm90_kernel"),
+        ("feed-forward backward", (2,), "backward_pointwise_kernel"),
+    ],
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="notes launches on a CPU")
+@pytest.mark.skipif(host_build.why_not() is not None, reason=str(host_build.why_not()))
+@pytest.mark.parametrize("room", CHOICES)
+def test_a_choice_of_the_cuda_rooms_reaches_the_launch(
+    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Hopper; csrc/host notes the launches instead of running them."""
+    library = host_build.build("_C", host_build.extension_sources(), host_build.KEPT)
+    names = dict(compiled_launches.functions(library))
+    file = tmp_path / "launches"
+    monkeypatch.setenv("FASTATTN_HOST_LAUNCHES", str(file))
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
+    fastattn.cuda.load_host_runner(library)
+    torch.use_deterministic_algorithms(False)  # as where one tunes; dq that is added up in memory gives way under it
+    try:
+        rows = list(getattr(tune_cuda, room)(CPU, 90, True))
+        for part, chosen, kernel in CHOICES[room]:
+            row = next(row for row in rows if part in row.name)
+            for tile in row.candidates:
+                file.write_text("")
+                with row.use(tile):
+                    tune_tables.call(row)()
+                launched = " ".join(names[int(line.split()[0])] for line in file.read_text().splitlines())
+                assert (kernel in launched) == (tile == chosen), (row.name, tile, launched)
+            assert tuple(row.current) in row.candidates
+    finally:
+        fastattn.cuda.load_host_runner(None)
+
+
+def test_where_no_cuda_room_serves_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(tune_cuda.attention(CPU, 90, True)) == list(tune_cuda.feed_forward(CPU, 90, True)) == []
+    assert "choices are left out: CUDA kernels serve GPU tensors" in capsys.readouterr().out
