@@ -269,7 +269,7 @@ class AttentionMask:
         if torch.compiler.is_compiling():
             return build()
         # An in-place edit of a mask tensor gives it a new version, and so a new entry.
-        key = (*key, *[0 if t is None or t.is_inference() else t._version for t in self._structure()])
+        key = (*key, *[0 if t.is_inference() else t._version for t in self._structure() if t is not None])
         if key not in self._cache:
             # What validation under torch.inference_mode prepares must serve training too.
             with torch.inference_mode(False):

@@ -15,8 +15,8 @@ FASTATTN = ROOT / "fastattn"
 # What each part of the package may import from it, itself included. The doctor and the tests stand outside.
 ALLOWED = {
     "graphs": {"models", "_dispatch"},
-    "models": {"models", "nn", "ops", "masks", "generate"},
-    "nn": {"nn", "ops", "masks", "_dispatch"},  # whether the plain formula was asked for
+    "models": {"models", "nn", "ops", "masks", "generate", "_dispatch"},
+    "nn": {"nn", "ops", "masks", "_dispatch"},  # as models do, it asks whether the plain formula was asked for
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},
     "aten": {"aten", "reference", "masks"},  # the specification's dropout bits and activations

@@ -46,9 +46,11 @@ def sequences(mask: AttentionMask, q: Tensor, k: Tensor) -> Sequences | None:
 
     Reads offsets on the host, so it is for a CPU.
     """
+    if mask.cu_seqlens_q is None or len(q) != 1:
+        return None
     (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k), bounds = mask.flatten()
     others = (attn_mask, key_padding, query_padding, mask.bias)
-    if cu_seqlens_q is None or len(q) != 1 or any(t is not None for t in others) or len(cu_seqlens_q) < 2:
+    if any(t is not None for t in others) or len(cu_seqlens_q) < 2:
         return None
     alike = cu_seqlens_q is cu_seqlens_k
     if not alike and mask.counts_from_the_end:  # would count from the end of the longest

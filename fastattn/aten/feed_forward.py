@@ -22,7 +22,8 @@ def feed_forward(
     rng_state: Tensor | None,
 ) -> Tensor:
     """As fastattn.reference.feed_forward.feed_forward, which is the specification."""
-    hidden = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)  # a matrix: of a view, relu in place costs copies in backward
+    # A matrix: relu in place on a view of one would cost copies in backward.
+    hidden = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
     hidden = hidden.relu_() if activation == "relu" else activate(hidden, activation)  # its gradient needs h alone
     out = F.linear(philox.dropout(hidden, dropout_p, rng_state), weight2, bias2)
     return out.view(*x.shape[:-1], len(weight2))

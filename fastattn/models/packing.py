@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn import _dispatch
+
 
 class Packed:
     """tokens (1, T): the T tokens of seq (B, L) that are not pad_idx, sequence by sequence.
@@ -32,3 +34,22 @@ class Packed:
         padded = x.new_zeros(self.shape.numel(), *x.shape[2:]).index_copy(0, self.index, x[0])
         return padded.unflatten(0, self.shape)
 
+
+def worth_it(
+    src_seq: Tensor, trg_seq: Tensor, gold: Tensor, src_pad_idx: int, trg_pad_idx: int, *, backend: str | None
+) -> bool:
+    """Whether a training step is faster without padding: where a quarter or more of (B, Ls) and (B, Lt) tokens is.
+
+    Only where it costs nothing to ask, on a CPU, and where packing changes no result: wherever trg_seq is padding,
+    gold is. The kernels that do not run there are left alone, and so is the plain formula, which would compute every
+    score between two sequences.
+    """
+    if src_seq.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if _dispatch.requested(backend)[0] not in (None, "aten"):
+        return False
+    trg_padding = trg_seq == trg_pad_idx
+    padding = torch.count_nonzero(trg_padding) + torch.count_nonzero(src_seq == src_pad_idx)
+    if 4 * int(padding) < trg_seq.numel() + src_seq.numel():
+        return False
+    return bool((gold[trg_padding] == trg_pad_idx).all())

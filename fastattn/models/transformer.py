@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
-from fastattn.models.packing import Packed
+from fastattn.models.packing import Packed, worth_it
 from fastattn.nn import DecoderLayer, EncoderLayer, OpenSum, PositionalEncoding
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.joint_linear import join, joint_linear
@@ -223,9 +223,9 @@ class FusedTransformer(nn.Module):
     emb_src_trg_weight_sharing: source and target embedding are one weight; for a joint vocabulary.
     attn_dropout: on attention weights. 0.1 whatever dropout is, as in the public implementation.
     norm_first, activation, n_head_kv: see OpenSum, PositionwiseFeedForward and MultiHeadAttention in fastattn.nn.
-    pack_padding: drop padding once for both stacks, so that all work is done on real tokens, whose results stay the
-        same. Logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays from
-        about a quarter of padding on.
+    pack_padding: True: drop padding once for both stacks, so that all work is done on real tokens, whose results stay
+        the same. Logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays
+        from about a quarter of padding on. None: where packing.worth_it says so, which is in ``loss`` on a CPU.
     backend: given to every op; None leaves the choice to use_backend, FASTATTN_BACKEND and each op's own order.
     ValueError where the arguments contradict each other.
 
@@ -256,7 +256,7 @@ class FusedTransformer(nn.Module):
         norm_first: bool = False,
         activation: str = "relu",
         n_head_kv: int | None = None,
-        pack_padding: bool = False,
+        pack_padding: bool | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class FusedTransformer(nn.Module):
 
         Returns logits (B * Lt, n_trg_vocab): row b * Lt + t scores the token that follows trg_seq[b, t].
         """
-        dec_output, packed = self.decode(src_seq, trg_seq)
+        dec_output, packed = self.decode(src_seq, trg_seq, bool(self.pack_padding))
         logits = self.project(dec_output)
         return (logits if packed is None else packed.unpack(logits)).flatten(0, 1)
 
@@ -324,8 +324,11 @@ class FusedTransformer(nn.Module):
         if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
             expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
             raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
-        gold = gold.reshape(trg_seq.shape)
-        dec_output, packed = self.decode(src_seq, trg_seq)
+        gold, pack = gold.reshape(trg_seq.shape), self.pack_padding
+        if pack is None:
+            pads = (self.src_pad_idx, self.trg_pad_idx)
+            pack = worth_it(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend)
+        dec_output, packed = self.decode(src_seq, trg_seq, pack)
         return linear_cross_entropy(
             dec_output,
             self.trg_word_prj.weight,
@@ -339,9 +342,9 @@ class FusedTransformer(nn.Module):
             backend=self.decoder.backend,
         )
 
-    def decode(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed | None]:
-        """The decoder's output (B, Lt, d_model) and None; or as decode_packed, with pack_padding."""
-        if self.pack_padding:
+    def decode(self, src_seq: Tensor, trg_seq: Tensor, pack: bool) -> tuple[Tensor, Packed | None]:
+        """The decoder's output (B, Lt, d_model) and None; or as decode_packed."""
+        if pack:
             return self.decode_packed(src_seq, trg_seq)
         src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
         enc_output, *_ = self.encoder(src_seq, src_mask)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, SMALL, TINY, assert_same_gradients, fused
 
-from fastattn.models.packing import Packed
+from fastattn import use_backend
+from fastattn.models.packing import Packed, worth_it
 
 
 def both(batch, **options):
@@ -83,3 +84,47 @@ def test_pack_and_unpack():
     assert packed.position.tolist() == [[0, 1, 1, 2]]
     assert packed.cu_seqlens.tolist() == [0, 2, 2, 4]
     assert packed.unpack(packed.tokens).tolist() == [[5, 6, 0], [0, 0, 0], [0, 7, 8]]
+
+
+def padded_batch(padding):
+    """Source and target (4, 10) that end in so much padding a row, and gold, the target's next tokens."""
+    src, trg = (torch.full((4, 10), 7, device=DEVICE) for _ in range(2))
+    for seq, pad in ((src, PAD_SRC), (trg, PAD_TRG)):
+        for row, count in zip(seq, padding, strict=True):
+            row[10 - count :] = pad
+    return src, trg, F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+
+
+@pytest.mark.parametrize(
+    ("padding", "backend", "expected"),
+    [((0, 0, 5, 5), None, True), ((0, 0, 5, 5), "aten", True), ((0, 0, 5, 4), None, False)]
+    + [((0, 0, 9, 9), name, False) for name in ("reference", "triton")],
+)
+def test_padding_is_dropped_where_it_pays(padding, backend, expected):
+    src, trg, gold = padded_batch(padding)
+    expected = expected and DEVICE == "cpu"
+    assert worth_it(src, trg, gold, PAD_SRC, PAD_TRG, backend=backend) == expected
+    with use_backend(backend):
+        assert worth_it(src, trg, gold, PAD_SRC, PAD_TRG, backend=None) == expected
+    gold[3, 9] = 5  # a token to learn where the target is padding: packing would lose it
+    assert not worth_it(src, trg, gold, PAD_SRC, PAD_TRG, backend=backend)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU nobody asks how much padding there is")
+def test_loss_drops_padding_by_itself_and_stays_the_same(monkeypatch):
+    src, trg, gold = padded_batch((1, 3, 5, 7))
+    models = {pack: fused(pack_padding=pack, **NO_DROPOUT) for pack in (None, False)}
+    models[False].load_state_dict(models[None].state_dict())
+    packed, decode_packed = [], type(models[None]).decode_packed
+    monkeypatch.setattr(
+        type(models[None]), "decode_packed", lambda self, *args: packed.append(self) or decode_packed(self, *args)
+    )
+    results = []
+    for model in models.values():
+        loss = model.loss(src, trg, gold, 0.1)
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+        assert model(src, trg).view(*trg.shape, -1)[3, 9].any()  # logits of padding are still there
+    assert packed == [models[None]]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=0)
+    assert_same_gradients(results[0][1], results[1][1], 1e-4)
