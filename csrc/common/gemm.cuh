@@ -48,7 +48,8 @@ struct GemmTile {
   template <class Epilogue>
   static __device__ __forceinline__ void run(const Gemm& g, int index, Shared& shared, Epilogue& epilogue) {
     const TilePlace tile = grouped_tile(index, g.m_tiles(kM), g.n_tiles());
-    const int m0 = tile.m * kM, n0 = tile.n * g.step, warp = threadIdx.x / 32, own_rows = warp % 4 * 16, own_run = warp / 4 * kRun;
+    const int m0 = tile.m * kM, n0 = tile.n * g.step;
+    const int warp = threadIdx.x / 32, own_rows = warp % 4 * 16, own_run = warp / 4 * kRun;
     epilogue.expect(m0, kM, n0, n0 + g.second, kHalf, threadIdx.x, kThreads);
 
     const int steps = (g.depth + kDepth - 1) / kDepth;
@@ -91,10 +92,11 @@ struct GemmTile {
       constexpr int kVectors = (kBTransposed ? 2 * kHalf : kDepth) / 8;  // of a line
 #pragma unroll
       for (int turn = 0; turn < kBLines * kVectors / kThreads; turn++) {
-        const int i = turn * kThreads + threadIdx.x, line = i / kVectors, vector = i % kVectors * 8, n = kBTransposed ? vector : line;
-        const int column = n < kHalf ? n0 + n : n0 + g.second + n - kHalf, k = k0 + (kBTransposed ? line : vector);
-        cp_async(stage.b + line * kBStride + vector * 2, kBTransposed ? at(g.b, k, g.b_columns, column) : at(g.b, column, g.depth, k),
-                 column < g.b_columns && k < g.depth);
+        const int i = turn * kThreads + threadIdx.x, line = i / kVectors, vector = i % kVectors * 8;
+        const int n = kBTransposed ? vector : line, k = k0 + (kBTransposed ? line : vector);
+        const int column = n < kHalf ? n0 + n : n0 + g.second + n - kHalf;
+        const T* const from = kBTransposed ? at(g.b, k, g.b_columns, column) : at(g.b, column, g.depth, k);
+        cp_async(stage.b + line * kBStride + vector * 2, from, column < g.b_columns && k < g.depth);
       }
     }
     cp_async_commit();

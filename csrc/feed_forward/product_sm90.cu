@@ -7,6 +7,10 @@
 // Work: 2 * depth FLOP an element of z or dh, 85 FLOP for a byte from L2. Bytes an element of h, beyond the operands: forward
 //   writes h, and z where it is stored; backward reads z, or h for relu, and writes dz and, but for relu, h.
 // The type of activation, gating and dropout are branches that a block takes as one: 4 kernels serve every call.
+// Compiled offline with nvcc 13.0 (no GPU has timed it yet): nothing spills, wgmma is not serialized.
+// Dropped: a backward that reads four rows of what was saved ahead, 160 bytes spilled; two rows fit.
+// Not taken without a timing: clusters of two, which halve what L2 is asked for; two warpgroups with a tile of 128 x 128 each in
+//   turns, whose epilogues are wholly beside the other's product, at 64 FLOP for a byte from L2.
 #include "common/check.h"
 #include "common/gemm_sm90.cuh"
 #include "feed_forward/product.cuh"

@@ -88,7 +88,7 @@ def route_of(a: Tensor, b: Tensor, d_ff: int, bytes_saved: int) -> Route:
     """
     speed = SPEEDS.get(compute_capability(a))
     tokens, depth = a.shape
-    if speed is None or a.dtype == torch.float32 or tokens * depth == 0 or tokens >= 2**31 or depth % 8 or d_ff % 8:
+    if speed is None or a.dtype == torch.float32 or tokens * depth == 0 or tokens >= 2**30 or depth % 8 or d_ff % 8:
         return Route.CUBLAS
     if not (a.is_contiguous() and b.is_contiguous()) or (a.data_ptr() | b.data_ptr()) % 16:
         return Route.CUBLAS
