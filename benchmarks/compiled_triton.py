@@ -73,9 +73,10 @@ class LayerNorm:
     dtype: str
     hidden: int
     dropout: bool = True
+    rms: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype} hidden {self.hidden}{', dropout' * self.dropout}"
+        return f"{self.dtype} hidden {self.hidden}{', dropout' * self.dropout}{', rms' * self.rms}"
 
     def launch(self) -> None:
         import torch
@@ -85,13 +86,44 @@ class LayerNorm:
         rows = torch.empty(2 * MULTIPROCESSORS * max(4096 // self.hidden, 1), self.hidden).to(
             getattr(torch, self.dtype)
         )
-        weight, statistic = rows[0].clone(), torch.empty(len(rows))
-        dropout_p, rng_state = _dropout(self.dropout)
-        add_layer_norm.add_layer_norm_fwd(rows, rows, weight, weight, 1e-6, dropout_p, rng_state)
-        options = (statistic, statistic, dropout_p, rng_state, True)
-        # On a CPU there would be one multiprocessor, and fewer partial sums of the weight gradients to add up.
-        with mock.patch.object(add_layer_norm.backward, "multiprocessors", lambda x: MULTIPROCESSORS):
-            add_layer_norm.add_layer_norm_bwd(rows, rows, rows, weight, weight, *options)
+        weight = rows[0].clone()
+        bias, dropout = None if self.rms else weight, _dropout(self.dropout)
+        *_, statistics = add_layer_norm.add_layer_norm_fwd(rows, rows, weight, bias, 1e-6, *dropout)
+        with _multiprocessors():
+            add_layer_norm.add_layer_norm_bwd(rows, rows, rows, weight, bias, statistics, *dropout, True)
+
+
+@dataclass(frozen=True)
+class EmbedLayerNorm:
+    """dtype: of the embedding; the result is bfloat16, as under autocast."""
+
+    arch: str
+    dtype: str
+    hidden: int
+    position: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype} hidden {self.hidden}, dropout{', position' * self.position}"
+
+    def launch(self) -> None:
+        import torch
+
+        from fastattn.kernels import embed_layer_norm
+
+        embedding = torch.empty(1024, self.hidden).to(getattr(torch, self.dtype))
+        tokens, weight = torch.zeros(8192, dtype=torch.int64), torch.empty(self.hidden)
+        inputs = (embedding, weight, weight, tokens, torch.empty(256, self.hidden), tokens if self.position else None)
+        inputs, dropout = (*inputs, 64, 2.0), _dropout(True)
+        out, statistics = embed_layer_norm.embed_layer_norm_fwd(*inputs, 1e-6, *dropout, torch.bfloat16)
+        with _multiprocessors():
+            embed_layer_norm.embed_layer_norm_bwd(out, *inputs, statistics, *dropout)
+
+
+def _multiprocessors() -> Any:
+    """On a CPU there would be one, and fewer partial sums of the weight gradients to add up."""
+    from fastattn.kernels.common import norm
+
+    return mock.patch.object(norm, "multiprocessors", lambda x: MULTIPROCESSORS)
 
 
 @dataclass(frozen=True)
@@ -154,7 +186,7 @@ class CrossEntropy:
             linear_cross_entropy.linear_cross_entropy_fwd(*options, "mean", (self.gradient == "now",) * 2 + (False,))
 
 
-Case = Attention | LayerNorm | FeedForward | CrossEntropy
+Case = Attention | LayerNorm | EmbedLayerNorm | FeedForward | CrossEntropy
 
 # A kernel takes a second or two to compile, so each flag, dtype, size and architecture is there, not every product.
 CASES: tuple[Case, ...] = (
@@ -173,6 +205,10 @@ CASES: tuple[Case, ...] = (
     LayerNorm("sm_90a", "bfloat16", 1024, dropout=False),
     LayerNorm("sm_90a", "float32", 1024),
     LayerNorm("sm_80", "bfloat16", 512),
+    *(LayerNorm(arch, "bfloat16", hidden, rms=True) for arch, hidden in (("sm_90a", 1024), ("sm_80", 4096))),
+    EmbedLayerNorm("sm_90a", "float32", 512),
+    EmbedLayerNorm("sm_90a", "bfloat16", 1024, position=True),
+    EmbedLayerNorm("sm_80", "float32", 4096, position=True),
     *(FeedForward("sm_90a", "bfloat16", activation) for activation in ("relu", "gelu", "silu", "geglu")),
     *(FeedForward("sm_90a", "bfloat16", activation, dropout=False) for activation in ("gelu", "swiglu")),
     *(FeedForward("sm_80", "bfloat16", activation) for activation in ("relu", "swiglu")),

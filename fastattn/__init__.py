@@ -9,7 +9,7 @@ from fastattn._dispatch import Explanation, explain, use_backend
 from fastattn.graphs import GraphedStep
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
-from fastattn.ops.add_layer_norm import dropout_add_layer_norm
+from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.feed_forward import feed_forward
@@ -23,6 +23,7 @@ __all__ = [
     "FusedTransformer",
     "GraphedStep",
     "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "embed_layer_norm",
     "explain",
     "feed_forward",

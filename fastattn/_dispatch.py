@@ -39,21 +39,27 @@ _contexts: list[str | None] = []  # of use_backend, innermost last; a plain list
 
 @dataclass(frozen=True)
 class Op:
-    """An op as the dispatcher knows it. ``query`` checks a call's arguments and gives (device, why_not's arguments)."""
+    """An op as the dispatcher knows it. ``query`` checks a call's arguments and gives (device, why_not's arguments).
+
+    rooms: the stem of its rooms, its own or, for a variant of another op, that op's.
+    """
 
     stem: str
     function: Callable[..., Any]
     query: Callable[..., tuple[torch.device, tuple[Any, ...]]]
+    rooms: str
 
 
 OPS: dict[str, Op] = {}
 
 
-def register(stem: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]]]) -> Callable[[Any], Any]:
+def register(
+    stem: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]]], rooms: str | None = None
+) -> Callable[[Any], Any]:
     """Decorator of an op's public function: makes it known to ``explain`` and the doctor."""
 
     def note(function: Any) -> Any:
-        OPS[stem] = Op(stem, function, query)
+        OPS[stem] = Op(stem, function, query, rooms or stem)
         return function
 
     return note
@@ -124,14 +130,15 @@ def refusal(stem: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
 def choose(stem: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
     """The backend's name and its room for this call. RuntimeError with the reason if the one asked for cannot serve."""
     name, source = requested(backend)
+    rooms = OPS[stem].rooms
     if name is not None:
-        if (reason := refusal(stem, name, arguments)) is not None:
+        if (reason := refusal(rooms, name, arguments)) is not None:
             op = OPS[stem].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) cannot serve this call: {reason}")
-        return name, load_room(stem, name)
+        return name, load_room(rooms, name)
     for name in default_order(device):
-        if refusal(stem, name, arguments) is None:
-            return name, load_room(stem, name)
+        if refusal(rooms, name, arguments) is None:
+            return name, load_room(rooms, name)
     raise AssertionError("unreachable: the reference serves everything")
 
 
@@ -167,7 +174,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     device, arguments = found.query(*args, **kwargs)
     order = default_order(device)
     order += tuple(b for b in BACKENDS if b not in order)
-    refusals = {b: refusal(found.stem, b, arguments) for b in order}
+    refusals = {b: refusal(found.rooms, b, arguments) for b in order}
     if name is None:
         name = next(b for b in default_order(device) if refusals[b] is None)
     chosen = name if refusals[name] is None else None

@@ -1,6 +1,7 @@
-// Dropout + residual + LayerNorm.   Specification: fastattn/reference/add_layer_norm.py
+// Dropout + residual + LayerNorm or RMSNorm.   Specification: fastattn/reference/add_layer_norm.py
 //
 //   z = residual + dropout(x);   out = (z - mean) * rstd * weight + bias;   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
+//   RMSNorm, where bias is null:  out = z * rstd * weight;   1 / rstd^2 = mean(z^2) + eps
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
 // (hidden,), both of type float32 or both of type T. Pointers are device pointers, of any alignment: 16-byte vectors are
@@ -15,16 +16,18 @@
 namespace fastattn::add_layer_norm {
 
 constexpr int kMaxHidden = 16384;
+constexpr int kSpan = 16;                      // blocks of the backward whose sums the last of them adds
+constexpr int kMaxBlocks = 2 * kSpan * kSpan;  // of the backward
+constexpr int kTickets = 2 * kSpan + 1;        // one for each kSpan blocks, and one for all
 
 struct Forward {
   const void* x;         // in   (rows, hidden) T
   const void* residual;  // in   (rows, hidden) T, or null: z = dropout(x)
   const void* weight;    // in   (hidden,) weight_dtype
-  const void* bias;      // in   (hidden,) weight_dtype
+  const void* bias;      // in   (hidden,) weight_dtype, or null: RMSNorm
   void* out;             // out  (rows, hidden) T
   void* z;               // out  (rows, hidden) T, the rounded sum, for backward; or null: not stored
-  float* mean;           // out  (rows,) of z before it is rounded
-  float* rstd;           // out  (rows,) likewise
+  float* statistics;     // out  (2 rows + kTickets,): mean and rstd of z before it is rounded, and zeros for backward
   int64_t rows;
   int hidden;
   float eps;
@@ -37,13 +40,12 @@ struct Backward {
   const void* dz;      // in   (rows, hidden) T, the gradient of a returned z; or null: z was not returned
   const void* z;       // in   (rows, hidden) T, from forward
   const void* weight;  // in   (hidden,) weight_dtype
-  const float* mean;   // in   (rows,) from forward
-  const float* rstd;   // in   (rows,) from forward
+  float* statistics;   // in   from forward; work: its tickets, zero again at the end
   void* dsum;          // out  (rows, hidden) T, the gradient of z: that of residual, and without dropout of x; or null
   void* dx;            // out  (rows, hidden) T, dropout applied to dsum; or null
   void* dweight;       // out  (hidden,) weight_dtype
-  void* dbias;         // out  (hidden,) weight_dtype
-  float* partial;      // work (blocks, 2, hidden), blocks = backward_blocks(): sums of dweight and dbias, block by block
+  void* dbias;         // out  (hidden,) weight_dtype, or null: RMSNorm
+  float* partial;      // work (backward_partials(blocks), 2, hidden), RMSNorm (.., hidden): sums of dweight and dbias
   int64_t rows;
   int hidden, blocks;
   Dropout dropout;
@@ -53,7 +55,10 @@ struct Backward {
 void forward(const Forward& p, cudaStream_t stream);
 void backward(const Backward& p, cudaStream_t stream);
 
-// How many blocks `backward` runs on a device of `multiprocessors`, hence how many rows `partial` has.
+// How many blocks `backward` runs on a device of `multiprocessors`.
 int backward_blocks(int64_t rows, int hidden, int multiprocessors);
+
+// How many rows `partial` has: one of each block, one of each kSpan blocks.
+constexpr int backward_partials(int blocks) { return blocks + (blocks + kSpan - 1) / kSpan; }
 
 }  // namespace fastattn::add_layer_norm

@@ -12,24 +12,24 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void forward(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t bias, uintptr_t out, uintptr_t z, uintptr_t mean,
-             uintptr_t rstd, int64_t rows, int hidden, float eps, uintptr_t rng_state, uint32_t threshold, float scale,
+void forward(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t bias, uintptr_t out, uintptr_t z,
+             uintptr_t statistics, int64_t rows, int hidden, float eps, uintptr_t rng_state, uint32_t threshold, float scale,
              int dtype, int weight_dtype, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   add_layer_norm::forward({pointer<void>(x), pointer<void>(residual), pointer<void>(weight), pointer<void>(bias),
-                           pointer<void>(out), pointer<void>(z), pointer<float>(mean), pointer<float>(rstd), rows, hidden, eps,
+                           pointer<void>(out), pointer<void>(z), pointer<float>(statistics), rows, hidden, eps,
                            {pointer<int64_t>(rng_state), threshold, scale},
                            DType(dtype), DType(weight_dtype)},
                           pointer<CUstream_st>(stream));
 }
 
-void backward(uintptr_t dout, uintptr_t dz, uintptr_t z, uintptr_t weight, uintptr_t mean, uintptr_t rstd, uintptr_t dsum,
+void backward(uintptr_t dout, uintptr_t dz, uintptr_t z, uintptr_t weight, uintptr_t statistics, uintptr_t dsum,
               uintptr_t dx, uintptr_t dweight, uintptr_t dbias, uintptr_t partial, int64_t rows, int hidden, int blocks,
               uintptr_t rng_state, uint32_t threshold, float scale, int dtype, int weight_dtype, int device,
               uintptr_t stream) {
   const DeviceGuard guard(device);
   add_layer_norm::backward({pointer<void>(dout), pointer<void>(dz), pointer<void>(z), pointer<void>(weight),
-                            pointer<float>(mean), pointer<float>(rstd), pointer<void>(dsum), pointer<void>(dx),
+                            pointer<float>(statistics), pointer<void>(dsum), pointer<void>(dx),
                             pointer<void>(dweight), pointer<void>(dbias), pointer<float>(partial), rows, hidden, blocks,
                             {pointer<int64_t>(rng_state), threshold, scale},
                             DType(dtype), DType(weight_dtype)},
@@ -40,12 +40,15 @@ int backward_blocks(int64_t rows, int hidden, int device) {
   return add_layer_norm::backward_blocks(rows, hidden, device_attribute(cudaDevAttrMultiProcessorCount, device));
 }
 
+int backward_partials(int blocks) { return add_layer_norm::backward_partials(blocks); }
+
 }  // namespace
 
 void bind_add_layer_norm(pybind11::module_& m) {
   m.def("add_layer_norm_fwd", forward);
   m.def("add_layer_norm_bwd", backward);
   m.def("add_layer_norm_bwd_blocks", backward_blocks);
+  m.def("add_layer_norm_bwd_partials", backward_partials);
 }
 
 }  // namespace fastattn

@@ -1,4 +1,4 @@
-// Forward of dropout + residual + LayerNorm.   Formula, shapes and limits: add_layer_norm.h
+// Forward of dropout + residual + LayerNorm or RMSNorm.   Formula, shapes and limits: add_layer_norm.h
 //
 // Grid: one warp a row, four rows a block, up to hidden 1024; above, one block of hidden / 1024 warps a row.
 // Registers: a thread holds up to 32 elements of z as float32, so x and residual are read once and the variance is
@@ -6,8 +6,8 @@
 // Shared memory: the warps' partial sums, where a row has several.
 // Traffic: reads x and residual, writes z and out, 8 bytes an element in 16-bit types (4 without residual and dropout,
 //   where z is x). weight and bias stay in L1. The dropout mask is computed, never stored.
-// Dropped before measuring: the dropout and the residual as template parameters. They are uniform branches, and would
-//   make four times as many kernels to compile.
+// Dropped before measuring: dropout, residual and RMSNorm as template parameters. They are uniform branches, and would
+//   make eight times as many kernels to compile.
 #include "add_layer_norm/rows.cuh"
 
 namespace fastattn::add_layer_norm {
@@ -21,6 +21,8 @@ template <class T, class W, int kChunks, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const Forward p) {
   ForwardShared& shared = shared_memory<ForwardShared>();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (blockIdx.x == 0 && thread < kTickets) p.statistics[2 * p.rows + thread] = 0.0f;
   if (row >= p.rows) return;  // whole warps, and only where a row is a warp, so at no barrier
   const int64_t start = row * p.hidden;
   const T* x = static_cast<const T*>(p.x) + start;
@@ -56,8 +58,8 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const Forward p) {
     }
   }
 
-  row_sum(sum, shared.sum);
-  const float mean = sum[0] / p.hidden;
+  row_sum(sum, shared.sum);  // by RMSNorm too: skipping it takes more registers than it saves time
+  const float mean = p.bias != nullptr ? sum[0] / p.hidden : 0.0f;
   float square[1] = {0.0f};
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
@@ -70,14 +72,15 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const Forward p) {
   }
   row_sum(square, shared.square);
   const float rstd = 1.0f / sqrtf(square[0] / p.hidden + p.eps);
-  if (threadIdx.x == 0) p.mean[row] = mean, p.rstd[row] = rstd;
+  if (threadIdx.x == 0) p.statistics[row] = mean, p.statistics[p.rows + row] = rstd;
 
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
     const int inside = columns_inside<kAligned>(column(c), p.hidden);
-    Chunk<W> weight_chunk, bias_chunk;
+    if (!kAligned) __syncwarp();  // keeps the compiler from loading all chunks at once: registers would spill
+    Chunk<W> weight_chunk, bias_chunk = {};
     weight_chunk.template load<kAligned>(static_cast<const W*>(p.weight) + column(c), inside);
-    bias_chunk.template load<kAligned>(static_cast<const W*>(p.bias) + column(c), inside);
+    if (p.bias != nullptr) bias_chunk.template load<kAligned>(static_cast<const W*>(p.bias) + column(c), inside);
     float weight[kChunk], bias[kChunk];
     weight_chunk.unpack(weight);
     bias_chunk.unpack(bias);

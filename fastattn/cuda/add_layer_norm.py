@@ -1,4 +1,4 @@
-"""The CUDA room of dropout + residual + LayerNorm. Formula, shapes and grid: csrc/add_layer_norm/."""
+"""The CUDA room of dropout + residual + LayerNorm or RMSNorm. Formula, shapes and grid: csrc/add_layer_norm/."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from torch import Tensor
 
 from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
 
-MAX_HIDDEN = 16384  # a row lives in the registers of one block; kMaxHidden of csrc/add_layer_norm/add_layer_norm.h
+# Of csrc/add_layer_norm/add_layer_norm.h:
+MAX_HIDDEN = 16384  # kMaxHidden: a row lives in the registers of one block
+TICKETS = 33  # kTickets: zeros at the end of the statistics
 
 
-def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, dropout_p: float) -> str | None:
+def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float) -> str | None:
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
     if x.dtype not in DTYPES:
         return f"the CUDA layer norm takes float32, bfloat16 and float16, got {x.dtype}"
-    if weight.dtype != bias.dtype or weight.dtype not in (torch.float32, x.dtype):
+    other = weight.dtype if bias is None else bias.dtype
+    if weight.dtype != other or weight.dtype not in (torch.float32, x.dtype):
         return (
             f"the CUDA layer norm takes weight and bias both in float32 or both in x's {x.dtype}, "
-            f"got {weight.dtype} and {bias.dtype}"
+            f"got {weight.dtype} and {other}"
         )
     if not 1 <= x.shape[-1] <= MAX_HIDDEN:
         return f"the CUDA layer norm keeps a row in registers, 1 <= hidden <= {MAX_HIDDEN}, got {x.shape[-1]}"
@@ -30,27 +33,27 @@ def add_layer_norm_fwd(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual: (rows, hidden) contiguous; weight, bias: (hidden,).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, residual: (rows, hidden) contiguous; weight, bias: (hidden,); without bias RMSNorm.
 
-    Returns out and z, both like x (z is x itself without residual and dropout), and mean, rstd: (rows,) float32.
+    Returns out and z, both like x (z is x itself without residual and dropout), and statistics: float32
+    (2 * rows + TICKETS,), mean, rstd and zeros that the backward counts its blocks with and leaves zero.
     """
     rows, hidden = x.shape
     out = torch.empty_like(x)
     z = x if residual is None and dropout_p == 0 else torch.empty_like(x)
-    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
+    statistics = torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=x.device)
     extension(x.device).add_layer_norm_fwd(
         address(x), address(residual), address(weight), address(bias),
-        address(out), 0 if z is x else address(z), address(mean), address(rstd),
+        address(out), 0 if z is x else address(z), address(statistics),
         rows, hidden, eps, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[x.dtype], DTYPES[weight.dtype], device_index(x), stream(x),
     )  # fmt: skip
-    return out, z, mean, rstd
+    return out, z, statistics
 
 
 def add_layer_norm_bwd(
@@ -58,26 +61,26 @@ def add_layer_norm_bwd(
     dz: Tensor | None,
     z: Tensor,
     weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    bias: Tensor | None,
+    statistics: Tensor,
     dropout_p: float,
     rng_state: Tensor | None,
     has_residual: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
 
-    Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias.
+    Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm).
     """
     rows, hidden = z.shape
     module, device = extension(z.device), device_index(z)
     dsum = torch.empty_like(z) if has_residual or dropout_p == 0 else None  # the gradient of z
     dx = torch.empty_like(z) if dropout_p > 0 else None
-    dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
+    dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
     blocks = module.add_layer_norm_bwd_blocks(rows, hidden, device)
-    partial = torch.empty((blocks, 2, hidden), dtype=torch.float32, device=z.device)
+    rows_of_sums = module.add_layer_norm_bwd_partials(blocks)
+    partial = torch.empty((rows_of_sums, hidden if bias is None else 2 * hidden), dtype=torch.float32, device=z.device)
     module.add_layer_norm_bwd(
-        address(dout), address(dz), address(z), address(weight), address(mean), address(rstd),
+        address(dout), address(dz), address(z), address(weight), address(statistics),
         address(dsum), address(dx), address(dweight), address(dbias), address(partial),
         rows, hidden, blocks, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),

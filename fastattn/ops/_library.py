@@ -194,13 +194,13 @@ def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, z), differentiable, as one operator in a traced graph."""
+    """(out, z), differentiable, as one operator in a traced graph. Without bias RMSNorm."""
     return add_layer_norm_op(x, residual, weight, bias, eps, dropout_p, rng_state, backend)[:2]
 
 
@@ -209,21 +209,21 @@ def add_layer_norm_op(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     room = load_room("add_layer_norm", backend)
-    out, z, mean, rstd = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
-    return out, z.clone() if z is x else z, mean, rstd  # an operator's output must not be its input
+    out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
+    return out, z.clone() if z is x else z, statistics  # an operator's output must not be its input
 
 
 @add_layer_norm_op.register_fake
 def _(x, residual, weight, bias, eps, dropout_p, rng_state, backend):
-    statistics = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(x), torch.empty_like(x), *statistics
+    statistics = x.new_empty(2 * x.shape[0] + load_room("add_layer_norm", backend).TICKETS, dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(x), statistics
 
 
 @torch.library.custom_op("fastattn::add_layer_norm_backward", mutates_args=())
@@ -232,9 +232,8 @@ def add_layer_norm_backward_op(
     dz: Tensor | None,
     z: Tensor,
     weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    bias: Tensor | None,
+    statistics: Tensor,
     dropout_p: float,
     rng_state: Tensor | None,
     has_residual: bool,
@@ -242,36 +241,37 @@ def add_layer_norm_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     room = load_room("add_layer_norm", backend)
     dx, dresidual, dweight, dbias = room.add_layer_norm_bwd(
-        dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual
+        dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual
     )
-    if dresidual is None:
-        dresidual = z.new_empty(0)
-    return dx, dresidual.clone() if dresidual is dx else dresidual, dweight, dbias
+    dresidual = z.new_empty(0) if dresidual is None else dresidual.clone() if dresidual is dx else dresidual
+    return dx, dresidual, dweight, weight.new_empty(0) if dbias is None else dbias
 
 
 @add_layer_norm_backward_op.register_fake
-def _(dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual, backend):
+def _(dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, backend):
     dresidual = torch.empty_like(z) if has_residual else z.new_empty(0)
-    return torch.empty_like(z), dresidual, torch.empty_like(weight), torch.empty_like(bias)
+    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias)
+    return torch.empty_like(z), dresidual, torch.empty_like(weight), dbias
 
 
 def _add_layer_norm_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     _, residual, weight, bias, _, dropout_p, rng_state, backend = inputs
-    _, z, mean, rstd = output
-    ctx.save_for_backward(z, weight, bias, mean, rstd, rng_state)
+    _, z, statistics = output
+    ctx.save_for_backward(z, weight, bias, statistics, rng_state)
     ctx.options = (dropout_p, residual is not None, backend)
     ctx.set_materialize_grads(False)
 
 
 def _add_layer_norm_backward(ctx: Any, dout: Tensor | None, dz: Tensor | None, *_: None) -> tuple:
-    z, weight, bias, mean, rstd, rng_state = ctx.saved_tensors
+    z, weight, bias, statistics, rng_state = ctx.saved_tensors
     dropout_p, has_residual, backend = ctx.options
     dout = _zeros_if_none(dout, z).contiguous()
     dz = None if dz is None else dz.contiguous()
     dx, dresidual, dweight, dbias = add_layer_norm_backward_op(
-        dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual, backend
+        dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, backend
     )
-    return dx, dresidual if has_residual else None, dweight, dbias, None, None, None, None
+    dresidual, dbias = dresidual if has_residual else None, None if bias is None else dbias
+    return dx, dresidual, dweight, dbias, None, None, None, None
 
 
 add_layer_norm_op.register_autograd(_add_layer_norm_backward, setup_context=_add_layer_norm_setup)

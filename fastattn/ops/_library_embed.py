@@ -41,7 +41,7 @@ def embed_layer_norm_op(
     rng_state: Tensor | None,
     dtype: torch.dtype,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     room = load_room("embed_layer_norm", backend)
     places = (tokens, position_table, position, length)
     return room.embed_layer_norm_fwd(embedding, weight, bias, *places, scale, eps, dropout_p, rng_state, dtype)
@@ -49,9 +49,10 @@ def embed_layer_norm_op(
 
 @embed_layer_norm_op.register_fake
 def _(embedding, weight, bias, tokens, *options):
-    dtype = options[-2]
-    statistics = (embedding.new_empty(tokens.shape, dtype=torch.float32) for _ in range(2))
-    return embedding.new_empty(tokens.shape[0], embedding.shape[1], dtype=dtype), *statistics
+    *_, dtype, backend = options
+    rows, tickets = tokens.shape[0], load_room("embed_layer_norm", backend).TICKETS
+    statistics = embedding.new_empty(2 * rows + tickets, dtype=torch.float32)
+    return embedding.new_empty(rows, embedding.shape[1], dtype=dtype), statistics
 
 
 @torch.library.custom_op("fastattn::embed_layer_norm_backward", mutates_args=())
@@ -63,8 +64,7 @@ def embed_layer_norm_backward_op(
     tokens: Tensor,
     position_table: Tensor,
     position: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
     length: int,
     scale: float,
     dropout_p: float,
@@ -73,7 +73,7 @@ def embed_layer_norm_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     room = load_room("embed_layer_norm", backend)
     places = (tokens, position_table, position, length)
-    return room.embed_layer_norm_bwd(dout, embedding, weight, bias, *places, scale, mean, rstd, dropout_p, rng_state)
+    return room.embed_layer_norm_bwd(dout, embedding, weight, bias, *places, scale, statistics, dropout_p, rng_state)
 
 
 @embed_layer_norm_backward_op.register_fake
@@ -85,8 +85,7 @@ def _(dout, embedding, weight, bias, tokens, *options):
 def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     embedding, weight, bias, tokens, position_table, position, length, scale, padding_idx, _, dropout_p, *rest = inputs
     rng_state, _, backend = rest
-    _, mean, rstd = output
-    ctx.save_for_backward(embedding, weight, bias, tokens, position_table, position, mean, rstd, rng_state)
+    ctx.save_for_backward(embedding, weight, bias, tokens, position_table, position, output[1], rng_state)
     ctx.options = (length, scale, padding_idx, dropout_p, backend)
 
 

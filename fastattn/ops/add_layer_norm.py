@@ -1,4 +1,7 @@
-"""Front desk of dropout + residual + layer normalisation."""
+"""Front desk of dropout + residual + layer normalisation, and of the same with RMSNorm.
+
+To the rooms RMSNorm is a call without bias: neither it nor the mean is there.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from fastattn.ops import _arguments as arguments
 from fastattn.ops import _library
 from fastattn.reference.philox import draw_rng_state
 
+Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float]
+
 
 def _query(
     x: Tensor,
@@ -21,8 +26,21 @@ def _query(
     eps: float = 1e-6,
     dropout_p: float = 0.0,
     **options: Any,
-) -> tuple[torch.device, tuple[Tensor, Tensor | None, Tensor, Tensor, float]]:
+) -> tuple[torch.device, Call]:
     """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
+    arguments.check_float("bias", bias)
+    return _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p)
+
+
+def _rms_query(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6, dropout_p: float = 0.0, **options: Any
+) -> tuple[torch.device, Call]:
+    return _checked(x, residual, {"weight": weight}, eps, dropout_p)
+
+
+def _checked(
+    x: Tensor, residual: Tensor | None, parameters: dict[str, Tensor], eps: float, dropout_p: float
+) -> tuple[torch.device, Call]:
     arguments.check_float("x", x)
     dtype = arguments.autocast_dtype(x.device)
     x = arguments.cast(x, dtype)
@@ -36,10 +54,12 @@ def _query(
         residual = arguments.cast(residual, dtype)
         arguments.check_like("residual", residual, "x", x)
         arguments.check_shape("residual", residual, tuple(x.shape), "the shape of x")
-    for name, t in (("weight", weight), ("bias", bias)):
+    for name, t in parameters.items():
         arguments.check_like(name, t, "x", x, dtype=False)
         arguments.check_shape(name, t, (hidden,), "(hidden,)")
-    arguments.check_like("bias", bias, "weight", weight)
+    weight, bias = parameters["weight"], parameters.get("bias")
+    if bias is not None:
+        arguments.check_like("bias", bias, "weight", weight)
     if weight.dtype not in (torch.float32, x.dtype):
         raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {x.dtype} as x")
     if not eps >= 0:
@@ -74,8 +94,32 @@ def dropout_add_layer_norm(
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
     """
-    device, call = _query(x, residual, weight, bias, eps, dropout_p)
-    name, room = _dispatch.choose("add_layer_norm", device, call, backend)
+    return _serve("add_layer_norm", *_query(x, residual, weight, bias, eps, dropout_p), eps, return_sum, backend)
+
+
+@_dispatch.register("add_rms_norm", _rms_query, rooms="add_layer_norm")
+def dropout_add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    *,
+    return_sum: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out = z / sqrt(mean(z^2) + eps) * weight with z = residual + dropout(x), in one pass over the data each way.
+
+    Arguments, results and errors are those of ``dropout_add_layer_norm``, but for the bias, which there is none.
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+    """
+    return _serve("add_rms_norm", *_rms_query(x, residual, weight, eps, dropout_p), eps, return_sum, backend)
+
+
+def _serve(
+    stem: str, device: torch.device, call: Call, eps: float, return_sum: bool, backend: str | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    name, room = _dispatch.choose(stem, device, call, backend)
     x, residual, weight, bias, dropout_p = call
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
@@ -84,7 +128,7 @@ def dropout_add_layer_norm(
             out, z = room.add_layer_norm(x, residual, weight, bias, *options)
         else:
             rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
-            inputs = (*rows, weight.contiguous(), bias.contiguous(), *options)
+            inputs = (*rows, weight.contiguous(), None if bias is None else bias.contiguous(), *options)
             if torch.compiler.is_compiling():
                 out, z = _library.add_layer_norm(*inputs, name)
             else:
@@ -94,7 +138,7 @@ def dropout_add_layer_norm(
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """Straight from autograd to the launch."""
+    """Straight from autograd to the launch. `statistics` is what the room's forward leaves for its backward."""
 
     @staticmethod
     def forward(
@@ -102,15 +146,15 @@ class _AddLayerNorm(torch.autograd.Function):
         x: Tensor,
         residual: Tensor | None,
         weight: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         eps: float,
         dropout_p: float,
         rng_state: Tensor | None,
         room: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, z, mean, rstd = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
+        out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
         z = z.view_as(z) if z is x else z  # an input must not be returned as it is
-        ctx.save_for_backward(z, weight, bias, mean, rstd, rng_state)
+        ctx.save_for_backward(z, weight, bias, statistics, rng_state)
         ctx.options = (dropout_p, residual is not None, room)
         ctx.set_materialize_grads(False)
         return out, z
@@ -118,9 +162,9 @@ class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-        z, weight, bias, mean, rstd, rng_state = ctx.saved_tensors
+        z, weight, bias, statistics, rng_state = ctx.saved_tensors
         dropout_p, has_residual, room = ctx.options
         dout = torch.zeros_like(z) if dout is None else dout.contiguous()
         dz = None if dz is None else dz.contiguous()
-        grads = room.add_layer_norm_bwd(dout, dz, z, weight, bias, mean, rstd, dropout_p, rng_state, has_residual)
+        grads = room.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual)
         return *grads, None, None, None, None

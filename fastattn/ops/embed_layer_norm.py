@@ -160,18 +160,18 @@ class _EmbedLayerNorm(torch.autograd.Function):
         room: Any,
     ) -> Tensor:
         inputs = (embedding, weight, bias, tokens, position_table, position, length, scale)
-        out, mean, rstd = room.embed_layer_norm_fwd(*inputs, eps, dropout_p, rng_state, dtype)
-        ctx.save_for_backward(*inputs[:6], mean, rstd, rng_state)
+        out, statistics = room.embed_layer_norm_fwd(*inputs, eps, dropout_p, rng_state, dtype)
+        ctx.save_for_backward(*inputs[:6], statistics, rng_state)
         ctx.options = (length, scale, padding_idx, dropout_p, room)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, mean, rstd, rng_state = ctx.saved_tensors
+        *inputs, statistics, rng_state = ctx.saved_tensors
         length, scale, padding_idx, dropout_p, room = ctx.options
         drows, index, dweight, dbias = room.embed_layer_norm_bwd(
-            dout.contiguous(), *inputs, length, scale, mean, rstd, dropout_p, rng_state
+            dout.contiguous(), *inputs, length, scale, statistics, dropout_p, rng_state
         )
         needs = ctx.needs_input_grad[0]  # a frozen embedding saves the largest gradient of all
         dembedding = _library.add_rows(drows, index, inputs[0], padding_idx) if needs else None

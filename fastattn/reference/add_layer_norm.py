@@ -1,6 +1,7 @@
 """Dropout, residual and layer normalisation, the formula. Source: Ba et al. 2016, "Layer Normalization".
 
-    z = residual + dropout(x);  out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias
+z = residual + dropout(x);  out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias
+without bias, RMSNorm:      out = z / sqrt(mean(z^2) + eps) * weight
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from fastattn.reference import philox
 
 
-def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, dropout_p: float) -> str | None:
+def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float) -> str | None:
     """The formula serves everything."""
     return None
 
@@ -20,20 +21,22 @@ def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """x, residual (..., hidden), weight, bias (hidden,) -> out and z, both (..., hidden) in x's dtype.
 
-    Statistics are taken of z before it is rounded, in float32 or, for float64 inputs, in float64.
+    Without bias RMSNorm. Statistics are taken of z before it is rounded, in float32 or, for float64 inputs, in float64.
     """
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     z = philox.dropout(x.to(acc), dropout_p, rng_state)
     if residual is not None:
         z = residual.to(acc) + z
-    centred = z - z.mean(-1, keepdim=True)
+    centred = z if bias is None else z - z.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
-    out = centred * torch.rsqrt(variance + eps) * weight.to(acc) + bias.to(acc)
+    out = centred * torch.rsqrt(variance + eps) * weight.to(acc)
+    if bias is not None:
+        out = out + bias.to(acc)
     return out.to(x.dtype), z.to(x.dtype)

@@ -1,22 +1,20 @@
-"""The Triton room of dropout + residual + LayerNorm: forward.py and backward.py hold kernels and launches."""
+"""The Triton room of dropout + residual + LayerNorm or RMSNorm; forward.py and backward.py hold kernel and launch."""
 
-import torch
 from torch import Tensor
 
 from ..common.launch import refuse_device
+from ..common.norm import DTYPES, MAX_HIDDEN
+from ..common.norm import TICKETS as TICKETS
 from .backward import add_layer_norm_bwd as add_layer_norm_bwd
 from .forward import add_layer_norm_fwd as add_layer_norm_fwd
 
-MAX_HIDDEN = 16384  # a row lives in the registers of one program
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
-def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, dropout_p: float) -> str | None:
+def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float) -> str | None:
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor.dtype not in DTYPES:
+        if tensor is not None and tensor.dtype not in DTYPES:
             return f"Triton layer norm takes float32, bfloat16 and float16, got {name} of dtype {tensor.dtype}"
     if x.shape[-1] > MAX_HIDDEN:
         return f"Triton layer norm keeps a row in registers, hidden <= {MAX_HIDDEN}, got {x.shape[-1]}"

@@ -26,13 +26,14 @@ class Case(NamedTuple):
     dropout_p: float = 0.0
     residual: bool = True
     dz: bool = True
+    rms: bool = False
     shift: int = 0  # elements by which every buffer starts after a 16-byte boundary
 
     def __str__(self) -> str:
         short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         words = [f"{self.rows}x{self.hidden}", short[self.dtype], f"w-{short[self.weight_dtype]}"]
         words += [f"p{self.dropout_p}"] if self.dropout_p else []
-        words += [name for name in ("residual", "dz") if getattr(self, name)]
+        words += [name for name in ("residual", "dz", "rms") if getattr(self, name)]
         return "-".join([*words, *([f"shift{self.shift}"] if self.shift else [])])
 
 
@@ -73,7 +74,7 @@ def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
         x=memory.copy(torch.randn(matrix) + 0.5, case.dtype),
         residual=memory.copy(torch.randn(matrix), case.dtype) if case.residual else None,
         weight=memory.copy(torch.randn(vector), case.weight_dtype),
-        bias=memory.copy(torch.randn(vector), case.weight_dtype),
+        bias=None if case.rms else memory.copy(torch.randn(vector), case.weight_dtype),
         dout=memory.copy(torch.randn(matrix), case.dtype),
         dz=memory.copy(torch.randn(matrix), case.dtype) if case.dz else None,
         rng_state=rng_state if case.dropout_p > 0 else None,
@@ -82,19 +83,20 @@ def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
 
 def backward_formula(
     case: Case, given: SimpleNamespace, z: Tensor, mean: Tensor, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dz_total, dweight, dbias, calculated in `dtype`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dx, dz_total, dweight, dbias (None for RMSNorm, whose mean is 0), calculated in `dtype`."""
     z, mean, rstd, dout, weight = (t.to(dtype) for t in (z, mean[:, None], rstd[:, None], given.dout, given.weight))
     normal = (z - mean) * rstd
     g = dout * weight
-    total = (g - g.mean(-1, keepdim=True) - normal * (g * normal).mean(-1, keepdim=True)) * rstd
+    level = 0 if case.rms else g.mean(-1, keepdim=True)
+    total = (g - level - normal * (g * normal).mean(-1, keepdim=True)) * rstd
     if given.dz is not None:
         total = total + given.dz.to(dtype)
     dx = total
     if given.rng_state is not None:
         keep = keep_mask(given.rng_state, case.rows, case.hidden, case.dropout_p)
         dx = torch.where(keep, total * rescale(case.dropout_p), 0.0)
-    return dx, total, (dout * normal).sum(0), dout.sum(0)
+    return dx, total, (dout * normal).sum(0), None if case.rms else dout.sum(0)
 
 
 def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
@@ -104,11 +106,16 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     dropout = case.dropout_p, given.rng_state
     with monkeypatch.context() as patch:
         patch.setattr(room, "torch", memory)
-        out, z, mean, rstd = room.add_layer_norm_fwd(given.x, given.residual, given.weight, given.bias, EPS, *dropout)
+        out, z, statistics = room.add_layer_norm_fwd(given.x, given.residual, given.weight, given.bias, EPS, *dropout)
+        made = statistics.clone()
         dx, dresidual, dweight, dbias = room.add_layer_norm_bwd(
-            given.dout, given.dz, z, given.weight, given.bias, mean, rstd, *dropout, case.residual
+            given.dout, given.dz, z, given.weight, given.bias, statistics, *dropout, case.residual
         )
     memory.check()
+    if case.rows > 0:  # another backward of the same forward finds the tickets as this one did
+        assert torch.equal(statistics, made)
+        assert not statistics[2 * case.rows :].any()
+    mean, rstd = statistics[: 2 * case.rows].view(2, case.rows)
     assert (z is given.x) == (not case.residual and case.dropout_p == 0)
     assert (dresidual is None) == (not case.residual)
 
@@ -118,7 +125,7 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     for name, got, t, plain in zip(("out", "z"), (out, z), truth, low, strict=True):
         assert_close_as_torch(got, t, plain, name)
     # The statistics are those of z before it was rounded: in 16-bit types, those of the stored z are further off.
-    center = truth[1].mean(-1, keepdim=True)
+    center = truth[1].mean(-1, keepdim=True) * (not case.rms)
     variance = (truth[1] - center).square().mean(-1)
     torch.testing.assert_close(mean, center[:, 0].float())
     torch.testing.assert_close(rstd, (variance + EPS).rsqrt().float())
@@ -130,4 +137,5 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     ):
         if got is not None:
             assert_close_as_torch(got, t, plain.to(got.dtype), name)
-    return out, z, mean, rstd, dx, *(() if dresidual is None else (dresidual,)), dweight, dbias
+    results = (out, z, mean, rstd, dx, dresidual, dweight, dbias)
+    return tuple(result for result in results if result is not None)

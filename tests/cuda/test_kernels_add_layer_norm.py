@@ -37,10 +37,15 @@ ARGUMENTS = [
     for dz in (True, False)
 ]
 UNALIGNED = [Case(6, width, *pair, 0.2, shift=1) for width in (64, 1040) for pair in PAIRS]
+RMS = [
+    Case(rows, width, *pair, 0.3, residual, dz, rms=True)
+    for rows, width, residual, dz in ((37, 72, True, True), (5, 500, False, False), (3, 2056, True, False))
+    for pair in PAIRS
+]
 WIDE = [Case(3, 16384, *pair, 0.1, shift=shift) for pair in PAIRS for shift in (0, 1)]
 
 
-@pytest.mark.parametrize("case", [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *WIDE], ids=str)
+@pytest.mark.parametrize("case", [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *RMS, *WIDE], ids=str)
 def test_against_float64(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     run(case, device, monkeypatch)
 
@@ -49,6 +54,28 @@ def test_against_float64(case: Case, device: torch.device, monkeypatch: pytest.M
 def test_no_rows(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, dweight, dbias = run(case, device, monkeypatch)
     assert not dweight.any() and not dbias.any()
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("blocks", [1, 16, 17, 37])
+def test_weight_gradients_of_many_blocks(
+    blocks: int, rms: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, whole and broken groups of the blocks that add their sums up, in every order of arrival: equal bits."""
+
+    class Blocks:
+        def __getattr__(self, name: str) -> object:
+            return (lambda *_: blocks) if name == "add_layer_norm_bwd_blocks" else getattr(extension, name)
+
+    extension = room.extension(device)
+    monkeypatch.setattr(room, "extension", lambda _: Blocks())
+    results = []
+    for order in ORDERS:
+        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        torch.manual_seed(0)
+        results.append(run(Case(9 * blocks + 2, 40, rms=rms), device, monkeypatch))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 # 37 rows: more than two multiprocessors take at once, and not a multiple of a block's rows.
@@ -73,16 +100,17 @@ def test_dropout_is_the_written_rule(dropout_p: float, shape: tuple[int, int], d
     expected = torch.where(keep, torch.tensor(rescale(dropout_p), device=device), 0.0)
     ones, weight = torch.ones(shape, device=device), torch.ones(shape[1], device=device)
     x = torch.where(keep, ones, torch.inf)
-    _, z, mean, rstd = room.add_layer_norm_fwd(x, None, weight, weight, EPS, dropout_p, rng_state)
+    _, z, statistics = room.add_layer_norm_fwd(x, None, weight, weight, EPS, dropout_p, rng_state)
     assert torch.equal(z, expected)
     nothing = torch.zeros_like(ones)
-    grads = room.add_layer_norm_bwd(nothing, ones, z, weight, weight, mean, rstd, dropout_p, rng_state, False)
+    grads = room.add_layer_norm_bwd(nothing, ones, z, weight, weight, statistics, dropout_p, rng_state, False)
     assert torch.equal(grads[0], expected)
 
 
-def test_backward_formula_is_the_gradient() -> None:
+@pytest.mark.parametrize("rms", [False, True])
+def test_backward_formula_is_the_gradient(rms: bool) -> None:
     """The formula that the backward kernel is judged by, against autograd through the reference, in float64."""
-    case = Case(4, 12, dropout_p=0.3)
+    case = Case(4, 12, dropout_p=0.3, rms=rms)
 
     class Float64:
         device = torch.device("cpu")
@@ -92,13 +120,14 @@ def test_backward_formula_is_the_gradient() -> None:
 
     given = inputs(case, Float64())
     tensors = (given.x, given.residual, given.weight, given.bias)
-    for tensor in tensors:
-        tensor.requires_grad_()
+    leaves = [tensor.requires_grad_() for tensor in tensors if tensor is not None]
     out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state)
-    grads = torch.autograd.grad((out, z), tensors, (given.dout, given.dz))
-    statistics = z.mean(-1), (z.var(-1, unbiased=False) + EPS).rsqrt()
+    grads = torch.autograd.grad((out, z), leaves, (given.dout, given.dz))
+    mean = z.mean(-1) * (not rms)
+    rstd = ((z - mean[:, None]).square().mean(-1) + EPS).rsqrt()
     with torch.no_grad():
-        for mine, grad in zip(backward_formula(case, given, z, *statistics, torch.float64), grads, strict=True):
+        formula = backward_formula(case, given, z, mean, rstd, torch.float64)
+        for mine, grad in zip(formula[: len(grads)], grads, strict=True):
             torch.testing.assert_close(mine, grad)
 
 

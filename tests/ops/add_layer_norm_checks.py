@@ -1,10 +1,11 @@
-"""One comparison for every test of dropout + residual + LayerNorm: what a room computes against float64.
+"""One comparison for every test of dropout + residual + LayerNorm or RMSNorm: what a room computes against float64.
 
     exact(problem)   the formula and its gradients written out in float64: the truth. No autograd.
     less_exact(problem, truth)   plain PyTorch at the problem's own dtype: its error decides what is allowed.
     check(problem, room)   runs a room, judges every result; AssertionError names the one that is off.
 
 A room is called as (x, residual, weight, bias, eps, dropout_p) -> (out, z): room_call's, or a planted() one with a bug.
+A problem without bias is RMSNorm's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from helpers import assert_close_as_torch, rooms
 from torch import Tensor
 
-from fastattn import dropout_add_layer_norm
+from fastattn import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
@@ -44,7 +45,7 @@ class Problem:
     x: Tensor  # (rows, hidden)
     residual: Tensor | None
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     dout: Tensor
     dz: Tensor
     dropout_p: float
@@ -60,6 +61,7 @@ def make(
     dropout_p: float = 0.0,
     *,
     has_residual: bool = True,
+    rms: bool = False,
     dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -76,7 +78,7 @@ def make(
         x=randn(*shape, shift=mean),
         residual=randn(*shape, scale=0.7) if has_residual else None,
         weight=randn(hidden, dtype=weight_dtype, scale=0.3, shift=1.0),
-        bias=randn(hidden, dtype=weight_dtype),
+        bias=None if rms else randn(hidden, dtype=weight_dtype),
         dout=randn(*shape),
         dz=randn(*shape, scale=0.5),
         dropout_p=dropout_p,
@@ -97,21 +99,25 @@ def exact(p: Problem) -> Results:
 
     z = M x + residual;  n = (z - mean) rstd;  out = n weight + bias;  g = dout weight
     dresidual = rstd (g - mean(g) - n mean(g n)) + dz;  dx = M dresidual;  dweight = sum dout n;  dbias = sum dout
+    RMSNorm: both means of z and of g are 0, and so is the bias.
     """
+    rms = p.bias is None
     M, x, weight, dout = multiplier(p), p.x.double(), p.weight.double(), p.dout.double()
     z = M * x + (0 if p.residual is None else p.residual.double())
-    centred = z - z.mean(1, keepdim=True)
+    centred = z if rms else z - z.mean(1, keepdim=True)
     rstd = (centred.square().mean(1, keepdim=True) + EPS) ** -0.5
     n, g = centred * rstd, dout * weight
-    dresidual = rstd * (g - g.mean(1, keepdim=True) - n * (g * n).mean(1, keepdim=True)) + p.dz.double()
-    out, dweight, dbias = n * weight + p.bias.double(), (dout * n).sum(0), dout.sum(0)
+    g_mean = 0 if rms else g.mean(1, keepdim=True)
+    dresidual = rstd * (g - g_mean - n * (g * n).mean(1, keepdim=True)) + p.dz.double()
+    out = n * weight + (0 if rms else p.bias.double())
+    dweight, dbias = (dout * n).sum(0), None if rms else dout.sum(0)
     return Results(out, z, M * dresidual, None if p.residual is None else dresidual, dweight, dbias)
 
 
 def solve(p: Problem, room: Room, needs: str = "xrwb") -> Results:
     """Forward and backward. needs: which of x, residual, weight, bias ask for a gradient."""
-    x, weight, bias = (t.detach().requires_grad_(n in needs) for t, n in ((p.x, "x"), (p.weight, "w"), (p.bias, "b")))
-    residual = None if p.residual is None else p.residual.detach().requires_grad_("r" in needs)
+    tensors = zip((p.x, p.residual, p.weight, p.bias), "xrwb", strict=True)
+    x, residual, weight, bias = (None if t is None else t.detach().requires_grad_(n in needs) for t, n in tensors)
     torch.manual_seed(p.seed)
     out, z = room(x, residual, weight, bias, EPS, p.dropout_p)
     losses = [(t, dt) for t, dt in ((out, p.dout), (z, p.dz)) if t.requires_grad]
@@ -132,7 +138,10 @@ def plain(p: Problem, backwards: bool = False) -> Results:
     def room(x, residual, weight, bias, eps, dropout_p):
         z = x * multiplier(p).to(x.dtype)
         z = turned(z if residual is None else residual + z)
-        out = F.layer_norm(z, z.shape[-1:], turned(weight).to(x.dtype), turned(bias).to(x.dtype), eps)
+        if bias is None:
+            out = F.rms_norm(z, z.shape[-1:], turned(weight).to(x.dtype), eps)
+        else:
+            out = F.layer_norm(z, z.shape[-1:], turned(weight).to(x.dtype), turned(bias).to(x.dtype), eps)
         return turned(out), turned(z)
 
     return solve(p, room)
@@ -147,8 +156,7 @@ def less_exact(p: Problem, truth: Results) -> Results:
     def furthest(truth: Tensor | None, *ways: Tensor | None) -> Tensor | None:
         return None if truth is None else max(ways, key=lambda way: (way.double() - truth).abs().nan_to_num().sum())
 
-    reference = partial(dropout_add_layer_norm, return_sum=True, backend="reference")
-    return Results(*map(furthest, truth, plain(p), plain(p, backwards=True), solve(p, reference)))
+    return Results(*map(furthest, truth, plain(p), plain(p, backwards=True), solve(p, partial(public, "reference"))))
 
 
 def check(p: Problem, room: Room) -> Results:
@@ -159,12 +167,21 @@ def check(p: Problem, room: Room) -> Results:
     return got
 
 
+def public(
+    backend: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *options: float
+) -> Any:
+    """The public function that has these arguments."""
+    if bias is None:
+        return dropout_add_rms_norm(x, residual, weight, *options, return_sum=True, backend=backend)
+    return dropout_add_layer_norm(x, residual, weight, bias, *options, return_sum=True, backend=backend)
+
+
 def room_call(room: str, device: torch.device) -> Room:
     """The public function held to one backend; skips, in why_not's own words, where this machine has no such room."""
     probe = torch.zeros(1, 16, device=device)
     if (reason := refusal("add_layer_norm", room, (probe, None, probe[0], probe[0], 0.0))) is not None:
         pytest.skip(f"{room}: {reason}")
-    return lambda *inputs: dropout_add_layer_norm(*inputs, return_sum=True, backend=room)
+    return partial(public, room)
 
 
 class Planted(torch.autograd.Function):
@@ -175,7 +192,7 @@ class Planted(torch.autograd.Function):
         rng_state = philox.draw_rng_state(x.device)
         M = Planted.multiplier(x, dropout_p, rng_state, bug)
         z = M * x.float() + (0 if residual is None or bug == "residual ignored" else residual.float())
-        mean = z.mean(1, keepdim=True)
+        mean = z.mean(1, keepdim=True) * (bias is not None or bug == "mean subtracted")
         if bug == "mean in the input dtype":
             mean = mean.to(x.dtype).float()
         var = (z - mean).square().mean(1, keepdim=True)
@@ -186,8 +203,9 @@ class Planted(torch.autograd.Function):
         rstd = (var + eps).rsqrt()
         n = (z - mean) * rstd
         ctx.save_for_backward(M, n, rstd, weight, residual)
-        ctx.again = (x, dropout_p, rng_state, bug)
-        return (n * weight.float() + bias.float()).to(x.dtype), z.to(x.dtype)
+        ctx.again = (x, dropout_p, rng_state, bug, bias is None)
+        shift = 0 if bias is None else bias.float()
+        return (n * weight.float() + shift).to(x.dtype), z.to(x.dtype)
 
     @staticmethod
     def multiplier(x, dropout_p, rng_state, bug):
@@ -199,9 +217,11 @@ class Planted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dz):
         M, n, rstd, weight, residual = ctx.saved_tensors
-        x, dropout_p, rng_state, bug = ctx.again
+        x, dropout_p, rng_state, bug, rms = ctx.again
         g = dout.float() * weight.float()
-        g_mean = 0 if bug == "mean of the gradient missing" else g.mean(1, keepdim=True)
+        g_mean = g.mean(1, keepdim=True)
+        if bug == "mean of the gradient missing" or (rms and bug != "mean of the gradient subtracted"):
+            g_mean = 0
         gn_mean = 0 if bug == "second mean missing" else (g * n).mean(1, keepdim=True)
         dresidual = rstd * (g - g_mean - n * gn_mean) + (0 if bug == "dz ignored" else dz.float())
         if bug == "backward redraws dropout":
@@ -209,7 +229,7 @@ class Planted(torch.autograd.Function):
         if bug == "backward without dropout":
             M = 1
         rows = slice(0, -1) if bug == "last row missing in dweight" else slice(None)
-        dweight, dbias = (dout.float() * n)[rows].sum(0), dout.float().sum(0)
+        dweight, dbias = (dout.float() * n)[rows].sum(0), None if rms else dout.float().sum(0)
         dx = (M * dresidual).to(dout.dtype)
         return dx, None if residual is None else dresidual.to(dout.dtype), dweight, dbias, None, None, None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from add_layer_norm_checks import EPS, ROOMS, Problem, Results, check, exact, make, plain, planted, room_call, solve
@@ -188,6 +190,31 @@ def test_equal_bits_run_to_run(room: str, dtype: torch.dtype, device: torch.devi
     for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
             assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("multiprocessors, hidden", [(8, 1030), (8, 264), (9, 264), (20, 264)])
+def test_triton_weight_gradients_of_many_programs(
+    multiprocessors: int, hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, whole and broken groups of programs that add their sums up in the launch; a wide row's, in another."""
+    call = room_call("triton", device)
+    norm = importlib.import_module("fastattn.kernels.common.norm")
+    monkeypatch.setattr(norm, "multiprocessors", lambda x: multiprocessors)
+    p = make(170, hidden, device=device)
+    first = check(p, call)
+    for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_one_forward_has_several_backwards(room: str, device: torch.device) -> None:
+    """What the forward leaves for the backward is as it was when that ends."""
+    p, call = make(20, 40, 0.3, device=device), room_call(room, device)
+    weight = p.weight.detach().requires_grad_()
+    out, _ = call(p.x, p.residual, weight, p.bias, EPS, 0.3)
+    grads = [torch.autograd.grad(out, weight, p.dout, retain_graph=True)[0] for _ in range(3)]
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -1,0 +1,179 @@
+"""LayerNorm and RMSNorm of rows in registers: what the rooms that normalise share, forward and backward.
+
+A tile is BLOCK_M whole rows, [BLOCK_M, BLOCK_N] float32, zero in columns past `hidden`. IS_RMS: RMSNorm, without mean
+and bias. `statistics` is float32, made by the forward for the backward: mean (rows), rstd (rows), then TICKETS zeros,
+which the backward counts its programs with and leaves zero.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import multiprocessors
+
+MAX_HIDDEN = 16384  # a row lives in the registers of one program
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPAN = 16  # programs whose sums the last of them adds
+TICKETS = 33  # one for each SPAN programs, and one for all
+FINISH_HIDDEN = 1024  # widest row whose weight gradients are finished in the same launch
+
+
+def forward_tile(hidden: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps): 32 values a lane, several rows a warp where they are short.
+
+    Registers a thread with dropout at sm_90, offline: 66 to 72 in bfloat16 (80 to 128 with float32 weights), 86 to 96
+    in float32, no spills. Dropped: 64 values a lane (120 to 199 registers), which leaves a multiprocessor half the
+    warps and no more loads in flight.
+    """
+    block_n = max(triton.next_power_of_2(hidden), 8)  # 8: the dropout rule serves eight columns at a time
+    return max(1024 // block_n, 1), block_n, max(block_n // 1024, 1)
+
+
+def backward_tile(hidden: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps, stages): 16 values a lane; above 4096 one turn already fills the loads in flight.
+
+    Registers a thread at sm_90, offline: 94 to 128 in bfloat16, up to 161 in float32; up to 8192 at most one spilled,
+    outside of the loop.
+    At 16384 the two sums and a row are all 64 registers of 1024 threads: 45 to 91 spilled values, held by L1; 16 warps
+    spill 273. Dropped: three stages (147 to 173 registers: one program a multiprocessor instead of two); 32 values a
+    lane (246 registers at 512).
+    """
+    block_n = max(triton.next_power_of_2(hidden), 8)
+    return max(4096 // block_n, 1), block_n, max(block_n // 512, 8), 2 if block_n <= 4096 else 1
+
+
+def empty_statistics(rows: int, like: Tensor) -> Tensor:
+    return torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=like.device)
+
+
+@triton.jit
+def normalize(
+    value, weight, bias, statistics, row, rows, col, hidden, eps, IS_RMS: tl.constexpr, TICKETS: tl.constexpr
+):  # fmt: skip
+    """The normalised rows; their statistics, and zero tickets, are stored."""
+    in_row = col < hidden
+    # Rounded to nearest: on a GPU the plain division and root may be two units off, the same way along the whole row.
+    center = tl.zeros([value.shape[0]], tl.float32)
+    if not IS_RMS:
+        center = tl.div_rn(tl.sum(value, axis=1), center + hidden)
+        value = tl.where(in_row[None, :], value - center[:, None], 0.0)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, axis=1) / hidden + eps))
+    tl.store(statistics + row, center, mask=row < rows)
+    tl.store(statistics + rows + row, inverse, mask=row < rows)
+    if tl.program_id(0) == 0:
+        ticket = tl.arange(0, 64)
+        tl.store(statistics + 2 * rows.to(tl.int64) + ticket, tl.zeros([64], tl.float32), mask=ticket < TICKETS)
+
+    gain = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)
+    value = value * inverse[:, None] * gain[None, :]
+    if not IS_RMS:
+        value += tl.load(bias + col, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit
+def load_statistics(statistics, row, rows):
+    """(mean, rstd) of these rows, 0 past the last. RMSNorm's mean is 0."""
+    center = tl.load(statistics + row, mask=row < rows, other=0.0)
+    return center, tl.load(statistics + row + rows, mask=row < rows, other=0.0)
+
+
+@triton.jit
+def norm_gradient(grad, normal, gain, inverse, hidden, IS_RMS: tl.constexpr):
+    """The gradient of the rows before the normalisation; grad, that of the result."""
+    grad *= gain[None, :]
+    along = tl.sum(grad * normal, axis=1) / hidden
+    if not IS_RMS:
+        grad -= (tl.sum(grad, axis=1) / hidden)[:, None]
+    return (grad - normal * along[:, None]) * inverse[:, None]
+
+
+@triton.jit
+def sum_rows(source, count, hidden, col, BLOCK: tl.constexpr):
+    """The sum of `count` <= BLOCK rows of `hidden` at these columns, in one order, read in one go."""
+    row = tl.arange(0, BLOCK)
+    inside = (row < count)[:, None] & (col < hidden)[None, :]
+    return tl.sum(tl.load(source + row[:, None] * hidden + col[None, :], mask=inside, other=0.0), axis=0)
+
+
+@triton.jit
+def finish_sums(
+    partial, statistics, rows, dweight, dbias, width, hidden,
+    IS_RMS: tl.constexpr, SPAN: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Add all programs' sums to dweight and dbias, inside the launch that makes them. Called once by every program.
+
+    The last of SPAN programs to arrive adds their rows, the last of those adds their sums: who adds depends on the run,
+    but what is added, in which order, does not. The barrier and the ticket's acquire and release make the others' rows
+    visible.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    group, groups = program // SPAN, tl.cdiv(programs, SPAN)
+    members = tl.minimum(SPAN, programs - group * SPAN)
+    ticket = (statistics + rows + rows).to(tl.pointer_type(tl.int32))
+    tl.debug_barrier()
+    last = tl.atomic_add(ticket + 1 + group, 1) == members - 1
+    if last:
+        tl.store(ticket + 1 + group, 0)
+        for start in range(0, width, COLS):
+            col = start + tl.arange(0, COLS)
+            total = sum_rows(partial + group * SPAN * width, members, width, col, SPAN)
+            tl.store(partial + (programs + group) * width + col, total, mask=col < width)
+        tl.debug_barrier()
+        last = tl.atomic_add(ticket, 1) == groups - 1
+    if last:
+        tl.store(ticket, 0)
+        for start in range(0, width, COLS):
+            col = start + tl.arange(0, COLS)
+            total = sum_rows(partial + programs * width, groups, width, col, 2 * SPAN)
+            store_sums(dweight, dbias, col, total, width, hidden, IS_RMS)
+
+
+@triton.jit
+def store_sums(dweight, dbias, col, total, width, hidden, IS_RMS: tl.constexpr):
+    """Columns 0, .. hidden - 1 of the sums are dweight's, the next are dbias's."""
+    tl.store(dweight + col, total.to(dweight.dtype.element_ty), mask=col < hidden)
+    if not IS_RMS:
+        shift = (col >= hidden) & (col < width)
+        tl.store(dbias + col - hidden, total.to(dbias.dtype.element_ty), mask=shift)
+
+
+@triton.jit
+def store_partial(partial, dgain, dshift, col, width, hidden, IS_RMS: tl.constexpr):
+    """This program's row of `partial`."""
+    mine = partial + tl.program_id(0).to(tl.int64) * width + col
+    tl.store(mine, tl.sum(dgain, axis=0), mask=col < hidden)
+    if not IS_RMS:
+        tl.store(mine + hidden, tl.sum(dshift, axis=0), mask=col < hidden)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def add_partials_kernel(
+    partial, dweight, dbias, programs, width, hidden, IS_RMS: tl.constexpr, BLOCK_P: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """dweight and dbias of rows wider than FINISH_HIDDEN: each program adds all rows of `partial` at COLS columns."""
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    store_sums(dweight, dbias, col, sum_rows(partial, programs, width, col, BLOCK_P), width, hidden, IS_RMS)
+
+
+class Sums:
+    """The weight gradients on their way: `programs`, how many make them, and their rows, `partial`."""
+
+    def __init__(self, z: Tensor, weight: Tensor, bias: Tensor | None, block_m: int) -> None:
+        rows, self.hidden = z.shape
+        self.is_rms = bias is None
+        self.width = self.hidden * (1 if self.is_rms else 2)
+        self.programs = min(triton.cdiv(rows, block_m), 2 * multiprocessors(z), 2 * SPAN * SPAN)
+        self.finish = self.hidden <= FINISH_HIDDEN
+        size = (self.programs + triton.cdiv(self.programs, SPAN), self.width)
+        self.partial = torch.empty(size, dtype=torch.float32, device=z.device)
+        self.dweight, self.dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+
+    def add(self) -> None:
+        """A second launch, where the first has not added up what it made."""
+        if not self.finish:
+            add_partials_kernel[(triton.cdiv(self.width, 32),)](
+                self.partial, self.dweight, self.dbias, self.programs, self.width, self.hidden,
+                IS_RMS=self.is_rms, BLOCK_P=triton.next_power_of_2(self.programs), COLS=32, num_warps=8,
+            )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Backward of embedding + positions + dropout + LayerNorm.  Specification: fastattn/reference/embed_layer_norm.py
+
+    normal = (z - mean) * rstd;    g = dout * weight
+    drow = dropout((g - mean(g) - normal * mean(g * normal)) * rstd) * scale        means along the row
+    dweight = sum over rows of dout * normal;    dbias = sum over rows of dout
+
+and drow[i] is what row i adds to the gradient of embedding[tokens[i]]; the front desk adds the rows up, by PyTorch's
+operator, which sorts the tokens: in one order, so that equal inputs give equal bits. Atomic adds would save the sort
+and lose that.
+
+Grid, registers and the weight gradients: as in add_layer_norm/backward.py. z is gathered from embedding and positions
+again, dropout included.
+Floor: read dout and an embedding's row, write drow: 10 bytes an element with a float32 embedding and a 16-bit dout.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.launch import on_device
+from ..common.norm import SPAN, Sums, finish_sums, load_statistics, norm_gradient, store_partial
+from ..common.philox import dropout_constants, dropout_keep
+from .forward import embedded
+
+
+@triton.jit(do_not_specialize=["rows", "length", "threshold"])
+def embed_layer_norm_bwd_kernel(
+    dout, tokens, embedding, position_table, position, weight, statistics,
+    drows, index, partial, dweight, dbias, rng_state,
+    rows, hidden, width, vocabulary, n_position, length, scale, threshold, keep_scale,
+    HAS_POSITION: tl.constexpr, HAS_DROPOUT: tl.constexpr, FINISH: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    col = tl.arange(0, BLOCK_N)
+    in_row = col < hidden
+    gain = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)
+    dgain = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dshift = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+
+    for turn in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        row = turn * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        inside = (row < rows)[:, None] & in_row[None, :]
+        place = row[:, None] * hidden + col[None, :]
+        center, inverse = load_statistics(statistics, row, rows)
+        grad = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        normal, token = embedded(
+            tokens, embedding, position_table, position, row, rows, col, hidden, vocabulary, n_position, length, scale,
+            HAS_POSITION,
+        )  # fmt: skip
+        if HAS_DROPOUT:
+            factor = tl.where(dropout_keep(rng_state, threshold, row, 0, BLOCK_N), keep_scale, 0.0)
+            normal *= factor
+        normal = tl.where(inside, (normal - center[:, None]) * inverse[:, None], 0.0)
+
+        dgain += grad * normal
+        dshift += grad
+        grad = norm_gradient(grad, normal, gain, inverse, hidden, False) * scale
+        if HAS_DROPOUT:
+            grad *= factor
+        tl.store(drows + place, grad.to(drows.dtype.element_ty), mask=inside)
+        tl.store(index + row, token, mask=row < rows)
+
+    store_partial(partial, dgain, dshift, col, width, hidden, False)
+    if FINISH:
+        finish_sums(partial, statistics, rows, dweight, dbias, width, hidden, False, SPAN, min(BLOCK_N, 512))
+
+
+def backward_tile(hidden: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps, stages): 8 values a lane, half of what add_layer_norm holds: 16 take 164 to 204
+    registers at sm_90, offline, and only one program fits a multiprocessor; 8 take 112 to 128, without spills."""
+    block_n = max(triton.next_power_of_2(hidden), 8)
+    return max(2048 // block_n, 1), block_n, min(max(block_n // 256, 8), 32), 2 if block_n <= 4096 else 1
+
+
+def embed_layer_norm_bwd(
+    dout: Tensor,
+    embedding: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    tokens: Tensor,
+    position_table: Tensor,
+    position: Tensor | None,
+    length: int,
+    scale: float,
+    statistics: Tensor,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dout (rows, d) contiguous. Returns drows (rows, d) in embedding's dtype, index, dweight, dbias.
+
+    index (rows,) int64: tokens, with 0 for those out of range, whose drow is NaN.
+    """
+    rows, hidden = dout.shape
+    drows = torch.empty((rows, hidden), dtype=embedding.dtype, device=embedding.device)
+    index = torch.empty(rows, dtype=torch.int64, device=embedding.device)
+    if rows == 0:
+        return drows, index, torch.zeros_like(weight), torch.zeros_like(bias)
+    block_m, block_n, num_warps, stages = backward_tile(hidden)
+    sums = Sums(drows, weight, bias, block_m)
+    threshold, keep_scale = dropout_constants(dropout_p)
+    with on_device(embedding):
+        embed_layer_norm_bwd_kernel[(sums.programs,)](
+            dout, tokens, embedding, position_table, position, weight, statistics,
+            drows, index, sums.partial, sums.dweight, sums.dbias, rng_state,
+            rows, hidden, sums.width, embedding.shape[0], position_table.shape[0], length, scale, threshold, keep_scale,
+            HAS_POSITION=position is not None, HAS_DROPOUT=dropout_p > 0, FINISH=sums.finish, SPAN=SPAN,
+            BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
+        )  # fmt: skip
+        sums.add()
+    return drows, index, sums.dweight, sums.dbias

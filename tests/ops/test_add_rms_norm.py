@@ -1,0 +1,143 @@
+"""Dropout + residual + RMSNorm in every room against float64, forward and backward; and bugs that are to be found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from add_layer_norm_checks import EPS, ROOMS, Problem, Results, check, exact, make, plain, planted, room_call, solve
+from helpers import assert_close_as_torch, rooms
+from torch import Tensor
+
+from fastattn import dropout_add_rms_norm, explain
+from fastattn.ops import _library
+from fastattn.reference import philox
+
+
+@pytest.mark.parametrize("has_residual, dropout_p", [(True, 0.3), (True, 0.0), (False, 0.3), (False, 0.0)])
+@pytest.mark.parametrize("rows, hidden", [(37, 48), (13, 513), (5, 1030), (1, 17)])
+@pytest.mark.parametrize("room", ROOMS)
+def test_float32(room: str, rows: int, hidden: int, has_residual: bool, dropout_p: float, device: torch.device) -> None:
+    p = make(rows, hidden, dropout_p, has_residual=has_residual, rms=True, mean=0.5, device=device)
+    check(p, room_call(room, device))
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("room", ROOMS)
+def test_16_bit(room: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, device: torch.device) -> None:
+    p = make(37, 72, 0.3, rms=True, dtype=dtype, weight_dtype=weight_dtype, device=device)
+    if weight_dtype is None:
+        check(p, room_call(room, device))
+        return
+    got, truth, low = solve(p, room_call(room, device)), exact(p), plain(p)
+    for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
+        if actual is not None:
+            assert_close_as_torch(actual, true, rough.to(actual.dtype), name)
+    assert got.dweight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("room", ["reference", "aten"])
+def test_float64_and_gradcheck(room: str, device: torch.device) -> None:
+    p = make(3, 5, 0.3, rms=True, dtype=torch.float64, device=device)
+    call = room_call(room, device)
+    for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
+        if truth is not None:
+            torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
+
+    def with_one_draw(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(p.seed)
+        return call(x, residual, weight, None, EPS, 0.3)
+
+    assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in (p.x, p.residual, p.weight)])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_plain_call(room: str, device: torch.device) -> None:
+    """Leading dimensions, no sum returned, a zero row: 0 and not NaN, as eps says."""
+    p = make(12, 40, rms=True, device=device)
+    room_call(room, device)
+    x = p.x.clone()
+    x[3] = 0
+    out = dropout_add_rms_norm(x.view(3, 4, 40), None, p.weight, 1e-5, backend=room)
+    expected = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * p.weight
+    torch.testing.assert_close(out, expected.view(3, 4, 40))
+    assert not out[0, 3].any()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_equal_bits_run_to_run_and_under_one_seed(room: str, device: torch.device) -> None:
+    p, call = make(20, 130, 0.3, rms=True, device=device), room_call(room, device)
+    first, second = solve(p, call), solve(p, call)
+    for name, a, b in zip(Results._fields, first, second, strict=True):
+        assert a is b is None or torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_dropout_is_that_of_layer_norm(room: str, device: torch.device) -> None:
+    """The same bits are drawn for the same seed: the sums that both functions return are equal."""
+    p, call = make(6, 40, 0.5, device=device), room_call(room, device)
+    torch.testing.assert_close(solve(p.but(bias=None), call).z, solve(p, call).z, rtol=0, atol=0)
+
+
+def test_autocast(device: torch.device) -> None:
+    p = make(6, 40, rms=True, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        out, z = dropout_add_rms_norm(p.x, p.residual, p.weight, return_sum=True)
+    assert out.dtype == z.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("has_residual, dropout_p", [(True, 0.3), (False, 0.0)])
+@pytest.mark.parametrize("room", rooms("add_layer_norm", kernels_only=True))
+def test_library_operators(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
+    room_call(room, device)
+    p = make(6, 40, dropout_p, has_residual=has_residual, rms=True, device=device)
+    rng_state = philox.draw_rng_state(device) if dropout_p else None
+    x, residual, weight = (None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight))
+    torch.library.opcheck(_library.add_layer_norm_op, (x, residual, weight, None, EPS, dropout_p, rng_state, room))
+
+
+def test_its_own_name_in_explanations_and_errors(device: torch.device) -> None:
+    x = torch.zeros(4, 8, device=device)
+    assert explain("dropout_add_rms_norm", x, None, x[0]).op == "dropout_add_rms_norm"
+    assert explain("add_rms_norm", x, None, x[0]).chosen is not None
+    with pytest.raises(RuntimeError, match="dropout_add_rms_norm: backend 'triton'.*float64"):
+        dropout_add_rms_norm(x.double(), None, x[0].double(), backend="triton")
+
+
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("x", [1.0], TypeError),
+        ("residual", torch.zeros(3, 8), ValueError),
+        ("weight", torch.zeros(7), ValueError),
+        ("weight", torch.zeros(8, dtype=torch.bfloat16), TypeError),
+        ("eps", -1.0, ValueError),
+        ("dropout_p", 1.5, ValueError),
+        ("backend", "fast", ValueError),
+    ],
+)
+def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) -> None:
+    good = {"x": torch.zeros(4, 8), "residual": torch.zeros(4, 8), "weight": torch.zeros(8)}
+    with pytest.raises(error, match=name):
+        dropout_add_rms_norm(**(good | {name: value}))
+
+
+# bug -> the result that it must be found in.
+PLANTED = {
+    "mean subtracted": "out",
+    "variance over hidden - 1": "out",
+    "mean of the gradient subtracted": "dx",
+    "second mean missing": "dx",
+    "last row missing in dweight": "dweight",
+}
+PROBLEM: Problem = make(37, 48, 0.3, rms=True, mean=0.5)
+
+
+def test_the_unplanted_formula_passes() -> None:
+    check(PROBLEM, planted(None))
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_each_planted_bug_is_found(bug: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{PLANTED[bug]}: error"):
+        check(PROBLEM, planted(bug))
