@@ -6,7 +6,8 @@ Forward, loss, backward and Adam; bfloat16 cases are float32 parameters under to
 the loss from FusedTransformer.loss, as its users do; the reference path and the peers from their logits by torch's
 cross_entropy. Logits, loss and gradients are compared on the first sentences of the batch, peers without dropout; speed
 is measured with it. tokens/s counts real target tokens; a case says which share of its batch is padding. "default, ...
-by reference" leaves one op out: what that op contributes.
+by reference" leaves one op out: what that op contributes. Those keep the padding, which the reference path would be slow
+without, and are compared with "padding kept"; the default may drop it, see FusedTransformer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fastattn import use_backend
 
 # What FusedTransformer.loss calls.
 MODEL_OPS = ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embed_layer_norm")
+KEPT = "default, padding kept"
 COMPARED = 32  # sentences: float64 logits of a whole batch may not fit into memory
 
 
@@ -82,9 +84,13 @@ def provider(
     backend: str | None = None,
     left_out: str | None = None,
     compiled: str | None = None,
+    packs: bool = False,
     **notes: Any,
 ) -> Provider:
-    """compiled: by torch.compile in this mode. What is compiled is a peer, also where its model is fastattn's."""
+    """compiled: by torch.compile in this mode. What is compiled is a peer, also where its model is fastattn's.
+
+    packs: it may drop padding; then its dropout meets other rows than the reference path's.
+    """
     ours = build is not models.plain and not compiled
     loss_of = models.fused_loss if ours and backend != "reference" else models.plain_loss
 
@@ -99,17 +105,22 @@ def provider(
         return step_of(model, case, inputs, loss_of, backend, left_out, **notes)
 
     later = 0 if compiled is None else 18  # cases: it compiles for a minute or two
-    return Provider(name, make, ours, later, same_dropout=build is not models.packed)  # whose rows are others
+    return Provider(name, make, ours, later, same_dropout=build is models.padded)  # rows without padding are others
 
 
 def providers(device: torch.device) -> list[Provider]:
     on_gpu = device.type == "cuda"
-    found = [provider("reference", backend="reference"), provider("default", default=True)]
-    found += [provider("default, pack_padding", models.packed), provider("plain PyTorch", models.plain)]
-    found += [provider(f"default, {stem} by reference", left_out=stem, without=stem) for stem in MODEL_OPS]
-    found += [provider(backend, backend=backend) for backend in (("aten", "triton") if on_gpu else ())]
+    found = [provider("reference", models.padded, backend="reference"), provider("default", default=True)]
+    found.append(provider(KEPT, models.padded, without="pack_padding"))
+    if on_gpu:  # where it is never dropped unasked
+        found.append(provider("default, pack_padding", models.packed))
+    found.append(provider("plain PyTorch", models.plain))
+    for stem in MODEL_OPS:
+        notes = {"without": stem, "against": KEPT}
+        found.append(provider(f"default, {stem} by reference", models.padded, left_out=stem, **notes))
+    found += [provider(backend, models.padded, backend) for backend in (("aten", "triton") if on_gpu else ())]
     found.append(provider("torch.compile of plain", models.plain, compiled="default"))
-    found.append(provider("torch.compile of reference", backend="reference", compiled="default"))
+    found.append(provider("torch.compile of reference", models.padded, backend="reference", compiled="default"))
     if on_gpu:  # CUDA graphs
         found.append(provider("torch.compile, CUDA graphs", models.plain, compiled="reduce-overhead"))
     return found

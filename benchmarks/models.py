@@ -57,9 +57,19 @@ def fused(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     return FusedTransformer(**_arguments(case, dropout_p, longest))
 
 
+def padded(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
+    """The same, with padding in all its work, also where it would drop it by itself."""
+    return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=False)
+
+
 def packed(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     """The same, working on real tokens only."""
     return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=True)
+
+
+def padded(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
+    """The same, working on padding too, whatever its share."""
+    return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=False)
 
 
 def plain(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:

@@ -188,11 +188,16 @@ def _roofline_points(record: Record) -> Iterator[tuple[str, str, float, float]]:
 
 
 def contributions(rows: list[Row]) -> tuple[float, float, dict[str, float]] | None:
-    """(reference ms, default ms, op -> milliseconds that the step takes longer with that op by the reference path)."""
+    """(reference ms, default ms, name -> milliseconds that the step takes longer without it: an op, by the reference
+    path instead, or something else that a row leaves out)."""
     reference, default = median(named(rows, "reference"), "step"), median(default_row(rows), "step")
     if not reference or not default:
         return None
-    left_out = {row["without"]: median(row, "step") - default for row in rows if row.get("without")}
+    left_out = {}
+    for row in rows:
+        whole = median(named(rows, row["against"]), "step") if "against" in row else default
+        if row.get("without") and whole and median(row, "step"):
+            left_out[row["without"]] = median(row, "step") - whole
     return reference, default, left_out
 
 

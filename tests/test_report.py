@@ -245,6 +245,9 @@ def test_plots_are_drawn_from_what_is_there(load: Any, record: dict[str, Any], t
     plots = load("report_plots")
     step = [row for row in record["rows"] if row["op"] == "transformer"]
     assert plots.contributions(step) == (100.0, 40.0, {"attention": 30.0, "feed_forward": -2.0})
+    kept = next(row for row in step if row.get("without") == "attention")  # 70 ms
+    against = [row if row is kept or not row.get("without") else row | {"against": kept["provider"]} for row in step]
+    assert plots.contributions(against) == (100.0, 40.0, {"attention": 30.0, "feed_forward": -32.0})
     with pytest.MonkeyPatch.context() as patch:
         titles = []
         patch.setattr(plots, "_save", lambda figure, out, name: titles.extend(a.get_title() for a in figure.axes))
