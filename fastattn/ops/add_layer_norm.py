@@ -44,21 +44,25 @@ def _checked(
     arguments.check_float("x", x)
     dtype = arguments.autocast_dtype(x.device)
     x = arguments.cast(x, dtype)
+    alike = dtype is None and arguments.alike(x, x if residual is None else residual, *parameters.values())
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., hidden)")
     hidden = x.shape[-1]
     if hidden == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: the last dimension, hidden, is empty")
     if residual is not None:
-        arguments.check_float("residual", residual)
-        residual = arguments.cast(residual, dtype)
-        arguments.check_like("residual", residual, "x", x)
-        arguments.check_shape("residual", residual, tuple(x.shape), "the shape of x")
+        if not alike:
+            arguments.check_float("residual", residual)
+            residual = arguments.cast(residual, dtype)
+            arguments.check_like("residual", residual, "x", x)
+        if residual.shape != x.shape:
+            arguments.check_shape("residual", residual, tuple(x.shape), "the shape of x")
     for name, t in parameters.items():
-        arguments.check_like(name, t, "x", x, dtype=False)
+        if not alike:
+            arguments.check_like(name, t, "x", x, dtype=False)
         arguments.check_shape(name, t, (hidden,), "(hidden,)")
     weight, bias = parameters["weight"], parameters.get("bias")
-    if bias is not None:
+    if bias is not None and not alike:
         arguments.check_like("bias", bias, "weight", weight)
     if weight.dtype not in (torch.float32, x.dtype):
         raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {x.dtype} as x")
