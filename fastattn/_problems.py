@@ -82,6 +82,22 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield add_layer_norm("no residual", residual=False)
     yield add_layer_norm("residual, dropout", dropout_p=0.2)
 
+    def add_rms_norm(case: str, **options: Any) -> Problem:
+        tensors = {"x": randn(2, rows, width), "residual": randn(2, rows, width), "weight": 1 + 0.1 * randn(width)}
+        return Problem("add_rms_norm", case, fastattn.dropout_add_rms_norm, tensors, options)
+
+    yield add_rms_norm("with sum", return_sum=True)
+    yield add_rms_norm("dropout", dropout_p=0.2)
+
+    def embed_layer_norm(case: str, **options: Any) -> Problem:
+        words = torch.randint(0, 29, (2, rows), generator=generator).to(device)
+        tensors = {"embedding": randn(29, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
+        options |= {"tokens": words, "position_table": randn(rows, width).float(), "scale": 3.0, "padding_idx": 0}
+        return Problem("embed_layer_norm", case, fastattn.embed_layer_norm, tensors, options)
+
+    yield embed_layer_norm("in order")
+    yield embed_layer_norm("positions, dropout", position=torch.arange(rows, device=device).expand(2, -1), dropout_p=0.2)
+
     tokens, d_model, d_ff = (300, 256, 512) if large else (40, 48, 96)
 
     def feed_forward(activation: str, **options: Any) -> Problem:

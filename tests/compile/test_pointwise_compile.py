@@ -26,7 +26,7 @@ def test_layer_norm(case: compiled_triton.LayerNorm) -> None:
     kernels = kernels_of(case)
     forward, backward = kernels["add_layer_norm_fwd_kernel"], kernels["add_layer_norm_bwd_kernel"]
     assert forward.spills == 0, forward
-    # Above 8192, two sums and a row are more than the registers; below, one value may wait in memory for the loop to end.
+    # Above 8192, two sums and a row are more than the registers; below, one value may wait in memory beside the loop.
     assert case.hidden > 8192 or backward.count("LDL") <= 1, backward
     # Values of a lane: 32 forward, 16 backward. Row by row x, residual and dout, z, dz come in 16-byte pieces.
     assert forward.wide_loads >= 2 * 32 * WIDTH[case.dtype] // 16, forward
