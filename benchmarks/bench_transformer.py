@@ -6,7 +6,7 @@ Forward, loss, backward and Adam; bfloat16 cases are float32 parameters under to
 the loss from FusedTransformer.loss, as its users do; the reference path and the peers from their logits by torch's
 cross_entropy. Logits, loss and gradients are compared on the first sentences of the batch, peers without dropout; speed
 is measured with it. tokens/s counts real target tokens; a case says which share of its batch is padding. "default, ...
-by reference" leaves one op out: what that op contributes. Those keep the padding, which the reference path would be slow
+by reference" leaves one op out: what that op contributes. Those keep the padding, as the reference path would be slow
 without, and are compared with "padding kept"; the default may drop it, see FusedTransformer.
 """
 
@@ -84,13 +84,9 @@ def provider(
     backend: str | None = None,
     left_out: str | None = None,
     compiled: str | None = None,
-    packs: bool = False,
     **notes: Any,
 ) -> Provider:
-    """compiled: by torch.compile in this mode. What is compiled is a peer, also where its model is fastattn's.
-
-    packs: it may drop padding; then its dropout meets other rows than the reference path's.
-    """
+    """compiled: by torch.compile in this mode. What is compiled is a peer, also where its model is fastattn's."""
     ours = build is not models.plain and not compiled
     loss_of = models.fused_loss if ours and backend != "reference" else models.plain_loss
 

@@ -67,11 +67,6 @@ def packed(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=True)
 
 
-def padded(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
-    """The same, working on padding too, whatever its share."""
-    return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=False)
-
-
 def plain(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     folder = Path(__file__).resolve().parents[1] / "tests" / "models"
     if not folder.exists():
