@@ -175,6 +175,34 @@ class NormCase(Case):
 
 
 @dataclass(frozen=True)
+class EmbedCase(Case):
+    """tokens: (batch, length), uniformly drawn; embedding: (n_vocab, width)."""
+
+    batch: int
+    length: int
+    width: int
+    n_vocab: int
+    dtype: torch.dtype = torch.float32
+    dropout_p: float = 0.0
+
+    formula = (
+        "bytes: tokens x width (the embedding's rows, out) forward, (dout, the embedding's rows) backward, "
+        "and the embedding's gradient"
+    )
+
+    def __str__(self) -> str:
+        dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
+        return f"{self.batch}x{self.length}x{self.width} v{self.n_vocab}{dropout} {label(self.dtype)}"
+
+    @cached_property
+    def work(self) -> Work:
+        out, row = self.batch * self.length * self.width, self.width * self.dtype.itemsize
+        words = min(self.batch * self.length, self.n_vocab) * row  # a row that several tokens share is read once
+        forward = {"flop": 8 * out, "byte": words + out * self.dtype.itemsize}
+        return _directions(forward, {"flop": 16 * out, "byte": forward["byte"] + self.n_vocab * row})
+
+
+@dataclass(frozen=True)
 class FeedForwardCase(Case):
     """x: (tokens, d_model); the hidden layer has d_ff units, and weight1 twice as many rows for a gated activation."""
 

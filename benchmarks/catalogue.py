@@ -5,6 +5,7 @@ from __future__ import annotations
 import bench_add_layer_norm
 import bench_attention
 import bench_decoding
+import bench_embed_layer_norm
 import bench_feed_forward
 import bench_linear_cross_entropy
 import bench_memory
@@ -19,6 +20,7 @@ _MODULES = (
     bench_add_layer_norm,
     bench_feed_forward,
     bench_linear_cross_entropy,
+    bench_embed_layer_norm,
     bench_decoding,
     bench_memory,
 )
