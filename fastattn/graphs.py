@@ -295,10 +295,13 @@ class _CudaGraphs:
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """What replays it. Capturing runs nothing on the GPU."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a data loader's thread may pin memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            work()
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        try:
+            # thread_local: a data loader's thread may pin memory meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                work()
+        finally:
+            torch.cuda.set_stream(here)  # a capture that failed does not go back by itself
         return graph.replay
 
 
