@@ -79,7 +79,7 @@ def of_path(settings: Settings, backend: str | None) -> Settings:
 def measure_speed(model: FusedTransformer, examples: Sequence[Example], settings: Settings) -> Speed:
     """Times whole training steps of a copy of `model`, both paths on the same batches, taking turns so that whatever
     else the machine does disturbs both alike. With --graph the fused path's steps are graphs, captured before."""
-    model = copy.deepcopy(model).train()
+    model = copy.deepcopy(model).to(settings.device).train()  # .to() joins again what copying took apart
     optimizer = build_optimizer(model)
     steps = {backend: build_step(model, optimizer, of_path(settings, backend)) for backend in paths(settings)}
     rates: dict[str | None, list[float]] = {backend: [] for backend in steps}
