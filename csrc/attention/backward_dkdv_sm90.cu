@@ -101,7 +101,7 @@ class Consumer {
       wgmma_fence();
       add_lines<T, kHeadDim>(dv, p, dout);
     }
-    if constexpr (kDk && !kSumsDq && !(kDv && kBeside)) shared_.full_kv.arrive_if(any_negative(s));
+    if constexpr (kDk && !kSumsDq && !(kDv && kBeside)) shared_.full_kv.arrive_if(are_negative_zeros(s));
     if constexpr (kDk) {
       wgmma_wait<kDv && kBeside ? 1 : 0>();
       make_gradients<kMasked>(ds, s, dp, sees_bits);

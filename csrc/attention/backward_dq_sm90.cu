@@ -24,7 +24,7 @@
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and all exponentials stand between the wait for S
 // and the wait for dP. test_compile_sm90.py asserts both. kGeneral, with a bias or dropout, also serves head dimensions
 // beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
-#include "attention/backward_sm90.cuh"
+#include "attention/backward_scores_sm90.cuh"
 #include "common/check.h"
 
 namespace fastattn::attention {
@@ -62,6 +62,9 @@ __device__ __forceinline__ Work work_of_block(const Arguments& a) {
                                                              who.band_hi)};
 }
 
+// Whether delta and remainder are made here, from their definition, by a walk ahead of the one for dq.
+__device__ __forceinline__ bool makes_rows(const Arguments& a) { return a.p.coarse_from == 0.0f; }
+
 template <class Tiles>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
   for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq}) prefetch(*map);
@@ -76,10 +79,12 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
     load_panels(tiles[ring.stage], map, full[ring.stage], work.walk.tile(i) * Tiles::kBlockN - a.key_begin, h_k, work.b);
     ring.advance();
   };
+  for (int times = makes_rows(a) ? 2 : 1; times > 0; times--) {
 #pragma unroll 1
-  for (int i = 0; i < work.walk.count; i++) {
-    load(keys, shared.k, a.k, shared.full_k, shared.empty_k, i);
-    load(values, shared.v, a.v, shared.full_v, shared.empty_v, i);
+    for (int i = 0; i < work.walk.count; i++) {
+      load(keys, shared.k, a.k, shared.full_k, shared.empty_k, i);
+      load(values, shared.v, a.v, shared.full_v, shared.empty_v, i);
+    }
   }
 }
 
@@ -88,20 +93,28 @@ class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
       : a_(a), shared_(shared), work_(work_of_block<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
-        thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
+        thread_(threadIdx.x % kGroup), rows_(a) {}
 
   __device__ __forceinline__ void run() {
+    const Walk& walk = work_.walk;
+    rows_.are(work_.b, work_.h, work_.m0 + group_ * kRowsOfGroup);
+    shared_.full_q.wait(0);
     float dq[kHeadDim / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; i++) dq[i] = 0.0f;
-    know_rows();
-    shared_.full_q.wait(0);
-    int i = 0;
+    if constexpr (kGeneral) {
 #pragma unroll 1
-    for (; i < (kGeneral ? work_.walk.count : work_.walk.partial); i++) step<true>(dq, work_.walk.tile(i) * kBlockN);
-    if constexpr (!kGeneral) {
+      for (int measures = makes_rows(a_); measures >= 0; measures--) {
 #pragma unroll 1
-      for (; i < work_.walk.count; i++) step<false>(dq, 0);
+        for (int i = 0; i < walk.count; i++) step<true>(dq, walk.tile(i) * kBlockN, measures);
+        if (measures) rows_.correct(total_, weighted_);
+      }
+    } else {
+      int i = 0;
+#pragma unroll 1
+      for (; i < walk.partial; i++) step<true>(dq, walk.tile(i) * kBlockN, false);
+#pragma unroll 1
+      for (; i < walk.count; i++) step<false>(dq, 0, false);
     }
     const int first = group_ * kRowsOfGroup;
     write_lines<T, kHeadDim>(shared_.q, first, thread_, dq, a_.p.softmax_scale);
@@ -118,97 +131,37 @@ class Consumer {
  private:
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
 
-  // The tile of keys from n0 on.
+  // Adds the tile of keys from n0 on to dq, or, measures, to what delta and remainder follow from.
   template <bool kMasked>
-  __device__ __forceinline__ void step(float (&dq)[kHeadDim / 2], int n0) {
-    const auto &k = shared_.k[keys_.stage], &v = shared_.v[values_.stage];
+  __device__ __forceinline__ void step(float (&dq)[kHeadDim / 2], int n0, bool measures) {
     float s[kBlockN / 2], dp[kBlockN / 2];
-    uint32_t ds[kBlockN / 16][4], sees_bits[2], kept[kBlockN / 32][2];
-
     shared_.full_k[keys_.stage].wait(keys_.phase);
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockN>(s, shared_.q, group_ * kRowsOfGroup, k);
+    multiply_lines<T, kHeadDim, kBlockN>(s, shared_.q, group_ * kRowsOfGroup, shared_.k[keys_.stage]);
     shared_.full_v[values_.stage].wait(values_.phase);
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kRowsOfGroup, v);
-    if (kMasked) look(n0, sees_bits);
-    if (kGeneral) draw_dropout(n0, kept);
-
+    multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kRowsOfGroup, shared_.v[values_.stage]);
+    rows_.template look<kMasked>(n0);
     wgmma_wait<1>();
-    if constexpr (kGeneral) general_probabilities(s, n0, sees_bits);
-    else probabilities<kMasked>(s, sees_bits);
-    shared_.full_q.arrive_if(any_negative(s));
-
+    rows_.template make_probabilities<kMasked>(s);
+    shared_.full_q.arrive_if(are_negative_zeros(s));
     wgmma_wait<0>();
     release(shared_.empty_v, values_);
+    rows_.template finish_gradients<kMasked>(dp);
+    if (kGeneral && measures) {
 #pragma unroll
-    for (int j = 0; j < kBlockN / 2; j++) {
-      const int r = row_of(j), bit = j / 4 * 2 + j % 2;
-      if (kGeneral && dropout_.active()) dp[j] = (kept[j / 16][r] >> (j % 16 / 4 * 8 + j % 2) & 1) ? dp[j] * dropout_.scale() : 0.0f;
-      s[j] *= dp[j] - delta_[r];
-      if (kMasked && (sees_bits[r] >> bit & 1) == 0) s[j] = 0.0f;
+      for (int j = 0; j < kBlockN / 2; j++) total_[row_of(j)] += s[j], weighted_[row_of(j)] += s[j] * dp[j];
+    } else {
+      uint32_t ds[kBlockN / 16][4];
+      rows_.make_score_gradients(s, dp);
+#pragma unroll
+      for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
+      if (kMasked) clean_keys(n0);
+      wgmma_fence();
+      add_lines<T, kHeadDim>(dq, ds, shared_.k[keys_.stage]);
+      wgmma_wait<0>();
     }
-#pragma unroll
-    for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
-    if (kMasked) clean_keys(n0);
-    wgmma_fence();
-    add_lines<T, kHeadDim>(dq, ds, k);
-    wgmma_wait<0>();
     release(shared_.empty_k, keys_);
-  }
-
-  // lse and delta of the two rows.
-  __device__ __forceinline__ void know_rows() {
-    const int first = work_.m0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4;
-    const int64_t row0 = first_row(a_, work_.b, work_.h);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      m_[r] = first + 8 * r;
-      shift_[r] = a_.rows.shift[row0 + m_[r]], delta_[r] = a_.rows.delta[row0 + m_[r]];
-      remainder_[r] = kGeneral && a_.p.bias.data != nullptr ? a_.rows.remainder[row0 + m_[r]] : 0.0f;
-    }
-  }
-
-  template <bool kMasked>
-  __device__ __forceinline__ void probabilities(float (&s)[kBlockN / 2], const uint32_t (&bits)[2]) const {
-    const float unit = a_.p.softmax_scale * kLog2e;
-#pragma unroll
-    for (int j = 0; j < kBlockN / 2; j++) {
-      s[j] = exp2_approximate(s[j] * unit - shift_[row_of(j)]);
-      if (kMasked && (bits[row_of(j)] >> (j / 4 * 2 + j % 2) & 1) == 0) s[j] = 0.0f;
-    }
-  }
-
-  __device__ __forceinline__ void general_probabilities(float (&s)[kBlockN / 2], int n0, uint32_t (&bits)[2]) const {
-    if (a_.p.bias.data == nullptr) return probabilities<true>(s, bits);
-    const BiasMatrix bias(a_.p.bias, work_.b, work_.h);
-#pragma unroll
-    for (int j = 0; j < kBlockN / 2; j++) {
-      const int r = row_of(j), bit = j / 4 * 2 + j % 2, n = n0 + j / 4 * 8 + thread_ % 4 * 2 + j % 2;
-      const float term = (bits[r] >> bit & 1) != 0 ? bias(m_[r], n) : -kInfinity;
-      if (term == -kInfinity) bits[r] &= ~(1u << bit);
-      const float exponent = (s[j] * a_.p.softmax_scale + term - shift_[r]) * kLog2e - remainder_[r];
-      s[j] = term == -kInfinity ? 0.0f : exp2_approximate(exponent);
-    }
-  }
-
-  __device__ __forceinline__ void draw_dropout(int n0, uint32_t (&kept)[kBlockN / 32][2]) const {
-    if (!dropout_.active()) return;
-    const int64_t row0 = (static_cast<int64_t>(work_.b) * a_.p.shape.heads + work_.h) * a_.p.shape.seqlen_q;
-#pragma unroll
-    for (int i = 0; i < kBlockN / 32; i++) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) kept[i][r] = dropout_.kept_by_quad(row0 + m_[r], n0 / 8 + 4 * i) >> thread_ % 4 * 2;
-    }
-  }
-
-  // Which keys of the tile from n0 on the two rows see.
-  __device__ __forceinline__ void look(int n0, uint32_t (&bits)[2]) const {
-    const Visibility& who = a_.p.by_query;
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      bits[r] = sees<kBlockN>(who, work_.b, work_.h, m_[r], a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k, who.band_lo,
-                              who.band_hi);
   }
 
   // Keys that no query sees may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
@@ -223,11 +176,10 @@ class Consumer {
   Shared<Tiles>& shared_;
   const Work work_;
   const int group_, thread_;
-  const DropoutMask dropout_;
+  QueryRows<Tiles::kBlockN, kGeneral> rows_;
   Ring keys_;
   RingOf<Tiles::kValueStages> values_;
-  int m_[2];
-  float shift_[2], delta_[2], remainder_[2];  // of the thread's two rows
+  float total_[2] = {}, weighted_[2] = {};  // of the thread's two rows: the sums of P and of P * dP
 };
 
 template <class T, class Tiles, bool kGeneral>

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kRowThreads) backward_rows_sm90_kernel(const B
   if (threadIdx.x % 4 != 0) return;
   rows.shift[to] = exponent_of<T>(p).shift(lse);
   rows.delta[to] = lse == -kInfinity ? 0.0f : delta;
-  if (p.remainder != nullptr) rows.remainder[to] = lse == -kInfinity ? 0.0f : p.remainder[from];
+  if (rows.remainder != nullptr) rows.remainder[to] = lse == -kInfinity || p.remainder == nullptr ? 0.0f : p.remainder[from];
 }
 
 // dq = softmax_scale * sum, rounded. One thread takes kChunk columns of a row.

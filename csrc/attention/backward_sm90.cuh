@@ -34,7 +34,9 @@ inline Arguments arguments(const Backward& p, const PaddedRows& rows, int block_
           keys.first};
 }
 
-inline bool is_general(const Backward& p) { return p.bias.data != nullptr || p.dropout.rng_state != nullptr; }
+inline bool is_general(const Backward& p) {
+  return p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.coarse_from == 0.0f;
+}
 inline int head_dim(const Backward& p) { return std::max(p.shape.head_dim_k, p.shape.head_dim_v); }
 
 // Calls f(Tiles<n>{}) with head_dim padded to n.
@@ -73,14 +75,14 @@ __device__ __forceinline__ void release(Barriers& empty, Place& place) {
   place.advance();
 }
 
-// Is one of the numbers negative? Of probabilities none is, but the compiler does not know: an access to memory that depends
-// on the answer keeps ptxas from moving the wait behind them to before them.
+// Is -0 among the numbers, and nothing but 0 beside it? Probabilities are never so, nor NaN, but the compiler does not know:
+// an access to memory that depends on the answer keeps ptxas from moving the wait behind them to before them.
 template <int kCount>
-__device__ __forceinline__ bool any_negative(const float (&x)[kCount]) {
+__device__ __forceinline__ bool are_negative_zeros(const float (&x)[kCount]) {
   uint32_t any = 0;
 #pragma unroll
   for (int i = 0; i < kCount; i++) any |= as_word(x[i]);
-  return (any >> 31) != 0;
+  return any == 0x80000000u;
 }
 
 }  // namespace

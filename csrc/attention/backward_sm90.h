@@ -1,9 +1,13 @@
 // The backward of attention on Hopper, for 16-bit types. Formulas: backward.h
 //
-// In this order; where there is a bias backward_rows() comes before, and p.delta and p.remainder are its, else null.
+// In this order:
 //   backward_rows_sm90   what the others must know of each query
 //   backward_dq_sm90     dq; a block owns the queries that it writes, nobody adds to memory, and runs repeat bit for bit
 //   backward_dkdv_sm90   dk, dv, and dbias_keys; a block owns its keys
+//   bias_gradient_sm90   where it is wanted, dbias of a bias that has queries and keys
+// Some rows want delta and remainder from their definitions (backward.h says which, and why). Where all do, coarse_from is 0
+// and backward_dq_sm90 makes them, by a walk ahead of its own; p.delta and p.remainder are null. Else, with a bias,
+// backward_rows(), which looks for coarse ones, comes first and fills them.
 // These are 7 products of all visited pairs, 2 D FLOPs a score each. One kernel needs 5 for all three gradients, but adds up
 // dq in memory, in an order that no one fixes, so that runs differ in the last bits:
 //   backward_sum_sm90    in place of the last two, and backward_round_sm90 after it
@@ -18,7 +22,7 @@ constexpr int kRowBlock = 128;  // the rows of a head are padded to it in Padded
 // (B, H, Lq rounded up to kRowBlock). A query that sees nothing has shift +inf and delta 0.
 struct PaddedRows {
   float *shift, *delta;  // shift: lse in powers of 2, or as it is where there is a bias
-  float* remainder;      // backward.h; null without a bias
+  float* remainder;      // backward.h; may be null without a bias where coarse_from is not 0
 };
 
 // The tiles of a block: `own` rows of its side and `stream` of the other. head_dim: the larger of the two.
@@ -28,6 +32,8 @@ BackwardTile backward_dkdv_sm90_tile(int head_dim);
 void backward_rows_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
 void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
 void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
+// dbias (batch, heads, Lq, Lk): bias_gradient() of backward.h.
+void bias_gradient_sm90(const Backward& p, const PaddedRows& rows, void* dbias, int batch, int heads, cudaStream_t stream);
 
 // sum: float32 (B, H, Lq, Dk), dq / softmax_scale. Without bias and dropout, head dimensions up to kMaxHeadDimSum.
 constexpr int kMaxHeadDimSum = 128;

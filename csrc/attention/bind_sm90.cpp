@@ -45,7 +45,8 @@ void bind_backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>
     backward_dq_sm90(p, of_rows, stream);
     backward_dkdv_sm90(p, of_rows, stream);
   }
-  if (dbias[0] != 0) bias_gradient(p, pointer<void>(dbias[0]), static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), stream);
+  if (dbias[0] != 0)
+    bias_gradient_sm90(p, of_rows, pointer<void>(dbias[0]), static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), stream);
 }
 
 std::array<int, 2> bind_forward_tile(int head_dim) {

@@ -36,15 +36,15 @@ __device__ __forceinline__ void load_panels(Tile& to, const sm90::TensorMap& map
   copy_panels(to, map, full, row, h, b);
 }
 
-// Starts d = (64 lines from `line` on of x) times the transpose of y: its sums run along the columns of both.
+// Starts d = (64 lines from `line` on of x) times the transpose of y, or, adds, d += that: sums run along the columns of both.
 template <class T, int kHeadDim, int kN, int kPanels, int kBytesX, int kBytesY>
 __device__ __forceinline__ void multiply_lines(float (&d)[kN / 2], const unsigned char (&x)[kPanels][kBytesX], int line,
-                                               const unsigned char (&y)[kPanels][kBytesY]) {
+                                               const unsigned char (&y)[kPanels][kBytesY], bool adds = false) {
   static_assert(kBytesY == kN * sm90::kLineBytes, "a column of the product for each line of y");
 #pragma unroll
   for (int column = 0; column < kHeadDim; column += 16)
     sm90::wgmma<T, kN, false, false>(d, sm90::along_columns<kBytesX / sm90::kLineBytes>(x, line, column),
-                                     sm90::along_columns<kN>(y, 0, column), column > 0);
+                                     sm90::along_columns<kN>(y, 0, column), adds || column > 0);
   sm90::wgmma_commit();
 }
 

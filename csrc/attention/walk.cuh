@@ -50,8 +50,8 @@ template <int kColumns>
 __device__ __forceinline__ uint32_t sees(const Visibility& who, int64_t b, int64_t h, int row, int rows, int column,
                                          int columns, int low, int high) {
   static_assert(kBitBlock % kColumns == 0, "a tile lies in one block of bits");
+  if (row >= rows) return 0;
   if (who.bits != nullptr) {
-    if (row >= rows) return 0;
     const int64_t block = static_cast<int64_t>(row) * blocks_of(columns, kBitBlock) + column / kBitBlock;
     const uint32_t* words = who.bits + b * who.bits_stride_b + h * who.bits_stride_h + block * kBitWords;
     return words[threadIdx.x % 4] >> (column % kBitBlock / 4);

@@ -21,8 +21,8 @@ MAX_HEAD_DIM_SUM = 128  # kMaxHeadDimSum
 ROW_BLOCK = 128  # kRowBlock
 _COARSE = 64.0  # an lse beyond it is coarse: half a unit in its last place is 4e-6
 # Whether dq may be the sum of what blocks add in any order, which does not repeat bit for bit, in place of a kernel of
-# its own. Only a record that shows it to be faster (benchmarks/results/) turns it on; until then it is turned on by tests
-# and by who makes that record.
+# its own. Only a record that shows it to be faster (benchmarks/results/) turns it on; until then it is turned on by
+# tests and by who makes that record.
 ACCUMULATE_DQ = False
 _CAPABILITY = 90  # they are built for sm_90a, which nothing else runs
 
@@ -81,19 +81,23 @@ def backward(
     rng_state: Tensor | None,
     *,
     needs_dbias: bool,
+    exact: bool,
 ) -> Tensor | None:
-    """Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys. lse and dlse are contiguous."""
+    """Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys. lse and dlse are contiguous. exact: delta
+    is made from its definition, not from out."""
     module = extension(q.device)
     (B, H, Lq, D), Lk = q.shape, k.shape[2]
     bias = None if mask is None else mask.bias
-    dbias = key_sums = exact = sums = None
-    if bias is not None:
-        exact = torch.empty(2, B, H, Lq, dtype=torch.float32, device=q.device)  # delta and remainder
+    exact |= needs_dbias
+    dbias = key_sums = sums = None
+    coarse = (None, None)  # delta and remainder, where some rows may want them more exactly than others
+    if bias is not None and not exact:
+        coarse = torch.empty(2, B, H, Lq, dtype=torch.float32, device=q.device)
     if needs_dbias and bias.shape[2] == 1:  # shared by all queries: a by-product of dk
         key_sums = torch.empty(B, H, Lk, dtype=torch.float32, device=q.device)
     elif needs_dbias:
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
-    if _accumulates(max(D, v.shape[3]), bias, dropout_p):
+    if not exact and _accumulates(max(D, v.shape[3]), bias, dropout_p):
         sums = torch.empty(B, H, Lq, D, dtype=torch.float32, device=q.device)
     padded = torch.empty(3, B, H, -(-Lq // ROW_BLOCK) * ROW_BLOCK, dtype=torch.float32, device=q.device)
     of_queries, of_keys, own_keys, streamed_queries = module.attention_bwd_sm90_tiles(max(D, v.shape[3]))
@@ -101,9 +105,9 @@ def backward(
     by_key, kept_too = _visibility.visibility(mask, Lq, Lk, streamed_queries, own_keys, True, q.device)
     module.attention_bwd_sm90(
         [*map(_visibility.rows, (q, k, v, out, dout, dq, dk, dv))],
-        [*map(address, (lse, dlse, *((None, None) if exact is None else exact), key_sums))],
-        (address(padded[0]), address(padded[1]), 0 if exact is None else address(padded[2])), address(sums),
-        _visibility.shape(q, k, v), softmax_scale, 0.0 if needs_dbias else _COARSE, by_query, by_key,
+        [*map(address, (lse, dlse, *coarse, key_sums))],
+        (address(padded[0]), address(padded[1]), address(padded[2]) if exact or bias is not None else 0), address(sums),
+        _visibility.shape(q, k, v), softmax_scale, 0.0 if exact else _COARSE, by_query, by_key,
         _visibility.bias(mask), (0, 0, 0) if dbias is None else (address(dbias), *bias.shape[:2]),
         address(rng_state), *dropout_constants(dropout_p), DTYPES[q.dtype], device_index(q), stream(q),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from fastattn.cuda import _visibility as who
 from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/attention/attention.h
+_FEW_KEYS = 16
 _COARSE = 64.0  # an lse beyond it is coarse to 16-bit types: half a unit in its last place is 4e-6
 
 
@@ -88,7 +89,8 @@ def attention_bwd(
         short.backward(q, k, v, dout, dq, dk, dv, *options)
     else:
         call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward
-        with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing)
+        exact = _cancels(mask, q.shape[2], k.shape[2])
+        with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing, exact=exact)
         dbias = with_keys if missing else dbias
     return dq, dk, dv, dbias
 
@@ -110,12 +112,13 @@ def _backward(
     rng_state: Tensor | None,
     *,
     needs_dbias: bool,
+    exact: bool,
 ) -> Tensor | None:
     """The kernels that serve every call. Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys."""
     module, sizes, dtype, tf32 = extension(q.device), who.shape(q, k, v), DTYPES[q.dtype], _tf32()
     (B, H, Lq), Lk = q.shape[:3], k.shape[2]
     bias = None if mask is None else mask.bias
-    exact = q.dtype == torch.float32 and not tf32
+    exact |= q.dtype == torch.float32 and not tf32
     delta = torch.empty_like(lse)
     remainder = torch.empty_like(lse) if exact or bias is not None else None
     dbias = key_sums = None
@@ -136,6 +139,13 @@ def _backward(
     if key_sums is None:
         return dbias
     return key_sums.sum_to_size(*bias.shape[:2], Lk).unsqueeze(2).to(bias.dtype)
+
+
+def _cancels(mask: AttentionMask | None, Lq: int, Lk: int) -> bool:
+    """Whether queries see so few keys that delta must not be made from out. Of one key, dP equals delta, and nothing is
+    left of dS; a rounded out would leave, under dropout, 4 times the error allowed in dq and dk."""
+    low, high = who.band(mask, Lq, Lk)
+    return min(high - low + 1, Lk) <= _FEW_KEYS
 
 
 def attention_weights(

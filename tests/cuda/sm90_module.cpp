@@ -8,9 +8,8 @@
 
 namespace fastattn {
 namespace attention {
-// Only a bias wants these.
+// Wanted where a bias moves single rows far.
 void backward_rows(const Backward&, cudaStream_t) { throw std::logic_error("not in this module"); }
-void bias_gradient(const Backward&, void*, int, int, cudaStream_t) { throw std::logic_error("not in this module"); }
 }  // namespace attention
 
 void bind_attention_sm90(pybind11::module_& m);

@@ -203,7 +203,7 @@ RACES = {
     "masked": dict(B=1, H=2, Lq=200, Lk=270, D=64, mask="decoder", dropout_p=0.2),
     "full": dict(B=1, H=1, Lq=200, Lk=520, D=128, mask="none"),
     "wide": dict(B=1, H=1, Lq=150, Lk=140, D=256, mask="key_padding"),
-    "biased": dict(B=1, H=2, Lq=140, Lk=150, D=64, mask="decoder", dropout_p=0.2, bias=(1, 2, 1, 150)),
+    "biased": dict(B=2, H=1, Lq=140, Lk=150, D=64, mask="decoder", dropout_p=0.2, bias=(1, 1, 140, 150)),
 }
 
 

@@ -8,22 +8,27 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import host_build
 import pytest
 import torch
 from attention_checks import compare, make, solve
 from host_build import CSRC, ORDERS, SM90_COMPLETIONS
+from torch import Tensor
 
 import fastattn.cuda
+from fastattn import AttentionMask
 from fastattn.cuda import _attention_sm90 as sm90
+from fastattn.cuda import _visibility
 from fastattn.cuda import attention as room
 from fastattn.ops.attention import _Attention
+from fastattn.reference import attention as reference
 
-FORWARD, DQ, DKDV = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv"))
-ROWS, SHARED = "attention/backward_rows_sm90.cu", "attention/backward_sm90.cuh"
-SOURCES = FORWARD, DQ, DKDV, ROWS
+NAMES = ("forward", "backward_rows", "backward_dq", "backward_dkdv", "bias_gradient")
+FORWARD, ROWS, DQ, DKDV, DBIAS = SOURCES = tuple(f"attention/{name}_sm90.cu" for name in NAMES)
+SHARED, SCORES = "attention/backward_sm90.cuh", "attention/backward_scores_sm90.cuh"
 FOUR_TILES = """  if (head_dim <= 64) return f(Tiles<64>{});
   if (head_dim <= 96) return f(Tiles<96>{});
   if (head_dim <= 128) return f(Tiles<128>{});
@@ -31,6 +36,8 @@ FOUR_TILES = """  if (head_dim <= 64) return f(Tiles<64>{});
 """
 ONE_TILE = "  (void)head_dim;\n  return f(Tiles<64>{});\n"
 TWO_TYPES = "p.dtype == DType::bfloat16 ? "
+GENERAL_DQ = "backward_dq_sm90_kernel<T, Tiles, true>"
+# The kernels of the backward that take a bias; where dq is a sum, and in the forward, those that do not.
 ONE_KERNEL = [
     (FORWARD, FOUR_TILES, ONE_TILE),
     (
@@ -42,11 +49,25 @@ ONE_KERNEL = [
     (FORWARD, "const bool general =", "[[maybe_unused]] const bool general ="),
     (SHARED, FOUR_TILES, ONE_TILE),
     (DQ, f"{TWO_TYPES}run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>", "run<__nv_bfloat16, Size>"),
-    (DQ, "is_general(p) ? backward_dq_sm90_kernel<T, Tiles, true> : ", ""),
+    (
+        DQ,
+        "is_general(p) ? backward_dq_sm90_kernel<T, Tiles, true> : backward_dq_sm90_kernel<T, Tiles, false>",
+        GENERAL_DQ,
+    ),
     (DKDV, f"{TWO_TYPES}run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>", "run<__nv_bfloat16, Size>"),
-    (DKDV, "is_general(p) ? start<Makes::dk_dv, T, Tiles, true>(a, stream) : ", ""),
+    (
+        DKDV,
+        "is_general(p) ? start<Makes::dk_dv, T, Tiles, true>(a, stream) : start<Makes::dk_dv, T, Tiles, false>",
+        "start<Makes::dk_dv, T, Tiles, true>",
+    ),
     (DKDV, f"{TWO_TYPES}with_type(__nv_bfloat16{{}}) : with_type(__half{{}})", "with_type(__nv_bfloat16{})"),
     (DKDV, "head_dim(p) <= 64 ? run_with_sum", "run_with_sum"),
+    (
+        DBIAS,
+        "bias_gradient_sm90_kernel<__nv_bfloat16> : bias_gradient_sm90_kernel<__half>",
+        "bias_gradient_sm90_kernel<__nv_bfloat16>",
+    ),
+    (DBIAS, TWO_TYPES, ""),
     (DKDV, "\n                      : run_with_sum<decltype(t), Tiles<128>>(p, rows, sum, stream);", ";"),
 ]
 
@@ -56,7 +77,7 @@ class Bug(NamedTuple):
     file: str
     right: str
     wrong: str
-    sum_of_dq: bool = False  # whether dq is added up in memory
+    on: str = "plain"  # of CASES
 
 
 OF_GROUP = "    named_barrier_sync(kOfGroup + group_, kGroup);"
@@ -106,14 +127,20 @@ BUGS = [
     Bug(
         "dq: keys released too early",
         DQ,
-        f"{WAIT_FOR_ALL}    release(shared_.empty_k, keys_);\n",
-        f"    release(shared_.empty_k, keys_);\n{WAIT_FOR_ALL}",
+        "      wgmma_wait<0>();\n    }\n    release(shared_.empty_k, keys_);\n",
+        "      release(shared_.empty_k, keys_);\n      wgmma_wait<0>();\n    }\n",
     ),
     Bug("dq: no proxy fence before the store", DQ, FENCE_AND_LEAVE, f"{OF_GROUP}\n{LEAVE}"),
     Bug("dq: no barrier before the store", DQ, f"{OF_GROUP}\n{LEAVE}", LEAVE),
-    Bug("dq: no delta", DQ, "dp[j] - delta_[r]", "dp[j]"),
-    Bug("dq: rows of the other half", DQ, "m_[r] = first + 8 * r", "m_[r] = first + 8 - 8 * r"),
-    Bug("dq: a masked tile as a full one", DQ, "work_.walk.count : work_.walk.partial", "0 : 0"),
+    Bug("dq: no delta", SCORES, "dp[j] - delta_[row_of(j)]", "dp[j]"),
+    Bug("dq: rows of the other half", SCORES, "m_ + 8 * r;", "m_ + 8 - 8 * r;"),
+    Bug("dq: masked keys are seen", SCORES, "if (kMasked && !is_seen(j)) s[j] = 0.0f;", ""),
+    Bug("dq: remainder of half the rows", DQ, "total_[row_of(j)] += s[j]", "total_[0] += s[j]", "bias"),
+    Bug("dbias: parts not waited for", DBIAS, "    wait_for_part();\n    wgmma_fence();", "    wgmma_fence();", "bias"),
+    Bug("dbias: products not waited for", DBIAS, "    wgmma_wait<kUnderWay>();\n", "", "bias"),
+    Bug("dbias: parts released too early", DBIAS, "part_ - 1 - kUnderWay", "part_ - 1", "bias"),
+    Bug("dbias: the last sample alone", DBIAS, "sum(j) += s[j]", "sum(j) = s[j]", "bias"),
+    Bug("dbias: a tile left out", DBIAS, "(m0 + rows - 1) <= who.band_hi", "m0 <= who.band_hi", "bias"),
     Bug("queries not waited for", DKDV, "    shared_.full_q[queries_.stage].wait(queries_.phase);\n", ""),
     Bug("gradients not waited for", DKDV, f"{WAIT_FOR_DOUT}    if constexpr (kDk) {{", "    if constexpr (kDk) {"),
     Bug(
@@ -123,10 +150,15 @@ BUGS = [
         f"    release(shared_.empty_q, queries_);\n{WAIT_FOR_ALL}",
     ),
     Bug("no delta", DKDV, " - (e % 2 == 0 ? delta.x : delta.y));", ");"),
-    Bug("no proxy fence before the store of dk", DKDV, FENCE_AND_LEAVE, f"{OF_GROUP}\n{LEAVE}"),
+    Bug(
+        "no proxy fence before the store of dk",
+        DKDV,
+        f"dropout_.scale() : 1.0f);\n{FENCE_AND_LEAVE}",
+        f"dropout_.scale() : 1.0f);\n{OF_GROUP}\n{LEAVE}",
+    ),
     Bug("delta of the wrong rows", ROWS, "row_product(out, dout, inside)", "row_product(out, dout, inside / 2)"),
-    Bug("sum: one buffer of dS", DKDV, "    buffer_ ^= 1;\n", "", True),
-    Bug("sum: no barrier of both", DKDV, f"{OF_BOTH}  // dS of both", "    // dS of both", True),
+    Bug("sum: one buffer of dS", DKDV, "    buffer_ ^= 1;\n", "", "sum"),
+    Bug("sum: no barrier of both", DKDV, f"{OF_BOTH}  // dS of both", "    // dS of both", "sum"),
     Bug(
         "sum: no proxy fence before dq", DKDV, f"    fence_async_proxy();\n{OF_BOTH}  // dS", f"{OF_BOTH}  // dS", True
     ),
@@ -135,44 +167,55 @@ BUGS = [
         DKDV,
         f"{WAIT_READ}\n{OF_GROUP}  // the last one has left shared memory\n",
         "",
-        True,
+        "sum",
     ),
     Bug(
         "sum: dq of the other half",
         DKDV,
         "along_lines<kBlockN>(ds_tile, key, row)",
         "along_lines<kBlockN>(ds_tile, key, 64 - row)",
-        True,
+        "sum",
     ),
     Bug(
         "sum: k overwritten by dk",
         DKDV,
         "if constexpr (kSumsDq) named_barrier_sync",
         "if (false) named_barrier_sync",
-        True,
+        "sum",
     ),
 ]
 
 # Band masks alone: the module prepares no others. Several tiles for each block, partial and full ones.
-CASES = [dict(B=1, H=2, Lq=400, Lk=400, D=64, mask="causal"), dict(B=1, H=1, Lq=200, Lk=520, D=64, mask="none")]
+CASES = {
+    "plain": [dict(B=1, H=2, Lq=400, Lk=400, D=64, mask="causal"), dict(B=1, H=1, Lq=200, Lk=520, D=64, mask="none")],
+    "bias": [dict(B=3, H=1, Lq=150, Lk=200, D=64, mask="causal", bias=(1, 1, 150, 200))],
+}
+CASES["sum"] = CASES["plain"]
 
 
 def attend(q, k, v, mask, dropout_p, scale):
-    """The room itself: the front desk would ask why_not() of kernels that this module lacks."""
-    out, lse = _Attention.apply(q, k, v, None, mask, scale, dropout_p, None, room)
+    """The room itself: the front desk would ask about kernels that this module lacks. Its forward takes no bias."""
+    rooms = room if mask.bias is None else SimpleNamespace(attention_fwd=formula, attention_bwd=room.attention_bwd)
+    out, lse = _Attention.apply(q, k, v, mask.bias, mask, scale, dropout_p, None, rooms)
     return out, lse, None
 
 
-def fails(extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+def formula(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse, _ = reference.attention(*arguments)
+    return out, lse
+
+
+def fails(extension: Path, monkeypatch: pytest.MonkeyPatch, on: str) -> bool:
     """Does a check fail on this build, in one of the orders and completions?"""
+    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", on == "sum")
     fastattn.cuda.load_host_runner(extension)
     try:
         for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS):
             monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
             monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
-            for case in CASES:
+            for case in CASES[on]:
                 p = make(**case, dtype=torch.bfloat16)
-                compare(p, solve(p, attend), ("out", "lse", "dq", "dk", "dv"))
+                compare(p, solve(p, attend), ("out", "lse", "dq", "dk", "dv", "dbias"))
     except (AssertionError, RuntimeError):
         return True
     finally:
@@ -185,6 +228,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
     monkeypatch.setattr(sm90, "serves", lambda *_: True)
     monkeypatch.setattr(room.short, "serves", lambda *_: False)
+    monkeypatch.setattr(_visibility, "seen_keys", every_key)
+
+
+def every_key(_: AttentionMask, _Lq: int, Lk: int, device: torch.device) -> Tensor:
+    """seen_keys() of a mask and a bias that hide none."""
+    return torch.full((1, 1, -(-Lk // 32)), -1, dtype=torch.int32, device=device)
 
 
 def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path:
@@ -201,15 +250,13 @@ def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path
     return host_build.build("_C", sources, folder)
 
 
-@pytest.mark.parametrize("sum_of_dq", [False, True])
-def test_without_a_bug(sum_of_dq: bool, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on", CASES)
+def test_without_a_bug(on: str, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
-    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", sum_of_dq)
-    assert not fails(build(build_folder, tmp_path / "csrc", ONE_KERNEL), monkeypatch)
+    assert not fails(build(build_folder, tmp_path / "csrc", ONE_KERNEL), monkeypatch, on)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "ACCUMULATE_DQ", bug.sum_of_dq)
     extension = build(build_folder, tmp_path / "csrc", [*ONE_KERNEL, (bug.file, bug.right, bug.wrong)])
-    assert fails(extension, monkeypatch)
+    assert fails(extension, monkeypatch, bug.on)

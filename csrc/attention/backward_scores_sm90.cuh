@@ -1,0 +1,125 @@
+// What the kernels of the backward on Hopper make of scores whose rows are queries: exp(S - lse) and dS, with all that a
+// thread must know for it. A warpgroup holds 64 queries by kBlockN keys in an accumulator of wgmma (wgmma.cuh).
+#pragma once
+#include "attention/backward_sm90.cuh"
+
+namespace fastattn::attention {
+namespace {
+
+// kGeneral: with a bias or dropout.
+template <int kBlockN, bool kGeneral>
+class QueryRows {
+ public:
+  using Tile = float[kBlockN / 2];
+
+  __device__ __forceinline__ explicit QueryRows(const Arguments& a) : a_(a), dropout_(a.p.dropout) {}
+
+  // The 64 queries of the warpgroup, from m0 on, of (b, h).
+  __device__ __forceinline__ void are(int b, int h, int m0) {
+    b_ = b, h_ = h, m_ = m0 + threadIdx.x % kGroup / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int64_t row = first_row(a_, b, h) + query(r);
+      shift_[r] = a_.rows.shift[row], delta_[r] = a_.rows.delta[row];
+      remainder_[r] = kGeneral && a_.p.bias.data != nullptr ? a_.rows.remainder[row] : 0.0f;
+    }
+  }
+
+  // The tile of keys from n0 on: who is seen, and dropout.
+  template <bool kMasked>
+  __device__ __forceinline__ void look(int n0) {
+    n0_ = n0;
+    const Visibility& who = a_.p.by_query;
+    if (kMasked) {
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        bits_[r] = sees<kBlockN>(who, b_, h_, query(r), a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k, who.band_lo, who.band_hi);
+    }
+    if (kGeneral && dropout_.active()) {
+      const int64_t row0 = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        kept_[r] = 0;
+#pragma unroll
+        for (int i = 0; i < kBlockN / 32; i++) {
+          const uint32_t kept = dropout_.kept_by_quad(row0 + query(r), n0 / 8 + 4 * i) >> threadIdx.x % 4 * 2;
+          kept_[r] |= (kept & 0x03030303u) << 2 * i;
+        }
+      }
+    }
+  }
+
+  // s = q k^T becomes exp(S - lse), 0 where the mask or a bias of -inf hides the key.
+  template <bool kMasked>
+  __device__ __forceinline__ void make_probabilities(Tile& s) {
+    if (kGeneral && a_.p.bias.data != nullptr) return make_biased_probabilities(s);
+    const float unit = a_.p.softmax_scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) {
+      s[j] = exp2_approximate(s[j] * unit - shift_[row_of(j)]);
+      if (kMasked && !is_seen(j)) s[j] = 0.0f;
+    }
+  }
+
+  // dp = dout v^T becomes dP. A select, not a product: where nobody sees, it may be NaN.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_gradients(Tile& dp) const {
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) {
+      if (kMasked && !is_seen(j)) dp[j] = 0.0f;
+      if (kGeneral && dropout_.active()) dp[j] = is_kept(j) ? dp[j] * dropout_.scale() : 0.0f;
+    }
+  }
+
+  // s = dS, of the probabilities s and dP.
+  __device__ __forceinline__ void make_score_gradients(Tile& s, const Tile& dp) const {
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) s[j] *= dp[j] - delta_[row_of(j)];
+  }
+
+  // Of the whole rows: total, the sum of the probabilities, and weighted, that of P * dP, say remainder and delta.
+  __device__ __forceinline__ void correct(const float (&total)[2], const float (&weighted)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float sum = quad_sum(total[r]), product = quad_sum(weighted[r]);
+      const bool blind = shift_[r] == kInfinity;
+      const int64_t row = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q + query(r);
+      remainder_[r] = blind ? 0.0f : log2f(sum);
+      delta_[r] = blind ? 0.0f : product / sum - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f);
+      if (threadIdx.x % 4 != 0) continue;
+      a_.rows.remainder[first_row(a_, b_, h_) + query(r)] = remainder_[r];
+      a_.rows.delta[first_row(a_, b_, h_) + query(r)] = delta_[r];
+    }
+  }
+
+  __device__ __forceinline__ int query(int r) const { return m_ + 8 * r; }
+  __device__ __forceinline__ int key(int j) const { return n0_ + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2; }
+
+ private:
+  // Of accumulator j.
+  __device__ __forceinline__ bool is_seen(int j) const { return (bits_[row_of(j)] >> (j / 4 * 2 + j % 2) & 1) != 0; }
+  __device__ __forceinline__ bool is_kept(int j) const {
+    return (kept_[row_of(j)] >> (j / 4 % 4 * 8 + j / 16 * 2 + j % 2) & 1) != 0;
+  }
+
+  __device__ __forceinline__ void make_biased_probabilities(Tile& s) {
+    const BiasMatrix bias(a_.p.bias, b_, h_);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 2; j++) {
+      const int r = row_of(j);
+      const float term = is_seen(j) ? bias(query(r), key(j)) : -kInfinity;
+      const float exponent = (s[j] * a_.p.softmax_scale + term - shift_[r]) * kLog2e - remainder_[r];
+      if (term == -kInfinity) bits_[r] &= ~(1u << (j / 4 * 2 + j % 2));
+      s[j] = term == -kInfinity ? 0.0f : exp2_approximate(exponent);
+    }
+  }
+
+  const Arguments& a_;
+  const DropoutMask dropout_;
+  int b_, h_, m_, n0_;  // m_: the first of the thread's two rows; the other one is 8 further
+  float shift_[2], delta_[2], remainder_[2];
+  uint32_t bits_[2], kept_[2];  // of their columns in the tile at hand, two in every eight
+};
+
+}  // namespace
+}  // namespace fastattn::attention

@@ -1,0 +1,191 @@
+// dbias on Hopper, of a bias that has queries and keys: dS, summed over the batches and heads that share it.
+//   Formulas: backward.h; why it is a kernel of its own: bias_gradient.cu
+//
+// Grid: a block per (batch or 1, head or 1, 128 queries, 128 keys) of dbias. It loops over whatever is summed, in one order.
+// Roles: a warp of the producer warpgroup looks which of those hold something to see, and copies their operands by TMA, 64
+//   columns at a time: of q and k for S, of dout and v for dP. Each of two consumer warpgroups owns 64 queries.
+// Registers of a consumer thread: S and dP (64 each). Heads of any dimension: none of them is held as a whole.
+// Shared memory: a ring of parts, 128 x 64 of either operand; the sum of dS, for which registers were too few: 96 to 216
+//   bytes were spilled.
+// Overlap: exponentials run beside the product of dP's first part.
+// Work: 2 (Dk + Dv) FLOPs a score in tiles that hold something to see; bytes: 512 (Dk + Dv) a tile, from L2: 64 FLOPs a byte,
+//   so that L2, at 5.5 TB/s, allows 350 TFLOP/s. No larger tile fits into registers; neighbours that share operands by
+//   multicast would help.
+#include "attention/backward_scores_sm90.cuh"
+
+namespace fastattn::attention {
+namespace {
+
+constexpr int kBlock = 128, kParts = 4;  // stages of the ring
+
+struct alignas(1024) Shared {
+  unsigned char x[kParts][1][kBlock * kLineBytes], y[kParts][1][kBlock * kLineBytes];
+  float sum[kBlock / 2][kConsumers * kGroup];  // of each consumer thread's scores
+  int head[kParts];  // b * H + h of the part; -1 after the last
+  Barrier full[kParts], empty[kParts];
+};
+
+struct Sum {
+  void* dbias;
+  int batch, heads;  // of dbias
+};
+
+// The tile of dbias of a block.
+struct Work {
+  int b, h, m0, n0;
+};
+__device__ __forceinline__ Work work_of_block(const Shape& shape, const Sum& sum) {
+  const int tiles_n = blocks_of(shape.seqlen_k, kBlock), tiles_m = blocks_of(shape.seqlen_q, kBlock);
+  const int matrix = blockIdx.x / tiles_n / tiles_m;
+  return {matrix / sum.heads, matrix % sum.heads, static_cast<int>(blockIdx.x) / tiles_n % tiles_m * kBlock,
+          static_cast<int>(blockIdx.x) % tiles_n * kBlock};
+}
+
+// Does some query of the tile see one of its keys? Asked by a warp.
+__device__ __forceinline__ bool holds_some(const Backward& p, int b, int h, int m0, int n0) {
+  const Visibility& who = p.by_query;
+  const int rows = min(kBlock, p.shape.seqlen_q - m0), lane = threadIdx.x % 32;
+  if (who.bits == nullptr) return n0 + kBlock - 1 - m0 >= who.band_lo && n0 - (m0 + rows - 1) <= who.band_hi;
+  bool some = false;
+  for (int row = lane; row < rows; row += 32) {
+    const int64_t block = static_cast<int64_t>(m0 + row) * blocks_of(p.shape.seqlen_k, kBitBlock) + n0 / kBitBlock;
+    const uint32_t* words = who.bits + b * who.bits_stride_b + h * who.bits_stride_h + block * kBitWords;
+    const uint4 four = *reinterpret_cast<const uint4*>(words);
+    some |= (four.x | four.y | four.z | four.w) != 0;
+  }
+  return __ballot_sync(0xffffffffu, some) != 0;
+}
+
+// By the first warp; its first lane copies.
+__device__ __forceinline__ void produce(const Arguments& a, const Sum& sum, Shared& shared) {
+  const Shape& shape = a.p.shape;
+  const Work work = work_of_block(shape, sum);
+  RingOf<kParts> ring;
+  const auto load = [&](const TensorMap& x, const TensorMap& y, int columns, int b, int h) {
+    for (int column = 0; column < columns; column += kPanel, ring.advance()) {
+      if (threadIdx.x > 0) continue;
+      Barrier& full = shared.full[ring.stage];
+      shared.empty[ring.stage].wait(ring.phase ^ 1);
+      shared.head[ring.stage] = b * shape.heads + h;
+      full.arrive_expect(sizeof shared.x[0] + sizeof shared.y[0]);
+      tma_load(shared.x[ring.stage], x, full, column, work.m0, h, b);
+      tma_load(shared.y[ring.stage], y, full, column, work.n0 - a.key_begin, h / (shape.heads / shape.key_heads), b);
+    }
+  };
+  for (int b = work.b; b < shape.batch; b += sum.batch) {
+    for (int h = work.h; h < shape.heads; h += sum.heads) {
+      if (!holds_some(a.p, b, h, work.m0, work.n0)) continue;
+      load(a.q, a.k, shape.head_dim_k, b, h);
+      load(a.dout, a.v, shape.head_dim_v, b, h);
+    }
+  }
+  if (threadIdx.x > 0) return;
+  shared.empty[ring.stage].wait(ring.phase ^ 1);
+  shared.head[ring.stage] = -1;
+  shared.full[ring.stage].arrive();
+}
+
+template <class T>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Arguments& a, const Sum& sum, Shared& shared)
+      : a_(a), of_(sum), shared_(shared), work_(work_of_block(a.p.shape, sum)), group_(threadIdx.x / kGroup - 1), rows_(a) {}
+
+  __device__ __forceinline__ void run() {
+    const Shape& shape = a_.p.shape;
+#pragma unroll
+    for (int j = 0; j < kBlock / 2; j++) sum(j) = 0.0f;
+    for (;;) {
+      wait_for_part();
+      const int head = shared_.head[part_ % kParts];
+      if (head < 0) break;
+      rows_.are(head / shape.heads, head % shape.heads, work_.m0 + group_ * kRowsOfGroup);
+      rows_.template look<true>(work_.n0);
+      Tile s, dp;
+      start_part(s, false);
+#pragma unroll 1
+      for (int column = kPanel; column < shape.head_dim_k; column += kPanel) start_part(s, true), finish_part<1>();
+      start_part(dp, false);
+      finish_part<1>();
+      rows_.template make_probabilities<true>(s);
+      shared_.full[0].arrive_if(are_negative_zeros(s));  // for ptxas: backward_sm90.cuh
+#pragma unroll 1
+      for (int column = kPanel; column < shape.head_dim_v; column += kPanel) start_part(dp, true), finish_part<1>();
+      finish_part<0>();
+      rows_.template finish_gradients<true>(dp);
+      rows_.make_score_gradients(s, dp);
+#pragma unroll
+      for (int j = 0; j < kBlock / 2; j++) sum(j) += s[j];
+    }
+    a_.p.bias.dtype == DType::float32 ? store<float>() : store<T>();
+  }
+
+ private:
+  using Tile = float[kBlock / 2];
+
+  // Starts d = x y^T of the next part, or d += x y^T.
+  __device__ __forceinline__ void start_part(Tile& d, bool adds) {
+    wait_for_part();
+    wgmma_fence();
+    multiply_lines<T, kPanel, kBlock>(d, shared_.x[part_ % kParts], group_ * kRowsOfGroup, shared_.y[part_ % kParts], adds);
+    part_++;
+  }
+  __device__ __forceinline__ void wait_for_part() { shared_.full[part_ % kParts].wait(part_ / kParts % 2); }
+  // Waits for the oldest part, with kUnderWay after it, and releases it.
+  template <int kUnderWay>
+  __device__ __forceinline__ void finish_part() {
+    wgmma_wait<kUnderWay>();
+    if (threadIdx.x % kGroup == 0) shared_.empty[(part_ - 1 - kUnderWay) % kParts].arrive();
+  }
+
+  template <class Element>
+  __device__ __forceinline__ void store() {
+    const Shape& shape = a_.p.shape;
+    auto* const to = static_cast<Element*>(of_.dbias) +
+                     static_cast<int64_t>(work_.b * of_.heads + work_.h) * shape.seqlen_q * shape.seqlen_k;
+    const int thread = threadIdx.x % kGroup, first = work_.m0 + group_ * kRowsOfGroup + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < kBlock / 2; j++) {
+      const int m = first + 8 * row_of(j), n = work_.n0 + j / 4 * 8 + thread % 4 * 2 + j % 2;
+      if (m < shape.seqlen_q && n < shape.seqlen_k) to[static_cast<int64_t>(m) * shape.seqlen_k + n] = Element(sum(j));
+    }
+  }
+
+  __device__ __forceinline__ float& sum(int j) { return shared_.sum[j][threadIdx.x - kGroup]; }
+
+  const Arguments& a_;
+  const Sum& of_;
+  Shared& shared_;
+  const Work work_;
+  const int group_;
+  QueryRows<kBlock, true> rows_;
+  unsigned part_ = 0;  // the next one
+};
+
+template <class T>
+__global__ void __launch_bounds__(kSm90Threads, 1) bias_gradient_sm90_kernel(const __grid_constant__ Arguments a, const Sum sum) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) {
+    for (Barrier& full : shared.full) full.init(1);
+    for (Barrier& empty : shared.empty) empty.init(kConsumers);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kGroup) {
+    fewer_registers<56>();
+    if (threadIdx.x < 32) produce(a, sum, shared);
+  } else {
+    more_registers<224>();
+    Consumer<T>(a, sum, shared).run();
+  }
+}
+
+}  // namespace
+
+void bias_gradient_sm90(const Backward& p, const PaddedRows& rows, void* dbias, int batch, int heads, cudaStream_t stream) {
+  const int blocks = batch * heads * blocks_of(p.shape.seqlen_q, kBlock) * blocks_of(p.shape.seqlen_k, kBlock);
+  launch(p.dtype == DType::bfloat16 ? bias_gradient_sm90_kernel<__nv_bfloat16> : bias_gradient_sm90_kernel<__half>, dim3(blocks),
+         dim3(kSm90Threads), sizeof(Shared), stream, arguments(p, rows, kBlock, kBlock), Sum{dbias, batch, heads});
+}
+
+}  // namespace fastattn::attention
