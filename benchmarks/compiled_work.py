@@ -225,6 +225,7 @@ CUDA: dict[str, Callable[[str], Work]] = {
     "attention::backward_rows_sm90_kernel": _of_cuda(_attention(products=0, matrices=2, rows=3)),  # out and dout
     "attention::backward_dq_sm90_kernel": _of_cuda(_attention(products=3, matrices=5, rows=2)),
     "attention::backward_dkdv_sm90_kernel": _cuda_dkdv_sm90,
+    "attention::bias_gradient_sm90_kernel": _of_cuda(_attention(products=2, matrices=4, rows=3, bias=2), ", bias"),
     "attention::backward_round_sm90_kernel": _of_cuda(_attention(products=0, matrices=3, rows=0)),  # the sum is float32
     "attention::short_backward_kernel": _of_cuda(_attention(products=5, matrices=8, rows=1, batch=128, length=128)),
     "attention::weights_kernel": _of_cuda(_attention(products=1, matrices=2, rows=1, square=1)),
