@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fastattn.masks import AttentionMask
 
 
 class Side(NamedTuple):
-    """Queries or keys. token (n, longest): the packed position of each place, any position for places past the end.
+    """Queries or keys. token (n * longest,): the packed position of each place, any position for places past the end.
     start (n,): the first. place (T,): where each packed position went. inside (T,) bool: whether in any sequence."""
 
     token: Tensor
@@ -22,8 +22,8 @@ class Side(NamedTuple):
     def unpack(self, x: Tensor) -> Tensor:
         """(1, H, T, D) -> (n, H, longest, D)"""
         _, H, _, D = x.shape
-        rows = x[0].transpose(0, 1).flatten(1).index_select(0, self.token.flatten())
-        return rows.view(*self.token.shape, H, D).transpose(1, 2)
+        rows = _Moved.apply(x[0].transpose(0, 1).flatten(1), self.token, self.place, self.inside)
+        return rows.view(len(self.start), -1, H, D).transpose(1, 2)
 
     def pack(self, x: Tensor, otherwise: float) -> Tensor:
         """(n, H, longest, D) -> (1, H, T, D)"""
@@ -31,6 +31,21 @@ class Side(NamedTuple):
         rows = x.transpose(1, 2).reshape(-1, H * D).index_select(0, self.place)
         packed = rows.view(1, -1, H, D).transpose(1, 2)
         return packed if self.inside is None else packed.where(self.inside[:, None], otherwise)
+
+
+class _Moved(torch.autograd.Function):
+    """x (T, d) at token. The way back reads place, as nothing that comes back for places past the end is not 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor, inside: Tensor | None) -> Tensor:
+        ctx.save_for_backward(place, inside)
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        place, inside = ctx.saved_tensors
+        dx = dout.index_select(0, place)
+        return dx if inside is None else dx.where(inside[:, None], 0), None, None, None
 
 
 class Sequences(NamedTuple):
@@ -64,7 +79,8 @@ def sequences(mask: AttentionMask, q: Tensor, k: Tensor) -> Sequences | None:
             return None
         queries, real_q = _side(cu_seqlens_q, longest_q, Lq)
         keys, real_k = (queries, real_q) if alike and Lq == Lk else _side(cu_seqlens_k, longest_k, Lk)
-        return Sequences(queries, keys, AttentionMask.unflatten([None, real_k, real_q, None, None], bounds, None))
+        # Queries past the end may see what they like: nobody reads their results.
+        return Sequences(queries, keys, AttentionMask.unflatten([None, real_k, None, None, None], bounds, None))
 
     return mask.cached(("sequences", q.shape[2], k.shape[2]), build)
 
@@ -78,5 +94,5 @@ def _side(cu_seqlens: Tensor, longest: int, T: int) -> tuple[Side, Tensor | None
     sequence = torch.searchsorted(end, position, right=True)
     inside = (position >= start[0]) & (position < end[-1])
     place = (sequence * longest + position - start[sequence.clamp(max=len(start) - 1)]).clamp(0, token.numel() - 1)
-    side = Side(token.clamp(max=T - 1), start, place, None if inside.all() else inside)
+    side = Side(token.clamp(max=T - 1).flatten(), start, place, None if inside.all() else inside)
     return side, None if real.all() else real
