@@ -97,6 +97,16 @@ def _norm(reads: int, writes: int, vectors: int) -> Callable[[str], Work]:
     return work
 
 
+def _embedding(rows: int) -> Callable[[str], Work]:
+    """For each of 65536 tokens: so many rows in the embedding's type, one in bfloat16, the token, two statistics."""
+
+    def work(case: str) -> Work:
+        dtype, hidden = case.split()[0], int(re.search(r"hidden (\d+)", case)[1])
+        return Work(dtype, 0, 65536 * (hidden * (rows * _size(dtype) + 2) + 8 + 2 * 4))
+
+    return work
+
+
 def _partials(case: str) -> Work:
     """Two sums over 264 programs for each column."""
     dtype, hidden = case.split()[0], int(re.search(r"hidden (\d+)", case)[1])
@@ -135,11 +145,14 @@ TRITON: dict[str, Callable[[str], Work]] = {
     "attention_dkv_kernel": _attention(products=4, matrices=6, rows=2),
     "attention_dbias_kernel": _attention(products=2, matrices=4, rows=2, bias=2),
     "attention_weights_kernel": _attention(products=1, matrices=2, rows=1, square=1),
+    "attention_alignment_kernel": _attention(products=1, matrices=2, rows=2, special=0),  # a key is 8 bytes
     "attention_rows_kernel": _attention_rows,
     "seen_keys_kernel": _attention(products=0, matrices=0, rows=0),
     "add_layer_norm_fwd_kernel": _norm(reads=2, writes=2, vectors=2),
     "add_layer_norm_bwd_kernel": _norm(reads=3, writes=2, vectors=2),
     "add_partials_kernel": _partials,
+    "embed_layer_norm_fwd_kernel": _embedding(rows=1),  # of the embedding; out
+    "embed_layer_norm_bwd_kernel": _embedding(rows=2),  # of the embedding, and drow; dout
     "feed_forward_fwd_kernel": _feed_forward(backward=False),
     "feed_forward_bwd_kernel": _feed_forward(backward=True),
     "cross_entropy_rows_kernel": _cross_entropy,
