@@ -21,11 +21,14 @@ BLOCK = 64  # rows and columns of a block of the mask "blocks"
 
 
 def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> torch.Tensor:
-    """(batch,) int64: lengths whose logarithms are normally distributed with standard deviation `spread`; from `seed`.
+    """(batch,) int64: lengths whose logarithms are normally distributed with standard deviation `spread`.
 
-    Scaled so that the longest is `longest`, as a batch is padded to its longest sequence.
+    A typical batch rather than a drawn one: its sorted lengths are what those of many batches are on average (expected
+    normal order statistics by Blom 1958). They come in an order drawn from `seed`, and scaled so that the longest is
+    `longest`, as a batch is padded to its longest sequence.
     """
-    logs = spread * torch.randn(batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rank = torch.randperm(batch, generator=torch.Generator().manual_seed(seed)).double()
+    logs = spread * torch.special.ndtri((rank + 0.625) / (batch + 0.25))
     return (longest * (logs - logs.max()).exp()).round().long().clamp_min(1)
 
 

@@ -130,12 +130,13 @@ def test_a_steps_memory_counts_gradients(load: Any) -> None:
     """So few tokens, and so many words, that gradients are nearly all of it; and the second step needs as much."""
     module, timing = load("bench_memory"), load("timing")
     case = load("cases").MemoryCase(1, 4, 1, 64, 64, 2, 20000)
-    gradients = 3 * 20000 * 64 * 4 / 2**20  # both embeddings and the projection: one weight, three gradients to add up
+    gradient = 20000 * 64 * 4 / 2**20  # both embeddings and the projection: one weight, three gradients to add up
     for provider in module.providers(CPU):
         step = provider.make(case, module.BENCHMARK.inputs(case, CPU), 0.0).timed["step"]
         step()  # makes Adam's state
         first, second = (timing.peak_mib(step, CPU) for _ in range(2))
-        assert gradients * 0.99 < first < gradients * 1.2 and second == pytest.approx(first, rel=0.02), provider.name
+        at_once = 2 if provider.name == "default" else 3  # two of them added up in place, or into new memory
+        assert 0.99 < first / (at_once * gradient) < 1.2 and second == pytest.approx(first, rel=0.02), provider.name
 
 
 def test_a_case_says_what_share_of_it_is_padding(load: Any) -> None:
