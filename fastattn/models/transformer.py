@@ -12,6 +12,7 @@ sublayers as fastattn.nn describes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -208,6 +209,10 @@ class Decoder(_Stack):
         super()._apply(fn, recurse)  # a cast or a move gives each parameter memory of its own
         self.join_weights()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.join_weights()  # so does a copy
 
 
 class FusedTransformer(nn.Module):

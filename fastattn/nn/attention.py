@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -158,6 +159,10 @@ class MultiHeadAttention(nn.Module):
         super()._apply(fn, recurse)  # a cast or a move gives each parameter memory of its own
         self.join_weights()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.join_weights()  # so does a copy
 
     def extra_repr(self) -> str:
         return (

@@ -212,3 +212,17 @@ def test_backend_is_given_to_every_op(batch):
         fused(backend="nosuch")(*batch)
     for module in fused(backend="aten").modules():
         assert getattr(module, "backend", "aten") == "aten"
+
+
+@pytest.mark.parametrize("change", [torch.nn.Module.double, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_weights_lie_side_by_side_after_moves_and_copies(change):
+    """Query, key and value of self-attention; keys and values of all layers' attention to the encoder."""
+    model = change(fused())
+    layers = [*model.encoder.layer_stack, *model.decoder.layer_stack]
+    blocks = [(m.w_qs, m.w_ks, m.w_vs) for m in (layer.slf_attn for layer in layers)]
+    blocks.append([w for layer in model.decoder.layer_stack for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)])
+    for block in blocks:
+        at = block[0].weight.data_ptr()
+        for linear in block:
+            assert linear.weight.data_ptr() == at
+            at += linear.weight.nbytes
