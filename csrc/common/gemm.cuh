@@ -66,7 +66,7 @@ struct GemmTile {
     __syncthreads();  // the stages become pieces
 
     const auto piece = [&](int i) {
-      return Piece{shared.pieces[i][warp / 4], warp % 4, m0 + i * kPieceRows, n0 + own_run, n0 + g.second + own_run};
+      return Piece{{warp % 4, m0 + i * kPieceRows, n0 + own_run, n0 + g.second + own_run}, shared.pieces[i][warp / 4]};
     };
 #pragma unroll
     for (int i = 0; i < 2; i++) {

@@ -1,15 +1,18 @@
 // How a product's accumulators reach an epilogue: piece by piece, through shared memory.
 //
-// A piece is 64 rows of two runs of 32 columns each, in float32; four warps hold 16 rows of it each. On the way through shared
-// memory an accumulator's scattered pairs become whole chunks of eight columns of a row, which is what an epilogue wants:
-// 16-byte accesses of memory, one Philox call a chunk, and the same arithmetic as a pointwise kernel's.
+// A piece is 64 rows of two runs of 32 columns each; four warps have 16 rows of it each. On the way through shared memory an
+// accumulator's scattered pairs become whole chunks of eight columns of a row, which is what an epilogue wants: 16-byte accesses
+// of memory, one Philox call a chunk, and the same arithmetic as a pointwise kernel's.
 // The two runs come from the two halves of a tile's columns. The halves may lie apart in B: a gate and what it gates, of the
 // same hidden columns, then meet in one thread.
 //
 // An epilogue is an object with
-//   expect(row, rows, column0, column1, columns, thread, threads)   before the product, by all threads that will have it: what
-//                                                       it will be called for, so that it can fetch what it reads into L2
-//   operator()(const Piece& piece, sync)                by the four warps; sync() waits for all of them
+//   expect(row, rows, column0, column1, columns, thread, threads)   by `threads` threads, long before: which part of the matrix
+//                              it will be called for, so that it can fetch what it reads into L2
+//   operator()(piece, sync)    by the four warps; sync() waits for all of them
+// and a piece is a PiecePlace with
+//   read(values, line, index)   chunk 0 to 7 of row 0 to 15 of this warp: 0 to 3 are of the first run
+//   sums(warp)                  128 floats of each warp, for the epilogue, once this warp has read all that it needs
 #pragma once
 #include "common/launch.cuh"
 #include "common/vec.cuh"
@@ -19,18 +22,25 @@ namespace fastattn {
 constexpr int kPieceRows = 64, kRun = 32, kPieceColumns = 2 * kRun;
 constexpr int kPieceFloats = 16 * kPieceColumns;  // of one warp
 
-struct Piece {
-  float* at;      // the four warps' parts, kPieceFloats each; free for the epilogue once all have read what they need
-  int warp;       // 0 to 3
-  int row;        // of the matrix: the piece's first
+struct PiecePlace {
+  int warp;              // 0 to 3
+  int row;               // of the matrix: the piece's first
   int column0, column1;  // of the matrix: where the runs begin
 
-  // Chunk 0 to 7 of row 0 to 15 of this warp: chunks 0 to 3 are of the first run. They are swizzled, so that neither side's
-  // accesses meet in one memory bank more than twice.
+  __device__ __forceinline__ int chunk_column(int index) const {
+    return (index < 4 ? column0 : column1) + index % 4 * kChunk;
+  }
+};
+
+// A piece in float32.
+struct Piece : PiecePlace {
+  float* at;  // the four warps' parts, kPieceFloats each
+
+  // Swizzled, so that neither side's accesses meet in one memory bank more than twice.
   __device__ __forceinline__ float* chunk(int line, int index) const {
     return at + warp * kPieceFloats + line * kPieceColumns + (index ^ line % 8) * kChunk;
   }
-  __device__ __forceinline__ int chunk_column(int index) const { return (index < 4 ? column0 : column1) + index % 4 * kChunk; }
+  __device__ __forceinline__ float* sums(int of_warp) const { return at + of_warp * kPieceFloats; }
 
   __device__ __forceinline__ void read(float (&values)[kChunk], int line, int index) const {
     const float4* const from = reinterpret_cast<const float4*>(chunk(line, index));

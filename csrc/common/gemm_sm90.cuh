@@ -1,40 +1,66 @@
 // A product on Hopper: A (rows x depth) times B, 16-bit types, summed in float32, by blocks that take one tile after the other.
 //
-// Roles: one thread of the producer warpgroup copies by TMA, kStages steps of kDepth ahead, across tiles; two consumer
-//   warpgroups have 64 of the tile's rows each, and all its 2 x kHalf columns: 128 accumulators a thread.
-// Overlap: while consumers are in the epilogue of a tile, the first kStages steps of the next arrive. The second warpgroup
-//   begins kLag steps after the first and, as both take equally long, stays behind: it multiplies beside the first one's
-//   epilogue, and the first one multiplies beside its. One that is much further ahead would wait for the stages of the other.
-// Pieces for the epilogue: gemm_piece.cuh. Half 1 of a tile begins `second` columns of B after half 0.
+// Roles: one warpgroup runs the epilogue; two multiply, each 64 of the tile's rows and all its 2 x kHalf columns, 128
+//   accumulators a thread. One thread of the second fetches by TMA: a stage is filled again, kStages steps ahead and across
+//   tiles, where its products have ended. (With a warpgroup that only fetches there would be 128 registers a thread, and nvcc
+//   wants 154 for the product.)
+// Overlap: a multiplying warpgroup hands its accumulators over, rounded as cuBLAS would write them, 32 KiB in shared memory, and
+//   goes on with the next tile: the epilogue, however long, runs beside products. The second warpgroup begins kLag steps after
+//   the first and, as both take equally long, stays behind: one multiplies while the other hands over, and a stage that the
+//   second has read was read by both.
+// A bias, one number for each column of B, is added before the rounding.
+// What the epilogue is called for, and the halves of a tile: gemm_piece.cuh. Half 1 begins `second` columns of B after half 0.
 // B is depth-contiguous (columns x depth), or, kBTransposed, (depth x columns); both come by TMA as they lie in memory.
 #pragma once
 #include "common/gemm_piece.cuh"
+#include "common/mma.cuh"
 #include "common/sm90/tma.cuh"
 #include "common/sm90/wgmma.cuh"
 
 namespace fastattn::sm90 {
 
 struct GemmTile {
-  static constexpr int kM = 128, kHalf = 128, kDepth = 64, kStages = 4, kLag = 2, kConsumers = 2, kGroupRows = 64;
-  static constexpr int kThreads = kGroup * (kConsumers + 1), kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kM = 128, kHalf = 128, kDepth = 64, kStages = 3, kLag = 1, kMultipliers = 2;
+  static constexpr int kPieces = kHalf / kRun, kThreads = kGroup * (kMultipliers + 1);
 };
+static_assert(kPieceColumns * 2 == kLineBytes && kPieceRows * GemmTile::kMultipliers == GemmTile::kM);
 
 struct alignas(1024) GemmShared {
   unsigned char a[GemmTile::kStages][GemmTile::kM * kLineBytes], b[GemmTile::kStages][2 * GemmTile::kHalf * kLineBytes];
-  float pieces[GemmTile::kConsumers][4 * kPieceFloats];
-  Barrier full[GemmTile::kStages], empty[GemmTile::kStages];
+  unsigned char pieces[GemmTile::kMultipliers][GemmTile::kPieces][kPieceRows * kLineBytes];
+  float sums[4][2 * kPieceColumns];
+  Barrier full[GemmTile::kStages], empty[GemmTile::kStages];  // empty: of the first multiplying warpgroup's reads
+  Barrier handed[GemmTile::kMultipliers], taken[GemmTile::kMultipliers];  // the pieces of a warpgroup
+};
+
+// A piece of T, in swizzled lines: a row is a line, its chunks 0 to 3 are of the first run.
+template <class T>
+struct GemmPiece : PiecePlace {
+  const unsigned char* lines;
+  float (*scratch)[2 * kPieceColumns];
+
+  __device__ __forceinline__ void read(float (&values)[kChunk], int line, int index) const {
+    Chunk<T> chunk;
+    memcpy(&chunk, lines + swizzled(warp * 16 + line, index), sizeof chunk);
+    chunk.unpack(values);
+  }
+  __device__ __forceinline__ float* sums(int of_warp) const { return scratch[of_warp]; }
 };
 
 struct Gemm {
   TensorMap a, b;
-  int rows, depth;
-  int columns;  // that half 0 ranges over, in steps of `step`
-  int step;     // from a tile's first column to the next tile's
-  int second;   // from half 0 to half 1
+  int depth;
+  int b_columns;  // of B, in all
+  int step;       // from a tile's first column to the next tile's
+  int second;     // from half 0 to half 1
+  int m_tiles, n_tiles;
 
-  __host__ __device__ int n_tiles() const { return (columns + step - 1) / step; }
-  __host__ __device__ int m_tiles() const { return (rows + GemmTile::kM - 1) / GemmTile::kM; }
-  __host__ __device__ int tiles() const { return m_tiles() * n_tiles(); }
+  __host__ __device__ int tiles() const { return m_tiles * n_tiles; }
+  // Row and column where tile `index` begins.
+  __device__ __forceinline__ TilePlace tile(int index) const {
+    const TilePlace at = grouped_tile(index, m_tiles, n_tiles);
+    return {at.m * GemmTile::kM, at.n * step};
+  }
 };
 
 // pairs: column c meets column c + columns of B, which has 2 * columns; otherwise B has `columns`.
@@ -45,14 +71,15 @@ Gemm make_gemm(const void* a, const void* b, int rows, int depth, int columns, b
     const uint64_t size = lines, stride = uint64_t{2} * width;
     return make_tensor_map({data, {uint64_t(width), size, 1, 1}, {stride, 16, 16}, {kPanel, box_lines, 1, 1}, false, true});
   };
-  const int b_columns = pairs ? 2 * columns : columns;
+  const int b_columns = pairs ? 2 * columns : columns, step = pairs ? GemmTile::kHalf : 2 * GemmTile::kHalf;
   return {map(a, rows, depth, GemmTile::kM),
           kBTransposed ? map(b, depth, b_columns, GemmTile::kDepth) : map(b, b_columns, depth, GemmTile::kHalf),
-          rows,
           depth,
-          columns,
-          pairs ? GemmTile::kHalf : 2 * GemmTile::kHalf,
-          pairs ? columns : GemmTile::kHalf};
+          b_columns,
+          step,
+          pairs ? columns : GemmTile::kHalf,
+          (rows + GemmTile::kM - 1) / GemmTile::kM,
+          (columns + step - 1) / step};
 }
 
 // A place in the ring of stages, and the parity of its phase.
@@ -64,60 +91,72 @@ struct GemmRing {
   }
 };
 
+// Fetches the steps of all tiles of the block, one after the other. One thread's.
 template <bool kBTransposed>
-__device__ __forceinline__ void produce_gemm(const Gemm& g, GemmShared& shared) {
-  prefetch(g.a), prefetch(g.b);
-  GemmRing ring;
-#pragma unroll 1
-  for (int index = blockIdx.x; index < g.tiles(); index += gridDim.x) {
-    const TilePlace tile = grouped_tile(index, g.m_tiles(), g.n_tiles());
-    const int m0 = tile.m * GemmTile::kM, n0 = tile.n * g.step;
-#pragma unroll 1
-    for (int k = 0; k < g.depth; k += GemmTile::kDepth, ring.advance()) {
-      Barrier& full = shared.full[ring.stage];
-      unsigned char* const b = shared.b[ring.stage];
-      shared.empty[ring.stage].wait(ring.phase ^ 1);
-      full.arrive_expect(sizeof shared.a[0] + sizeof shared.b[0]);
-      tma_load(shared.a[ring.stage], g.a, full, k, m0, 0, 0);
+class GemmFetcher {
+ public:
+  __device__ __forceinline__ GemmFetcher(const Gemm& g, GemmShared& shared) : g_(g), shared_(shared), tile_(g.tile(blockIdx.x)) {}
+
+  // Into a stage that nothing reads any more; nothing after the last step.
+  __device__ __forceinline__ void next(int stage) {
+    if (index_ >= g_.tiles()) return;
+    Barrier& full = shared_.full[stage];
+    full.arrive_expect(sizeof shared_.a[0] + sizeof shared_.b[0]);
+    tma_load(shared_.a[stage], g_.a, full, k_, tile_.m, 0, 0);
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        unsigned char* const to = b + half * GemmTile::kHalf * kLineBytes;
-        const int n = n0 + half * g.second;
-        if constexpr (kBTransposed) {
-          tma_load(to, g.b, full, n, k, 0, 0);
-          tma_load(to + GemmTile::kDepth * kLineBytes, g.b, full, n + 64, k, 0, 0);
-        } else {
-          tma_load(to, g.b, full, k, n, 0, 0);
-        }
+    for (int half = 0; half < 2; half++) {
+      unsigned char* const to = shared_.b[stage] + half * GemmTile::kHalf * kLineBytes;
+      const int n = tile_.n + half * g_.second;
+      if constexpr (kBTransposed) {
+        tma_load(to, g_.b, full, n, k_, 0, 0);
+        tma_load(to + GemmTile::kDepth * kLineBytes, g_.b, full, n + 64, k_, 0, 0);
+      } else {
+        tma_load(to, g_.b, full, k_, n, 0, 0);
       }
     }
+    k_ += GemmTile::kDepth;
+    if (k_ < g_.depth) return;
+    k_ = 0, index_ += gridDim.x;
+    if (index_ < g_.tiles()) tile_ = g_.tile(index_);
   }
-}
 
-template <class T, bool kBTransposed, class Epilogue>
-__device__ __forceinline__ void consume_gemm(const Gemm& g, GemmShared& shared, Epilogue& epilogue) {
-  constexpr int kColumns = 2 * GemmTile::kHalf;
-  constexpr int kStart = GemmTile::kConsumers + 1;  // named barrier, after the warpgroups' own
-  const int group = threadIdx.x / kGroup - 1, thread = threadIdx.x % kGroup;
+ private:
+  const Gemm& g_;
+  GemmShared& shared_;
+  int index_ = blockIdx.x, k_ = 0;
+  TilePlace tile_;
+};
+
+template <class T, bool kBTransposed>
+__device__ __forceinline__ void multiply_gemm(const Gemm& g, const T* bias, GemmShared& shared) {
+  constexpr int kColumns = 2 * GemmTile::kHalf, kStart = 1;  // named barrier
+  const int group = threadIdx.x / kGroup - 1, thread = threadIdx.x % kGroup, lane = thread % 32;
+  GemmFetcher<kBTransposed> fetcher(g, shared);
   const int start_at = min(GemmTile::kLag * GemmTile::kDepth, g.depth);
   bool starts_other = group == 0;
-  if (!starts_other) named_barrier_sync(kStart, 2 * kGroup);
+  if (!starts_other) {
+    for (int stage = 0; stage < GemmTile::kStages && thread == 0; stage++) fetcher.next(stage);
+    named_barrier_sync(kStart, 2 * kGroup);
+  }
+  const auto release = [&](const GemmRing& at) {
+    if (thread > 0) return;
+    if (group == 0) return shared.empty[at.stage].arrive();
+    shared.empty[at.stage].wait(at.phase);
+    fetcher.next(at.stage);
+  };
   GemmRing ring;
+  int turn = 0;  // parity of the tile
 #pragma unroll 1
-  for (int index = blockIdx.x; index < g.tiles(); index += gridDim.x) {
-    const TilePlace tile = grouped_tile(index, g.m_tiles(), g.n_tiles());
-    const int m0 = tile.m * GemmTile::kM + group * GemmTile::kGroupRows, n0 = tile.n * g.step;
-    epilogue.expect(m0, GemmTile::kGroupRows, n0, n0 + g.second, GemmTile::kHalf, thread, kGroup);
-
+  for (int index = blockIdx.x; index < g.tiles(); index += gridDim.x, turn ^= 1) {
     float d[kColumns / 2];
-    int last = -1;  // the stage that the product under way reads
+    GemmRing last = ring;  // where the product under way reads
 #pragma unroll 1
-    for (int k = 0; k < g.depth; k += GemmTile::kDepth, ring.advance()) {
+    for (int k = 0; k < g.depth; k += GemmTile::kDepth) {
       shared.full[ring.stage].wait(ring.phase);
       wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < GemmTile::kDepth; kk += 16) {
-        const uint64_t a = along_columns<GemmTile::kM>(shared.a[ring.stage], group * GemmTile::kGroupRows, kk);
+        const uint64_t a = along_columns<GemmTile::kM>(shared.a[ring.stage], group * kPieceRows, kk);
         if constexpr (kBTransposed)
           wgmma<T, kColumns, false, true>(d, a, along_lines<GemmTile::kDepth>(shared.b[ring.stage], kk, 0), k + kk > 0);
         else
@@ -125,53 +164,81 @@ __device__ __forceinline__ void consume_gemm(const Gemm& g, GemmShared& shared, 
       }
       wgmma_commit();
       wgmma_wait<1>();
-      if (last >= 0 && thread == 0) shared.empty[last].arrive();
-      last = ring.stage;
+      if (k > 0) release(last);
+      last = ring;
+      ring.advance();
       if (starts_other && k + GemmTile::kDepth >= start_at) {
         named_barrier_arrive(kStart, 2 * kGroup);
         starts_other = false;
       }
     }
     wgmma_wait<0>();
-    if (thread == 0) shared.empty[last].arrive();
+    release(last);
 
-    // Not unrolled, and so the accumulators are chosen by a branch: an epilogue is long, and stands here once.
+    shared.taken[group].wait(turn ^ 1);
+    const int line = thread / 32 * 16 + lane % 16, n0 = g.tile(index).n;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+      const int half = column / GemmTile::kHalf, of_half = column % GemmTile::kHalf;
+      uint32_t words[4];
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++) {
+        const float* const from = d + column / 2 + 4 * eight;  // rows lane / 4 and eight after it, two columns each
+        const int n = n0 + half * g.second + of_half + 8 * eight + lane % 4 * 2;
+        float low = 0.0f, high = 0.0f;
+        if (bias != nullptr && n < g.b_columns) unpack_pair(bias + n, low, high);
+        words[2 * eight] = pack_word<T>(from[0] + low, from[1] + high);
+        words[2 * eight + 1] = pack_word<T>(from[2] + low, from[3] + high);
+      }
+      const int chunk = (half * kRun + of_half % kRun) / kChunk + lane / 16;
+      stmatrix(shared.pieces[group][of_half / kRun] + swizzled(line, chunk), words);
+    }
+    shared.handed[group].arrive();
+  }
+}
+
+template <class T, class Epilogue>
+__device__ __forceinline__ void finish_gemm(const Gemm& g, GemmShared& shared, Epilogue& epilogue) {
+  constexpr int kAll = 2;  // named barrier
+  const int thread = threadIdx.x % kGroup;
+  const auto expect = [&](TilePlace at) {
+    epilogue.expect(at.m, GemmTile::kM, at.n, at.n + g.second, GemmTile::kHalf, thread, kGroup);
+  };
+  expect(g.tile(blockIdx.x));
+  int turn = 0;
 #pragma unroll 1
-    for (int i = 0; i < GemmTile::kHalf / kRun; i++) {
-      const int run = i * kRun;
-      const Piece piece{shared.pieces[group], thread / 32, m0, n0 + run, n0 + g.second + run};
-#pragma unroll
-      for (int k = 0; k < GemmTile::kHalf / kRun; k++)
-        if (k == i)
-#pragma unroll
-          for (int j = 0; j < 8; j++) {
-            const float* const from = d + (j / 4 * GemmTile::kHalf + k * kRun + j % 4 * 8) / 2;
-            piece.write(j, from[0], from[1], from[2], from[3]);
-          }
-      __syncwarp();
-      epilogue(piece, [&] { named_barrier_sync(1 + group, kGroup); });
-      __syncwarp();
+  for (int index = blockIdx.x; index < g.tiles(); index += gridDim.x, turn ^= 1) {
+    const auto [m0, n0] = g.tile(index);
+    if (index + static_cast<int>(gridDim.x) < g.tiles()) expect(g.tile(index + gridDim.x));  // a tile ahead
+    // Not unrolled: an epilogue is long, and stands here once.
+#pragma unroll 1
+    for (int i = 0; i < GemmTile::kMultipliers * GemmTile::kPieces; i++) {
+      const int group = i / GemmTile::kPieces, piece = i % GemmTile::kPieces, n = n0 + piece * kRun;
+      if (piece == 0) shared.handed[group].wait(turn);
+      const PiecePlace place{thread / 32, m0 + group * kPieceRows, n, n + g.second};
+      epilogue(GemmPiece<T>{place, shared.pieces[group][piece], shared.sums}, [] { named_barrier_sync(kAll, kGroup); });
+      if (piece == GemmTile::kPieces - 1) shared.taken[group].arrive();
     }
   }
 }
 
-// The kernel's body: a block of GemmTile::kThreads with a GemmShared.
+// The kernel's body: a block of GemmTile::kThreads with a GemmShared. bias: as long as B has columns, or null.
 template <class T, bool kBTransposed, class Epilogue>
-__device__ __forceinline__ void run_gemm(const Gemm& g, Epilogue& epilogue) {
+__device__ __forceinline__ void run_gemm(const Gemm& g, const T* bias, Epilogue& epilogue) {
   GemmShared& shared = shared_memory<GemmShared>();
   if (threadIdx.x == 0) {
+    prefetch(g.a), prefetch(g.b);
     for (int stage = 0; stage < GemmTile::kStages; stage++)
-      shared.full[stage].init(1), shared.empty[stage].init(GemmTile::kConsumers);
+      shared.full[stage].init(1), shared.empty[stage].init(1);
+    for (int group = 0; group < GemmTile::kMultipliers; group++)
+      shared.handed[group].init(kGroup), shared.taken[group].init(kGroup);
     fence_barrier_init();
   }
   __syncthreads();
-  if (threadIdx.x < kGroup) {
-    fewer_registers<GemmTile::kProducerRegisters>();
-    if (threadIdx.x == 0) produce_gemm<kBTransposed>(g, shared);
-  } else {
-    more_registers<GemmTile::kConsumerRegisters>();
-    consume_gemm<T, kBTransposed>(g, shared, epilogue);
-  }
+  if (threadIdx.x < kGroup)
+    finish_gemm<T>(g, shared, epilogue);
+  else
+    multiply_gemm<T, kBTransposed>(g, bias, shared);
 }
 
 }  // namespace fastattn::sm90

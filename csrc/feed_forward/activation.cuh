@@ -5,14 +5,38 @@
 
 namespace fastattn::feed_forward {
 
-// 1 / (1 + exp(-z)), right to a few units in the last place where it matters; 0 and 1 far out.
-__device__ __forceinline__ float sigmoid(float z) {
-  const float inverse = 1.0f + exp2_approximate(-kLog2e * z);
+// 1 / x, to one unit in the last place; 0 for x beyond 2^126.
+__device__ __forceinline__ float reciprocal(float x) {
 #ifdef FASTATTN_HOST
-  return 1.0f / inverse;
+  return 1.0f / x;
 #else
-  return __fdividef(1.0f, inverse);
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
 #endif
+}
+
+// 1 / (1 + exp(-z)), right to a few units in the last place where it matters; 0 and 1 far out.
+__device__ __forceinline__ float sigmoid(float z) { return reciprocal(1.0f + exp2_approximate(-kLog2e * z)); }
+
+// The normal distribution function at z, for results of type T; power: exp(-z^2 / 2), which a slope wants as well.
+// Rounded to 16 bits, an error of 7.5e-8 is nothing, and a gelu takes 14 instructions instead of erff's 26.
+// Source: Abramowitz and Stegun 1964, Handbook of Mathematical Functions, 26.2.17, its constants over sqrt(2 pi).
+template <class T>
+__device__ __forceinline__ float normal_below(float z, float power) {
+  if constexpr (sizeof(T) == 4) {
+    constexpr float kSqrtHalf = 0.7071067811865476f;
+    return 0.5f * (1.0f + erff(z * kSqrtHalf));
+  } else {
+    const float t = reciprocal(1.0f + 0.2316419f * fabsf(z));
+    float sum = 0.5307027145f;
+    sum = sum * t - 0.7265760135f;
+    sum = sum * t + 0.7107068705f;
+    sum = sum * t - 0.142248368f;
+    sum = sum * t + 0.127414796f;
+    const float beyond = sum * t * power;
+    return z > 0.0f ? 1.0f - beyond : beyond;
+  }
 }
 
 // at(z, slope): act(z), and act'(z) to `slope`.
@@ -23,11 +47,12 @@ struct Relu {
   }
 };
 
+template <class T>
 struct Gelu {
   static __device__ __forceinline__ float at(float z, float& slope) {
-    constexpr float kSqrtHalf = 0.7071067811865476f, kInvSqrtTau = 0.3989422804014327f;
-    const float below = 0.5f * (1.0f + erff(z * kSqrtHalf));
-    slope = below + z * kInvSqrtTau * exp2_approximate(-0.5f * kLog2e * z * z);
+    constexpr float kInvSqrtTau = 0.3989422804014327f;
+    const float power = exp2_approximate(-0.5f * kLog2e * z * z), below = normal_below<T>(z, power);
+    slope = below + z * kInvSqrtTau * power;
     return z * below;
   }
 };
@@ -49,12 +74,12 @@ struct Silu {
   }
 };
 
-// Calls f with a value of the activation's type: one branch for a chunk, which all threads take alike.
-template <class Function>
+// Calls f with a value of the activation's type, for results of type T: one branch for a chunk, which all threads take alike.
+template <class T, class Function>
 __device__ __forceinline__ void with_activation(Activation activation, Function&& f) {
   switch (activation) {
     case Activation::relu: return f(Relu{});
-    case Activation::gelu: return f(Gelu{});
+    case Activation::gelu: return f(Gelu<T>{});
     case Activation::gelu_tanh: return f(GeluTanh{});
     case Activation::silu: return f(Silu{});
   }

@@ -45,7 +45,7 @@ template <class T, bool kAligned>
 __device__ __forceinline__ void forward_chunk(const Forward& p, const DropoutMask& dropout, float (&gate)[kChunk],
                                               float (&up)[kChunk], int64_t row, int col) {
   finish_z<T, kAligned>(p, gate, row, col, false);
-  with_activation(p.hidden.activation, [&](auto activation) {
+  with_activation<T>(p.hidden.activation, [&](auto activation) {
     float slope;
 #pragma unroll
     for (int j = 0; j < kChunk; j++) gate[j] = activation.at(gate[j], slope);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void backward_chunk(const Backward& p, const DropoutM
     float h[kChunk], up[kChunk];
     if (hidden.gated) saved.up.unpack(up);
     const uint32_t kept = dropout.active() ? dropout.kept(row, col / kChunk) : 0xff;
-    with_activation(hidden.activation, [&](auto activation) {
+    with_activation<T>(hidden.activation, [&](auto activation) {
 #pragma unroll
       for (int j = 0; j < kChunk; j++) {
         float slope;

@@ -13,7 +13,7 @@ class ForwardEpilogue {
 
   __device__ __forceinline__ void expect(int, int, int, int, int, int, int) const {}
 
-  template <class Sync>
+  template <class Piece, class Sync>
   __device__ __forceinline__ void operator()(const Piece& piece, Sync) const {
     const int shift = p_.hidden.gated ? 2 : 3;  // chunks of h in a row: 4 or 8
 #pragma unroll 1
@@ -52,7 +52,7 @@ class BackwardEpilogue {
     }
   }
 
-  template <class Sync>
+  template <class Piece, class Sync>
   __device__ __forceinline__ void operator()(const Piece& piece, Sync sync) const {
     constexpr int kRowStep = 4;
     const int lane = threadIdx.x % 32, index = lane % 8, col = piece.chunk_column(index);
@@ -81,9 +81,10 @@ class BackwardEpilogue {
 
  private:
   // The 64 rows' sums become one row of `partial`. Every sum has one order.
-  template <class Sync>
+  template <class Piece, class Sync>
   __device__ __forceinline__ void add_up(const Piece& piece, float (&dgate)[kChunk], float (&dup)[kChunk], Sync sync) const {
-    const int lane = threadIdx.x % 32, own = piece.warp * kPieceFloats + lane * kChunk;
+    const int lane = threadIdx.x % 32;
+    float* const own = piece.sums(piece.warp);
 #pragma unroll
     for (int j = 0; j < kChunk; j++) {
 #pragma unroll
@@ -95,7 +96,7 @@ class BackwardEpilogue {
     __syncwarp();  // all have read what they need of the piece
     if (lane < 8) {
 #pragma unroll
-      for (int j = 0; j < kChunk; j++) piece.at[own + j] = dgate[j], piece.at[own + kPieceColumns + j] = dup[j];
+      for (int j = 0; j < kChunk; j++) own[lane * kChunk + j] = dgate[j], own[kPieceColumns + lane * kChunk + j] = dup[j];
     }
     sync();
     const int column = piece.warp * 32 + lane;  // of dgate, then of dup
@@ -104,10 +105,10 @@ class BackwardEpilogue {
     if (piece.row < p_.hidden.tokens && col < p_.hidden.d_ff && (!up || p_.hidden.gated)) {
       float sum = 0.0f;
 #pragma unroll
-      for (int warp = 0; warp < 4; warp++) sum += piece.at[warp * kPieceFloats + column];
+      for (int warp = 0; warp < 4; warp++) sum += piece.sums(warp)[column];
       p_.partial[piece.row / kSumRows * z_columns(p_.hidden) + (up ? p_.hidden.d_ff : 0) + col] = sum;
     }
-    sync();  // the piece may be overwritten
+    sync();  // the sums may be overwritten
   }
   static_assert(kPieceRows == kSumRows);
 

@@ -50,9 +50,13 @@ BUGS = [
     Bug("no slope", SM90, HIDDEN, "grad[j] *= slope * factor", "grad[j] *= (BUG ? 1.0f : slope) * factor"),
     Bug("relu by z, not h", SM80, HIDDEN, "gate[j] > 0.0f ?", "BUG || gate[j] > 0.0f ?"),
     Bug("a piece's chunk of the other run", SM80, PIECE, "(index < 4 ? column0", "(index < 4 || BUG ? column0"),
-    Bug("swizzled on one side only", SM90, PIECE,
-        "at + warp * kPieceFloats + line * kPieceColumns + (index ^ line % 8)",
-        "at + warp * kPieceFloats + line * kPieceColumns + (index ^ (BUG ? threadIdx.x : line) % 8)"),
+    Bug("swizzled on one side only", SM80, PIECE,
+        "kPieceColumns + (index ^ line % 8)",
+        "kPieceColumns + (index ^ (BUG ? threadIdx.x : line) % 8)"),
+    Bug("swizzled on one side only", SM90, GEMM_SM90,
+        "swizzled(warp * 16 + line, index)",
+        "swizzled(warp * 16 + line, index ^ BUG)"),
+    Bug("no bias", SM90, GEMM_SM90, "bias != nullptr && n <", "bias != nullptr && !BUG && n <"),
     Bug("tiles at the end of a group twice", SM90, PIECE,
         "min(m_tiles - group * kGroup, kGroup)",
         "BUG ? kGroup : min(m_tiles - group * kGroup, kGroup)"),
@@ -68,14 +72,24 @@ BUGS = [
         "    if (!BUG) __syncthreads();  // the stages"),
     Bug("pairs side by side", SM80, GEMM, "n0 + g.second + n - kHalf", "n0 + (BUG ? kHalf : g.second) + n - kHalf"),
     Bug("pairs side by side", SM90, GEMM_SM90,
-        "n0 + half * g.second",
-        "n0 + half * (BUG ? GemmTile::kHalf : g.second)"),
+        "tile_.n + half * g_.second",
+        "tile_.n + half * (BUG ? GemmTile::kHalf : g_.second)"),
     Bug("a stage not waited for", SM90, GEMM_SM90,
         "      shared.full[ring.stage].wait(ring.phase);\n",
         "      if (!BUG) shared.full[ring.stage].wait(ring.phase);\n"),
     Bug("a stage released too early", SM90, GEMM_SM90,
-        "      wgmma_wait<1>();\n      if (last",
-        "      if (!BUG) wgmma_wait<1>();\n      if (last"),
+        "      wgmma_wait<1>();\n",
+        "      if (!BUG) wgmma_wait<1>();\n"),
+    Bug("a stage filled before the first warpgroup read it", SM90, GEMM_SM90,
+        "    shared.empty[at.stage].wait(at.phase);\n",
+        "    if (!BUG) shared.empty[at.stage].wait(at.phase);\n"),
+    Bug("pieces overwritten", SM90, GEMM_SM90,
+        "    shared.taken[group].wait(turn ^ 1);\n",
+        "    if (!BUG) shared.taken[group].wait(turn ^ 1);\n"),
+    Bug("pieces taken before they are handed over", SM90, GEMM_SM90,
+        "if (piece == 0) shared", "if (piece == 0 && !BUG) shared"),
+    Bug("the tile after the next fetched", SM90, GEMM_SM90,
+        "k_ = 0, index_ += gridDim.x;", "k_ = 0, index_ += gridDim.x << BUG;"),
     Bug("a product not waited for", SM90, GEMM_SM90, "    wgmma_wait<0>();\n", "    if (!BUG) wgmma_wait<0>();\n"),
     Bug("a phase that never flips", SM90, GEMM_SM90, "stage = 0, phase ^= 1", "stage = 0, phase ^= BUG ? 0 : 1"),
     Bug("nobody starts the second", SM90, GEMM_SM90, "if (starts_other && k", "if (starts_other && !BUG && k"),
@@ -84,7 +98,7 @@ BUGS = [
         "    sync();\n    const int column",
         "    if (!BUG) sync();\n    const int column"),
     Bug("a piece overwritten under the sums", SM90, PRODUCT,
-        "    sync();  // the piece",
+        "    sync();  // the sums",
         "    if (!BUG) sync();  // the piece"),
     Bug("held rows exchanged", SM90, PRODUCT, "if (i % kAhead == k)", "if ((i ^ BUG) % kAhead == k)"),
     Bug("a block's sums of one row", CUBLAS, POINTWISE,
@@ -98,9 +112,13 @@ BUGS = [
         "int64_t row = threadIdx.y + BUG; row < rows"),
 ]  # fmt: skip
 
-# Several tiles for each of the CPU runner's multiprocessors; relu's h decides in the backward, gating pairs columns.
+# relu's h decides in the backward, gating pairs columns; the last has many short tiles for each of the runner's
+# multiprocessors, so that who does not wait overtakes.
+SIZES = {"tokens": 150, "d": 136, "d_ff": 136, "d_out": 136}
 CASES = [
-    {"activation": activation, "tokens": 150, "d": 136, "d_ff": 136, "d_out": 136} for activation in ("swiglu", "relu")
+    {"activation": "swiglu"} | SIZES,
+    {"activation": "relu"} | SIZES,
+    {"activation": "swiglu", "tokens": 280, "d": 72, "d_ff": 264, "d_out": 8},
 ]
 
 
