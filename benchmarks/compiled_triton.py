@@ -68,6 +68,26 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class MaskLists:
+    """A padding mask's intervals and tile lists, 4 x 4096 by 4096, tiles of 128 x 64."""
+
+    arch: str
+
+    def __str__(self) -> str:
+        return "padding"
+
+    def launch(self) -> None:
+        import torch
+        from fastattn.kernels.attention import lists
+
+        from fastattn import AttentionMask
+
+        padding = torch.ones(4, 4096, dtype=torch.bool)
+        mask = AttentionMask(key_padding=padding, query_padding=padding, is_causal=True)
+        lists.tile_lists(mask, 4096, 4096, 128, 64, padding.device)
+
+
+@dataclass(frozen=True)
 class LayerNorm:
     arch: str
     dtype: str
@@ -186,7 +206,7 @@ class CrossEntropy:
             linear_cross_entropy.linear_cross_entropy_fwd(*options, "mean", (self.gradient == "now",) * 2 + (False,))
 
 
-Case = Attention | LayerNorm | EmbedLayerNorm | FeedForward | CrossEntropy
+Case = Attention | MaskLists | LayerNorm | EmbedLayerNorm | FeedForward | CrossEntropy
 
 # A kernel takes a second or two to compile, so each flag, dtype, size and architecture is there, not every product.
 CASES: tuple[Case, ...] = (
@@ -206,6 +226,7 @@ CASES: tuple[Case, ...] = (
     LayerNorm("sm_90a", "float32", 1024),
     LayerNorm("sm_80", "bfloat16", 512),
     *(LayerNorm(arch, "bfloat16", hidden, rms=True) for arch, hidden in (("sm_90a", 1024), ("sm_80", 4096))),
+    *(MaskLists(arch) for arch in ("sm_90a", "sm_80")),
     EmbedLayerNorm("sm_90a", "float32", 512),
     EmbedLayerNorm("sm_90a", "bfloat16", 1024, position=True),
     EmbedLayerNorm("sm_80", "float32", 4096, position=True),

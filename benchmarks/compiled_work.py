@@ -97,6 +97,11 @@ def _norm(reads: int, writes: int, vectors: int) -> Callable[[str], Work]:
     return work
 
 
+def _mask_lists(byte: Callable[[int], float]) -> Callable[[str], Work]:
+    """So many bytes for a sequence of a length: 4 of 4096, or what comes before attention, 2 of 1024."""
+    return lambda case: Work("float32", 0, 4 * byte(4096) if case == "padding" else 2 * byte(1024))
+
+
 def _embedding(rows: int) -> Callable[[str], Work]:
     """For each of 65536 tokens: so many rows in the embedding's type, one in bfloat16, the token, two statistics."""
 
@@ -148,6 +153,9 @@ TRITON: dict[str, Callable[[str], Work]] = {
     "attention_alignment_kernel": _attention(products=1, matrices=2, rows=2, special=0),  # a key is 8 bytes
     "attention_rows_kernel": _attention_rows,
     "seen_keys_kernel": _attention(products=0, matrices=0, rows=0),
+    # A byte of padding on either side, two int32; then these again, and 64 x 32 places of tiles in either list.
+    "intervals_kernel": _mask_lists(lambda L: L * (1 + 1 + 8)),
+    "tile_lists_kernel": _mask_lists(lambda L: L * (1 + 8) + 2 * (L / 64) * (L / 128) * 4),
     "add_layer_norm_fwd_kernel": _norm(reads=2, writes=2, vectors=2),
     "add_layer_norm_bwd_kernel": _norm(reads=3, writes=2, vectors=2),
     "add_partials_kernel": _partials,

@@ -15,6 +15,7 @@ from fastattn.masks import AttentionMask
 from ..common.launch import dot_precision
 from ..common.philox import dropout_constants
 from .config import Config
+from .lists import intervals, tile_lists
 from .seen import seen_keys
 
 
@@ -61,7 +62,7 @@ def visibility(q: Tensor, k: Tensor, mask: AttentionMask | None, softmax_scale: 
     Lq, Lk = q.shape[2], k.shape[2]
     lists = mask is not None and not mask.band_only
     band = mask.band(Lq, Lk) if mask is not None and not lists else None
-    k_start, k_end = mask.intervals(Lq, Lk, q.device) if lists else (None, None)
+    k_start, k_end = intervals(mask, Lq, Lk, q.device) if lists else (None, None)
     attn_mask, bias = (None, None) if mask is None else (mask.attn_mask, mask.bias)
     who = {
         "band_lo": -Lq if band is None else band[0],
@@ -93,7 +94,7 @@ def visits(mask: AttentionMask | None, q: Tensor, k: Tensor, c: Config, by_key: 
     names = ("num_partial_ptr", "partial_ptr", "num_full_ptr", "full_ptr")
     lists = (None,) * 4
     if mask is not None and not mask.band_only:
-        tiles = mask.tiles(q.shape[2], k.shape[2], c.BLOCK_M, c.BLOCK_N, q.device)
+        tiles = tile_lists(mask, q.shape[2], k.shape[2], c.BLOCK_M, c.BLOCK_N, q.device)
         lists = tiles[4:] if by_key else tiles[:4]
     return dict(zip(names, lists, strict=True)) | _named("tiles", "bh", _broadcast_strides(lists[0], "bh"))
 

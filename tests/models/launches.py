@@ -117,9 +117,10 @@ def base_model(kind: type[nn.Module] = FusedTransformer, **changes: Any) -> nn.M
 
 
 def small_batch() -> tuple[Tensor, Tensor, Tensor]:
-    """src_seq (2, 8), trg_seq and gold (2, 8), with padding at the end of one sentence each."""
-    tokens = torch.randint(3, VOCAB, (2, 17), generator=torch.Generator().manual_seed(2))
-    src_seq, trg_seq, gold = tokens[:, :8].clone(), tokens[:, 8:16].clone(), tokens[:, 9:].clone()
+    """src_seq (2, 8), trg_seq and gold (2, 7), with padding at the end of one sentence each. Lengths differ, as they
+    do in a corpus: the attention to the source then has a mask of its own to prepare."""
+    tokens = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
+    src_seq, trg_seq, gold = tokens[:, :8].clone(), tokens[:, 8:15].clone(), tokens[:, 9:].clone()
     src_seq[1, 6:], trg_seq[0, 5:], gold[0, 5:] = PAD, PAD, PAD
     return src_seq.to(DEVICE), trg_seq.to(DEVICE), gold.to(DEVICE)
 

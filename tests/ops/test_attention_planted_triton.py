@@ -15,8 +15,6 @@ import weights_checks
 from attention_checks import check, make, room_call
 from test_attention_edge import spread
 
-from fastattn import AttentionMask
-
 Spoil = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -53,7 +51,7 @@ def _column_of_the_tile(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda rng_state, threshold, rows, first_col, BLOCK_N: f(rng_state, threshold, rows, 0, BLOCK_N)
 
 
-# bug -> the module of the room (or AttentionMask) and the name spoilt there, how, and the result that must show it
+# bug -> the module of the room and the name spoilt there, how, and the result that must show it
 BUGS: dict[str, tuple[Any, str, Spoil, str]] = {
     "element mask one key off": ("forward", "keep_elements", _key_off, "out"),
     "element mask one query off": ("forward", "keep_elements", _query_off, "out"),
@@ -67,9 +65,9 @@ BUGS: dict[str, tuple[Any, str, Spoil, str]] = {
     "backward without the bias": ("backward", "load_bias", lambda f: lambda *args: f(*args) * 0, "dq"),
     "gradient of lse forgotten": ("", "attention_bwd", lambda f: lambda dout, dlse, *rest: f(dout, None, *rest), "dq"),
     "bias gradient one key off": ("bias_gradient", "load_bias", _key_off, "dbias"),
-    "intervals one key short": (AttentionMask, "intervals", lambda f: lambda *a: (f(*a)[0], f(*a)[1] - 1), "out"),
-    "a tile left out": (AttentionMask, "tiles", _leave_out_a_tile, "out"),
-    "partial tiles listed as full": (AttentionMask, "tiles", _list_partial_tiles_as_full, "out"),
+    "intervals one key short": ("arguments", "intervals", lambda f: lambda *a: (f(*a)[0], f(*a)[1] - 1), "out"),
+    "a tile left out": ("arguments", "tile_lists", _leave_out_a_tile, "out"),
+    "partial tiles listed as full": ("arguments", "tile_lists", _list_partial_tiles_as_full, "out"),
 }
 
 
