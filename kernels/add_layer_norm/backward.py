@@ -26,7 +26,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import on_device
-from ..common.norm import SPAN, Sums, backward_tile, finish_sums, load_statistics, norm_gradient, store_partial
+from ..common.norm import (
+    SPAN,
+    Sums,
+    backward_tile,
+    finish_sums,
+    gradient_means,
+    load_statistics,
+    norm_gradient,
+    store_partial,
+)
 from ..common.philox import dropout_constants, dropout_keep
 
 
@@ -35,7 +44,8 @@ def add_layer_norm_bwd_kernel(
     dout, dz, z, weight, statistics, dx, dresidual, partial, dweight, dbias, rng_state,
     rows, hidden, width, threshold, scale,
     HAS_DZ: tl.constexpr, HAS_DROPOUT: tl.constexpr, STORE_DRESIDUAL: tl.constexpr, IS_RMS: tl.constexpr,
-    FINISH: tl.constexpr, SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    FINISH: tl.constexpr, SPAN: tl.constexpr, REREAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK_N)
     in_row = col < hidden
@@ -55,7 +65,17 @@ def add_layer_norm_bwd_kernel(
         dgain += grad * normal
         if not IS_RMS:
             dshift += grad
-        grad = norm_gradient(grad, normal, gain, inverse, hidden, IS_RMS)
+        if REREAD:  # from L1: the weights' gradients leave no registers to hold a wide row while its means are made
+            near = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)
+            along, level = gradient_means(grad, normal, near, hidden, IS_RMS)
+            grad = tl.load(dout + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            normal = tl.load(z + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            normal = (normal - center[:, None]) * inverse[:, None]
+            again = tl.load(weight + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            grad = norm_gradient(grad, normal, again, inverse, along, level)
+        else:
+            along, level = gradient_means(grad, normal, gain, hidden, IS_RMS)
+            grad = norm_gradient(grad, normal, gain, inverse, along, level)
         if HAS_DZ:
             grad += tl.load(dz + place, mask=inside, other=0.0).to(tl.float32)
         if STORE_DRESIDUAL:
@@ -98,7 +118,7 @@ def add_layer_norm_bwd(
             dout, dz, z, weight, statistics, dx, dz_total, sums.partial, sums.dweight, sums.dbias, rng_state,
             rows, hidden, sums.width, threshold, scale,
             HAS_DZ=dz is not None, HAS_DROPOUT=dropout_p > 0, STORE_DRESIDUAL=has_residual or dropout_p == 0,
-            IS_RMS=bias is None, FINISH=sums.finish, SPAN=SPAN,
+            IS_RMS=bias is None, FINISH=sums.finish, SPAN=SPAN, REREAD=hidden > 8192,
             BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
         )  # fmt: skip
         sums.add()

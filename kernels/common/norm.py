@@ -35,8 +35,10 @@ def backward_tile(hidden: int) -> tuple[int, int, int, int]:
 
     Registers a thread at sm_90, offline: 94 to 128 in bfloat16, up to 161 in float32; up to 8192 at most one spilled,
     outside of the loop.
-    At 16384 the two sums and a row are all 64 registers of 1024 threads: 45 to 91 spilled values, held by L1; 16 warps
-    spill 273. Dropped: three stages (147 to 173 registers: one program a multiprocessor instead of two); 32 values a
+    At 16384 the two sums and a row are all 64 registers of 1024 threads: the row is read again from L1 after its means,
+    and 15 to 40 values still spilled, most of them past the sums. Dropped there: the row held, 57 to 104 spilled; the
+    row in halves, or in pieces, by 512 or 1024 threads, 19 to 65. Dropped elsewhere: three stages (147 to 173
+    registers: one program a multiprocessor instead of two); 32 values a
     lane (246 registers at 512).
     """
     block_n = max(triton.next_power_of_2(hidden), 8)
@@ -80,13 +82,18 @@ def load_statistics(statistics, row, rows):
 
 
 @triton.jit
-def norm_gradient(grad, normal, gain, inverse, hidden, IS_RMS: tl.constexpr):
-    """The gradient of the rows before the normalisation; grad, that of the result."""
-    grad *= gain[None, :]
-    along = tl.sum(grad * normal, axis=1) / hidden
-    if not IS_RMS:
-        grad -= (tl.sum(grad, axis=1) / hidden)[:, None]
-    return (grad - normal * along[:, None]) * inverse[:, None]
+def gradient_means(grad, normal, gain, hidden, IS_RMS: tl.constexpr):
+    """The means along each row of g * normal, and of g, which RMSNorm does not need. grad: of the result."""
+    g = grad * gain[None, :]
+    along = tl.sum(g * normal, axis=1) / hidden
+    level = along * 0.0 if IS_RMS else tl.sum(g, axis=1) / hidden
+    return along, level
+
+
+@triton.jit
+def norm_gradient(grad, normal, gain, inverse, along, level):
+    """The gradient of the rows before the normalisation; along, level: gradient_means."""
+    return (grad * gain[None, :] - level[:, None] - normal * along[:, None]) * inverse[:, None]
 
 
 @triton.jit

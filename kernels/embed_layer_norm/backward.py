@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import on_device
-from ..common.norm import SPAN, Sums, finish_sums, load_statistics, norm_gradient, store_partial
+from ..common.norm import SPAN, Sums, finish_sums, gradient_means, load_statistics, norm_gradient, store_partial
 from ..common.philox import dropout_constants, dropout_keep
 from .forward import embedded
 
@@ -55,7 +55,8 @@ def embed_layer_norm_bwd_kernel(
 
         dgain += grad * normal
         dshift += grad
-        grad = norm_gradient(grad, normal, gain, inverse, hidden, False) * scale
+        along, level = gradient_means(grad, normal, gain, hidden, False)
+        grad = norm_gradient(grad, normal, gain, inverse, along, level) * scale
         if HAS_DROPOUT:
             grad *= factor
         tl.store(drows + place, grad.to(drows.dtype.element_ty), mask=inside)

@@ -27,7 +27,7 @@ def test_layer_norm(case: compiled_triton.LayerNorm) -> None:
     forward, backward = kernels["add_layer_norm_fwd_kernel"], kernels["add_layer_norm_bwd_kernel"]
     assert forward.spills == 0, forward
     # Above 8192, two sums and a row are more than the registers; below, one value may wait in memory beside the loop.
-    assert case.hidden > 8192 or backward.count("LDL") <= 1, backward
+    assert backward.count("LDL") <= (20 if case.hidden > 8192 else 1), backward
     # Values of a lane: 32 forward, 16 backward. Row by row x, residual and dout, z, dz come in 16-byte pieces.
     assert forward.wide_loads >= 2 * 32 * WIDTH[case.dtype] // 16, forward
     assert backward.wide_loads >= 3 * 16 * WIDTH[case.dtype] // 16, backward

@@ -28,6 +28,13 @@ def test_float32(room: str, rows: int, hidden: int, has_residual: bool, dropout_
     check(make(rows, hidden, dropout_p, has_residual=has_residual, device=device), room_call(room, device))
 
 
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("room", ROOMS)
+def test_widest_rows(room: str, rms: bool, device: torch.device) -> None:
+    """Odd, and wider than 8192, from where on the backward reads its rows twice."""
+    check(make(3, 8201, 0.3, rms=rms, device=device), room_call(room, device))
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
