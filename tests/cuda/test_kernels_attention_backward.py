@@ -42,7 +42,7 @@ def check(p: Problem) -> Results:
 @pytest.fixture(params=["any length", "short"])
 def kernels(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels run: those of short sequences must serve, or must not."""
-    monkeypatch.setattr(room.sm90, "serves_backward", lambda *_: False)
+    monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
     if request.param == "any length":
         monkeypatch.setattr(short, "serves", lambda *_: False)
     else:
@@ -126,6 +126,18 @@ def test_bias_of_queries_gets_no_rounding_of_out(dtype: torch.dtype, kernels: st
     assert not check(p).dbias.any()
 
 
+@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("Lk, mask", [(1, "none"), (70, {"window": (0, 0)})], ids=["one", "window"])
+def test_queries_that_see_one_key(
+    Lk: int, mask: str | dict, capability: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dP equals delta but for dropout's rounding of out, which must not show."""
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)  # whose kernels serve on a CPU
+    monkeypatch.setattr(short, "serves", lambda *_: False)
+    for dtype in LOW:
+        check(make(B=1, H=2, Lq=70, Lk=Lk, D=64, dtype=dtype, mask=mask, dropout_p=0.3, device=device))
+
+
 @pytest.mark.parametrize("far", [-1e4, -1e8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_a_bias_moves_far(far: float, dtype: torch.dtype, device: torch.device) -> None:
@@ -176,11 +188,11 @@ def views(p: Problem) -> dict[str, Problem]:
     }
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize(
+    "kernels, dtype", [("any length", BFLOAT16), ("any length", FLOAT32), ("short", BFLOAT16)], indirect=["kernels"]
+)
 def test_memory_orders(dtype: torch.dtype, kernels: str, device: torch.device) -> None:
     """Strides are served in place; gradients lie as what they are gradients of."""
-    if kernels == "short" and dtype == FLOAT32:
-        pytest.skip("the short kernel is for 16-bit types")
     p = make(B=2, H=3, Lq=40, Lk=40, D=16, dtype=dtype, mask="causal", device=device)
     straight = check(p)
     for name, other in views(p).items():

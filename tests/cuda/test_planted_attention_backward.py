@@ -107,7 +107,7 @@ def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path
 def fails(extension: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Is a gradient of the problem off, however the copies arrive?"""
     fastattn.cuda.load_host_runner(extension)
-    monkeypatch.setattr(room.sm90, "serves_backward", lambda *_: False)
+    monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
     try:
         for completion in COMPLETIONS:
             monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
