@@ -135,6 +135,7 @@ __device__ __forceinline__ void multiply_gemm(const Gemm& g, const T* bias, Gemm
   const int start_at = min(GemmTile::kLag * GemmTile::kDepth, g.depth);
   bool starts_other = group == 0;
   if (!starts_other) {
+#pragma unroll 1
     for (int stage = 0; stage < GemmTile::kStages && thread == 0; stage++) fetcher.next(stage);
     named_barrier_sync(kStart, 2 * kGroup);
   }
@@ -185,8 +186,11 @@ __device__ __forceinline__ void multiply_gemm(const Gemm& g, const T* bias, Gemm
       for (int eight = 0; eight < 2; eight++) {
         const float* const from = d + column / 2 + 4 * eight;  // rows lane / 4 and eight after it, two columns each
         const int n = n0 + half * g.second + of_half + 8 * eight + lane % 4 * 2;
-        float low = 0.0f, high = 0.0f;
-        if (bias != nullptr && n < g.b_columns) unpack_pair(bias + n, low, high);
+        T pair[2];
+        const uint32_t word = bias != nullptr && n < g.b_columns ? __ldg(reinterpret_cast<const uint32_t*>(bias + n)) : 0;
+        memcpy(pair, &word, sizeof word);
+        float low, high;
+        unpack_pair(pair, low, high);
         words[2 * eight] = pack_word<T>(from[0] + low, from[1] + high);
         words[2 * eight + 1] = pack_word<T>(from[2] + low, from[3] + high);
       }
@@ -222,7 +226,7 @@ __device__ __forceinline__ void finish_gemm(const Gemm& g, GemmShared& shared, E
   }
 }
 
-// The kernel's body: a block of GemmTile::kThreads with a GemmShared. bias: as long as B has columns, or null.
+// The kernel's body: a block of GemmTile::kThreads with a GemmShared. bias: at a multiple of 4 bytes, or null.
 template <class T, bool kBTransposed, class Epilogue>
 __device__ __forceinline__ void run_gemm(const Gemm& g, const T* bias, Epilogue& epilogue) {
   GemmShared& shared = shared_memory<GemmShared>();

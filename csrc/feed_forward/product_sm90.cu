@@ -7,7 +7,7 @@
 // Work: 2 * depth FLOP an element of z or dh, 85 FLOP for a byte from L2. Bytes an element of h, beyond the operands: forward
 //   writes h, and z where it is stored; backward reads z, or h for relu, and writes dz and, but for relu, h.
 // The type of activation, gating and dropout are branches that a block takes as one: 4 kernels serve every call.
-// Compiled offline with nvcc 13.0 (no GPU has timed it yet): 165 and 164 registers, nothing spills, wgmma is not serialized.
+// Compiled offline with nvcc 13.0 (no GPU has timed it yet): 168 registers, nothing spills, wgmma is not serialized.
 // Tried and dropped, same compiler: the bias as what the sums begin with, which makes ptxas serialize wgmma (C7515).
 // Dropped by counting instructions at depth 512: no fourth role, each warpgroup with the epilogue of its own rows. A tile is 8192
 //   cycles of the tensor cores, and about 5000 (relu, dropout) to 8000 (gelu) of issuing an epilogue beside which they idle.
