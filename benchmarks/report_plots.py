@@ -119,7 +119,7 @@ def _memory(series: dict[str, dict[str, Curve]], out: Path) -> str | None:
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(*zip(*points, strict=True), color=colour, lw=width, marker=marker, ms=4, label=_legend(provider))
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel("peak memory, MiB")
