@@ -1,6 +1,6 @@
 """Known bugs, planted one at a time in a copy of the sources: the checks of layer_norm_checks.py must fail on each.
 
-The copy compiles two of the layer norm's kernels, those of float32 and two chunks a thread, which all cases below use.
+The copy compiles three of the layer norm's kernels each way, those of float32 that the cases below use.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from layer_norm_checks import Case, run
 import fastattn.cuda
 
 # 520: two warps a row, vectors. 500: one warp a row, element by element. 37 rows: every block takes several turns.
-CASES = [Case(37, width, dropout_p=0.3) for width in (520, 500)]
+# 1040: weight gradients by a second kernel.
+CASES = [*(Case(37, width, dropout_p=0.3) for width in (520, 500)), Case(7, 1040), Case(9, 500, rms=True)]
 
 ROOM = "add_layer_norm"
 DISPATCH = (
     "add_layer_norm/rows.cuh",
     "template <class Function>\nvoid dispatch(",
     """template <class Function>
-void dispatch(DType, DType, int, bool is_aligned, Function&& f) {
+void dispatch(DType, DType, int chunks, bool is_aligned, Function&& f) {
+  if (chunks == 4) return f(float{}, float{}, Int<4>{}, Int<1>{});
   is_aligned ? f(float{}, float{}, Int<2>{}, Int<1>{}) : f(float{}, float{}, Int<2>{}, Int<0>{});
 }
 
@@ -48,14 +50,29 @@ BUGS = [
     Bug("dropout counts elements", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)"),
     Bug("no eps", "add_layer_norm/forward.cu", " + p.eps", ""),
     Bug("columns outside the row counted", "add_layer_norm/forward.cu", "if (j < inside) square", "square"),
-    Bug("statistics of another row", "add_layer_norm/backward.cu", "p.mean[row]", "p.mean[first]"),
+    Bug("statistics of another row", "add_layer_norm/backward.cu", "p.statistics[row]", "p.statistics[first]"),
     Bug("no mean of g * normal", "add_layer_norm/backward.cu", " - normal[j] * mean_g_normal", ""),
     Bug("one scratch for all rows", "add_layer_norm/backward.cu", "shared.sums[turn]", "shared.sums[0]"),
     Bug("dz scaled", "add_layer_norm/backward.cu", "grad[j] += (g", "grad[j] = (grad[j] + g"),
     Bug("a block's rows not added up", "add_layer_norm/backward.cu", "if (y > 0) dweight", "if (y > 1) dweight"),
     Bug("no barrier between a block's rows", "add_layer_norm/backward.cu", "    __syncthreads();\n", ""),
     Bug("partial rows left out", "add_layer_norm/backward.cu", "block = threadIdx.y;", "block = threadIdx.y + 1;"),
-    Bug("dweight and dbias swapped", "add_layer_norm/backward.cu", "[col] = W(dweight)", "[col] = W(dbias)"),
+    Bug("dweight in dbias", "add_layer_norm/backward.cu", "(p.dweight)[col] = W(", "(p.dbias)[col] = W("),
+    Bug("last block left out", "add_layer_norm/backward.cu", "start + r < count ?", "start + r + 1 < count ?"),
+    Bug(
+        "add_layer_norm/backward.cu",
+        "fence();\n  __syncthreads();\n  if",
+        "fence();\n  if",
+    ),
+    Bug("a ticket too few", "add_layer_norm/backward.cu", "== count - 1", "== count - 2"),
+    Bug("tickets kept", "add_layer_norm/backward.cu", "    if (last) *ticket = 0;\n", ""),
+    Bug("tickets not made", "add_layer_norm/forward.cu", "thread < kTickets)", "thread < 0)"),
+    Bug(
+        "RMSNorm subtracts the mean",
+        "add_layer_norm/forward.cu",
+        "p.bias != nullptr ? sum[0] / p.hidden : 0.0f",
+        "sum[0] / p.hidden",
+    ),
 ]
 
 
