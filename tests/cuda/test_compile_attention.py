@@ -61,6 +61,18 @@ def test_tensor_cores_and_vectors(name: str, columns: int) -> None:
             assert kernel.tensor == 0, f"exact float32 has no tensor cores: {kernel}"
 
 
+def test_alignment() -> None:
+    """The products of a tile and comparisons: no exponential, and of keys one store a row."""
+    for (_, kind, head_dim), kernel in kernels("alignment_kernel").items():
+        assert kernel.spills == 0 and kernel.blocks >= 1, kernel
+        assert kernel.count("LDGSTS.128") >= 2 and kernel.count("LDSM") >= 3, kernel
+        assert kernel.count("MUFU.EX2") == 0, kernel
+        if kind in TENSOR_TYPES:
+            assert kernel.count("HMMA") >= tensor_products(kind, head_dim, 32), kernel
+        else:
+            assert kernel.tensor == 0, kernel
+
+
 def test_blocks_a_multiprocessor() -> None:
     """As the header of forward.cu says."""
     for (_, kind, head_dim), kernel in kernels("forward_kernel").items():
