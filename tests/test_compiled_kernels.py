@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(Path(__file__).parent / "cuda")]
 
 import compiled_cuda  # noqa: E402
 import compiled_kernels  # noqa: E402
 import compiled_launches  # noqa: E402
 import compiled_work  # noqa: E402
+import host_build  # noqa: E402
 from compiled_sass import blocks_per_multiprocessor, instruction_mix  # noqa: E402
 
 NOT_MEANT = "\nIf this is meant: python benchmarks/compiled_kernels.py --write, and commit the record."
@@ -38,20 +39,59 @@ def test_kernels_are_as_recorded(language: str, record: dict[str, Any]) -> None:
     assert not failures, "\n".join(failures) + NOT_MEANT
 
 
+def written() -> set[tuple[str, str]]:
+    """(language, name) of every kernel of the sources; names of CUDA kernels with their room."""
+    triton = r"^@triton\.jit\b[^\n]*\ndef (\w+_kernel)\("
+    cuda = r"__global__ void\s+(?:__launch_bounds__\([^;{]*?\)\s+)?(\w+_kernel)\("
+    found = {
+        ("triton", name)
+        for path in (ROOT / "kernels").rglob("*.py")
+        for name in re.findall(triton, path.read_text(), re.MULTILINE)
+    }
+    for path in (ROOT / "csrc").rglob("*.cu"):
+        text = path.read_text()
+        names = re.findall(cuda, text)
+        assert len(names) == text.count("__global__"), f"{path.name}: a kernel's name ends with _kernel"
+        found |= {("cuda", f"{path.parent.name}::{name}") for name in names}
+    return found
+
+
 def test_every_kernel_is_recorded(record: dict[str, Any]) -> None:
     """A kernel that no case of compiled_triton.py launches is not watched."""
     recorded = {tuple(name.split()[i] for i in (0, 2)) for name in record["kernels"]}
-    recorded = {(language, name.split("::")[-1]) for language, name in recorded}
-    triton = r"^@triton\.jit\b[^\n]*\ndef (\w+_kernel)\("
-    cuda = r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\("
-    for language, pattern, files in (
-        ("triton", triton, (ROOT / "kernels").rglob("*.py")),
-        ("cuda", cuda, (ROOT / "csrc").rglob("*.cu")),
-    ):
-        written = {name for path in files for name in re.findall(pattern, path.read_text(), re.MULTILINE)}
-        assert written
-        missing = sorted(name for name in written if (language, name) not in recorded)
-        assert not missing, f"not in the record: {missing} (a Triton kernel needs a case in compiled_triton.py)"
+    missing = sorted(written() - recorded)
+    assert not missing, f"not in the record: {missing} (a Triton kernel needs a case in compiled_triton.py)" + NOT_MEANT
+
+
+def test_every_kernel_has_a_formula() -> None:
+    """And every formula a kernel."""
+    tables = {"triton": compiled_work.TRITON, "cuda": compiled_work.CUDA}
+    known, kernels = {(language, name) for language, table in tables.items() for name in table}, written()
+    assert kernels <= known, (
+        f"no formula of FLOPs and bytes for {sorted(kernels - known)}: add a line to TRITON or CUDA in "
+        "benchmarks/compiled_work.py, which makes them from the kernel's case or template arguments"
+    )
+    assert known <= kernels, f"benchmarks/compiled_work.py has formulas of kernels that are gone: {known - kernels}"
+
+
+@pytest.mark.skipif(host_build.why_not() is not None, reason=str(host_build.why_not()))
+def test_every_cuda_kernels_launch_and_bound_are_known() -> None:
+    """In every form that is compiled. Without its launch a kernel's occupancy would be a guess."""
+    launches = compiled_launches.launches()
+    launched = {compiled_cuda.demangled(symbol) for symbol in launches}
+    library = host_build.build("_C", host_build.extension_sources(), host_build.KEPT)
+    symbols = [name for _, name in compiled_launches.functions(library) if re.match(r"_ZN8fastattn.*_kernel[IE]", name)]
+    kernels = {kernel for kernel in map(compiled_cuda.demangled, symbols) if kernel[0].endswith("_kernel")}
+    assert {("cuda", name) for name, _ in kernels} == {kernel for kernel in written() if kernel[0] == "cuda"}
+    assert kernels <= launched, (
+        f"nobody says how these are launched, so their shared memory is missing: {sorted(kernels - launched)}: "
+        "add a call that launches them to a case of benchmarks/compiled_launches.py"
+    )
+    bounds = {kernel: compiled_work.work_of("cuda", *kernel).bound("sm_90a") for kernel in launched}
+    assert all(microseconds > 0 for _, microseconds in bounds.values())
+    # Attention's forward at sm_80: a tile of 64 queries, one of 64 keys and one of values, 128 + 16 bytes a row.
+    known = {compiled_cuda.demangled(symbol): launch for symbol, launch in launches.items()}
+    assert known["attention::forward_kernel", "__nv_bfloat16, 64"] == (128, 3 * 64 * 144)
 
 
 def named(record: dict[str, Any], part: str) -> dict[str, Any]:
