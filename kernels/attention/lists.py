@@ -122,7 +122,7 @@ def tile_lists_kernel(
 
 def intervals(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(k_start, k_end), int32 (B or 1, Lq), as AttentionMask.intervals. Call inside on_device."""
-    if mask.cu_seqlens_q is not None or Lq * Lk == 0:
+    if mask.cu_seqlens_q is not None or _empty(mask, Lq, Lk):
         return mask.intervals(Lq, Lk, device)
 
     def build() -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def intervals(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> tu
 def tile_lists(mask: AttentionMask, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int, device: torch.device) -> Tiles:
     """The lists for tiles of BLOCK_M queries by BLOCK_N keys, as AttentionMask.tiles; what is behind the first num_* of
     a list is undefined. Call inside on_device."""
-    if mask.cu_seqlens_q is not None or mask.attn_mask is not None or Lq * Lk == 0:
+    if mask.cu_seqlens_q is not None or mask.attn_mask is not None or _empty(mask, Lq, Lk):
         return mask.tiles(Lq, Lk, BLOCK_M, BLOCK_N, device)
 
     def build() -> Tiles:
@@ -157,6 +157,10 @@ def tile_lists(mask: AttentionMask, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int
         return lists
 
     return mask.cached(("triton tiles", Lq, Lk, BLOCK_M, BLOCK_N, device), build)
+
+
+def _empty(mask: AttentionMask, Lq: int, Lk: int) -> bool:
+    return Lq * Lk == 0 or any(t is not None and len(t) == 0 for t in (mask.key_padding, mask.query_padding))
 
 
 def _stride(padding: Tensor | None) -> int:

@@ -61,7 +61,12 @@ def test_prepared_once_and_anew_after_an_edit(lists, device: torch.device) -> No
     assert not torch.equal(lists.tile_lists(mask, 20, 20, 16, 16, device).num_full, first.num_full)
 
 
-def test_no_tokens(lists, device: torch.device) -> None:
-    mask = AttentionMask(key_padding=torch.zeros(2, 0, dtype=torch.bool, device=device))
-    start, end = lists.intervals(mask, 5, 0, device)
-    assert start.shape[1] == end.shape[1] == 5 and not end.any()
+@pytest.mark.parametrize(("B", "Lq", "Lk"), [(2, 5, 0), (2, 0, 5), (0, 5, 7)])
+def test_no_tokens(lists, B: int, Lq: int, Lk: int, device: torch.device) -> None:
+    mask = AttentionMask(key_padding=torch.zeros(B, Lk, dtype=torch.bool, device=device))
+    for got, want in zip(lists.intervals(mask, Lq, Lk, device), mask.intervals(Lq, Lk, device), strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(
+        lists.tile_lists(mask, Lq, Lk, 16, 16, device), mask.tiles(Lq, Lk, 16, 16, device), strict=True
+    ):
+        assert got.shape == want.shape
