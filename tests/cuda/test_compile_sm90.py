@@ -53,7 +53,7 @@ def kernels(source: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("source", ["forward_sm90", "backward_dq_sm90", "backward_dkdv_sm90"])
+@pytest.mark.parametrize("source", ["forward_sm90", "backward_dq_sm90", "backward_dkdv_sm90", "bias_gradient_sm90"])
 def test_no_spills_and_no_serialized_products(source: str) -> None:
     found = [kernel for kernel in cuda_kernels() if source in kernel.name]
     assert found
@@ -75,8 +75,8 @@ def test_forward_order(head_dim: int, keys: int, general: str) -> None:
         assert marks.count("W1") == marks.count(step), marks
 
 
-# A step of the backward, without and with a bias or dropout; the latter has exponentials for both. Head dimensions beyond
-# 128 have the second kind alone.
+# A step of the backward, without and with a bias or dropout; the latter has exponentials for both. Head dimensions
+# beyond 128 have the second kind alone.
 def backward_steps(products: int, exponentials: int, rest: str) -> tuple[str, str]:
     """Products to begin with, exponentials a thread beside the last ones, and what follows."""
     return tuple("G" * products + "W1" + "x" * exponentials * n + rest for n in (1, 2))
@@ -119,7 +119,14 @@ def test_order_of_dk_and_dv(head_dim: int, makes: str) -> None:
 
 
 def test_order_of_narrow_heads_and_a_sum() -> None:
-    """Head dimension 64, dq in memory: too few registers for exponentials beside a product; products still go together."""
+    """Head dimension 64, dq in memory: no registers for exponentials beside a product; products still go together."""
     for dtype in TYPES:
         marks = kernels("backward_dkdv_sm90")[f"{dtype}, Tiles<64>, false, {DK_DV_DQ}"]
         assert len(re.findall("G" * 8 + "W1x*W0x*" + "G" * 8 + "B" + "G" * 16 + "W1BBW0", marks)) == 2, marks
+
+
+def test_order_of_bias_gradient() -> None:
+    """Exponentials, for a bias and for none, are beside the first part of dP's product."""
+    for dtype in TYPES:
+        marks = kernels("bias_gradient_sm90")[dtype]
+        assert marks.endswith("GGGGW1" + "x" * 128 + "GGGGW1W0"), marks
