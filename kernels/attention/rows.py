@@ -7,8 +7,10 @@ remainder   lse is handed out in float32, right to half a unit in its last place
 delta       sum_j P_ij dP_ij - dlse_i. It equals sum_d out_id dout_id - dlse_i, which the dq kernel takes, but for
             rounding: with this one a row of dS sums to what it should, and a query with one key gets the gradient 0.
 
-16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse. Exact float32 gets both, always:
-what they correct would be the largest errors of its backward. The price is a third walk over the keys.
+16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta, under dropout, where
+queries see few keys: of one key dP equals delta, and an out that dropout's factor has made inexact would leave 4 times
+the error allowed in dq and dk. Exact float32 gets both, always: what they correct would be the largest errors of its
+backward. The price is a third walk over the keys.
 Grid: one program per (batch, head, BLOCK_M queries), along all keys; it stops at once unless one of its lse is coarse.
 """
 
@@ -25,6 +27,7 @@ from .config import config
 from .tiles import LOG2E, exponential, keep_elements, key_interval, load_bias, load_rows, program_place
 
 _COARSE = 64.0  # to 16-bit types: half a unit in the last place of an lse beyond it is 4e-6
+_FEW_KEYS = 4
 _OF_THE_GRADIENT = (
     *("v_ptr", "v_stride_b", "v_stride_h", "v_stride_n"),
     *("dout_ptr", "dout_stride_b", "dout_stride_h", "dout_stride_m", "delta_ptr"),
@@ -120,6 +123,8 @@ def row_statistics(inputs: dict[str, Any], shared: dict[str, Any], dlse: Tensor 
     no gradient and the remainder is all."""
     q, lse = inputs["q_ptr"], inputs["lse_ptr"]
     exact = q.dtype == torch.float32 and shared["PRECISION"] == "ieee"
+    if "delta_ptr" in inputs and shared["HAS_DROPOUT"]:
+        exact |= min(shared["band_hi"] - shared["band_lo"] + 1, shared["seqlen_k"]) <= _FEW_KEYS
     if not exact and not shared["HAS_BIAS"]:
         return RowStatistics(None, False)
     has_delta = exact and "delta_ptr" in inputs
@@ -129,6 +134,6 @@ def row_statistics(inputs: dict[str, Any], shared: dict[str, Any], dlse: Tensor 
     if programs > 0:
         attention_rows_kernel[(programs,)](
             remainder_ptr=remainder, dlse_ptr=dlse, coarse_from=0.0 if exact else _COARSE, HAS_DELTA=has_delta,
-            **{**dict.fromkeys(_OF_THE_GRADIENT), **inputs}, **shared, **c._asdict(),
+            **{**dict.fromkeys(_OF_THE_GRADIENT), **inputs}, **{**shared, "FOLD_SCALE": False}, **c._asdict(),
         )  # fmt: skip
     return RowStatistics(remainder, has_delta)

@@ -107,6 +107,14 @@ def test_over_several_tiles(room: str, device: torch.device) -> None:
         assert torch.equal((results.weights == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
 
 
+@pytest.mark.parametrize("Lk, mask", [(1, "none"), (40, {"window": (0, 0)})], ids=["one", "window"])
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_queries_that_see_one_key(room: str, Lk: int, mask: str | dict, device: torch.device) -> None:
+    """There dP equals delta, but for the rounding of out, which dropout's factor makes inexact: it must not show."""
+    p = make(B=1, H=1, Lq=40, Lk=Lk, D=64, dtype=torch.bfloat16, mask=mask, dropout_p=0.3, device=device)
+    check(p, room_call(room, device, weights=False))
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_call_draws_anew_and_a_seed_repeats(room: str, device: torch.device) -> None:
     room_call(room, device)
