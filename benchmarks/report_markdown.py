@@ -75,7 +75,7 @@ def _memory_of(case: Row, rows: Sequence[Row]) -> list[str]:
     mib = [row["peak_mib"] if row and row["status"] == "ok" else None for row in (
         default_row(rows), named(rows, "reference"), named(rows, PYTORCH[-1])
     )]  # fmt: skip
-    return [case["case"], f"{mib[0]:.0f}" if mib[0] else "-", _times(mib[1], mib[0]), _times(mib[2], mib[0])]
+    return [case["case"], f"{mib[0]:.1f}" if mib[0] else "-", _times(mib[1], mib[0]), _times(mib[2], mib[0])]
 
 
 def ceilings(record: Record) -> str:

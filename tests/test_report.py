@@ -236,7 +236,7 @@ def test_summary_and_shares(load: Any, record: dict[str, Any]) -> None:
     # 100, 80 and 50 ms against 40; the bound is 2e9 / 1e11 s = 20 ms.
     assert "| a step | 40 | 2.50x | 2.00x | 1.25x | 1.25x torch.compile of plain | 50% |" in summary
     assert "| length 64 | 8 | 4.00x | 1.00x | - | 1.00x sdpa | 250% |" in summary
-    assert "| step of 64 | 96 | 2.00x | - |" in summary
+    assert "| step of 64 | 96.0 | 2.00x | - |" in summary
     record["ceilings"]["byte_per_s"] = 1e7  # now the bytes are the bound: 100 ms
     assert load("records").bound_ms(record, record["cases"][0], "step") == pytest.approx(100)
 
