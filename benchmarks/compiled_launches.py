@@ -10,6 +10,7 @@ A new kernel that no case launches needs one: a function in CASES, or a line in 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -91,6 +92,7 @@ def feed_forward() -> None:
 CASES: tuple[Callable[[], None], ...] = (attention, add_layer_norm, feed_forward)
 
 
+@functools.cache
 def launches() -> dict[str, Launch]:
     """How each kernel, by its mangled name, is launched by the cases."""
     sys.path.append(str(ROOT / "tests" / "cuda"))
