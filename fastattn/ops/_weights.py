@@ -11,9 +11,9 @@ Wanted = tuple[range, ...] | Literal["mean", "argmax"]
 
 def wanted(return_weights: bool | Sequence[int] | Literal["mean", "argmax"], heads: int) -> Wanted | None:
     """None where nothing is asked for. Raises TypeError or ValueError naming the argument."""
-    expected = f'expected a bool, a sequence of heads from 0 to {heads - 1}, "mean" or "argmax"'
     if isinstance(return_weights, bool):
         return (range(heads),) if return_weights else None
+    expected = f'expected a bool, a sequence of heads from 0 to {heads - 1}, "mean" or "argmax"'
     if isinstance(return_weights, str):
         if return_weights not in ("mean", "argmax"):
             raise ValueError(f"return_weights is {return_weights!r}, {expected}")
