@@ -71,12 +71,14 @@ def attention_bwd(
     dropout_p: float,
     rng_state: Tensor | None,
     needs_dbias: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
-    it. Returns dq, dk, dv in the inputs' dtypes and memory order, and dbias, as mask.bias, if needed."""
+    it. grads: memory for dq, dk, dv. Returns them, in the inputs' dtypes and unless given in their memory order, and
+    dbias, as mask.bias, if needed."""
     dout, out = (t if t.stride(3) == 1 else t.contiguous() for t in (dout, out))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (_empty_like(t, t.shape[3]) for t in (q, k, v))
+    dq, dk, dv = grads or (_empty_like(t, t.shape[3]) for t in (q, k, v))
     bias = None if mask is None else mask.bias
     dbias = None
     if needs_dbias and bias.shape[3] == 1:

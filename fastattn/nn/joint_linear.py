@@ -7,6 +7,7 @@ A state_dict, an optimizer and everybody else sees the separate parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,6 +67,22 @@ def _joined(weights: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, width), (width, 1))
 
 
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """The parts (.., columns) as one, along the last dimension: a view where they lie so, as attention's gradients do."""
+    shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    first, address = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != address or list(part.stride()) != strides:
+            return torch.cat(parts, -1)
+        address += part.shape[-1] * part.element_size()
+    if (first.storage_offset() + math.prod(shape)) * first.element_size() > first.untyped_storage().nbytes():
+        return torch.cat(parts, -1)
+    return first.as_strided(shape, strides)
+
+
 class _JointLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, joined: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +95,7 @@ class _JointLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dout = torch.cat(dout, -1)
+        dout = _side_by_side(dout)
         dx = dout @ weight if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return dx, None, *[None] * len(ctx.rows)

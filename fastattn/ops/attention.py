@@ -160,7 +160,20 @@ class _Attention(torch.autograd.Function):
         softmax_scale, dropout_p, room = ctx.options
         mask = None if ctx.mask is None else ctx.mask.with_bias(bias)
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = room.attention_bwd(
-            dout, dlse, q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state, ctx.needs_input_grad[3]
-        )
+        options = (softmax_scale, dropout_p, rng_state, ctx.needs_input_grad[3])
+        grads = room.attention_bwd(dout, dlse, q, k, v, out, lse, mask, *options, _side_by_side(q, k, v))
         return *grads, None, None, None, None, None
+
+
+def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Memory for dq, dk, dv that lie as q, k, v do, where these are the heads of one product (B, L, all heads' widths):
+    so that its own backward finds its gradient in one piece. None where they are not."""
+    B, _, L, _ = q.shape
+    widths = [t.shape[1] * t.shape[3] for t in (q, k, v)]
+    address, N = q.data_ptr(), sum(widths)
+    for t, width in zip((q, k, v), widths, strict=True):
+        if t.data_ptr() != address or t.stride() != (L * N, t.shape[3], N, 1):
+            return None
+        address += width * t.element_size()
+    parts = q.new_empty(B, L, N).split(widths, -1)
+    return tuple(part.unflatten(2, (-1, t.shape[3])).transpose(1, 2) for part, t in zip(parts, (q, k, v), strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastattn import AttentionMask
+from fastattn import AttentionMask, explain
 from fastattn.nn import (
     DecoderLayer,
     EncoderLayer,
@@ -201,3 +201,21 @@ def test_repr_tells_what_was_built():
     text = repr(EncoderLayer(D, 24, H, DK, DV, activation="swiglu", n_head_kv=2))
     assert "n_head=4, n_head_kv=2, d_k=6, d_v=10" in text and "activation=swiglu" in text
     assert "16, n_position=9" in repr(PositionalEncoding(D, n_position=9))
+
+
+@pytest.mark.parametrize("n_head_kv", [H, 1])
+def test_gradients_of_self_attention_come_in_one_piece(n_head_kv, monkeypatch):
+    """The kernels write dq, dk and dv where the joint projection reads its gradient: nothing is copied together."""
+    module, x = heads(n_head_kv=n_head_kv, backend="triton"), randn(B, LQ, D)
+    if reason := explain("scaled_dot_product_attention", *[x.view(B, 1, LQ, D)] * 3).refusals["triton"]:
+        pytest.skip(reason)
+    joined, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors, dim=0: joined.append(dim) or cat(tensors, dim))
+    module.eval()(x, x, x)[0].sum().backward()
+    assert -1 not in joined
+    grads = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    module.attention.backend = module.backend = "reference"
+    module(x, x, x)[0].sum().backward()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-4)
