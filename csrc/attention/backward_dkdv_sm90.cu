@@ -203,7 +203,8 @@ class Consumer {
     wgmma_fence();
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16)
-      wgmma<T, 64, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row), along_lines<kBlockN>(shared_.k, key, column), key > 0);
+      wgmma<T, 64, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row), along_lines<kBlockN>(shared_.k, key, column),
+                               key > 0);
     wgmma_commit();
     add_lines<T, kHeadDim>(dk, ds, shared_.q[queries_.stage]);
     wgmma_wait<1>();
@@ -219,7 +220,8 @@ class Consumer {
     const int lane = thread_ % 32, line = thread_ / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
-      const int first = i / 4 * 8 + lane % 4 * 2, place = swizzled(line + 8 * row_of(i), first % kFloatPanel / 4) + first % 4 * 4;
+      const int first = i / 4 * 8 + lane % 4 * 2;
+      const int place = swizzled(line + 8 * row_of(i), first % kFloatPanel / 4) + first % 4 * 4;
       *reinterpret_cast<float2*>(staged[i / 16] + place) = make_float2(dq[i], dq[i + 1]);
     }
     fence_async_proxy();
@@ -302,8 +304,9 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float sum = quad_sum(key_sum_[r]);
-      if (thread_ % 4 == 0 && first_key() + 8 * r < a_.p.shape.seqlen_k)
-        a_.p.dbias_keys[(static_cast<int64_t>(work_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_k + first_key() + 8 * r] = sum;
+      const int n = first_key() + 8 * r;
+      if (thread_ % 4 == 0 && n < a_.p.shape.seqlen_k)
+        a_.p.dbias_keys[(static_cast<int64_t>(work_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_k + n] = sum;
     }
   }
 

@@ -10,6 +10,8 @@
 // Shared memory: q and dout; k, two stages; v, two stages, or one beyond a head dimension of 128, reloaded beside dq's product.
 // Overlap: exponentials run beside dP's product; the rest of a warpgroup's work on scores beside the other one's products.
 // Work: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
+// Where delta is wanted from its definition (backward_sm90.h) a block walks twice, the first time for S and dP alone: 2 (Dk +
+//   Dv) FLOPs a score more.
 //
 // Why a kernel of its own. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16 heads of
 // 8192 tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s:
@@ -20,7 +22,7 @@
 //                    nobody waits for one that has not started, and with tile lists each query tile has another order.
 //                    FlashAttention reports 14 % less speed for it on a later chip.
 //   adding freely    as that, without the waits, and with another sum in every run: backward_sum_sm90.
-// The first is the simplest that is right, and the faster the more a mask hides: a record is to tell by how much it loses.
+// The first is the simplest that repeats; a record is to tell what its two products more cost.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and all exponentials stand between the wait for S
 // and the wait for dP. test_compile_sm90.py asserts both. kGeneral, with a bias or dropout, also serves head dimensions
 // beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
@@ -36,7 +38,7 @@ template <int kHeadDimPadded>
 struct Tiles {
   static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
   static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
-  static constexpr int kValueStages = kHeadDim <= 128 ? kStages : 1;
+  static constexpr int kValueStages = kHeadDim <= 128 ? kStages : 1;  // shared memory is full
 };
 
 template <class Tiles>

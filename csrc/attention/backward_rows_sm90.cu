@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(kRowThreads) backward_rows_sm90_kernel(const B
   const float lse = m > inside ? -kInfinity : p.lse[from];
   float delta = 0.0f;
   if (p.remainder == nullptr) {
-    const Matrix<T> out(p.out, b, h, p.shape.seqlen_q, p.shape.head_dim_v), dout(p.dout, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
+    const Matrix<T> out(p.out, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
+    const Matrix<T> dout(p.dout, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
     delta = row_product(out, dout, inside) - (p.dlse != nullptr ? p.dlse[from] : 0.0f);
   } else {
     delta = p.delta[from];

@@ -1,4 +1,4 @@
-// What the kernels of the backward on Hopper share: their arguments, and how unseen lines are cleared.
+// What the kernels of the backward on Hopper share: their arguments and sizes, and how unseen lines are cleared.
 #pragma once
 #include "attention/backward.cuh"
 #include "attention/backward_sm90.h"
@@ -56,7 +56,8 @@ __device__ __forceinline__ int64_t first_row(const Arguments& a, int b, int h) {
 
 // Lines of a tile of keys from n0 on that no query of (b, h) sees become zero, by the threads of a warpgroup. Were there any?
 template <class Tile>
-__device__ __forceinline__ bool clear_unseen_lines(Tile& tile, const Visibility& who, int b, int h, int n0, int keys, int thread) {
+__device__ __forceinline__ bool clear_unseen_lines(Tile& tile, const Visibility& who, int b, int h, int n0, int keys,
+                                                   int thread) {
   constexpr int kLines = sizeof tile[0] / kLineBytes;
   if (who.seen == nullptr) return false;
   const uint32_t* const seen = who.seen + b * who.seen_stride_b + h * who.seen_stride_h;

@@ -163,7 +163,8 @@ class Consumer {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kSm90Threads, 1) bias_gradient_sm90_kernel(const __grid_constant__ Arguments a, const Sum sum) {
+__global__ void __launch_bounds__(kSm90Threads, 1)
+    bias_gradient_sm90_kernel(const __grid_constant__ Arguments a, const Sum sum) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) {
     for (Barrier& full : shared.full) full.init(1);
