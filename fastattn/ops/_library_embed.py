@@ -1,7 +1,6 @@
 """embed_layer_norm as torch.library operators, for torch.compile, torch.export and opcheck. See _library.py.
 
-The kernels make the gradient of each token's row; PyTorch's own operator adds the rows up, in one order, so that equal
-inputs give equal bits.
+The kernels make the gradient of each token's row; PyTorch's own operator adds the rows up.
 """
 
 from __future__ import annotations
@@ -21,8 +20,18 @@ def embed_layer_norm(*inputs: Any) -> Tensor:
 
 def add_rows(drows: Tensor, index: Tensor, like: Tensor, padding_idx: int | None) -> Tensor:
     """The gradient of the embedding `like` (V, d): row drows[i] is added to row index[i], but for padding's."""
-    padding = -1 if padding_idx is None else padding_idx
-    return torch.ops.aten.embedding_dense_backward(drows, index, like.shape[0], padding, False)
+    arguments = (drows, index, like.shape[0], -1 if padding_idx is None else padding_idx, False)
+    if not drows.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return torch.ops.aten.embedding_dense_backward(*arguments)
+    # Left to itself, torch since 2.11 adds atomically where few tokens come often, and bits differ from run to run.
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode(1)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the other half of that mode, of no use here
+    try:
+        return torch.ops.aten.embedding_dense_backward(*arguments)
+    finally:
+        torch.set_deterministic_debug_mode(0)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 @torch.library.custom_op("fastattn::embed_layer_norm", mutates_args=())
@@ -69,17 +78,22 @@ def embed_layer_norm_backward_op(
     scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    padding_idx: int | None,
+    needs_dembedding: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     room = load_room("embed_layer_norm", backend)
-    places = (tokens, position_table, position, length)
-    return room.embed_layer_norm_bwd(dout, embedding, weight, bias, *places, scale, statistics, dropout_p, rng_state)
+    inputs = (dout, embedding, weight, bias, tokens, position_table, position, length, scale, statistics)
+    drows, index, dweight, dbias = room.embed_layer_norm_bwd(*inputs, dropout_p, rng_state)
+    dembedding = add_rows(drows, index, embedding, padding_idx) if needs_dembedding else embedding.new_empty(0)
+    return dembedding, dweight, dbias
 
 
 @embed_layer_norm_backward_op.register_fake
-def _(dout, embedding, weight, bias, tokens, *options):
-    drows = embedding.new_empty(dout.shape)
-    return drows, tokens.new_empty(tokens.shape, dtype=torch.int64), torch.empty_like(weight), torch.empty_like(bias)
+def _(dout, embedding, weight, bias, *options):
+    needs_dembedding = options[-2]
+    dembedding = embedding.new_empty(embedding.shape if needs_dembedding else 0)
+    return dembedding, torch.empty_like(weight), torch.empty_like(bias)
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -92,10 +106,10 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple:
     *tensors, rng_state = ctx.saved_tensors
     length, scale, padding_idx, dropout_p, backend = ctx.options
-    options = (length, scale, dropout_p, rng_state, backend)
-    drows, index, dweight, dbias = embed_layer_norm_backward_op(dout.contiguous(), *tensors, *options)
-    dembedding = add_rows(drows, index, tensors[0], padding_idx) if ctx.needs_input_grad[0] else None
-    return dembedding, dweight, dbias, *(None,) * 11
+    needs_dembedding = ctx.needs_input_grad[0]
+    options = (length, scale, dropout_p, rng_state, padding_idx, needs_dembedding, backend)
+    dembedding, dweight, dbias = embed_layer_norm_backward_op(dout.contiguous(), *tensors, *options)
+    return dembedding if needs_dembedding else None, dweight, dbias, *(None,) * 11
 
 
 embed_layer_norm_op.register_autograd(_backward, setup_context=_setup)

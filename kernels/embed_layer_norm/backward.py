@@ -5,8 +5,7 @@
     dweight = sum over rows of dout * normal;    dbias = sum over rows of dout
 
 and drow[i] is what row i adds to the gradient of embedding[tokens[i]]; the front desk adds the rows up, by PyTorch's
-operator, which sorts the tokens: in one order, so that equal inputs give equal bits. Atomic adds would save the sort
-and lose that.
+operator in its deterministic mode, which sorts the tokens: equal inputs give equal bits.
 
 Grid, registers and the weight gradients: as in add_layer_norm/backward.py. z is gathered from embedding and positions
 again, dropout included.

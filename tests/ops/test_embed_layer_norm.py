@@ -159,6 +159,25 @@ def test_equal_bits_run_to_run(room: str, device: torch.device) -> None:
             assert torch.equal(a, b), name
 
 
+def test_rows_are_added_in_torchs_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whatever mode is in force; which is in force again afterwards."""
+
+    class OnGpu:
+        is_cuda = True
+
+    def modes() -> tuple[int, bool]:
+        return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+
+    seen = []
+    monkeypatch.setattr(torch.ops.aten, "embedding_dense_backward", lambda *_: seen.append(modes()))
+    for before, inside in (((0, True), (1, False)), ((2, False), (2, False)), ((2, True), (2, True))):
+        torch.set_deterministic_debug_mode(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        _library_embed.add_rows(OnGpu(), None, torch.zeros(3, 2), None)
+        assert seen.pop() == inside
+        assert modes() == before
+
+
 def test_triton_weight_gradients_of_many_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     call = room_call("triton", device)
     monkeypatch.setattr(importlib.import_module("fastattn.kernels.common.norm"), "multiprocessors", lambda x: 9)
