@@ -83,8 +83,8 @@ def backward(
     needs_dbias: bool,
     exact: bool,
 ) -> Tensor | None:
-    """Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys. lse and dlse are contiguous. exact: delta
-    is made from its definition, not from out."""
+    """Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys. lse and dlse are contiguous. exact:
+    delta is made from its definition, not from out."""
     module = extension(q.device)
     (B, H, Lq, D), Lk = q.shape, k.shape[2]
     bias = None if mask is None else mask.bias
