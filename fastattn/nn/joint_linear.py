@@ -68,7 +68,7 @@ def _joined(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """The parts (.., columns) as one, along the last dimension: a view where they lie so, as attention's gradients do."""
+    """The parts (.., columns) as one, along the last dimension: a view where they lie so, as those of attention do."""
     shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
     strides = [1]
     for size in shape[:0:-1]:
