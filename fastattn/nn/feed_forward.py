@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fastattn.nn.recompute import recomputing
 from fastattn.nn.residual import OpenSum, Stream, add_norm
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
@@ -45,8 +46,8 @@ class PositionwiseFeedForward(nn.Module):
 
     def branch(self, x: Tensor) -> Tensor:
         """w_2(activation(w_1(x))). x: (B, L, d_in); returns its shape, in the autocast dtype under torch.autocast."""
-        w_1, w_2 = self.w_1, self.w_2
-        return feed_forward(x, w_1.weight, w_1.bias, w_2.weight, w_2.bias, self.activation, backend=self.backend)
+        weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
+        return feed_forward(x, *weights, self.activation, recompute=recomputing(), backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

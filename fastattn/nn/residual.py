@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fastattn._dispatch import requested
+from fastattn.nn.recompute import note_norm, recomputing
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
 
@@ -40,13 +42,10 @@ def add_norm(
     Under torch.autocast all three are in its dtype, so the stream between sublayers is kept in low precision, as the
     public implementation's in-place addition keeps it. LayerNorm's weight and bias stay float32, and so do its sums.
     """
-    return dropout_add_layer_norm(
-        total.branch,
-        total.residual,
-        layer_norm.weight,
-        layer_norm.bias,
-        layer_norm.eps,
-        active(dropout),
-        return_sum=return_sum,
-        backend=backend,
-    )
+    norm = (layer_norm.weight, layer_norm.bias, layer_norm.eps)
+    if not recomputing():
+        return dropout_add_layer_norm(*total, *norm, active(dropout), return_sum=return_sum, backend=backend)
+    out, z = dropout_add_layer_norm(*total, *norm, active(dropout), return_sum=True, backend=backend)
+    kept, same = z.detach(), requested(backend)[0]  # the backward may run outside of use_backend
+    note_norm(out, lambda: dropout_add_layer_norm(kept, None, *norm, backend=same))
+    return (out, z) if return_sum else out

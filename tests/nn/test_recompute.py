@@ -1,0 +1,120 @@
+"""recompute=True: the same step with less kept between forward and backward."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastattn import FusedTransformer, dropout_add_layer_norm, explain, use_backend
+from fastattn.nn.recompute import recomputed, recomputing
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAD, VOCAB = 0, 30
+VARIANTS = {"public": {}, "beyond": dict(norm_first=True, activation="swiglu", n_head_kv=1)}
+
+
+def model(recompute, **changes):
+    torch.manual_seed(5)
+    options = dict(d_word_vec=32, d_model=32, d_inner=128, n_layers=2, n_head=2, d_k=16, d_v=16, n_position=40)
+    options |= dict(dropout=0.2, attn_dropout=0.3) | changes
+    return FusedTransformer(VOCAB, VOCAB, PAD, PAD, recompute=recompute, **options).to(DEVICE)
+
+
+def a_batch(length):
+    """src_seq, trg_seq and gold (3, length), padded at the end."""
+    tokens = torch.randint(1, VOCAB, (3, 2 * length + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    src_seq, trg_seq, gold = tokens[:, :length].clone(), tokens[:, length:-1].clone(), tokens[:, length + 1 :].clone()
+    src_seq[1, 5:], trg_seq[2, 4:], gold[2, 4:] = PAD, PAD, PAD
+    return src_seq, trg_seq, gold
+
+
+def step(m, batch, backend, autocast=False):
+    """The loss, and each parameter's gradient."""
+    torch.manual_seed(9)
+    with use_backend(backend), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        loss = m.loss(*batch, 0.1)
+    loss.backward()  # outside of use_backend, as a user may have it
+    return loss.detach(), {name: p.grad for name, p in m.named_parameters()}
+
+
+def assert_equal_steps(backend, **options):
+    batch = a_batch(7)
+    (loss, grads), (same_loss, same_grads) = (step(model(r, **options), batch, backend) for r in (False, True))
+    assert torch.equal(loss, same_loss)
+    for name, grad in grads.items():
+        assert torch.equal(grad, same_grads[name]), name
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_equal_bit_for_bit(backend, options, packing):
+    assert_equal_steps(backend, pack_padding=packing, **options)
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_triton_is_equal_bit_for_bit(options):
+    x = torch.zeros(1, 16, device=DEVICE)
+    if reason := explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]:
+        pytest.skip(reason)
+    assert_equal_steps("triton", **dict(n_layers=1, n_head=1, d_k=32, d_v=32) | options)
+
+
+def test_autocast_is_as_exact():
+    """Norms are made again from rounded sums: other roundings, no larger error."""
+    batch = a_batch(7)
+    loss, grads = step(model(False), batch, "aten", autocast=True)
+    same_loss, again = step(model(True), batch, "aten", autocast=True)
+    _, truth = step(model(False), batch, "aten")
+    assert torch.equal(loss, same_loss)
+    for name, grad in truth.items():
+        assert (again[name] - grad).norm() <= 2 * (grads[name] - grad).norm(), name
+
+
+class Allocations(TorchDispatchMode):
+    """What is allocated within it; kept() is how many bytes of that are still held."""
+
+    def __enter__(self):
+        self.storages = {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                reference = StorageWeakRef(t.untyped_storage())
+                self.storages[reference.cdata] = reference, t.untyped_storage().nbytes()
+        return out
+
+    def kept(self, parameters):
+        own = {p.untyped_storage()._cdata for p in parameters}
+        return sum(size for place, (ref, size) in self.storages.items() if place not in own and not ref.expired())
+
+
+def kept_bytes(recompute, **options):
+    src_seq, trg_seq, _ = a_batch(32)
+    m = model(recompute, dropout=0.0, attn_dropout=0.0, **options)
+    with use_backend("aten"), Allocations() as allocations:
+        dec_output, _ = m.decode(src_seq, trg_seq, False)
+        kept = allocations.kept(m.parameters())
+    dec_output.sum().backward()
+    return kept
+
+
+@pytest.mark.parametrize(("variant", "share"), [("public", 0.65), ("beyond", 0.35)])
+def test_less_is_kept(variant, share):
+    """With d_inner = 4 d_model, hidden layers and norms are 13 of 30 parts of d_model in an encoder and a decoder layer
+    (gated ones more), beside what both stacks begin with."""
+    assert kept_bytes(True, **VARIANTS[variant]) < share * kept_bytes(False, **VARIANTS[variant])
+
+
+def test_the_context_ends():
+    assert not recomputing()
+    with pytest.raises(KeyError), recomputed():
+        assert recomputing()
+        raise KeyError
+    with recomputed(False):
+        assert not recomputing()
+    with torch.no_grad(), recomputed():
+        assert not recomputing()
