@@ -128,7 +128,6 @@ def _per_query_head(t: Tensor, H: int) -> Tensor:
     return t.repeat_interleave(H // t.shape[1], dim=1)
 
 
-
 def exact(p: Problem) -> Results:
     """S = scale q k^T + bias;  P = softmax(S);  W = M P, M the dropout multiplier;  out = W v
     dv = W^T dout;  dP = M (dout v^T);  dS = P (dP - sum_j P dP + dlse)
@@ -211,9 +210,7 @@ def room_call(room: str, device: torch.device, *, weights: bool = True) -> Atten
     return attend
 
 
-def check(
-    p: Problem, attend: Attend, names: tuple[str, ...] = Results._fields, low: Results | None = None
-) -> Results:
+def check(p: Problem, attend: Attend, names: tuple[str, ...] = Results._fields, low: Results | None = None) -> Results:
     """Judge every result of `attend` on the problem, by default by the error of less_exact(). Returns the results."""
     actual = solve(p, attend)
     compare(p, actual, names, low)
