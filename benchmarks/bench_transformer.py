@@ -2,8 +2,8 @@
 
     python benchmarks/bench_transformer.py [--device cuda] [--out FILE.json] [--quick]
 
-Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends take
-the loss from FusedTransformer.loss, as its users do; the reference path and the peers from their logits by torch's
+Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends
+take the loss from FusedTransformer.loss, as its users do; the reference path and the peers from their logits by torch's
 cross_entropy. Logits, loss and gradients are compared on the first sentences of the batch, peers without dropout; speed
 is measured with it. tokens/s counts real target tokens; a case says which share of its batch is padding. "default, ...
 by reference" leaves one op out: what that op contributes. Those keep the padding, as the reference path would be slow

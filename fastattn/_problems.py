@@ -96,7 +96,8 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
         return Problem("embed_layer_norm", case, fastattn.embed_layer_norm, tensors, options)
 
     yield embed_layer_norm("in order")
-    yield embed_layer_norm("positions, dropout", position=torch.arange(rows, device=device).expand(2, -1), dropout_p=0.2)
+    position = torch.arange(rows, device=device).expand(2, -1)
+    yield embed_layer_norm("positions, dropout", position=position, dropout_p=0.2)
 
     tokens, d_model, d_ff = (300, 256, 512) if large else (40, 48, 96)
 
