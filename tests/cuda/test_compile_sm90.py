@@ -22,6 +22,7 @@ if reason := compiled_cuda.why_not():
     pytest.skip(reason, allow_module_level=True)
 
 TYPES = ("__half", "__nv_bfloat16")
+SOURCES = ("forward_sm90", "backward_dq_sm90", "backward_dkdv_sm90", "bias_gradient_sm90")
 KINDS = ("false", "true")  # kGeneral
 MARKS = {  # instruction -> its letter; a wait is followed by how many groups it leaves under way
     r"HGMMA": "G",
@@ -43,17 +44,22 @@ def order(sass: str) -> str:
 
 
 @cache
-def kernels(source: str) -> dict[str, str]:
-    """Template arguments -> order, of the kernel of a file that multiplies, such as "forward_sm90"."""
-    found = {}
+def orders() -> dict[str, dict[str, str]]:
+    """Source -> template arguments -> order, of the kernels that multiply."""
+    found: dict[str, dict[str, str]] = {source: {} for source in SOURCES}
     for arch, symbol, sass in compiled_cuda.functions(cuda_extension()):
-        if f"{source}_kernel" in symbol:
-            assert arch == "sm_90a", "only a Hopper can run it"
-            found[compiled_cuda.demangled(symbol)[1].replace("attention::", "")] = order(sass)
+        for source in SOURCES:
+            if f"{source}_kernel" in symbol:
+                assert arch == "sm_90a", "only a Hopper can run it"
+                found[source][compiled_cuda.demangled(symbol)[1].replace("attention::", "")] = order(sass)
     return found
 
 
-@pytest.mark.parametrize("source", ["forward_sm90", "backward_dq_sm90", "backward_dkdv_sm90", "bias_gradient_sm90"])
+def kernels(source: str) -> dict[str, str]:
+    return orders()[source]
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_no_spills_and_no_serialized_products(source: str) -> None:
     found = [kernel for kernel in cuda_kernels() if source in kernel.name]
     assert found
