@@ -363,16 +363,10 @@ void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
 
 template <class T, class Tiles>
 void run_with_sum(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
-  const Shape& s = p.shape;
   Arguments a = arguments(p, rows, Tiles::kBlockM, kBlockN);
-  const uint64_t row = uint64_t{4} * s.head_dim_k, head = row * s.seqlen_q;
-  a.dq = make_tensor_map({sum,
-                          {uint64_t(s.head_dim_k), uint64_t(s.seqlen_q), uint64_t(s.heads), uint64_t(s.batch)},
-                          {row, head, head * s.heads},
-                          {kFloatPanel, kRowsOfGroup, 1, 1},
-                          true,
-                          true});
-  FASTATTN_CHECK(cudaMemsetAsync(sum, 0, head * s.heads * s.batch, stream));
+  a.dq = map_of_sum(p.shape, sum);
+  const int64_t elements = int64_t{p.shape.batch} * p.shape.heads * p.shape.seqlen_q * p.shape.head_dim_k;
+  FASTATTN_CHECK(cudaMemsetAsync(sum, 0, elements * sizeof(float), stream));
   start<Makes::dk_dv_dq, T, Tiles, false>(a, stream);
 }
 

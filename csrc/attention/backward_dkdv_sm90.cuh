@@ -36,6 +36,17 @@ struct alignas(1024) Shared : std::conditional_t<kMakes == Makes::dk_dv_dq, SumS
   Barrier full_kv, full_q[kStages], empty_q[kStages], full_dout[Tiles::kGradientStages], empty_dout[Tiles::kGradientStages];
 };
 
+// The float32 sum of dq, in boxes of half a warpgroup's part.
+inline TensorMap map_of_sum(const Shape& s, float* sum) {
+  const uint64_t row = uint64_t{4} * s.head_dim_k, head = row * s.seqlen_q;
+  return make_tensor_map({sum,
+                          {uint64_t(s.head_dim_k), uint64_t(s.seqlen_q), uint64_t(s.heads), uint64_t(s.batch)},
+                          {row, head, head * s.heads},
+                          {kFloatPanel, kRowsOfGroup, 1, 1},
+                          true,
+                          true});
+}
+
 struct Work {
   int b, h_k, n0, group;
 };
