@@ -11,13 +11,8 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 CPU = torch.device("cpu")
-KEPT = (
-    "with dropout fastattn/aten/attention.py keeps three (B, H, Lq, Lk) float32 tensors of each attention for its "
-    "backward: the softmax, the factors of dropout, their product; 96 of 143 MiB that a layer keeps here"
-)
 
 
-@pytest.mark.xfail(reason=KEPT, strict=True)
 def test_a_step_takes_at_most_half_of_the_reference_paths_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The base model at 2048 tokens, sequences of 512, dropout 0.1, no padding. To be quick it has 8000 words, which
     favours the reference path, as the fused loss keeps no logits, and is measured with one layer and with two: each

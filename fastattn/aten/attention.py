@@ -7,14 +7,14 @@ bias in ways that depend on which of its backends runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattn.aten._dropped import DroppedAttention, Factor, scores
 from fastattn.aten._sequences import Sequences, sequences
 from fastattn.masks import AttentionMask
 from fastattn.reference import philox
@@ -22,6 +22,13 @@ from fastattn.reference.attention import asked_for
 
 # cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Drop(NamedTuple):
+    """Dropout on the weights: what multiplies them, and the greater of its two values."""
+
+    factor: Factor
+    rescale: float
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -48,11 +55,10 @@ def attention(
     if apart is not None:
         return _one_by_one(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
 
-    def dropped(weights: Tensor) -> Tensor:
-        factor = philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, weights.dtype)
-        return weights * factor.view(B, H, Lq, Lk)
+    def factor(dtype: torch.dtype) -> Tensor:
+        return philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, dtype).view(B, H, Lq, Lk)
 
-    drop = None if rng_state is None else dropped
+    drop = None if rng_state is None else Drop(factor, philox.rescale(dropout_p))
     return _attend(q, k, v, mask, softmax_scale, drop, return_lse, return_weights)
 
 
@@ -69,14 +75,15 @@ def _one_by_one(
     """Packed sequences, each with its own scores only. Dropout counts the packed positions, as everywhere."""
     H, T, queries, keys = q.shape[1], q.shape[2], apart.queries, apart.keys
 
-    def dropped(weights: Tensor) -> Tensor:
-        heads = torch.arange(H, device=q.device)[:, None]
-        row = heads * T + queries.start[:, None, None] + torch.arange(weights.shape[2], device=q.device)
-        first_col = keys.start[:, None, None]
-        return weights * philox.keep_factor_at(rng_state, row, first_col, weights.shape[3], dropout_p, weights.dtype)
-
-    drop = None if rng_state is None else dropped
     inputs = (queries.unpack(q), keys.unpack(k), keys.unpack(v))
+    Lq, Lk = inputs[0].shape[2], inputs[1].shape[2]
+
+    def factor(dtype: torch.dtype) -> Tensor:
+        heads = torch.arange(H, device=q.device)[:, None]
+        row = heads * T + queries.start[:, None, None] + torch.arange(Lq, device=q.device)
+        return philox.keep_factor_at(rng_state, row, keys.start[:, None, None], Lk, dropout_p, dtype)
+
+    drop = None if rng_state is None else Drop(factor, philox.rescale(dropout_p))
     out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, drop, return_lse, None)
     return queries.pack(out, 0.0), None if lse is None else queries.pack(lse[..., None], -torch.inf).squeeze(3), None
 
@@ -87,11 +94,11 @@ def _attend(
     v: Tensor,
     mask: AttentionMask | None,
     softmax_scale: float,
-    drop: Callable[[Tensor], Tensor] | None,
+    drop: Drop | None,
     return_lse: bool,
     return_weights: tuple[range, ...] | Literal["mean", "argmax"] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Results as attention()'s. drop: dropout on the weights (B, H, Lq, Lk)."""
+    """Results as attention()'s. drop: dropout on the weights."""
     H, Lq, Lk = q.shape[1], q.shape[2], k.shape[2]
     bias = None if mask is None else mask.bias
     fused = drop is None and bias is None and not return_lse and return_weights is None and Lk > 0
@@ -123,25 +130,30 @@ def _attend(
         out = _fused(q, k, v, mask, hide, softmax_scale)
     else:
         k, v = _repeat_heads(k, v, H)
-        scores = _scores(q, k, softmax_scale)
-        if bias is not None:
-            scores = scores + _without(bias.to(scores.dtype), hide, sees)  # its gradient is summed as it is made
+        hidden = hide
         # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
         if hide is not None and abs(softmax_scale) <= 1 and finite:
-            scores += mask.additive(hide, Lq, Lk, scores.dtype)
-        elif hide is not None:
-            scores = scores.masked_fill_(hide, -torch.inf)
+            hidden = mask.additive(hide, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
+        alone = bias is None and not return_lse and return_weights is None
+        if drop is not None and alone and not torch.compiler.is_compiling():
+            out = DroppedAttention.apply(q, k, v, hidden, softmax_scale, *drop)
+            return out if sees is None else out.where(sees, 0), None, None
+        s = scores(q, k, softmax_scale)
+        if bias is not None:
+            s = s + _without(bias.to(s.dtype), hide, sees)  # its gradient is summed as it is made
+        if hidden is not None:
+            s = s.masked_fill_(hidden, -torch.inf) if hidden is hide else s.add_(hidden)
         if return_lse:
-            lse = torch.logsumexp(scores, dim=-1)
+            lse = torch.logsumexp(s, dim=-1)
             lse = lse if sees is None else lse.where(sees.squeeze(-1), -torch.inf)
-        weights = torch.softmax(scores, dim=-1)
+        weights = torch.softmax(s, dim=-1)
         if drop is not None:
-            weights = drop(weights)
+            weights = weights * drop.factor(weights.dtype)
         weights = weights.to(q.dtype)
         out = torch.matmul(weights, v)
         if return_weights is not None and sees is not None:
             weights = weights.where(sees, 0)
-        weights = asked_for(return_weights, scores, weights, sees)
+        weights = asked_for(return_weights, s, weights, sees)
     return out if sees is None else out.where(sees, 0), lse, weights
 
 
@@ -178,13 +190,6 @@ def _without(bias: Tensor, hide: Tensor | None, sees: Tensor | None) -> Tensor:
         if silent is not None:
             bias = bias.masked_fill(silent, 0)
     return bias
-
-
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """softmax_scale * q k^T in float32 at least; exact inputs are scaled before the product, where they are fewer."""
-    if q.dtype in (torch.float32, torch.float64):
-        return torch.matmul(q * scale, k.mT)
-    return torch.matmul(q, k.mT).float() * scale
 
 
 def _known_finite(*tensors: Tensor) -> bool:

@@ -1,0 +1,75 @@
+"""Attention under dropout that keeps one byte a weight for its backward, where autograd would keep three floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Factor = Callable[[torch.dtype], Tensor]  # of dropout on the weights: (B, H, Lq, Lk), 0 or 1 / (1 - dropout_p)
+
+
+def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """softmax_scale * q k^T in float32 at least; exact inputs are scaled before the product, where they are fewer."""
+    if _exact(q):
+        return torch.matmul(q * scale, k.mT)
+    return torch.matmul(q, k.mT).float() * scale
+
+
+def _exact(q: Tensor) -> bool:
+    return q.dtype in (torch.float32, torch.float64)
+
+
+class DroppedAttention(torch.autograd.Function):
+    """out = (P * factor) v with P = softmax(softmax_scale q k^T + hidden). P is made again in the backward.
+
+    q, k, v: (B, H, L, D), equally many heads. hidden: -inf or 0, broadcastable to (B, H, Lq, Lk), or bool, True =
+    masked; every query is shown something.     factor: see Factor. rescale: its greater value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        softmax_scale: float,
+        factor: Factor,
+        rescale: float,
+    ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
+        weights = _softmax(q, k, hidden, softmax_scale)
+        kept = factor(weights.dtype)
+        out = torch.matmul(weights.mul_(kept).to(q.dtype), v)
+        ctx.save_for_backward(q, k, v, hidden, kept.bool())
+        ctx.scales = softmax_scale, rescale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, hidden, kept = ctx.saved_tensors
+        softmax_scale, rescale = ctx.scales
+        dout = dout.contiguous()
+        weights = _softmax(q, k, hidden, softmax_scale)
+        factor = kept.to(weights.dtype).mul_(rescale)
+        dv = torch.matmul((weights * factor).to(q.dtype).mT, dout)
+        dweights = torch.matmul(dout, v.mT).to(weights.dtype).mul_(factor)
+        del factor
+        dscores = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
+        del weights, dweights
+        if not _exact(q):
+            dscores = (dscores * softmax_scale).to(q.dtype)
+            return torch.matmul(dscores, k), torch.matmul(dscores.mT, q), dv, None, None, None, None
+        dq, dk = torch.matmul(dscores, k), torch.matmul(dscores.mT, q)
+        return dq.mul_(softmax_scale), dk.mul_(softmax_scale), dv, None, None, None, None
+
+
+def _softmax(q: Tensor, k: Tensor, hidden: Tensor | None, softmax_scale: float) -> Tensor:
+    s = scores(q, k, softmax_scale)
+    if hidden is not None:
+        s = s.masked_fill_(hidden, -torch.inf) if hidden.dtype == torch.bool else s.add_(hidden)
+    return torch.softmax(s, dim=-1)
