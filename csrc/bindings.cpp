@@ -8,6 +8,7 @@ void bind_add_layer_norm(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
 void bind_attention_sm90(pybind11::module_& m);
 void bind_feed_forward(pybind11::module_& m);
+void bind_linear_cross_entropy(pybind11::module_& m);
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -22,4 +23,5 @@ PYBIND11_MODULE(_C, m) {
   fastattn::bind_attention(m);
   fastattn::bind_attention_sm90(m);
   fastattn::bind_feed_forward(m);
+  fastattn::bind_linear_cross_entropy(m);
 }

@@ -1,0 +1,234 @@
+// Cross-entropy of rows of logits, and its gradient in their place.   Formula, shapes and limits: linear_cross_entropy.h
+//
+// Grid: a block a row, of a warp for every 1024 classes up to 16 warps; up to 1024 classes a warp a row, four rows a block.
+// The row is swept twice, in chunks of eight: a thread owns every so manieth, and kAhead of its loads are under way at once.
+//   The first sweep keeps a running maximum, a sum of exponentials relative to it and a sum of logits a thread: no exchange
+//   before the row's end, and then one. The second makes the gradient. Powers are of 2, and log2(e) is part of the scale.
+// Shared memory: the row, where it fits (163 KiB on an A100, 227 on an H100: 83k and 116k classes in 16 bits); a thread reads
+//   back what it wrote itself, so that no barrier is needed. A wider row is read from memory again, or rather from L2: 264
+//   blocks of 512 KiB are too many for it, of 256 KiB hardly. And the warps' partial sums.
+// Traffic: a logit is read and written, 4 bytes in 16-bit types; where no gradient is asked for, read. bias stays in L2.
+//   Two exponentials a logit take two thirds of the time that memory does on an H200, its 22 instructions four fifths.
+// Rows or a bias that begin off a 16-byte boundary are read and written one by one, as are the last up to seven of a count
+//   of classes that eight does not divide. The room makes its rows begin on a boundary.
+// Dropped before measuring: the row in registers, of which 512 threads have 32 for 32k classes in 16 bits, but need as many
+//   kernels as there are widths; cp.async, whose data its own thread would have to wait for as well.
+#include "common/reduce.cuh"
+#include "common/softmax.cuh"
+#include "common/vec.cuh"
+#include "linear_cross_entropy/linear_cross_entropy.h"
+
+namespace fastattn::linear_cross_entropy {
+namespace {
+
+constexpr int kMaxThreads = kMaxWarps * kWarp;
+constexpr int kWarpClasses = 1024;  // of a warp, at least: four chunks a lane
+constexpr int kRowsOfABlock = 4;    // where a row is a warp
+
+struct Shared {
+  float peak[kMaxWarps], total[kMaxWarps], level[kMaxWarps];
+};  // and behind it the block's rows, in chunks
+
+// What is left of a row's logits v = logits + bias: total = the sum of 2^(k (v - peak)), level = the sum of v, where
+// k = logit_scale * log2(e) and peak is the highest v, the lowest if k < 0. Logits that are all high or low lose nothing.
+struct Sums {
+  float k, peak, total = 0.0f, level = 0.0f;
+
+  // The peak is finite: a -inf alone then adds 2^-inf, not 2^(-inf + inf).
+  __device__ __forceinline__ explicit Sums(float k) : k(k), peak(k < 0.0f ? 3.0e38f : -3.0e38f) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void add(const float (&v)[kCount]) {
+    const float before = peak;
+    if (k < 0.0f) {
+#pragma unroll
+      for (int j = 0; j < kCount; j++) peak = fminf(peak, v[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; j++) peak = fmaxf(peak, v[j]);
+    }
+    total *= power(before);
+#pragma unroll
+    for (int j = 0; j < kCount; j++) total += power(v[j]), level += v[j];
+  }
+
+  __device__ __forceinline__ float power(float v) const { return exp2_approximate(k * (v - peak)); }
+  __device__ __forceinline__ float higher(float a, float b) const { return k < 0.0f ? fminf(a, b) : fmaxf(a, b); }
+
+  // Of a thread -> of its row. Behind this, no thread of the row reads what another may have overwritten.
+  __device__ __forceinline__ void reduce(Shared& shared) {
+    const float own = peak;
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) peak = higher(peak, __shfl_xor_sync(0xffffffffu, peak, step));
+    total = warp_sum(total * power(own));
+    level = warp_sum(level);
+    __syncwarp();
+    if (blockDim.x == kWarp) return;
+    const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    if (threadIdx.x % kWarp == 0) shared.peak[warp] = peak, shared.total[warp] = total, shared.level[warp] = level;
+    __syncthreads();
+    for (int i = 0; i < warps; i++) peak = higher(peak, shared.peak[i]);
+    total = level = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < warps; i++) {
+      total += shared.total[i] * power(shared.peak[i]);
+      level += shared.level[i];
+    }
+  }
+};
+
+// Between shared memory and registers, 16 bytes at a time: nvcc splits an assignment.
+template <class T>
+__device__ __forceinline__ void copy(Chunk<T>& to, const Chunk<T>& from) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Chunk<T>) / 16); i++)
+    reinterpret_cast<uint4*>(&to)[i] = reinterpret_cast<const uint4*>(&from)[i];
+}
+
+template <class T>
+struct Row {
+  static constexpr int kAhead = sizeof(T) == 2 ? 4 : 2;  // 64 bytes a thread
+
+  T* logits;
+  const T* bias;
+  int classes, chunks;  // chunks: in vectors; the columns behind them go one by one
+
+  // use(index, chunk, v) for each of the thread's chunks: chunk = read(index), and v are its eight elements with bias.
+  template <class Read, class Use>
+  __device__ __forceinline__ void each_chunk(Read read, Use use) const {
+    for (int first = threadIdx.x; first < chunks; first += kAhead * blockDim.x) {
+      Chunk<T> chunk[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; i++) {
+        const int index = first + i * blockDim.x;
+        if (index < chunks) chunk[i] = read(index);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; i++) {
+        const int index = first + i * blockDim.x;
+        if (index >= chunks) break;
+        float v[kChunk];
+        chunk[i].unpack(v);
+        if (bias != nullptr) {
+          Chunk<T> bias_chunk;  // loaded ahead as well, it would spill
+          bias_chunk.template load<true>(bias + index * kChunk, kChunk);
+          float more[kChunk];
+          bias_chunk.unpack(more);
+#pragma unroll
+          for (int j = 0; j < kChunk; j++) v[j] += more[j];
+        }
+        use(index, chunk[i], v);
+      }
+    }
+  }
+
+  // use(col) for each of the thread's other columns.
+  template <class Use>
+  __device__ __forceinline__ void each_other(Use use) const {
+    for (int col = chunks * kChunk + threadIdx.x; col < classes; col += blockDim.x) use(col);
+  }
+
+  __device__ __forceinline__ Chunk<T> read(int index) const {
+    Chunk<T> chunk;
+    chunk.template load<true>(logits + index * kChunk, kChunk);
+    return chunk;
+  }
+
+  __device__ __forceinline__ void write(int index, const float (&values)[kChunk]) const {
+    Chunk<T> chunk;
+    chunk.pack(values);
+    chunk.template store<true>(logits + index * kChunk, kChunk);
+  }
+
+  __device__ __forceinline__ float with_bias(int64_t col) const {
+    return float(logits[col]) + (bias != nullptr ? float(bias[col]) : 0.0f);
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads, 2) rows_kernel(const Rows p, const int chunks, const bool held) {
+  Shared& shared = shared_memory<Shared>();
+  Chunk<T>* const kept = reinterpret_cast<Chunk<T>*>(&shared + 1) + threadIdx.y * chunks;
+  const int64_t index_of_row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (index_of_row >= p.rows) return;  // whole warps, and only where a row is a warp, so at no barrier
+  const Row<T> row{static_cast<T*>(p.logits) + index_of_row * p.stride, static_cast<const T*>(p.bias), p.classes, chunks};
+  const int64_t label = p.target[index_of_row];
+
+  if (label == p.ignore_index) {  // what x holds there is not looked at
+    if (threadIdx.x == 0) p.losses[index_of_row] = 0.0f;
+    if (!p.has_gradient) return;
+    const float nothing[kChunk] = {};
+    for (int index = threadIdx.x; index < chunks; index += blockDim.x) row.write(index, nothing);
+    row.each_other([&](int col) { row.logits[col] = T(0.0f); });
+    return;
+  }
+
+  Sums sums(p.logit_scale * kLog2e);
+  row.each_chunk([&](int index) { return row.read(index); },
+                 [&](int index, const Chunk<T>& chunk, const float (&v)[kChunk]) {
+                   if (held) copy(kept[index], chunk);
+                   sums.add(v);
+                 });
+  row.each_other([&](int col) {
+    const float v[1] = {row.with_bias(col)};
+    sums.add(v);
+  });
+  const bool known = label >= 0 && label < p.classes;
+  const float wanted = known ? row.with_bias(label) : NAN;
+  sums.reduce(shared);
+
+  if (threadIdx.x == 0) {
+    float below = sums.peak - wanted;  // exact, and the logarithm is small: lse itself would be rounded
+    if (p.on_each != 0.0f) below = p.on_target * below + (1.0f - p.on_target) * (sums.peak - sums.level / p.classes);
+    p.losses[index_of_row] = p.logit_scale * below + logf(sums.total);
+  }
+
+  if (!p.has_gradient) return;
+  float rate = known ? p.logit_scale : NAN;
+  if (p.dloss != nullptr) rate *= p.dloss[index_of_row * p.dloss_stride];
+  if (p.count != nullptr) rate /= static_cast<float>(*p.count);
+  const float share = 1.0f / sums.total;
+  row.each_chunk(
+      [&](int index) {
+        if (!held) return row.read(index);
+        Chunk<T> chunk;
+        copy(chunk, kept[index]);
+        return chunk;
+      },
+      [&](int index, const Chunk<T>&, const float (&v)[kChunk]) {
+        float grad[kChunk];
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) grad[j] = fmaf(sums.power(v[j]), share, -p.on_each);
+        if (label / kChunk == index) {
+#pragma unroll
+          for (int j = 0; j < kChunk; j++) grad[j] -= label % kChunk == j ? p.on_target : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) grad[j] *= rate;
+        row.write(index, grad);
+      });
+  row.each_other([&](int col) {
+    const float grad = fmaf(sums.power(row.with_bias(col)), share, -p.on_each);
+    row.logits[col] = T((grad - (col == label ? p.on_target : 0.0f)) * rate);
+  });
+}
+
+}  // namespace
+
+void cross_entropy_rows(const Rows& p, int shared_bytes, cudaStream_t stream) {
+  if (p.rows == 0) return;
+  const bool aligned = p.stride % kChunk == 0 &&
+                       (reinterpret_cast<uintptr_t>(p.logits) | reinterpret_cast<uintptr_t>(p.bias)) % 16 == 0;
+  const int chunks = aligned ? p.classes / kChunk : 0;
+  const int warps = min((p.classes + kWarpClasses - 1) / kWarpClasses, kMaxWarps);
+  const int rows = warps == 1 ? kRowsOfABlock : 1;
+  const dim3 grid(static_cast<unsigned>((p.rows + rows - 1) / rows)), block(warps * kWarp, rows);
+  dtype_switch(p.dtype, [&](auto t) {
+    using T = decltype(t);
+    const size_t of_rows = sizeof(Chunk<T>) * chunks * rows;
+    const bool held = p.has_gradient && sizeof(Shared) + of_rows <= static_cast<size_t>(shared_bytes);
+    launch(rows_kernel<T>, grid, block, sizeof(Shared) + (held ? of_rows : 0), stream, p, chunks, held);
+  });
+}
+
+}  // namespace fastattn::linear_cross_entropy
