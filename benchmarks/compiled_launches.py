@@ -89,7 +89,18 @@ def feed_forward() -> None:
         fastattn.feed_forward(x, weight1, bias1, weight2, None, backend="cuda").sum().backward()
 
 
-CASES: tuple[Callable[[], None], ...] = (attention, add_layer_norm, feed_forward)
+def linear_cross_entropy() -> None:
+    """Every type, 32000 classes: the shared memory that holds a row."""
+    import torch
+
+    import fastattn
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((4, 8), (32000, 8)))
+        fastattn.linear_cross_entropy(x, weight, torch.zeros(4, dtype=torch.int64), backend="cuda").backward()
+
+
+CASES: tuple[Callable[[], None], ...] = (attention, add_layer_norm, feed_forward, linear_cross_entropy)
 
 
 @functools.cache

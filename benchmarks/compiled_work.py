@@ -263,6 +263,7 @@ CUDA: dict[str, Callable[[str], Work]] = {
     "feed_forward::backward_product_sm90_kernel": _cuda_feed_forward(backward=True),
     "feed_forward::backward_pointwise_kernel": _hidden_layer(matrices=3),  # dh, h; dz
     "feed_forward::add_partial_kernel": _hidden_sums,
+    "linear_cross_entropy::rows_kernel": lambda t: _cross_entropy(f"{_CUDA_DTYPES[t]} classes 32000 gradient now"),
 }
 
 

@@ -35,6 +35,7 @@ RNG_STATE = (0x1234_5678_9ABC_DEF0, 0x1_0000_002A)  # seed and offset of the dro
 # Beside the doctor's problems, where the kernels switch: chunks and warps of a row, vectors or single elements.
 WIDTHS = (7, 64, 100, 264, 520, 1040, 4104, 16384)
 HEAD_DIMS = (16, 40, 128, 256)
+CLASSES = (7, 1000, 2061, 50257)
 Results = dict[str, torch.Tensor]
 
 
@@ -57,6 +58,10 @@ def all_problems(device: torch.device) -> Iterator[Problem]:
         mask = fastattn.AttentionMask(is_causal=True, align="bottom_right")
         options = {"attn_mask": mask, "dropout_p": 0.2}
         yield Problem("attention", f"head dimension {dim}", fastattn.scaled_dot_product_attention, tensors, options)
+    for classes in CLASSES:
+        tensors = {"x": randn(3, 16), "weight": 0.5 * randn(classes, 16)}
+        options = {"target": torch.arange(3).to(device), "ignore_index": 1, "label_smoothing": 0.1, "reduction": "none"}
+        yield Problem("linear_cross_entropy", f"{classes} classes", fastattn.linear_cross_entropy, tensors, options)
 
 
 @contextlib.contextmanager
