@@ -1,5 +1,5 @@
-"""What nvcc makes of the cross-entropy's kernel: nothing spills, registers allow two blocks a multiprocessor, and a row's
-chunks are read and written 16 bytes at a time. `pytest -rP` prints the kernels.
+"""What nvcc makes of the cross-entropy's kernel: nothing spills, registers allow two blocks a multiprocessor, and chunks
+are read and written 16 bytes at a time. `pytest -rP` prints the kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_registers_and_spills() -> None:
 
 
 def test_memory_accesses_are_vectors() -> None:
-    """64 bytes of logits and of bias are four loads, in each of two sweeps; beside the gradient's chunks one of zeros is
+    """64 bytes of logits and of bias are four loads, in each of two sweeps; beside the gradient's chunks a zero one is
     written. The columns behind the chunks, and the target's logit and bias, go one by one."""
     for kernel in kernels():
         words = 2 if kernel.case == "float" else 1  # of a chunk
