@@ -7,6 +7,7 @@ namespace fastattn {
 void bind_add_layer_norm(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
 void bind_attention_sm90(pybind11::module_& m);
+void bind_embed_layer_norm(pybind11::module_& m);
 void bind_feed_forward(pybind11::module_& m);
 void bind_linear_cross_entropy(pybind11::module_& m);
 }
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, m) {
   fastattn::bind_add_layer_norm(m);
   fastattn::bind_attention(m);
   fastattn::bind_attention_sm90(m);
+  fastattn::bind_embed_layer_norm(m);
   fastattn::bind_feed_forward(m);
   fastattn::bind_linear_cross_entropy(m);
 }

@@ -5,20 +5,16 @@
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
 // (hidden,), both of type float32 or both of type T. Pointers are device pointers, of any alignment: 16-byte vectors are
-// used where all of them and the row length allow. hidden <= kMaxHidden, rows is any 64-bit count, zero included.
+// used where all of them and the row length allow. hidden <= norm::kMaxHidden, rows is any 64-bit count, zero included.
 // Sums and statistics run in float32. Nothing synchronises with the host.
 #pragma once
 #include <cuda_runtime.h>
 
 #include "common/dropout.h"
 #include "common/dtype_switch.h"
+#include "common/norm.h"
 
 namespace fastattn::add_layer_norm {
-
-constexpr int kMaxHidden = 16384;
-constexpr int kSpan = 16;                      // blocks of the backward whose sums the last of them adds
-constexpr int kMaxBlocks = 2 * kSpan * kSpan;  // of the backward
-constexpr int kTickets = 2 * kSpan + 1;        // one for each kSpan blocks, and one for all
 
 struct Forward {
   const void* x;         // in   (rows, hidden) T
@@ -27,7 +23,7 @@ struct Forward {
   const void* bias;      // in   (hidden,) weight_dtype, or null: RMSNorm
   void* out;             // out  (rows, hidden) T
   void* z;               // out  (rows, hidden) T, the rounded sum, for backward; or null: not stored
-  float* statistics;     // out  (2 rows + kTickets,): mean and rstd of z before it is rounded, and zeros for backward
+  float* statistics;     // out  (2 rows + norm::kTickets,): mean and rstd of z before it is rounded, and zeros for backward
   int64_t rows;
   int hidden;
   float eps;
@@ -45,7 +41,7 @@ struct Backward {
   void* dx;            // out  (rows, hidden) T, dropout applied to dsum; or null
   void* dweight;       // out  (hidden,) weight_dtype
   void* dbias;         // out  (hidden,) weight_dtype, or null: RMSNorm
-  float* partial;      // work (backward_partials(blocks), 2, hidden), RMSNorm (.., hidden): sums of dweight and dbias
+  float* partial;      // work (norm::backward_partials(blocks), 2, hidden), RMSNorm (.., hidden): sums of dweight and dbias
   int64_t rows;
   int hidden, blocks;
   Dropout dropout;
@@ -57,8 +53,5 @@ void backward(const Backward& p, cudaStream_t stream);
 
 // How many blocks `backward` runs on a device of `multiprocessors`.
 int backward_blocks(int64_t rows, int hidden, int multiprocessors);
-
-// How many rows `partial` has: one of each block, one of each kSpan blocks.
-constexpr int backward_partials(int blocks) { return blocks + (blocks + kSpan - 1) / kSpan; }
 
 }  // namespace fastattn::add_layer_norm

@@ -40,7 +40,7 @@ int backward_blocks(int64_t rows, int hidden, int device) {
   return add_layer_norm::backward_blocks(rows, hidden, device_attribute(cudaDevAttrMultiProcessorCount, device));
 }
 
-int backward_partials(int blocks) { return add_layer_norm::backward_partials(blocks); }
+int backward_partials(int blocks) { return norm::backward_partials(blocks); }
 
 }  // namespace
 

@@ -13,16 +13,9 @@
 namespace fastattn::add_layer_norm {
 namespace {
 
-struct ForwardShared {
-  float sum[1][kMaxWarps], square[1][kMaxWarps];
-};
-
 template <class T, class W, int kChunks, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads) forward_kernel(const Forward p) {
-  ForwardShared& shared = shared_memory<ForwardShared>();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  if (blockIdx.x == 0 && thread < kTickets) p.statistics[2 * p.rows + thread] = 0.0f;
+__global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forward p) {
+  const int64_t row = norm::forward_row(p);
   if (row >= p.rows) return;  // whole warps, and only where a row is a warp, so at no barrier
   const int64_t start = row * p.hidden;
   const T* x = static_cast<const T*>(p.x) + start;
@@ -38,7 +31,7 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const Forward p) {
   }
 
   const DropoutMask mask(p.dropout);
-  float z[kChunks][kChunk], sum[1] = {0.0f};
+  float z[kChunks][kChunk];
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
     float skip[kChunk];
@@ -46,63 +39,22 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const Forward p) {
     residual_chunk[c].unpack(skip);
     mask.apply(z[c], row, column(c));
 #pragma unroll
-    for (int j = 0; j < kChunk; j++) {
-      z[c][j] += skip[j];  // both are zero outside the row
-      sum[0] += z[c][j];
-    }
-    if (p.z != nullptr) {
-      Chunk<T> rounded;
-      rounded.pack(z[c]);
-      rounded.template store<kAligned>(static_cast<T*>(p.z) + start + column(c),
-                                       columns_inside<kAligned>(column(c), p.hidden));
-    }
+    for (int j = 0; j < kChunk; j++) z[c][j] += skip[j];  // both are zero outside the row
+    if (p.z != nullptr)
+      store_chunk<kAligned>(static_cast<T*>(p.z) + start + column(c), z[c], columns_inside<kAligned>(column(c), p.hidden));
   }
-
-  row_sum(sum, shared.sum);  // by RMSNorm too: skipping it takes more registers than it saves time
-  const float mean = p.bias != nullptr ? sum[0] / p.hidden : 0.0f;
-  float square[1] = {0.0f};
-#pragma unroll
-  for (int c = 0; c < kChunks; c++) {
-    const int inside = columns_inside<kAligned>(column(c), p.hidden);
-#pragma unroll
-    for (int j = 0; j < kChunk; j++) {
-      z[c][j] -= mean;
-      if (j < inside) square[0] += z[c][j] * z[c][j];
-    }
-  }
-  row_sum(square, shared.square);
-  const float rstd = 1.0f / sqrtf(square[0] / p.hidden + p.eps);
-  if (threadIdx.x == 0) p.statistics[row] = mean, p.statistics[p.rows + row] = rstd;
-
-#pragma unroll
-  for (int c = 0; c < kChunks; c++) {
-    const int inside = columns_inside<kAligned>(column(c), p.hidden);
-    if (!kAligned) __syncwarp();  // keeps the compiler from loading all chunks at once: registers would spill
-    Chunk<W> weight_chunk, bias_chunk = {};
-    weight_chunk.template load<kAligned>(static_cast<const W*>(p.weight) + column(c), inside);
-    if (p.bias != nullptr) bias_chunk.template load<kAligned>(static_cast<const W*>(p.bias) + column(c), inside);
-    float weight[kChunk], bias[kChunk];
-    weight_chunk.unpack(weight);
-    bias_chunk.unpack(bias);
-#pragma unroll
-    for (int j = 0; j < kChunk; j++) z[c][j] = z[c][j] * rstd * weight[j] + bias[j];
-    Chunk<T> out;
-    out.pack(z[c]);
-    out.template store<kAligned>(static_cast<T*>(p.out) + start + column(c), inside);
-  }
+  norm::normalize<T, W, kAligned>(p, row, z);
 }
 
 }  // namespace
 
 void forward(const Forward& p, cudaStream_t stream) {
   if (p.rows == 0) return;
-  const Shape shape = shape_of(p.hidden, 4);
-  const int rows_per_block = shape.row_warps == 1 ? 4 : 1;
-  const dim3 grid(static_cast<unsigned>((p.rows + rows_per_block - 1) / rows_per_block));
-  const dim3 block(shape.row_warps * kWarp, rows_per_block);
+  const norm::ForwardGrid launched = norm::forward_grid(p.rows, p.hidden);
   const bool is_aligned = aligned(p.hidden, p.x, p.residual, p.weight, p.bias, p.out, p.z);
-  dispatch(p.dtype, p.weight_dtype, shape.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
-    launch(forward_kernel<decltype(t), decltype(w), chunks(), vectors()>, grid, block, sizeof(ForwardShared), stream, p);
+  dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
+    launch(forward_kernel<decltype(t), decltype(w), chunks(), vectors()>, launched.grid, launched.block,
+           sizeof(norm::ForwardShared), stream, p);
   });
 }
 

@@ -11,6 +11,13 @@ namespace fastattn {
 // The numbers are those of fastattn/cuda/__init__.py.
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
+// Elements of a type that a kernel learns when it runs (any.cuh).
+struct Array {
+  void* at;
+  DType dtype;
+  __host__ __device__ explicit operator bool() const { return at != nullptr; }
+};
+
 // Calls f with a value of the dtype's type: dtype_switch(dtype, [&](auto zero) { using T = decltype(zero); ... });
 template <class Function>
 void dtype_switch(DType dtype, Function&& f) {

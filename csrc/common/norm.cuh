@@ -1,0 +1,114 @@
+// LayerNorm and RMSNorm of rows in registers: what the rooms that normalise share; the backward's part: norm_backward.cuh
+//
+// P is a room's Forward or Backward, with the members weight, bias or dbias, statistics, rows, hidden and so on of
+// add_layer_norm.h. Types may be Any (any.cuh); then the room has an Array where others have a pointer.
+#pragma once
+#include "common/any.cuh"
+#include "common/norm.h"
+#include "common/philox.cuh"
+#include "common/reduce.cuh"
+
+#include <type_traits>
+
+namespace fastattn::norm {
+
+constexpr int kMaxThreads = kMaxWarps * kWarp;
+
+// A block is (row_warps * 32, rows) threads. A thread owns the chunks threadIdx.x, threadIdx.x + blockDim.x, ... of its
+// row, kChunks of them at most.
+struct Shape {
+  int chunks, row_warps;
+};
+
+inline Shape shape_of(int hidden, int max_chunks) {
+  const int width = (hidden + kWarp * kChunk - 1) / (kWarp * kChunk);  // of a row, in chunks of each lane of one warp
+  const int chunks = width >= 4 && max_chunks >= 4 ? 4 : width >= 2 && max_chunks >= 2 ? 2 : 1;
+  const int wanted = (width + chunks - 1) / chunks;
+  return wanted <= kMaxWarps ? Shape{chunks, wanted} : shape_of(hidden, 2 * max_chunks);
+}
+
+__device__ __forceinline__ int column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * kChunk; }
+
+template <class... Pointers>
+bool aligned(int hidden, Pointers... pointers) {
+  return hidden % kChunk == 0 && ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
+}
+
+template <int kValue>
+using Int = std::integral_constant<int, kValue>;
+
+// Calls f(kChunks, kAligned), each as a value that carries the number in its type.
+template <class Function>
+void shape_switch(int chunks, bool is_aligned, Function&& f) {
+  const auto with_alignment = [&](auto k) { is_aligned ? f(k, Int<1>{}) : f(k, Int<0>{}); };
+  chunks == 1 ? with_alignment(Int<1>{}) : chunks == 2 ? with_alignment(Int<2>{}) : with_alignment(Int<4>{});
+}
+
+struct ForwardGrid {
+  int chunks;
+  dim3 grid, block;
+};
+
+// One warp a row, four rows a block, up to hidden 1024; above, one block of hidden / 1024 warps a row.
+inline ForwardGrid forward_grid(int64_t rows, int hidden) {
+  const Shape shape = shape_of(hidden, 4);
+  const int rows_per_block = shape.row_warps == 1 ? 4 : 1;
+  return {shape.chunks, dim3(static_cast<unsigned>((rows + rows_per_block - 1) / rows_per_block)),
+          dim3(shape.row_warps * kWarp, rows_per_block)};
+}
+
+// Of a thread of the forward; all its statistics' tickets are zero then.
+template <class P>
+__device__ __forceinline__ int64_t forward_row(const P& p) {
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (blockIdx.x == 0 && thread < kTickets) p.statistics[2 * p.rows + thread] = 0.0f;
+  return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+}
+
+struct ForwardShared {
+  float sum[1][kMaxWarps], square[1][kMaxWarps];
+};
+
+// out and statistics of a row from z, which is zero outside of it. T, W: types of out, and of weight and bias.
+template <class T, class W, bool kAligned, int kChunks, class P>
+__device__ __forceinline__ void normalize(const P& p, int64_t row, float (&z)[kChunks][kChunk]) {
+  ForwardShared& shared = shared_memory<ForwardShared>();
+  float sum[1] = {0.0f};
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) sum[0] += z[c][j];
+  }
+  row_sum(sum, shared.sum);  // by RMSNorm too: skipping it takes more registers than it saves time
+  const float mean = p.bias ? sum[0] / p.hidden : 0.0f;
+  float square[1] = {0.0f};
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+    const int inside = columns_inside<kAligned>(column(c), p.hidden);
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) {
+      z[c][j] -= mean;
+      if (j < inside) square[0] += z[c][j] * z[c][j];
+    }
+  }
+  row_sum(square, shared.square);
+  const float rstd = 1.0f / sqrtf(square[0] / p.hidden + p.eps);
+  if (threadIdx.x == 0) p.statistics[row] = mean, p.statistics[p.rows + row] = rstd;
+
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+    const int inside = columns_inside<kAligned>(column(c), p.hidden);
+    if (!kAligned) __syncwarp();  // keeps the compiler from loading all chunks at once: registers would spill
+    Chunk<W> weight_chunk, bias_chunk = {};
+    weight_chunk.template load<kAligned>(elements<W>(p.weight) + column(c), inside);
+    if (p.bias) bias_chunk.template load<kAligned>(elements<W>(p.bias) + column(c), inside);
+    float weight[kChunk], bias[kChunk];
+    weight_chunk.unpack(weight);
+    bias_chunk.unpack(bias);
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) z[c][j] = z[c][j] * rstd * weight[j] + bias[j];
+    store_chunk<kAligned>(elements<T>(p.out) + (row * p.hidden + column(c)), z[c], inside);
+  }
+}
+
+}  // namespace fastattn::norm

@@ -1,0 +1,249 @@
+// Backward of LayerNorm and RMSNorm: what the rooms that normalise share. Grid, registers, sums: add_layer_norm/backward.cu
+//
+//   normal = (z - mean) * rstd;   g = dout * weight
+//   dz = (g - mean(g) - normal * mean(g * normal)) * rstd;   dweight = sum of dout * normal;   dbias = sum of dout
+//
+// How a room reads z, and what it makes of dz, is its Rows:
+//   kKeep                                   chunks of a row, at most, that a thread holds between its two passes
+//   Z                                       the type in which a chunk of z is held
+//   begin(row, live)                        before all others: the thread's row; live: it exists
+//   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, zero outside; twice, if need be
+//   write(grad, row, c, count)              the gradient of that chunk
+#pragma once
+#include "common/norm.cuh"
+
+#include <algorithm>
+
+namespace fastattn::norm {
+
+constexpr int kThreads = 256;  // of a block, where the row does not need more
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kFinishHidden = 1024;  // widest row whose weight gradients need no second kernel
+constexpr int kAddRows = 16;         // rows of `partial` that the second kernel adds side by side
+constexpr int kAddThreads = kAddRows * kWarp;
+
+struct BackwardShared {
+  float sums[2][2][kMaxWarps];  // used in turns: a warp may enter the next row while another still reads
+  bool last;                    // whether this block arrived last
+};
+
+// Of a launch: the block's column sums follow BackwardShared, where a block holds several rows: (2, hidden).
+inline size_t backward_shared_bytes(int hidden, int rows_per_block) {
+  return sizeof(BackwardShared) + (rows_per_block > 1 ? 2 * hidden * sizeof(float) : 0);
+}
+
+template <class P>
+__device__ __forceinline__ int width_of(const P& p) {
+  return p.dbias ? 2 * p.hidden : p.hidden;
+}
+
+// Column `col` of the sums: dweight's, then dbias's.
+template <class W, class P>
+__device__ __forceinline__ void store_sum(const P& p, int col, float sum) {
+  if (col < p.hidden)
+    store_element(elements<W>(p.dweight) + col, sum);
+  else
+    store_element(elements<W>(p.dbias) + (col - p.hidden), sum);
+}
+
+// Whether this block is the last of `count` to come here; then what the others wrote before is visible to it.
+__device__ __forceinline__ bool arrives_last(int* ticket, int count, bool& last) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    last = atomicAdd(ticket, 1) == count - 1;
+    if (last) *ticket = 0;
+  }
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+// The sum of `count` rows of `partial` from row `first` on at column `col`: kSpan loads at a time in flight, added in pairs.
+template <class P>
+__device__ __forceinline__ float sum_rows(const P& p, int first, int count, int col, int width) {
+  float total = 0.0f;
+  for (int start = 0; start < count; start += kSpan) {
+    float row[kSpan];
+#pragma unroll
+    for (int r = 0; r < kSpan; r++)
+      row[r] = start + r < count ? p.partial[static_cast<int64_t>(first + start + r) * width + col] : 0.0f;
+#pragma unroll
+    for (int step = 1; step < kSpan; step *= 2) {
+#pragma unroll
+      for (int r = 0; r + step < kSpan; r += 2 * step) row[r] += row[r + step];
+    }
+    total += row[0];
+  }
+  return total;
+}
+
+// Adds the rows of `partial` without another launch; each block calls it once its row is written.
+template <class W, class P>
+__device__ void finish(const P& p, bool& last) {
+  const int width = width_of(p), threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int group = blockIdx.x / kSpan, groups = (p.blocks + kSpan - 1) / kSpan;
+  const int members = min(kSpan, p.blocks - group * kSpan);
+  int* const tickets = reinterpret_cast<int*>(p.statistics + 2 * p.rows);
+  if (!arrives_last(tickets + 1 + group, members, last)) return;
+  float* const mine = p.partial + static_cast<int64_t>(p.blocks + group) * width;
+#pragma unroll 2
+  for (int col = thread; col < width; col += threads) mine[col] = sum_rows(p, group * kSpan, members, col, width);
+  if (!arrives_last(tickets, groups, last)) return;
+#pragma unroll 2
+  for (int col = thread; col < width; col += threads) store_sum<W>(p, col, sum_rows(p, p.blocks, groups, col, width));
+}
+
+// D, W: types of dout, and of weight and bias.
+template <class D, class W, int kChunks, bool kAligned, class P, class Rows>
+__device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
+  constexpr bool kKeepRow = kChunks <= Rows::kKeep;
+  constexpr int kHeld = kKeepRow ? kChunks : 1;  // chunks of dout, z and weight in registers at once
+  BackwardShared& shared = shared_memory<BackwardShared>();
+  const auto dout = elements<D>(p.dout);
+  const auto weight = elements<W>(p.weight);
+
+  const auto inside = [&](int c) { return columns_inside<kAligned>(column(c), p.hidden); };
+
+  Chunk<W> weight_chunk[kHeld];
+  Chunk<D> dout_chunk[kHeld];
+  Chunk<typename Rows::Z> z_chunk[kHeld];
+  if (kKeepRow) {
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) weight_chunk[c].template load<kAligned>(weight + column(c), inside(c));
+  }
+
+  float dweight[kChunks][kChunk] = {}, dbias[kChunks][kChunk] = {};
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  int turn = 0;
+  // The bound is the block's, not the warp's: all warps of a block meet at the same barriers.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows; first += stride, turn ^= 1) {
+    const int64_t row = first + threadIdx.y, start = row * p.hidden;
+    const bool live = row < p.rows;
+    rows.begin(row, live);
+    const float mean = live && p.dbias ? p.statistics[row] : 0.0f;
+    const float rstd = live ? p.statistics[p.rows + row] : 0.0f;
+
+    const auto read = [&](int c) {
+      if (!kKeepRow) {
+        __syncwarp();  // keeps the compiler from loading all chunks at once, for which there are no registers
+        weight_chunk[0].template load<kAligned>(weight + column(c), inside(c));
+      }
+      dout_chunk[c % kHeld].template load<kAligned>(dout + (start + column(c)), live ? inside(c) : 0);
+      rows.read(z_chunk[c % kHeld], row, c, live ? inside(c) : 0);
+    };
+    // dout, normal and g of chunk c; g and dout are zero outside the row.
+    const auto terms = [&](int c, float(&grad)[kChunk], float(&normal)[kChunk], float(&g)[kChunk]) {
+      dout_chunk[c % kHeld].unpack(grad);
+      z_chunk[c % kHeld].unpack(normal);
+      weight_chunk[c % kHeld].unpack(g);
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) {
+        normal[j] = (normal[j] - mean) * rstd;
+        g[j] *= grad[j];
+      }
+    };
+
+    if (kKeepRow) {
+#pragma unroll
+      for (int c = 0; c < kChunks; c++) read(c);
+    }
+    float sums[2] = {0.0f, 0.0f};  // of g and of g * normal
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+      if (!kKeepRow) read(c);
+      float grad[kChunk], normal[kChunk], g[kChunk];
+      terms(c, grad, normal, g);
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) {
+        dweight[c][j] += grad[j] * normal[j];
+        dbias[c][j] += grad[j];
+        sums[0] += g[j];
+        sums[1] += g[j] * normal[j];
+      }
+    }
+    row_sum(sums, shared.sums[turn]);
+    if (!live) continue;  // waits for the others at the next row's barrier
+    const float mean_g = p.dbias ? sums[0] / p.hidden : 0.0f, mean_g_normal = sums[1] / p.hidden;
+
+#pragma unroll(kHeld)
+    for (int c = 0; c < kChunks; c++) {
+      if (!kKeepRow) read(c);
+      float grad[kChunk], normal[kChunk], g[kChunk];
+      terms(c, grad, normal, g);
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) grad[j] = (g[j] - mean_g - normal[j] * mean_g_normal) * rstd;
+      rows.write(grad, row, c, inside(c));
+    }
+  }
+
+  // The rows of the block, one after the other, into the block's row of `partial`: by way of shared memory, but for the last.
+  float* const block_sums = reinterpret_cast<float*>(&shared + 1);
+  float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * width_of(p);
+  for (unsigned y = 0; y < blockDim.y; y++) {
+    if (y == threadIdx.y) {
+#pragma unroll
+      for (int c = 0; c < kChunks; c++) {
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) {
+          const int col = column(c) + j;
+          if (j >= inside(c)) continue;
+          if (y > 0) dweight[c][j] += block_sums[col], dbias[c][j] += block_sums[p.hidden + col];
+          float* const to = y + 1 < blockDim.y ? block_sums : partial;
+          to[col] = dweight[c][j];
+          if (to == block_sums || p.dbias) to[p.hidden + col] = dbias[c][j];
+        }
+      }
+    }
+    __syncthreads();
+  }
+  if (kChunks <= 2 && p.hidden <= kFinishHidden) finish<W>(p, shared.last);
+}
+
+struct AddShared {
+  float sum[kAddRows][kWarp];
+};
+
+// dweight, dbias = the sum of the rows of `partial`. Block (32 columns, kAddRows).
+template <class W, class P>
+__device__ __forceinline__ void add_partial(const P& p) {
+  AddShared& shared = shared_memory<AddShared>();
+  const int width = width_of(p), col = blockIdx.x * kWarp + threadIdx.x;
+  float sum = 0.0f;
+  if (col < width) {
+#pragma unroll 4
+    for (int64_t block = threadIdx.y; block < p.blocks; block += kAddRows) sum += p.partial[block * width + col];
+  }
+  shared.sum[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y > 0 || col >= width) return;
+  for (int y = 1; y < kAddRows; y++) sum += shared.sum[y][threadIdx.x];
+  store_sum<W>(p, col, sum);
+}
+
+struct BackwardGrid {
+  int chunks;
+  dim3 block;  // (threads of a row, rows)
+  size_t shared_bytes;
+};
+
+// keep: Rows::kKeep.
+inline BackwardGrid backward_grid(int hidden, int keep) {
+  const Shape shape = shape_of(hidden, keep);
+  const int rows_per_block = std::max(kThreads / (shape.row_warps * kWarp), 1);
+  return {shape.chunks, dim3(shape.row_warps * kWarp, rows_per_block), backward_shared_bytes(hidden, rows_per_block)};
+}
+
+// How many blocks the backward runs on a device of `multiprocessors`.
+inline int backward_blocks(int64_t rows, int hidden, int keep, int multiprocessors) {
+  const int64_t rows_per_block = backward_grid(hidden, keep).block.y;
+  const int wanted = std::min(kBlocksPerMultiprocessor * multiprocessors, kMaxBlocks);
+  return static_cast<int>(std::min<int64_t>((rows + rows_per_block - 1) / rows_per_block, wanted));
+}
+
+// Whether that launch makes the weight gradients too; else add_partial does, in blocks of (32 columns, kAddRows).
+inline bool backward_finishes(int blocks, int hidden) { return blocks > 0 && hidden <= kFinishHidden; }
+
+inline dim3 add_partial_grid(int width) { return dim3((width + kWarp - 1) / kWarp); }
+
+}  // namespace fastattn::norm
