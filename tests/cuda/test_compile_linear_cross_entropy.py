@@ -1,5 +1,5 @@
-"""What nvcc makes of the cross-entropy's kernel: nothing spills, registers allow two blocks a multiprocessor, and chunks
-are read and written 16 bytes at a time. `pytest -rP` prints the kernels.
+"""What nvcc makes of the cross-entropy's kernel: nothing spills, registers allow two blocks a multiprocessor, accesses
+of memory are 16 bytes wide. `pytest -rP` prints the kernels.
 """
 
 from __future__ import annotations
