@@ -51,7 +51,8 @@ int backward_blocks(int64_t rows, int hidden, int device) {
 }  // namespace
 
 void bind_embed_layer_norm(pybind11::module_& m) {
-  pybind11::class_<embed_layer_norm::Source>(m, "EmbedLayerNormSource").def(pybind11::init(&source));
+  // Local: tests load several builds of this module into one process.
+  pybind11::class_<embed_layer_norm::Source>(m, "EmbedLayerNormSource", pybind11::module_local()).def(pybind11::init(&source));
   m.def("embed_layer_norm_fwd", forward);
   m.def("embed_layer_norm_bwd", backward);
   m.def("embed_layer_norm_bwd_blocks", backward_blocks);

@@ -48,29 +48,24 @@ BUGS = [
     Bug("a column too many", "common/vec.cuh", "max(hidden - col, 0)", "max(hidden - col + 1, 0)"),
     Bug("a Philox round less", "common/philox.cuh", "round < 7", "round < 6"),
     Bug("dropout counts elements", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)"),
-    Bug("no eps", "add_layer_norm/forward.cu", " + p.eps", ""),
-    Bug("columns outside the row counted", "add_layer_norm/forward.cu", "if (j < inside) square", "square"),
-    Bug("statistics of another row", "add_layer_norm/backward.cu", "p.statistics[row]", "p.statistics[first]"),
-    Bug("no mean of g * normal", "add_layer_norm/backward.cu", " - normal[j] * mean_g_normal", ""),
-    Bug("one scratch for all rows", "add_layer_norm/backward.cu", "shared.sums[turn]", "shared.sums[0]"),
-    Bug("dz scaled", "add_layer_norm/backward.cu", "grad[j] += (g", "grad[j] = (grad[j] + g"),
-    Bug("a block's rows not added up", "add_layer_norm/backward.cu", "if (y > 0) dweight", "if (y > 1) dweight"),
-    Bug("no barrier between a block's rows", "add_layer_norm/backward.cu", "    __syncthreads();\n", ""),
-    Bug("partial rows left out", "add_layer_norm/backward.cu", "block = threadIdx.y;", "block = threadIdx.y + 1;"),
-    Bug("dweight in dbias", "add_layer_norm/backward.cu", "(p.dweight)[col] = W(", "(p.dbias)[col] = W("),
-    Bug("last block left out", "add_layer_norm/backward.cu", "start + r < count ?", "start + r + 1 < count ?"),
-    Bug(
-        "add_layer_norm/backward.cu",
-        "fence();\n  __syncthreads();\n  if",
-        "fence();\n  if",
-    ),
-    Bug("a ticket too few", "add_layer_norm/backward.cu", "== count - 1", "== count - 2"),
-    Bug("tickets kept", "add_layer_norm/backward.cu", "    if (last) *ticket = 0;\n", ""),
-    Bug("tickets not made", "add_layer_norm/forward.cu", "thread < kTickets)", "thread < 0)"),
+    Bug("no eps", "common/norm.cuh", " + p.eps", ""),
+    Bug("columns outside the row counted", "common/norm.cuh", "if (j < inside) square", "square"),
+    Bug("statistics of another row", "common/norm_backward.cuh", "p.statistics[row]", "p.statistics[first]"),
+    Bug("no mean of g * normal", "common/norm_backward.cuh", " - normal[j] * mean_g_normal", ""),
+    Bug("one scratch for all rows", "common/norm_backward.cuh", "shared.sums[turn]", "shared.sums[0]"),
+    Bug("dz left out", "add_layer_norm/backward.cu", "grad[j] += dz[j]", "grad[j] += 0 * dz[j]"),
+    Bug("a block's rows not added up", "common/norm_backward.cuh", "if (y > 0) dweight", "if (y > 1) dweight"),
+    Bug("no barrier between a block's rows", "common/norm_backward.cuh", "    __syncthreads();\n", ""),
+    Bug("partial rows left out", "common/norm_backward.cuh", "block = threadIdx.y;", "block = threadIdx.y + 1;"),
+    Bug("dweight in dbias", "common/norm_backward.cuh", "(p.dweight) + col", "(p.dbias) + col"),
+    Bug("last block left out", "common/norm_backward.cuh", "start + r < count ?", "start + r + 1 < count ?"),
+    Bug("a ticket too few", "common/norm_backward.cuh", "== count - 1", "== count - 2"),
+    Bug("tickets kept", "common/norm_backward.cuh", "    if (last) *ticket = 0;\n", ""),
+    Bug("tickets not made", "common/norm.cuh", "thread < kTickets)", "thread < 0)"),
     Bug(
         "RMSNorm subtracts the mean",
-        "add_layer_norm/forward.cu",
-        "p.bias != nullptr ? sum[0] / p.hidden : 0.0f",
+        "common/norm.cuh",
+        "p.bias ? sum[0] / p.hidden : 0.0f",
         "sum[0] / p.hidden",
     ),
 ]
@@ -92,14 +87,15 @@ def fails(extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     return False
 
 
-def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path:
+def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]], room: str = ROOM) -> Path:
+    """The CPU runner with these changes (file, right, wrong) of a room or of what it includes."""
     shutil.copytree(host_build.CSRC, copy, ignore=shutil.ignore_patterns("host", "*.cpp"))
     for file, right, wrong in changes:
         text = (copy / file).read_text()
         assert text.count(right) == 1, f"{file} has {right!r} {text.count(right)} times"
         (copy / file).write_text(text.replace(right, wrong))
     # The other rooms are compiled as they are: once.
-    copied = {host_build.CSRC / path.relative_to(copy): path for path in (copy / ROOM).glob("*.cu")}
+    copied = {host_build.CSRC / path.relative_to(copy): path for path in (copy / room).glob("*.cu")}
     return host_build.build("_C", [copied.get(path, path) for path in host_build.extension_sources()], folder)
 
 

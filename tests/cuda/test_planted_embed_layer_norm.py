@@ -1,0 +1,67 @@
+"""Known bugs, planted one at a time in a copy of the embedding's kernels: embed_layer_norm_cases.py must fail on each.
+
+Those of the code that it shares with the layer norm: test_planted.py. The copy compiles kernels of one chunk only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from embed_layer_norm_cases import BFLOAT16, FLOAT16, FLOAT32, Case, run
+from test_planted import Bug, build
+
+import fastattn.cuda
+
+CASES = [
+    Case(37, 72, dropout_p=0.3, indices=torch.int64),
+    Case(9, 35, (BFLOAT16, FLOAT32, BFLOAT16, FLOAT16), dropout_p=0.3),
+    Case(9, 72, (FLOAT16, FLOAT16, FLOAT32, BFLOAT16), indices=torch.int32),
+]
+ROOM = "embed_layer_norm"
+DISPATCH = (
+    "common/norm.cuh",
+    "template <class Function>\nvoid shape_switch(",
+    """template <class Function>
+void shape_switch(int, bool is_aligned, Function&& f) {
+  is_aligned ? f(Int<1>{}, Int<1>{}) : f(Int<1>{}, Int<0>{});
+}
+
+template <class Function>
+void shape_switch_to_all(""",
+)
+ROWS, ANY = f"{ROOM}/rows.cuh", "common/any.cuh"
+BUGS = [
+    Bug("no scale in the backward", ROWS, "grad[j] *= source_.scale", "grad[j] *= 1"),
+    Bug("dropout of another row", ROWS, "apply(values, row_, col)", "apply(values, row_ + 1, col)"),
+    Bug("positions never begin again", ROWS, "row % source_.length", "row"),
+    Bug("the token's row of the table", ROWS, "(known_ ? place : 0)", "(known_ ? token_ % 6 : 0)"),
+    Bug("all integers are wide", ROWS, "indices.wide ?", "true ?"),
+    Bug("index of another row", f"{ROOM}/backward.cu", "p.index[row] =", "p.index[row ^ 1] ="),
+    Bug("16 bits are bfloat16", ANY, "dtype == DType::bfloat16 ? as_bfloat16[j] : as_half[j]", "as_bfloat16[j]"),
+]
+
+
+def fails(extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    fastattn.cuda.load_host_runner(extension)
+    try:
+        for case in CASES:
+            torch.manual_seed(0)
+            run(case, torch.device("cpu"), monkeypatch)
+    except (AssertionError, RuntimeError):
+        return True
+    finally:
+        fastattn.cuda.load_host_runner(None)
+    return False
+
+
+def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy as such passes, so it is the bug that fails below."""
+    assert not fails(build(build_folder, tmp_path / "csrc", [DISPATCH], ROOM), monkeypatch)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = [DISPATCH, (bug.file, bug.right, bug.wrong)]
+    assert fails(build(build_folder, tmp_path / "csrc", changes, ROOM), monkeypatch)
