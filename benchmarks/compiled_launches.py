@@ -74,6 +74,20 @@ def add_layer_norm() -> None:
             out.sum().backward()
 
 
+def embed_layer_norm() -> None:
+    """Widths at which a row is cut another way, forward or backward, and the same less one; types come at run time."""
+    import torch
+
+    import fastattn
+
+    for width in (256, 512, 1024, 4096, 8192, 16384):
+        for hidden in (width, width - 1):
+            embedding, weight, bias = (torch.zeros(s, requires_grad=True) for s in ((4, hidden), (hidden,), (hidden,)))
+            tokens, table = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(4, hidden)
+            out = fastattn.embed_layer_norm(tokens, embedding, table, weight, bias, backend="cuda")
+            out.sum().backward()
+
+
 def feed_forward() -> None:
     """Every type: as large as products with an epilogue are for, and small; the last without vectors."""
     import torch
@@ -101,7 +115,13 @@ def linear_cross_entropy() -> None:
         linear_cross_entropy_fwd(x, weight, None, target, 0.1, -100, 1.0, "mean", (True, True, True))
 
 
-CASES: tuple[Callable[[], None], ...] = (attention, add_layer_norm, feed_forward, linear_cross_entropy)
+CASES: tuple[Callable[[], None], ...] = (
+    attention,
+    add_layer_norm,
+    embed_layer_norm,
+    feed_forward,
+    linear_cross_entropy,
+)
 
 
 @functools.cache

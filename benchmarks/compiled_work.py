@@ -195,6 +195,11 @@ def _cuda_norm(work: Callable[[str], Work], hidden_of: dict[str, int]) -> Callab
     return of
 
 
+def _cuda_embedding(rows: int, hidden_of: dict[str, int]) -> Callable[[str], Work]:
+    """Template arguments: as _cuda_norm's, without types, which come at run time: a float32 embedding, out in bfloat16."""
+    return lambda case: _embedding(rows)(f"float32 hidden {hidden_of[case.split(', ')[0]]}")
+
+
 def _cuda_dkdv_sm90(case: str) -> Work:
     """The last template argument: 0 makes dk, 1 dv, 2 both, 3 both and dq, which is added up in float32."""
     products, matrices = {"0": (3, 5), "1": (2, 4), "2": (4, 6), "3": (5, 8)}[case[-1]]
@@ -229,6 +234,7 @@ def _mask(byte_per_pair: float) -> Callable[[str], Work]:
 _BITS = 1 / 8  # of a byte, for each element of a mask
 _TILE = 64 * 64
 _NORM_FORWARD = {"1": 256, "2": 512, "4": 1024}
+_EMBED_BACKWARD = {"1": 512, "2": 8192, "4": 16384}
 _NORM_BACKWARD = {"1": 256, "2": 512, "4": 16384}  # it holds two chunks as long as a block is wide enough
 
 # CUDA: kernel -> work, from its template arguments. A new kernel needs a line here, and what launches it
@@ -256,6 +262,9 @@ CUDA: dict[str, Callable[[str], Work]] = {
     "attention::classify_tiles_kernel": _mask(_BITS + 1 / _TILE),
     "attention::list_tiles_kernel": _mask((1 + 4) / _TILE),
     "attention::seen_keys_kernel": _mask(_BITS),
+    "embed_layer_norm::forward_kernel": _cuda_embedding(1, _NORM_FORWARD),
+    "embed_layer_norm::backward_kernel": _cuda_embedding(2, _EMBED_BACKWARD),
+    "embed_layer_norm::add_partial_kernel": lambda _: _partials("float32 hidden 4096"),
     "feed_forward::forward_product_kernel": _cuda_feed_forward(backward=False),
     "feed_forward::forward_product_sm90_kernel": _cuda_feed_forward(backward=False),
     "feed_forward::forward_pointwise_kernel": _hidden_layer(matrices=2),  # z; h

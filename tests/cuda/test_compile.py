@@ -7,6 +7,7 @@ that of benchmarks/compiled_kernels.py. `pytest -rP` prints the kernels.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -60,5 +61,32 @@ def test_memory_accesses_are_vectors() -> None:
         if vectors:
             assert loads >= 2 * chunks and stores >= 2 and kernel.count("LDG.16") == 0, kernel
             assert kernel.count("STG.16") == 0 or finishes, kernel
+        else:
+            assert loads == stores == 0, kernel
+
+
+def embeddings() -> list[tuple[Kernel, int, bool]]:
+    """Every instance of the embedding's two kernels, with its chunks, and whether it uses vectors."""
+    kernels = [k for k in cuda_kernels() if re.fullmatch(r"embed_layer_norm::(for|back)ward_kernel", k.name)]
+    assert len(kernels) == 2 * 2 * 3 * 2  # architectures, directions, chunks, vectors or elements
+    return [(kernel, int(kernel.case.split(", ")[0]), kernel.case.endswith("true")) for kernel in kernels]
+
+
+def test_embedding_does_not_spill() -> None:
+    """But for the backward of rows wider than 8192, and a few registers of unaligned ones wider than 4096."""
+    for kernel, chunks, vectors in embeddings():
+        print(kernel)
+        allowed = {1: 0, 2: 0 if vectors else 16, 4: 112}[chunks] if "backward" in kernel.name else 0
+        assert kernel.spills <= allowed, kernel
+
+
+def test_embedding_reads_vectors() -> None:
+    """Two loads for each chunk of each operand, of which 16-bit types skip the second; elements where rows are unaligned.
+    Single 16-bit elements are left only where the backward writes sums."""
+    for kernel, chunks, vectors in embeddings():
+        loads, stores = kernel.count("LDG.128"), kernel.count("STG.128")
+        if vectors:
+            assert loads >= 2 * 2 * chunks and stores >= 2 and kernel.count("LDG.16") == 0, kernel
+            assert kernel.count("STG.16") == 0 or "backward" in kernel.name, kernel
         else:
             assert loads == stores == 0, kernel
