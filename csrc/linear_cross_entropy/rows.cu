@@ -179,8 +179,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2) rows_kernel(const Rows p, cons
 
   if (threadIdx.x == 0) {
     float below = sums.peak - wanted;  // exact, and the logarithm is small: lse itself would be rounded
-    if (p.on_each != 0.0f) below = p.on_target * below + (1.0f - p.on_target) * (sums.peak - sums.level / p.classes);
-    p.losses[index_of_row] = p.logit_scale * below + logf(sums.total);
+    if (p.on_each != 0.0f)
+      below = fmaf(p.on_target, below, (1.0f - p.on_target) * (sums.peak - sums.level / p.classes));
+    p.losses[index_of_row] = fmaf(p.logit_scale, below, logf(sums.total));
   }
 
   if (!p.has_gradient) return;

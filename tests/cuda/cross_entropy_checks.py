@@ -18,7 +18,7 @@ GUARD = 40  # elements before and after each buffer
 class Case(NamedTuple):
     classes: int
     dtype: torch.dtype = torch.float32
-    rows: int = 5
+    rows: int = 9
     label_smoothing: float = 0.1
     logit_scale: float = 0.7
     bias: bool = True
