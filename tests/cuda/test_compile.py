@@ -81,8 +81,8 @@ def test_embedding_does_not_spill() -> None:
 
 
 def test_embedding_reads_vectors() -> None:
-    """Two loads for each chunk of each operand, of which 16-bit types skip the second; elements where rows are unaligned.
-    Single 16-bit elements are left only where the backward writes sums."""
+    """Two loads for each chunk of each operand, of which 16-bit types skip the second; elements where rows are
+    unaligned. Single 16-bit elements are left only where the backward writes sums."""
     for kernel, chunks, vectors in embeddings():
         loads, stores = kernel.count("LDG.128"), kernel.count("STG.128")
         if vectors:
