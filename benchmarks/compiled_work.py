@@ -196,7 +196,7 @@ def _cuda_norm(work: Callable[[str], Work], hidden_of: dict[str, int]) -> Callab
 
 
 def _cuda_embedding(rows: int, hidden_of: dict[str, int]) -> Callable[[str], Work]:
-    """Template arguments: as, without types, which come at run time: a float32 embedding, out in bfloat16."""
+    """Template arguments: chunks first. Types come at run time: here a float32 embedding, out in bfloat16."""
     return lambda case: _embedding(rows)(f"float32 hidden {hidden_of[case.split(', ')[0]]}")
 
 

@@ -11,6 +11,7 @@
 //   their weight there. dout and z of the row stay in registers, as read, between the two passes; beyond hidden 8192,
 //   where 512 threads have no room for them, the second pass reads them again, from L2.
 // Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias.
+// Code: all but how z is read and its gradient written is in common/norm_backward.cuh, shared with embed_layer_norm.
 // Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024 the
 //   last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order: who adds
 //   depends on the run, what is added does not, so equal inputs give equal bits. Wider rows leave it to a second kernel.
@@ -26,9 +27,9 @@
 namespace fastattn::add_layer_norm {
 namespace {
 
-// z as forward stored it; its gradient, with that of a returned z, into dsum and dx.
 constexpr int kKeepChunks = 2;
 
+// z as forward stored it; its gradient, with that of a returned z, into dsum and dx.
 template <class T, bool kAligned>
 struct Rows {
   static constexpr int kKeep = kKeepChunks;

@@ -1,6 +1,6 @@
 // Any: an element type that is known when a kernel runs, not when it is compiled.
 //
-// Chunk<Any> and Array stand where Chunk<T> and T* stand. Reading, unpacking and packing a chunk costs a uniform branch,
+// Chunk<Any> and Array stand where Chunk<T> and T* stand. Packing a chunk costs a uniform branch, unpacking it a selection,
 // which a kernel that waits for memory does not notice; an op whose tensors may each have a type of their own is then a
 // few kernels instead of a few hundred.
 #pragma once

@@ -125,12 +125,10 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     const float rstd = live ? p.statistics[p.rows + row] : 0.0f;
 
     const auto read = [&](int c) {
-      if (!kKeepRow) {
-        __syncwarp();  // keeps the compiler from loading all chunks at once, for which there are no registers
-        weight_chunk[0].template load<kAligned>(weight + column(c), inside(c));
-      }
-      dout_chunk[c % kHeld].template load<kAligned>(dout + (start + column(c)), live ? inside(c) : 0);
+      if (!kKeepRow) __syncwarp();  // keeps the compiler from loading all chunks at once, for which there are no registers
       rows.read(z_chunk[c % kHeld], row, c, live ? inside(c) : 0);
+      if (!kKeepRow) weight_chunk[0].template load<kAligned>(weight + column(c), inside(c));
+      dout_chunk[c % kHeld].template load<kAligned>(dout + (start + column(c)), live ? inside(c) : 0);
     };
     // dout, normal and g of chunk c; g and dout are zero outside the row.
     const auto terms = [&](int c, float(&grad)[kChunk], float(&normal)[kChunk], float(&g)[kChunk]) {

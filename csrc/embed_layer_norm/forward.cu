@@ -1,6 +1,6 @@
 // Forward of embedding + positions + dropout + LayerNorm.   Formula, shapes and limits: embed_layer_norm.h
 //
-// Grid, registers and shared memory: as in add_layer_norm/forward.cu; what follows z is the same code.
+// Grid, registers and shared memory: as in add_layer_norm/forward.cu; what follows z is the same code, common/norm.cuh.
 // Traffic: reads a row of embedding for each token and writes out: at most 6 bytes an element with a float32 embedding and
 //   a 16-bit result. Frequent tokens, positions, weight and bias come from L2 and L1. z is never stored, the dropout mask
 //   is computed.

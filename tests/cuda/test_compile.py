@@ -73,10 +73,10 @@ def embeddings() -> list[tuple[Kernel, int, bool]]:
 
 
 def test_embedding_does_not_spill() -> None:
-    """But for the backward of rows wider than 8192, and a few registers of unaligned ones wider than 4096."""
+    """But for the backward of rows wider than 8192, where half of a thread's registers are sums."""
     for kernel, chunks, vectors in embeddings():
         print(kernel)
-        allowed = {1: 0, 2: 0 if vectors else 16, 4: 112}[chunks] if "backward" in kernel.name else 0
+        allowed = (40 if vectors else 110) if chunks == 4 and "backward" in kernel.name else 0
         assert kernel.spills <= allowed, kernel
 
 
