@@ -25,13 +25,16 @@ unsigned char* shared_arena(int which) {
   return arenas[which].bytes;
 }
 
+thread_local std::vector<Stack> stacks;
+
 const Stack& stack_of(int thread) {
-  static thread_local std::vector<Stack> stacks;
   while (static_cast<int>(stacks.size()) <= thread) stacks.emplace_back();
   return stacks[thread];
 }
 
 }  // namespace
+
+void release_stacks() { stacks.clear(); }
 
 thread_local Block* Block::current = nullptr;
 

@@ -93,6 +93,9 @@ struct NamedBarrier {
   std::array<Site, kMaxThreads / kLanes> sites;  // of each warp
 };
 
+// Gives back the stacks that the threads of all blocks so far ran on.
+void release_stacks();
+
 class Block {
  public:
   // What the last thread to arrive computes for all: slots[lane] is what each lane of the mask brought.

@@ -26,6 +26,9 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
     throw std::runtime_error("host runner: a grid has 1 to 2^31 - 1, 65535 and 65535 blocks");
   if (const char* const file = std::getenv("FASTATTN_HOST_LAUNCHES")) return note_launch(file, kernel, grid, block, shared_bytes);
   Order order = Order::from_environment();
+  const struct Release {  // a stack is two mappings, and a process with many libraries of kernels would run out of them
+    ~Release() { release_stacks(); }
+  } release;
   for (const uint64_t i : order.permutation(size_of(grid))) {
     const uint3 index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
                          static_cast<unsigned>(i / grid.x / grid.y)};
