@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,9 @@ def _memory(series: dict[str, dict[str, Curve]], out: Path) -> str | None:
     for axes in grid.flat[len(series) :]:
         axes.set_visible(False)
     figure.suptitle(
-        "Memory of forward and backward beyond their inputs, of a step beyond weights and Adam's state: lower is better"
+        "Memory of forward and backward beyond their inputs,\n"
+        "of a step beyond weights and Adam's state: lower is better",
+        fontsize=10,
     )
     return _save(figure, out, "memory.png")
 
@@ -208,7 +211,7 @@ def _contributions(record: Record, out: Path) -> str | None:
     if not bars:
         return None
     ops = list(dict.fromkeys(op for _, (_, _, left_out) in bars for op in left_out))
-    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.8 * len(bars)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(12, 2.2 + 1.0 * len(bars)), layout="constrained")
     for y, (_, (reference, default, left_out)) in enumerate(bars):
         # Single savings overlap: where they add up to more than the whole, their bars are drawn shorter to fit.
         saved, single = max(reference - default, 0.0), sum(ms for ms in left_out.values() if ms > 0)
@@ -222,13 +225,14 @@ def _contributions(record: Record, out: Path) -> str | None:
             axes.barh(y, share, left=end, color=colour, edgecolor="white", label=label if y == 0 else None, height=0.6)
             end += share
         axes.text(max(end, 100) + 1, y, f"{reference / default:.2f}x", va="center", fontsize=10, fontweight="bold")
-        savings = "".join(f", {op} {'saves' if ms >= 0 else 'loses'} {abs(ms):.3g}" for op, ms in left_out.items())
-        axes.text(0.5, y + 0.41, f"{default:.4g} ms instead of {reference:.4g}{savings}", fontsize=8, va="center")
+        savings = "".join(f", {op} {-ms:+.3g}" for op, ms in left_out.items())
+        caption = textwrap.fill(f"{default:.4g} ms instead of {reference:.4g}{savings}", 85)
+        axes.text(0.5, y + 0.33, caption, fontsize=8, va="top")
     axes.axvline(100, color="black", lw=1, ls="--")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-    axes.set_ylim(len(bars) - 0.4, -0.5)  # from above, with room for the last caption
+    axes.set_ylim(len(bars) - 0.3, -0.5)  # from above, with room for the last caption
     axes.set_xlim(right=axes.get_xlim()[1] * 1.07)
     axes.set_xlabel("percent of the reference path's time (dashed: 100 %)")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=len(ops) + 2)
-    figure.suptitle("One training step, and what it takes longer with one op by the reference path; right: speed-up")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
+    figure.suptitle("One training step, and what each part saves beside the reference path; right: speed-up")
     return _save(figure, out, "step.png")
