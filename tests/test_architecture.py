@@ -20,11 +20,12 @@ ALLOWED = {
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},
     "aten": {"aten", "reference", "masks"},  # the specification's dropout bits and activations
-    "kernels": {"kernels", "masks"},
-    "cuda": {"cuda", "masks", "_C"},
+    "kernels": {"kernels", "masks", "_cross_entropy_products"},
+    "cuda": {"cuda", "masks", "_C", "_cross_entropy_products"},
     "masks": {"_mask_tiles"},
     "_mask_tiles": set(),
     "_dispatch": set(),
+    "_cross_entropy_products": set(),
 }
 
 

@@ -1,13 +1,17 @@
-"""The Triton room of the linear layer with cross-entropy: products.py walks the chunks, rows.py holds the kernel."""
+"""The Triton room of the linear layer with cross-entropy: rows.py holds the kernel."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn import _cross_entropy_products as products
+
 from ..common.launch import refuse_device
-from .products import linear_cross_entropy_bwd as linear_cross_entropy_bwd
-from .products import linear_cross_entropy_fwd as linear_cross_entropy_fwd
+from .rows import cross_entropy_rows, empty_logits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS = products.Rows(cross_entropy_rows, empty_logits)
 
 
 def why_not(
@@ -26,3 +30,13 @@ def why_not(
     if x.dtype not in DTYPES:
         return f"Triton linear cross-entropy takes float32, bfloat16 and float16, got {x.dtype}"
     return None
+
+
+def linear_cross_entropy_fwd(*call: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """As fastattn._cross_entropy_products.forward, which has the arguments."""
+    return products.forward(_ROWS, *call)
+
+
+def linear_cross_entropy_bwd(*call: Any) -> tuple[Tensor | None, ...]:
+    """As fastattn._cross_entropy_products.backward, which has the arguments."""
+    return products.backward(_ROWS, *call)

@@ -1,27 +1,44 @@
 """Logits, losses and gradients of the linear layer with cross-entropy.   Specification: fastattn/reference/
 
-    logits = x weight^T;    dlogits: rows.py, which adds the bias               linear_cross_entropy.py
+    logits = x weight^T;    dlogits: a room's kernel, which adds the bias       linear_cross_entropy.py
     dx = dlogits weight;    dweight = dlogits^T x;    dbias = column sums of dlogits
 
-The three products are cuBLAS's. Logits exist once, in x's dtype, and the kernel writes dlogits in their place, so that
-of a reduced loss nothing but the gradients outlives the forward. One launch serves all tokens; only where their logits
-exceed LOGITS_BYTES are tokens cut into chunks, and weight's gradient is then added up in float32 (8 bytes of traffic
-for each of its elements a chunk: why memory alone asks for it). Nothing waits for the device: the count of targets that
-are not ignored stays there, ignored rows are computed with the others, and their rows of x are 0 before dlogits^T x.
+What the rooms of Triton and CUDA share: each brings its own kernel over rows. The three products are cuBLAS's. Logits
+exist once, in x's dtype, and the kernel writes dlogits in their place, so that of a reduced loss nothing but the
+gradients outlives the forward. One launch serves all tokens; only where their logits exceed LOGITS_BYTES are tokens
+cut into chunks, and weight's gradient is then added up in float32 (8 bytes of traffic for each of its elements a
+chunk: why memory alone asks for it). Nothing waits for the device: the count of targets that are not ignored stays
+there, ignored rows are computed with the others, and their rows of x are 0 before dlogits^T x.
 
 Floor, n tokens, width d, v classes: 6 n d v FLOP, and 4 n v elements of logits written and read; float32 logits and a
 softmax kept between separate operators are 12 n v or more.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-
-from .rows import cross_entropy_rows, empty_logits
 
 LOGITS_BYTES = 1 << 30  # 16k tokens of 32k classes, 4k of 128k: still enough rows for cuBLAS's best
 
 
-def linear_cross_entropy_fwd(
+class Rows(NamedTuple):
+    """A room's kernel, and memory as it wants to read it.
+
+    cross_entropy_rows(logits, bias, target, losses, dloss, count, label_smoothing, ignore_index, logit_scale,
+    needs_gradient) writes losses and, if asked, the gradient in place of logits, which come from empty_logits(rows,
+    n_class, like).
+    """
+
+    cross_entropy_rows: Callable[..., None]
+    empty_logits: Callable[[int, int, Tensor], Tensor]
+
+
+def forward(
+    room: Rows,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -39,13 +56,14 @@ def linear_cross_entropy_fwd(
     keep = target != ignore_index
     count = keep.sum() if reduction == "mean" else None
     options = (label_smoothing, ignore_index, logit_scale)
-    losses, grads = _walk(None, count, keep, x, weight, bias, target, options, needs)
+    losses, grads = _walk(room, None, count, keep, x, weight, bias, target, options, needs)
     if reduction == "none":
         return losses, grads
     return losses.sum() if count is None else losses.sum() / count, grads
 
 
-def linear_cross_entropy_bwd(
+def backward(
+    room: Rows,
     dloss: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -61,10 +79,11 @@ def linear_cross_entropy_bwd(
     keep = target != ignore_index
     count = keep.sum() if reduction == "mean" else None
     options = (label_smoothing, ignore_index, logit_scale)
-    return _walk(dloss, count, keep, x, weight, bias, target, options, needs)[1]
+    return _walk(room, dloss, count, keep, x, weight, bias, target, options, needs)[1]
 
 
 def _walk(
+    room: Rows,
     dloss: Tensor | None,
     count: Tensor | None,
     keep: Tensor,
@@ -77,15 +96,16 @@ def _walk(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Losses (tokens,) and gradients, chunk by chunk. keep: (tokens,), False where ignored."""
     (tokens, _), n_class = x.shape, len(weight)
+    bias = None if bias is None else bias.contiguous()
     losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
     dx, dweight, dbias = torch.empty_like(x) if needs[0] else None, None, None
     step = max(LOGITS_BYTES // (n_class * x.element_size()), 1)
     for start in range(0, max(tokens, 1), step):  # at least once: gradients of no tokens are 0
         rows = slice(start, start + step)
-        logits = empty_logits(len(x[rows]), n_class, x)
+        logits = room.empty_logits(len(x[rows]), n_class, x)
         torch.mm(x[rows], weight.t(), out=logits)
         of_rows = dloss if dloss is None or dloss.dim() == 0 else dloss[rows]
-        cross_entropy_rows(logits, bias, target[rows], losses[rows], of_rows, count, *options, any(needs))
+        room.cross_entropy_rows(logits, bias, target[rows], losses[rows], of_rows, count, *options, any(needs))
         if needs[0]:
             torch.mm(logits, weight, out=dx[rows])
         if needs[1]:
