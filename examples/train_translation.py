@@ -68,7 +68,7 @@ class StopRequest:
 def make_corpus(settings: Settings) -> Corpus:
     """The user's text, or dates."""
     if settings.data:
-        return read_corpus(settings.data, settings.source, settings.target)
+        return read_corpus(settings.data, settings.source, settings.target, settings.lowercase)
     return date_corpus(settings.dates, settings.held_out, writings=2, seed=settings.seed)
 
 
@@ -105,7 +105,7 @@ def score(model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, setting
     for name, pairs in (corpus.tests or {"val": corpus.val}).items():
         translations = translate(model, tokenizer, [source for source, _ in pairs], settings)
         if settings.data:
-            value, signature = bleu(pairs, translations)
+            value, signature = bleu(pairs, translations, settings.lowercase)
             scores.append(Score(name, "BLEU", value, signature, pairs, translations))
         else:
             scores.append(Score(name, "exact match", exact_match(pairs, translations), None, pairs, translations))
@@ -195,7 +195,7 @@ def run(settings: Settings, resume: bool) -> int:
     facts = {"backends": backends, "parameters": parameters, "vocabulary": tokenizer.size}
     facts |= {"val_loss": final_loss, "checkpoints_averaged": averaged}
     write_record(out / "record.json", settings, progress, scores, speed, agreement, facts)
-    plot(out / "curves.png", settings, progress, speed)
+    plot(out / "curves.png", settings, progress, speed, agreement)
     print(f"wrote model.pt, record.json, curves.png and the translations to {out}")
     return 0
 

@@ -55,9 +55,9 @@ class Batch:
     target_tokens: int  # tokens the loss is averaged over
 
 
-def read_corpus(folder: str | Path, source: str, target: str) -> Corpus:
-    """Reads train, val and every test* file of two languages: `train.de`, `train.en.gz`, ...
-
+def read_corpus(folder: str | Path, source: str, target: str, lowercase: bool = False) -> Corpus:
+    """Reads train, val and every test* file of two languages: `train.de`, `train.en.gz`, ...; all in lower case where
+    `lowercase` says so.
     Raises DataError where a file is missing, empty, not UTF-8, or does not pair line by line with its partner.
     """
     folder = Path(folder)
@@ -68,8 +68,12 @@ def read_corpus(folder: str | Path, source: str, target: str) -> Corpus:
     names = sorted(
         {path.name.removesuffix(".gz").removesuffix(f".{source}") for path in _files(folder, "test*", source)}
     )
-    tests = {name: read_pairs(folder, name, source, target) for name in names}
-    return Corpus(read_pairs(folder, "train", source, target), read_pairs(folder, "val", source, target), tests)
+
+    def pairs(name: str) -> list[Pair]:
+        found = read_pairs(folder, name, source, target)
+        return [(s.lower(), t.lower()) for s, t in found] if lowercase else found
+
+    return Corpus(pairs("train"), pairs("val"), {name: pairs(name) for name in names})
 
 
 def read_pairs(folder: Path, name: str, source: str, target: str) -> list[Pair]:

@@ -1,4 +1,4 @@
-"""Greedy translation, and the scores of what it gives."""
+"""Translation, greedily or by beam search, and the scores of what it gives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from translation.data import Pair, pad
 from translation.settings import Settings
 from translation.tokens import BOS, EOS, Tokenizer
 
-SENTENCES = 128  # sentences translated together
+HYPOTHESES = 128  # translated together: as many sentences, or fewer under beam search
 
 
 @torch.no_grad()
@@ -41,19 +41,65 @@ def greedy(model: FusedTransformer, source: Tensor, max_new_tokens: int) -> list
     return translations
 
 
+@torch.no_grad()
+def beam_search(model: FusedTransformer, source: Tensor, max_new_tokens: int, beam: int) -> list[list[int]]:
+    """The likeliest translation by beam search: of the `beam` likeliest beginnings each is continued by every token.
+
+    Arguments and result as in `greedy`, which this is with a beam of 1. A sentence is done when `beam` of its
+    hypotheses have ended; the best is that of the highest log-likelihood a token, EOS included. Source: Sutskever et al. 2014,
+    arXiv:1409.3215, section 3.2; divided by the length as in Bahdanau et al. 2014, arXiv:1409.0473.
+    """
+    encoded, *_ = model.encoder(source, model.src_mask(source))  # (B, Ls, d_model)
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(len(source))]  # (log-likelihood a token, ids)
+    sentences = list(range(len(source)))  # which one each `beam` rows of the batch are
+    encoded, source = (x.repeat_interleave(beam, dim=0) for x in (encoded, source))
+    prefix = source.new_full((len(source), 1), BOS)
+    likelihood = encoded.new_full((len(sentences), beam), -torch.inf, dtype=torch.float32)
+    likelihood[:, 0] = 0  # in the beginning all hypotheses are the same: one counts
+    for length in range(1, max_new_tokens + 1):
+        decoded, *_ = model.decoder(prefix, AttentionMask(is_causal=True), encoded, model.src_mask(source))
+        of_token = model.project(decoded[:, -1]).float().log_softmax(-1).view(len(sentences), beam, -1)
+        classes = of_token.shape[-1]
+        # Twice as many as are kept: at most one continuation of each hypothesis ends it.
+        likelihood, choice = (likelihood[:, :, None] + of_token).flatten(1).topk(2 * beam)  # (sentences, 2 * beam)
+        token = choice % classes
+        row = choice // classes + beam * torch.arange(len(sentences), device=choice.device)[:, None]
+        ends = token == EOS
+        for i, j in ends[:, :beam].nonzero().tolist():
+            finished[sentences[i]].append((likelihood[i, j].item() / length, prefix[row[i, j], 1:].tolist()))
+
+        kept = ends.int().argsort(dim=1, stable=True)[:, :beam]  # the best that go on, best first
+        likelihood, token, row = (x.gather(1, kept) for x in (likelihood, token, row))
+        prefix = torch.cat([prefix[row.flatten()], token.view(-1, 1)], dim=1)
+        going_on = torch.tensor([len(finished[sentence]) < beam for sentence in sentences], device=prefix.device)
+        sentences = [sentence for sentence, goes_on in zip(sentences, going_on.tolist(), strict=True) if goes_on]
+        likelihood = likelihood[going_on]
+        prefix, encoded, source = (x[going_on.repeat_interleave(beam)] for x in (prefix, encoded, source))
+        if not sentences:
+            break
+    for i, sentence in enumerate(sentences):
+        finished[sentence].append((likelihood[i, 0].item() / max_new_tokens, prefix[beam * i, 1:].tolist()))
+    return [max(hypotheses)[1] for hypotheses in finished]
+
+
 def translate(model: FusedTransformer, tokenizer: Tokenizer, texts: Sequence[str], settings: Settings) -> list[str]:
-    """Greedy translations of `texts`, in their order. A text of more than --max-length tokens is cut there."""
+    """Translations of `texts`, in their order. A text of more than --max-length tokens is cut there."""
     model.eval()
     max_length = settings.max_length
     encoded = [np.array([*ids[: max_length - 1], EOS]) for ids in tokenizer.encode(texts)]
     by_length = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
     translations = [""] * len(texts)
-    for start in range(0, len(texts), SENTENCES):
-        chosen = by_length[start : start + SENTENCES]
+    sentences = max(1, HYPOTHESES // settings.beam)
+    for start in range(0, len(texts), sentences):
+        chosen = by_length[start : start + sentences]
         source = pad([encoded[i] for i in chosen]).to(settings.device)
         # A translation more than twice as long as its source is a repetition that would never end.
         limit = min(max_length - 1, 2 * source.shape[1] + 10)
-        for i, ids in zip(chosen, greedy(model, source, limit), strict=True):
+        if settings.beam == 1:
+            found = greedy(model, source, limit)
+        else:
+            found = beam_search(model, source, limit, settings.beam)
+        for i, ids in zip(chosen, found, strict=True):
             translations[i] = tokenizer.decode(ids)
     return translations
 
@@ -76,10 +122,10 @@ def exact_match(pairs: Sequence[Pair], translations: Sequence[str]) -> float:
     return 100 * equal / len(pairs)
 
 
-def bleu(pairs: Sequence[Pair], translations: Sequence[str]) -> tuple[float, str]:
+def bleu(pairs: Sequence[Pair], translations: Sequence[str], lowercase: bool = False) -> tuple[float, str]:
     """Corpus BLEU and sacreBLEU's signature of how it was computed. Source: Post 2018, arXiv:1804.08771."""
     from sacrebleu.metrics import BLEU
 
-    metric = BLEU()
+    metric = BLEU(lowercase=lowercase)
     score = metric.corpus_score(list(translations), [[target for _, target in pairs]])
     return score.score, str(metric.get_signature())

@@ -35,8 +35,8 @@ class Agreement:
 
     steps: int
     largest_relative_difference: float
-    last_loss_fused: float
-    last_loss_reference: float
+    fused: list[float]
+    reference: list[float]
 
 
 def explain_backends(settings: Settings) -> dict[str, Explanation]:
@@ -50,7 +50,7 @@ def explain_backends(settings: Settings) -> dict[str, Explanation]:
     x, q = empty(16, d), empty(2, settings.heads, 8, d // settings.heads)
     with use_backend(settings.backend):
         return {
-            "attention": explain("attention", q, q, q, dropout_p=settings.dropout),
+            "attention": explain("attention", q, q, q, dropout_p=settings.attn_dropout),
             "add_layer_norm": explain("add_layer_norm", x, x, empty(d), empty(d), dropout_p=settings.dropout),
             "feed_forward": explain(
                 "feed_forward", x, empty(d_ff, d), empty(d_ff), empty(d, d_ff), empty(d), dropout_p=settings.dropout
@@ -110,7 +110,7 @@ def compare_losses(examples: Sequence[Example], settings: Settings, vocabulary: 
                 seen.append(step(batch, rate).item())
     fused, reference = losses[settings.backend], losses["reference"]
     largest = max(abs(a - b) / abs(b) for a, b in zip(fused, reference, strict=True))
-    return Agreement(settings.compare_steps, largest, fused[-1], reference[-1])
+    return Agreement(settings.compare_steps, largest, fused, reference)
 
 
 def _wait(settings: Settings) -> None:

@@ -84,14 +84,16 @@ def write_record(
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None) -> None:
-    """Loss, learning rate and exact match (where there is one) over the steps, and both paths' speed, as a PNG."""
+def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None, agreement: Agreement | None) -> None:
+    """Loss, learning rate and exact match (where there is one) over the steps, both paths' first losses, and their
+    speed, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (loss_axes, rate_axes, speed_axes) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    figure, axes = pyplot.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
+    loss_axes, rate_axes, paths_axes, speed_axes = axes
 
     steps, losses = loss_curve(progress)
     epoch_ends = [entry["step"] for entry in progress.epochs]
@@ -111,6 +113,13 @@ def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None
         match_axes = rate_axes.twinx()
         match_axes.plot(epoch_ends, [entry["exact_match"] for entry in progress.epochs], "o-", color="tab:red")
         match_axes.set_ylim(0, 102)
+
+    if agreement:
+        compared = range(1, agreement.steps + 1)
+        paths_axes.plot(compared, agreement.reference, label="reference", color="tab:gray", linewidth=4, alpha=0.6)
+        paths_axes.plot(compared, agreement.fused, label="fused", color="tab:blue", linewidth=1)
+        paths_axes.legend()
+    paths_axes.set(title="Loss of both paths, dropout off", xlabel="step")
 
     if speed:
         bars = speed_axes.bar(["fused", "reference"], [speed.fused, speed.reference], color=["tab:blue", "tab:gray"])

@@ -23,7 +23,7 @@ TEXT_DEFAULTS = dict(
 GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this: a graph serves one length
 
 # A run may be continued with these changed: they do not touch the weights that the steps before produced.
-CHANGEABLE = {"out", "data", "epochs", "steps", "average", "save_every", "measure_steps", "compare_steps"}
+CHANGEABLE = {"out", "data", "epochs", "steps", "average", "save_every", "measure_steps", "compare_steps", "beam"}
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class Settings:
     out: str
     vocabulary: int
     max_length: int
+    lowercase: bool
     layers: int
     d_model: int
     d_inner: int
     heads: int
     dropout: float
+    attn_dropout: float
     epochs: int
     steps: int | None
     batch_tokens: int
@@ -48,6 +50,7 @@ class Settings:
     lr_scale: float
     label_smoothing: float
     average: int
+    beam: int
     dates: int
     held_out: int
     seed: int
@@ -96,6 +99,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     what.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
     what.add_argument("--vocabulary", type=_positive, default=10000, help="size of the joint BPE (default %(default)s)")
     what.add_argument("--max-length", type=_positive, help=f"longest sentence, in tokens {either('max_length')}")
+    what.add_argument("--lowercase", action="store_true", help="read text in lower case, and score it so")
     what.add_argument("--dates", type=_positive, default=12000, help="dates to train on (default %(default)s)")
     what.add_argument(
         "--held-out", type=_positive, default=1000, help="dates to validate on, and to score (default %(default)s each)"
@@ -109,6 +113,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     model.add_argument("--d-inner", type=_positive, help=f"width inside the feed-forward {either('d_inner')}")
     model.add_argument("--heads", type=_positive, help=f"attention heads; must divide --d-model {either('heads')}")
     model.add_argument("--dropout", type=_share, help=f"dropout everywhere {either('dropout')}")
+    model.add_argument("--attn-dropout", type=_share, help="dropout of the attention weights (default as --dropout)")
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=_positive, help=f"passes over the training text {either('epochs')}")
@@ -121,6 +126,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     training.add_argument("--label-smoothing", type=_share, help=f"spread over all words {either('label_smoothing')}")
     training.add_argument(
         "--average", type=_positive, help=f"average the weights of this many last epochs {either('average')}"
+    )
+    training.add_argument(
+        "--beam", type=_positive, default=1, help="hypotheses kept while translating; 1 is greedy (default %(default)s)"
     )
     training.add_argument("--seed", type=int, default=1, help="weights, order and dropout (default %(default)s)")
     training.add_argument("--save-every", type=_positive, default=500, help="steps between saves (default %(default)s)")
@@ -148,6 +156,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.set_defaults(**(TEXT_DEFAULTS if with_data else DATE_DEFAULTS))
     options = vars(parser.parse_args(arguments))
     resume = options.pop("resume")
+    if options["attn_dropout"] is None:
+        options["attn_dropout"] = options["dropout"]
     settings = Settings(**options)
     if settings.d_model % settings.heads:
         parser.error(f"--heads {settings.heads} does not divide --d-model {settings.d_model}")

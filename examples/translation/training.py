@@ -20,15 +20,16 @@ READ_STEPS = 20  # steps between two readings of the losses, each of which waits
 
 def build_model(settings: Settings, vocabulary: int, dropout: float | None = None) -> FusedTransformer:
     """The model of `settings`, its weights drawn from `settings.seed`; one embedding matrix for both languages and the
-    output, scaled as in the paper. `dropout` overrides the setting."""
+    output, scaled as in the paper. `dropout` overrides both dropout settings."""
     torch.manual_seed(settings.seed)
+    attn_dropout = settings.attn_dropout if dropout is None else dropout
     dropout = settings.dropout if dropout is None else dropout
     head_width = settings.d_model // settings.heads
     return FusedTransformer(
         vocabulary, vocabulary, PAD, PAD,
         d_word_vec=settings.d_model, d_model=settings.d_model, d_inner=settings.d_inner,
         n_layers=settings.layers, n_head=settings.heads, d_k=head_width, d_v=head_width,
-        dropout=dropout, attn_dropout=dropout, n_position=settings.max_length, scale_emb_or_prj="emb",
+        dropout=dropout, attn_dropout=attn_dropout, n_position=settings.max_length, scale_emb_or_prj="emb",
     ).to(settings.device)  # fmt: skip
 
 

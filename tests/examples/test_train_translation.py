@@ -60,7 +60,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
     (score,) = record["scores"]
     assert (score["test"], score["metric"], score["sentences"]) == ("held-out", "exact match", 5)
     assert record["training_tokens_per_second"]["fused"] > 0 < record["training_tokens_per_second"]["reference"]
-    assert record["agreement_with_reference"]["steps"] == 3
+    assert record["agreement_with_reference"]["steps"] == 3 == len(record["agreement_with_reference"]["fused"])
     assert 0 <= record["agreement_with_reference"]["largest_relative_difference"] < 1e-4
     assert record["versions"]["fastattn"] and record["backends"]["attention"] == "aten"
 

@@ -31,6 +31,9 @@ def test_reads_plain_and_zipped(folder: Path) -> None:
     assert corpus.val == [("Hund", "dog"), ("Hunde", "dogs")]
     assert list(corpus.tests) == ["test_2016", "test_2017"]
     assert read_corpus(folder, "en", "de").val == [("dog", "Hund"), ("dogs", "Hunde")]
+    lower = read_corpus(folder, "de", "en", lowercase=True)
+    assert lower.train[0] == ("ein hund.", "a dog.") and lower.val[0] == ("hund", "dog")
+    assert all(pair == (pair[0].lower(), pair[1].lower()) for pairs in lower.tests.values() for pair in pairs)
 
 
 def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
-"""Schedule, loss, averaging and greedy decoding."""
+"""Schedule, loss, averaging and decoding."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from translation.checkpoint import average
 from translation.data import Batch
-from translation.decoding import bleu, exact_match, greedy, translate
+from translation.decoding import beam_search, bleu, exact_match, greedy, translate
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
 from translation.training import (
@@ -160,6 +161,41 @@ def test_greedy_batch_equals_one_by_one(settings: Settings) -> None:
     mixed[0, :6] = torch.tensor([7, 9, 5, EOS, PAD, PAD])
     mixed[1, :6] = torch.tensor([8, 8, 8, 8, 8, EOS])
     assert greedy(model, mixed, 8) == [one_by_one(model, row[row != PAD], 8) for row in mixed]
+    assert beam_search(model, mixed, 8, beam=1) == greedy(model, mixed, 8)
+
+
+@torch.no_grad()
+def test_beam_search_that_keeps_everything_finds_the_likeliest(settings: Settings) -> None:
+    """An untrained model of 6 tokens and at most 3 of them: every translation is tried here, one by one."""
+    model = build_model(settings, vocabulary=6).eval()
+    for weight in (w for w in model.parameters() if w.dim() > 1):
+        weight.normal_()  # likelihoods that differ, and depend on what went before
+    sources = torch.tensor([[a, b, c, EOS] for a, b, c in itertools.product((4, 5), repeat=3)])
+
+    others = [token for token in range(6) if token != EOS]
+    ended = [torch.tensor([(*ids, EOS) for ids in itertools.product(others, repeat=n)]) for n in range(3)]
+    best = []
+    for source in sources:
+        likelihoods = {}
+        for ids in (*ended, torch.tensor(list(itertools.product(others, repeat=3)))):  # (translations, length)
+            logits = model(source.expand(len(ids), -1), torch.nn.functional.pad(ids[:, :-1], (1, 0), value=BOS))
+            of_token = logits.view(*ids.shape, -1).log_softmax(-1).gather(-1, ids[..., None])
+            likelihoods |= zip(map(tuple, ids.tolist()), of_token.mean((1, 2)).tolist(), strict=True)
+        best.append(max(likelihoods, key=likelihoods.get))
+    found = beam_search(model, sources, 3, beam=6**3)
+    assert found == [[token for token in ids if token != EOS] for ids in best]
+    assert found != greedy(model, sources, 3)  # which misses some
+
+
+def test_beam_search_of_a_batch_equals_one_by_one(settings: Settings) -> None:
+    tokenizer = CharacterTokenizer("abcdef")
+    model = build_model(settings, tokenizer.size).eval()
+    texts = ["abcabc", "fed", "", "a"]
+    wide = dataclasses.replace(settings, beam=3)
+    long = "f" * 15  # in every batch, as a batch's longest text limits its translations
+    together = translate(model, tokenizer, [*texts, long], wide)
+    assert together == [*(translate(model, tokenizer, [text, long], wide)[0] for text in texts), together[-1]]
+    assert len(set(together)) > 2
 
 
 def test_translations_come_in_order_and_long_texts_are_cut(settings: Settings) -> None:
@@ -177,3 +213,7 @@ def test_scores() -> None:
     value, signature = bleu(pairs, [target for _, target in pairs])
     assert value == pytest.approx(100.0) and "tok:13a" in signature and "version:" in signature
     assert bleu(pairs, ["No.", "Not at all."])[0] < 5
+    shouted = [target.upper() for _, target in pairs]
+    assert bleu(pairs, shouted)[0] < 50
+    value, signature = bleu(pairs, shouted, lowercase=True)
+    assert value == pytest.approx(100.0) and "case:lc" in signature
