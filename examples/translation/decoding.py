@@ -46,8 +46,8 @@ def beam_search(model: FusedTransformer, source: Tensor, max_new_tokens: int, be
     """The likeliest translation by beam search: of the `beam` likeliest beginnings each is continued by every token.
 
     Arguments and result as in `greedy`, which this is with a beam of 1. A sentence is done when `beam` of its
-    hypotheses have ended; the best is that of the highest log-likelihood a token, EOS included. Source: Sutskever et al. 2014,
-    arXiv:1409.3215, section 3.2; divided by the length as in Bahdanau et al. 2014, arXiv:1409.0473.
+    hypotheses have ended; the best is that of the highest log-likelihood a token, EOS included. Source: Sutskever et
+    al. 2014, arXiv:1409.3215, section 3.2, but for the division by the length.
     """
     encoded, *_ = model.encoder(source, model.src_mask(source))  # (B, Ls, d_model)
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(len(source))]  # (log-likelihood a token, ids)
