@@ -9,7 +9,14 @@ from torch import Tensor
 from fastattn.reference import philox
 
 
-def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float) -> str | None:
+def why_not(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    x_bias: Tensor | None = None,
+) -> str | None:
     """PyTorch serves everything."""
     return None
 
@@ -22,6 +29,7 @@ def add_layer_norm(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As fastattn.reference.add_layer_norm.add_layer_norm, which is the specification."""
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -29,6 +37,8 @@ def add_layer_norm(
     if dtype != acc or weight.dtype != acc:  # a cast that changes nothing still costs a call
         x, weight = x.to(acc), weight.to(acc)
         residual, bias = (None if t is None else t.to(acc) for t in (residual, bias))
+    if x_bias is not None:
+        x = x + x_bias.to(acc)
     if rng_state is None:
         z = x if residual is None else residual + x
     else:

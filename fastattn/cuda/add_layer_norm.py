@@ -12,10 +12,19 @@ MAX_HIDDEN = 16384  # kMaxHidden: a row lives in the registers of one block
 TICKETS = 33  # kTickets: zeros at the end of the statistics
 
 
-def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float) -> str | None:
+def why_not(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    x_bias: Tensor | None = None,
+) -> str | None:
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
+    if x_bias is not None:
+        return "the CUDA layer norm takes no x_bias yet"
     if x.dtype not in DTYPES:
         return f"the CUDA layer norm takes float32, bfloat16 and float16, got {x.dtype}"
     other = weight.dtype if bias is None else bias.dtype
@@ -37,6 +46,7 @@ def add_layer_norm_fwd(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias: (hidden,); without bias RMSNorm.
 
@@ -66,7 +76,8 @@ def add_layer_norm_bwd(
     dropout_p: float,
     rng_state: Tensor | None,
     has_residual: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    x_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
 
     Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm).
@@ -85,4 +96,4 @@ def add_layer_norm_bwd(
         rows, hidden, blocks, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
     )  # fmt: skip
-    return dsum if dx is None else dx, dsum if has_residual else None, dweight, dbias
+    return dsum if dx is None else dx, dsum if has_residual else None, dweight, dbias, None

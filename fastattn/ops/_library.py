@@ -198,10 +198,11 @@ def add_layer_norm(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    x_bias: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, z), differentiable, as one operator in a traced graph. Without bias RMSNorm."""
-    return add_layer_norm_op(x, residual, weight, bias, eps, dropout_p, rng_state, backend)[:2]
+    return add_layer_norm_op(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias, backend)[:2]
 
 
 @torch.library.custom_op("fastattn::add_layer_norm", mutates_args=())
@@ -213,15 +214,16 @@ def add_layer_norm_op(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    x_bias: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     room = load_room("add_layer_norm", backend)
-    out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
+    out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
     return out, z.clone() if z is x else z, statistics  # an operator's output must not be its input
 
 
 @add_layer_norm_op.register_fake
-def _(x, residual, weight, bias, eps, dropout_p, rng_state, backend):
+def _(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias, backend):
     statistics = x.new_empty(2 * x.shape[0] + load_room("add_layer_norm", backend).TICKETS, dtype=torch.float32)
     return torch.empty_like(x), torch.empty_like(x), statistics
 
@@ -237,41 +239,42 @@ def add_layer_norm_backward_op(
     dropout_p: float,
     rng_state: Tensor | None,
     has_residual: bool,
+    x_bias: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     room = load_room("add_layer_norm", backend)
-    dx, dresidual, dweight, dbias = room.add_layer_norm_bwd(
-        dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual
+    dx, dresidual, *sums = room.add_layer_norm_bwd(
+        dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, x_bias
     )
     dresidual = z.new_empty(0) if dresidual is None else dresidual.clone() if dresidual is dx else dresidual
-    return dx, dresidual, dweight, weight.new_empty(0) if dbias is None else dbias
+    return dx, dresidual, *(weight.new_empty(0) if t is None else t for t in sums)
 
 
 @add_layer_norm_backward_op.register_fake
-def _(dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, backend):
+def _(dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, x_bias, backend):
     dresidual = torch.empty_like(z) if has_residual else z.new_empty(0)
-    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias)
-    return torch.empty_like(z), dresidual, torch.empty_like(weight), dbias
+    sums = (weight.new_empty(0) if t is None else torch.empty_like(t) for t in (weight, bias, x_bias))
+    return torch.empty_like(z), dresidual, *sums
 
 
 def _add_layer_norm_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    _, residual, weight, bias, _, dropout_p, rng_state, backend = inputs
+    _, residual, weight, bias, _, dropout_p, rng_state, x_bias, backend = inputs
     _, z, statistics = output
-    ctx.save_for_backward(z, weight, bias, statistics, rng_state)
+    ctx.save_for_backward(z, weight, bias, statistics, rng_state, x_bias)
     ctx.options = (dropout_p, residual is not None, backend)
     ctx.set_materialize_grads(False)
 
 
 def _add_layer_norm_backward(ctx: Any, dout: Tensor | None, dz: Tensor | None, *_: None) -> tuple:
-    z, weight, bias, statistics, rng_state = ctx.saved_tensors
+    z, weight, bias, statistics, rng_state, x_bias = ctx.saved_tensors
     dropout_p, has_residual, backend = ctx.options
     dout = _zeros_if_none(dout, z).contiguous()
     dz = None if dz is None else dz.contiguous()
-    dx, dresidual, dweight, dbias = add_layer_norm_backward_op(
-        dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, backend
+    dx, dresidual, dweight, dbias, dx_bias = add_layer_norm_backward_op(
+        dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, x_bias, backend
     )
     dresidual, dbias = dresidual if has_residual else None, None if bias is None else dbias
-    return dx, dresidual, dweight, dbias, None, None, None, None
+    return dx, dresidual, dweight, dbias, None, None, None, None if x_bias is None else dx_bias, None
 
 
 add_layer_norm_op.register_autograd(_add_layer_norm_backward, setup_context=_add_layer_norm_setup)

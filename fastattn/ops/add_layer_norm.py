@@ -15,7 +15,7 @@ from fastattn.ops import _arguments as arguments
 from fastattn.ops import _library
 from fastattn.reference.philox import draw_rng_state
 
-Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float]
+Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
 
 
 def _query(
@@ -25,21 +25,35 @@ def _query(
     bias: Tensor,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
+    *,
+    x_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.device, Call]:
     """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
     arguments.check_float("bias", bias)
-    return _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p)
+    return _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias)
 
 
 def _rms_query(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6, dropout_p: float = 0.0, **options: Any
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    *,
+    x_bias: Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.device, Call]:
-    return _checked(x, residual, {"weight": weight}, eps, dropout_p)
+    return _checked(x, residual, {"weight": weight}, eps, dropout_p, x_bias)
 
 
 def _checked(
-    x: Tensor, residual: Tensor | None, parameters: dict[str, Tensor], eps: float, dropout_p: float
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: dict[str, Tensor],
+    eps: float,
+    dropout_p: float,
+    x_bias: Tensor | None,
 ) -> tuple[torch.device, Call]:
     arguments.check_float("x", x)
     dtype = arguments.autocast_dtype(x.device)
@@ -66,10 +80,15 @@ def _checked(
         arguments.check_like("bias", bias, "weight", weight)
     if weight.dtype not in (torch.float32, x.dtype):
         raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {x.dtype} as x")
+    if x_bias is not None:
+        arguments.check_like("x_bias", x_bias, "x", x, dtype=False)
+        arguments.check_shape("x_bias", x_bias, (hidden,), "(hidden,)")
+        if x_bias.dtype not in (torch.float32, x.dtype):
+            raise TypeError(f"x_bias has dtype {x_bias.dtype}, expected float32 or {x.dtype} as x")
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     arguments.check_dropout(dropout_p)
-    return x.device, (x, residual, weight, bias, float(dropout_p))
+    return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
 
 @_dispatch.register("add_layer_norm", _query)
@@ -82,23 +101,27 @@ def dropout_add_layer_norm(
     dropout_p: float = 0.0,
     *,
     return_sum: bool = False,
+    x_bias: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out = layer_norm(residual + dropout(x)) * weight + bias, in one pass over the data each way.
+    """out = layer_norm(residual + dropout(x + x_bias)) * weight + bias, in one pass over the data each way.
 
     x (..., hidden): float32, bfloat16, float16 (float64 in the backends reference and aten). Under torch.autocast x and
         residual are cast to its dtype.
     residual: as x, or None for layer_norm(dropout(x)).
     weight, bias (hidden,): float32 or x's dtype.      eps: added to the variance.
     dropout_p: the probability of dropping an element of x, by the rule of fastattn/reference/philox.py; 0.0 in eval.
-    return_sum: also return z = residual + dropout(x), which a pre-norm model carries on; differentiable.
+    return_sum: also return z = residual + dropout(x + x_bias), which a pre-norm model carries on; differentiable.
+    x_bias (hidden,): float32 or x's dtype, whatever weight's is; or None. The bias of the linear layer that made x and
+        left it out: kernels add it, and sum its gradient over the rows, without a pass over the data of its own.
     backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
 
     Returns out, or (out, z), shaped and typed as x. Sums and statistics run in float32, of z before it is rounded.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
     """
-    return _serve("add_layer_norm", *_query(x, residual, weight, bias, eps, dropout_p), eps, return_sum, backend)
+    device, call = _query(x, residual, weight, bias, eps, dropout_p, x_bias=x_bias)
+    return _serve("add_layer_norm", device, call, eps, return_sum, backend)
 
 
 @_dispatch.register("add_rms_norm", _rms_query, rooms="add_layer_norm")
@@ -110,29 +133,32 @@ def dropout_add_rms_norm(
     dropout_p: float = 0.0,
     *,
     return_sum: bool = False,
+    x_bias: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out = z / sqrt(mean(z^2) + eps) * weight with z = residual + dropout(x), in one pass over the data each way.
+    """out = z / sqrt(mean(z^2) + eps) * weight, where z = residual + dropout(x + x_bias), in one pass each way.
 
     Arguments, results and errors are those of ``dropout_add_layer_norm``, but for the bias, which there is none.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
-    return _serve("add_rms_norm", *_rms_query(x, residual, weight, eps, dropout_p), eps, return_sum, backend)
+    device, call = _rms_query(x, residual, weight, eps, dropout_p, x_bias=x_bias)
+    return _serve("add_rms_norm", device, call, eps, return_sum, backend)
 
 
 def _serve(
     stem: str, device: torch.device, call: Call, eps: float, return_sum: bool, backend: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     name, room = _dispatch.choose(stem, device, call, backend)
-    x, residual, weight, bias, dropout_p = call
+    x, residual, weight, bias, dropout_p, x_bias = call
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
     with arguments.no_autocast(device):
         if hasattr(room, "add_layer_norm"):
-            out, z = room.add_layer_norm(x, residual, weight, bias, *options)
+            out, z = room.add_layer_norm(x, residual, weight, bias, *options, x_bias)
         else:
             rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
-            inputs = (*rows, weight.contiguous(), None if bias is None else bias.contiguous(), *options)
+            bias, x_bias = (None if t is None else t.contiguous() for t in (bias, x_bias))
+            inputs = (*rows, weight.contiguous(), bias, *options, x_bias)
             if torch.compiler.is_compiling():
                 out, z = _library.add_layer_norm(*inputs, name)
             else:
@@ -154,11 +180,12 @@ class _AddLayerNorm(torch.autograd.Function):
         eps: float,
         dropout_p: float,
         rng_state: Tensor | None,
+        x_bias: Tensor | None,
         room: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state)
+        out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
         z = z.view_as(z) if z is x else z  # an input must not be returned as it is
-        ctx.save_for_backward(z, weight, bias, statistics, rng_state)
+        ctx.save_for_backward(z, weight, bias, statistics, rng_state, x_bias)
         ctx.options = (dropout_p, residual is not None, room)
         ctx.set_materialize_grads(False)
         return out, z
@@ -166,9 +193,10 @@ class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-        z, weight, bias, statistics, rng_state = ctx.saved_tensors
+        z, weight, bias, statistics, rng_state, x_bias = ctx.saved_tensors
         dropout_p, has_residual, room = ctx.options
         dout = torch.zeros_like(z) if dout is None else dout.contiguous()
         dz = None if dz is None else dz.contiguous()
-        grads = room.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual)
-        return *grads, None, None, None, None
+        options = (dropout_p, rng_state, has_residual, x_bias)
+        *grads, dx_bias = room.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+        return *grads, None, None, None, dx_bias, None

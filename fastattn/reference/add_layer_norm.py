@@ -1,6 +1,6 @@
 """Dropout, residual and layer normalisation, the formula. Source: Ba et al. 2016, "Layer Normalization".
 
-z = residual + dropout(x);  out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias
+z = residual + dropout(x + x_bias);  out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias
 without bias, RMSNorm:      out = z / sqrt(mean(z^2) + eps) * weight
 """
 
@@ -12,7 +12,14 @@ from torch import Tensor
 from fastattn.reference import philox
 
 
-def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float) -> str | None:
+def why_not(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    x_bias: Tensor | None = None,
+) -> str | None:
     """The formula serves everything."""
     return None
 
@@ -25,13 +32,15 @@ def add_layer_norm(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x, residual (..., hidden), weight, bias (hidden,) -> out and z, both (..., hidden) in x's dtype.
+    """x, residual (..., hidden), weight, bias, x_bias (hidden,) -> out and z, both (..., hidden) in x's dtype.
 
     Without bias RMSNorm. Statistics are taken of z before it is rounded, in float32 or, for float64 inputs, in float64.
     """
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    z = philox.dropout(x.to(acc), dropout_p, rng_state)
+    z = x.to(acc) if x_bias is None else x.to(acc) + x_bias.to(acc)
+    z = philox.dropout(z, dropout_p, rng_state)
     if residual is not None:
         z = residual.to(acc) + z
     centred = z if bias is None else z - z.mean(-1, keepdim=True)

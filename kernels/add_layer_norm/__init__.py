@@ -9,10 +9,19 @@ from .backward import add_layer_norm_bwd as add_layer_norm_bwd
 from .forward import add_layer_norm_fwd as add_layer_norm_fwd
 
 
-def why_not(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float) -> str | None:
+def why_not(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    x_bias: Tensor | None = None,
+) -> str | None:
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
+    if x_bias is not None:
+        return "Triton layer norm takes no x_bias yet"
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"Triton layer norm takes float32, bfloat16 and float16, got {name} of dtype {tensor.dtype}"

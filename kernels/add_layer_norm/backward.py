@@ -99,7 +99,8 @@ def add_layer_norm_bwd(
     dropout_p: float,
     rng_state: Tensor | None,
     has_residual: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    x_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm).
 
     dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
@@ -109,7 +110,7 @@ def add_layer_norm_bwd(
     dx = torch.empty_like(z) if dropout_p > 0 else dz_total
     if z.numel() == 0:
         nothing = None if bias is None else torch.zeros_like(bias)
-        return dx, dz_total if has_residual else None, torch.zeros_like(weight), nothing
+        return dx, dz_total if has_residual else None, torch.zeros_like(weight), nothing, None
     block_m, block_n, num_warps, stages = backward_tile(hidden)
     sums = Sums(z, weight, bias, block_m)
     threshold, scale = dropout_constants(dropout_p)
@@ -122,4 +123,4 @@ def add_layer_norm_bwd(
             BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
         )  # fmt: skip
         sums.add()
-    return dx, dz_total if has_residual else None, sums.dweight, sums.dbias
+    return dx, dz_total if has_residual else None, sums.dweight, sums.dbias, None

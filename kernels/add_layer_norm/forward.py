@@ -53,6 +53,7 @@ def add_layer_norm_fwd(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias: (hidden,), any float dtype; without bias RMSNorm.
 

@@ -4,8 +4,8 @@
     less_exact(problem, truth)   plain PyTorch at the problem's own dtype: its error decides what is allowed.
     check(problem, room)   runs a room, judges every result; AssertionError names the one that is off.
 
-A room is called as (x, residual, weight, bias, eps, dropout_p) -> (out, z): room_call's, or a planted() one with a bug.
-A problem without bias is RMSNorm's.
+A room is called as (x, residual, weight, bias, eps, dropout_p, x_bias=) -> (out, z): room_call's, or a planted() one
+with a bug. A problem without bias is RMSNorm's.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Results(NamedTuple):
     dresidual: Tensor | None
     dweight: Tensor | None
     dbias: Tensor | None
+    dx_bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Problem:
     dz: Tensor
     dropout_p: float
     seed: int = 5
+    x_bias: Tensor | None = None
 
     def but(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -61,6 +63,7 @@ def make(
     dropout_p: float = 0.0,
     *,
     has_residual: bool = True,
+    has_x_bias: bool = False,
     rms: bool = False,
     dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
@@ -82,6 +85,7 @@ def make(
         dout=randn(*shape),
         dz=randn(*shape, scale=0.5),
         dropout_p=dropout_p,
+        x_bias=randn(hidden, scale=0.6, shift=0.3) if has_x_bias else None,
     )
 
 
@@ -97,12 +101,13 @@ def multiplier(p: Problem) -> Tensor:
 def exact(p: Problem) -> Results:
     """The formula and its gradients, written out in float64.
 
-    z = M x + residual;  n = (z - mean) rstd;  out = n weight + bias;  g = dout weight
+    z = M (x + x_bias) + residual;  n = (z - mean) rstd;  out = n weight + bias;  g = dout weight
     dresidual = rstd (g - mean(g) - n mean(g n)) + dz;  dx = M dresidual;  dweight = sum dout n;  dbias = sum dout
-    RMSNorm: both means of z and of g are 0, and so is the bias.
+    dx_bias = sum dx;  RMSNorm: both means of z and of g are 0, and so is the bias.
     """
     rms = p.bias is None
     M, x, weight, dout = multiplier(p), p.x.double(), p.weight.double(), p.dout.double()
+    x = x if p.x_bias is None else x + p.x_bias.double()
     z = M * x + (0 if p.residual is None else p.residual.double())
     centred = z if rms else z - z.mean(1, keepdim=True)
     rstd = (centred.square().mean(1, keepdim=True) + EPS) ** -0.5
@@ -111,18 +116,21 @@ def exact(p: Problem) -> Results:
     dresidual = rstd * (g - g_mean - n * (g * n).mean(1, keepdim=True)) + p.dz.double()
     out = n * weight + (0 if rms else p.bias.double())
     dweight, dbias = (dout * n).sum(0), None if rms else dout.sum(0)
-    return Results(out, z, M * dresidual, None if p.residual is None else dresidual, dweight, dbias)
+    dx, dresidual = M * dresidual, None if p.residual is None else dresidual
+    return Results(out, z, dx, dresidual, dweight, dbias, None if p.x_bias is None else dx.sum(0))
 
 
-def solve(p: Problem, room: Room, needs: str = "xrwb") -> Results:
-    """Forward and backward. needs: which of x, residual, weight, bias ask for a gradient."""
-    tensors = zip((p.x, p.residual, p.weight, p.bias), "xrwb", strict=True)
-    x, residual, weight, bias = (None if t is None else t.detach().requires_grad_(n in needs) for t, n in tensors)
+def solve(p: Problem, room: Room, needs: str = "xrwbi") -> Results:
+    """Forward and backward. needs: which of x, residual, weight, bias, x_bias (i) ask for a gradient."""
+    tensors = zip((p.x, p.residual, p.weight, p.bias, p.x_bias), "xrwbi", strict=True)
+    x, residual, weight, bias, x_bias = leaves = [
+        None if t is None else t.detach().requires_grad_(n in needs) for t, n in tensors
+    ]
     torch.manual_seed(p.seed)
-    out, z = room(x, residual, weight, bias, EPS, p.dropout_p)
+    out, z = room(x, residual, weight, bias, EPS, p.dropout_p, x_bias=x_bias)
     losses = [(t, dt) for t, dt in ((out, p.dout), (z, p.dz)) if t.requires_grad]
     torch.autograd.backward(*zip(*losses, strict=True))
-    grads = (None if t is None else t.grad for t in (x, residual, weight, bias))
+    grads = (None if t is None else t.grad for t in leaves)
     return Results(out.detach(), z.detach(), *grads)
 
 
@@ -135,8 +143,9 @@ def plain(p: Problem, backwards: bool = False) -> Results:
     def turned(t: Tensor) -> Tensor:
         return t.flip(tuple(range(t.dim()))) if backwards else t
 
-    def room(x, residual, weight, bias, eps, dropout_p):
-        z = x * multiplier(p).to(x.dtype)
+    def room(x, residual, weight, bias, eps, dropout_p, x_bias):
+        z = x if x_bias is None else x + x_bias.to(x.dtype)
+        z = z * multiplier(p).to(x.dtype)
         z = turned(z if residual is None else residual + z)
         if bias is None:
             out = F.rms_norm(z, z.shape[-1:], turned(weight).to(x.dtype), eps)
@@ -168,12 +177,19 @@ def check(p: Problem, room: Room) -> Results:
 
 
 def public(
-    backend: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *options: float
+    backend: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *options: float,
+    x_bias: Tensor | None = None,
 ) -> Any:
     """The public function that has these arguments."""
+    more = {"return_sum": True, "x_bias": x_bias, "backend": backend}
     if bias is None:
-        return dropout_add_rms_norm(x, residual, weight, *options, return_sum=True, backend=backend)
-    return dropout_add_layer_norm(x, residual, weight, bias, *options, return_sum=True, backend=backend)
+        return dropout_add_rms_norm(x, residual, weight, *options, **more)
+    return dropout_add_layer_norm(x, residual, weight, bias, *options, **more)
 
 
 def room_call(room: str, device: torch.device) -> Room:
@@ -188,10 +204,13 @@ class Planted(torch.autograd.Function):
     """The op in plain PyTorch, correct or with one bug."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, dropout_p, bug):
+    def forward(ctx, x, residual, weight, bias, eps, dropout_p, x_bias, bug):
         rng_state = philox.draw_rng_state(x.device)
         M = Planted.multiplier(x, dropout_p, rng_state, bug)
-        z = M * x.float() + (0 if residual is None or bug == "residual ignored" else residual.float())
+        z = M * x.float()
+        if x_bias is not None and bug != "x_bias ignored":
+            z = z + x_bias.float() * (1 if bug == "x_bias not dropped" else M)
+        z = z + (0 if residual is None or bug == "residual ignored" else residual.float())
         mean = z.mean(1, keepdim=True) * (bias is not None or bug == "mean subtracted")
         if bug == "mean in the input dtype":
             mean = mean.to(x.dtype).float()
@@ -203,7 +222,7 @@ class Planted(torch.autograd.Function):
         rstd = (var + eps).rsqrt()
         n = (z - mean) * rstd
         ctx.save_for_backward(M, n, rstd, weight, residual)
-        ctx.again = (x, dropout_p, rng_state, bug, bias is None)
+        ctx.again = (x, dropout_p, rng_state, bug, bias is None, x_bias)
         shift = 0 if bias is None else bias.float()
         return (n * weight.float() + shift).to(x.dtype), z.to(x.dtype)
 
@@ -217,7 +236,7 @@ class Planted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dz):
         M, n, rstd, weight, residual = ctx.saved_tensors
-        x, dropout_p, rng_state, bug, rms = ctx.again
+        x, dropout_p, rng_state, bug, rms, x_bias = ctx.again
         g = dout.float() * weight.float()
         g_mean = g.mean(1, keepdim=True)
         if bug == "mean of the gradient missing" or (rms and bug != "mean of the gradient subtracted"):
@@ -230,9 +249,11 @@ class Planted(torch.autograd.Function):
             M = 1
         rows = slice(0, -1) if bug == "last row missing in dweight" else slice(None)
         dweight, dbias = (dout.float() * n)[rows].sum(0), None if rms else dout.float().sum(0)
-        dx = (M * dresidual).to(dout.dtype)
-        return dx, None if residual is None else dresidual.to(dout.dtype), dweight, dbias, None, None, None
+        dx = M * dresidual
+        dx_bias = None if x_bias is None else (dresidual if bug == "dresidual summed for x_bias" else dx).sum(0)
+        dresidual = None if residual is None else dresidual.to(dout.dtype)
+        return dx.to(dout.dtype), dresidual, dweight, dbias, None, None, dx_bias, None
 
 
 def planted(bug: str | None) -> Room:
-    return lambda *inputs: Planted.apply(*inputs, bug)
+    return lambda *inputs, x_bias=None: Planted.apply(*inputs, x_bias, bug)

@@ -21,18 +21,27 @@ SHAPES = [(37, 48), (13, 513), (300, 7), (5, 1030), (1, 17)]
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("has_residual, has_x_bias", [(True, False), (True, True), (False, False), (False, True)])
 @pytest.mark.parametrize("rows, hidden", SHAPES)
 @pytest.mark.parametrize("room", ROOMS)
-def test_float32(room: str, rows: int, hidden: int, has_residual: bool, dropout_p: float, device: torch.device) -> None:
-    check(make(rows, hidden, dropout_p, has_residual=has_residual, device=device), room_call(room, device))
+def test_float32(
+    room: str,
+    rows: int,
+    hidden: int,
+    has_residual: bool,
+    has_x_bias: bool,
+    dropout_p: float,
+    device: torch.device,
+) -> None:
+    p = make(rows, hidden, dropout_p, has_residual=has_residual, has_x_bias=has_x_bias, device=device)
+    check(p, room_call(room, device))
 
 
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("room", ROOMS)
 def test_widest_rows(room: str, rms: bool, device: torch.device) -> None:
     """Odd, and wider than 8192, from where on the backward reads its rows twice."""
-    check(make(3, 8201, 0.3, rms=rms, device=device), room_call(room, device))
+    check(make(3, 8201, 0.3, has_x_bias=True, rms=rms, device=device), room_call(room, device))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -42,21 +51,22 @@ def test_widest_rows(room: str, rms: bool, device: torch.device) -> None:
 def test_16_bit(
     room: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, dropout_p: float, device: torch.device
 ) -> None:
-    p = make(37, 72, dropout_p, dtype=dtype, weight_dtype=weight_dtype, device=device)
+    p = make(37, 72, dropout_p, has_x_bias=True, dtype=dtype, weight_dtype=weight_dtype, device=device)
     if weight_dtype is None:
         check(p, room_call(room, device))
-        return
+        p = p.but(x_bias=p.x_bias.float())  # a type of its own
     got, truth, low = solve(p, room_call(room, device)), exact(p), plain(p)
     for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
         assert_close_as_torch(actual, true, rough.to(actual.dtype), name)
-    assert got.dweight.dtype == got.dbias.dtype == torch.float32
+    assert got.dweight.dtype == got.dbias.dtype == p.weight.dtype
+    assert got.dx_bias.dtype == p.x_bias.dtype
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("room", ["reference", "aten"])
 def test_float64_and_gradcheck(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
-    p = make(3, 5, dropout_p, has_residual=has_residual, dtype=torch.float64, device=device)
+    p = make(3, 5, dropout_p, has_residual=has_residual, has_x_bias=True, dtype=torch.float64, device=device)
     call = room_call(room, device)
     for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
         if truth is not None:
@@ -64,9 +74,10 @@ def test_float64_and_gradcheck(room: str, has_residual: bool, dropout_p: float, 
 
     def with_one_draw(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         torch.manual_seed(p.seed)
-        return call(inputs[0], inputs[1] if has_residual else None, *inputs[-2:], EPS, dropout_p)
+        x, residual, weight, bias, x_bias = (inputs[0], inputs[1] if has_residual else None, *inputs[-3:])
+        return call(x, residual, weight, bias, EPS, dropout_p, x_bias=x_bias)
 
-    inputs = [t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias) if t is not None]
+    inputs = [t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias, p.x_bias) if t is not None]
     assert torch.autograd.gradcheck(with_one_draw, inputs)
 
 
@@ -155,13 +166,13 @@ def test_shapes_and_strides_of_inputs(room: str, device: torch.device) -> None:
             assert torch.equal(got.reshape(12, 40), want)
 
 
-@pytest.mark.parametrize("needs", ["x", "r", "w", "b", "xr", "wb"])
+@pytest.mark.parametrize("needs", ["x", "r", "w", "b", "i", "xr", "wb"])
 @pytest.mark.parametrize("room", ROOMS)
 def test_frozen_inputs(room: str, needs: str, device: torch.device) -> None:
     """Only those get a gradient that ask for one, and it is the one they get among all."""
-    p, call = make(6, 40, 0.3, device=device), room_call(room, device)
+    p, call = make(6, 40, 0.3, has_x_bias=True, device=device), room_call(room, device)
     everything, some = solve(p, call), solve(p, call, needs)
-    for name, letter, a, b in zip(Results._fields[2:], "xrwb", everything[2:], some[2:], strict=True):
+    for name, letter, a, b in zip(Results._fields[2:], "xrwbi", everything[2:], some[2:], strict=True):
         assert torch.equal(a, b) if letter in needs else b is None, name
 
 
@@ -181,18 +192,18 @@ def test_one_output_used(room: str, unused: str, device: torch.device) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_rows(room: str, shape: tuple[int, ...], device: torch.device) -> None:
     x, residual = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
-    weight, bias = (torch.ones(24, device=device, requires_grad=True) for _ in range(2))
-    out, z = room_call(room, device)(x, residual, weight, bias, EPS, 0.3)
+    weight, bias, x_bias = (torch.ones(24, device=device, requires_grad=True) for _ in range(3))
+    out, z = room_call(room, device)(x, residual, weight, bias, EPS, 0.3, x_bias=x_bias)
     (out.sum() + z.sum()).backward()
     assert out.shape == z.shape == x.grad.shape == residual.grad.shape == shape
-    assert torch.equal(weight.grad, torch.zeros(24, device=device))
-    assert torch.equal(bias.grad, torch.zeros(24, device=device))
+    for t in (weight, bias, x_bias):
+        assert torch.equal(t.grad, torch.zeros(24, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("room", ROOMS)
 def test_equal_bits_run_to_run(room: str, dtype: torch.dtype, device: torch.device) -> None:
-    p, call = make(20, 130, 0.3, dtype=dtype, device=device), room_call(room, device)
+    p, call = make(20, 130, 0.3, has_x_bias=True, dtype=dtype, device=device), room_call(room, device)
     first = solve(p, call)
     for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
@@ -207,7 +218,7 @@ def test_triton_weight_gradients_of_many_programs(
     call = room_call("triton", device)
     norm = importlib.import_module("fastattn.kernels.common.norm")
     monkeypatch.setattr(norm, "multiprocessors", lambda x: multiprocessors)
-    p = make(170 if hidden < 1000 else 40, hidden, device=device)
+    p = make(170 if hidden < 1000 else 40, hidden, has_x_bias=True, device=device)
     first = check(p, call)
     for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
         assert torch.equal(a, b), name
@@ -234,13 +245,13 @@ def test_without_the_sum(room: str, device: torch.device) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_autocast(room: str, device: torch.device) -> None:
     """Under autocast x and residual arrive in its dtype; float32 weights stay float32, their gradients too."""
-    p, call = make(6, 40, device=device), room_call(room, device)
+    p, call = make(6, 40, has_x_bias=True, device=device), room_call(room, device)
     with torch.autocast(device.type, torch.bfloat16):
         got = solve(p.but(dout=p.dout.bfloat16(), dz=p.dz.bfloat16()), call)
     cast = {name: vars(p)[name].bfloat16() for name in ("x", "residual", "dout", "dz")}
     want = solve(p.but(**cast), call)
     assert got.out.dtype == got.z.dtype == torch.bfloat16
-    assert got.dx.dtype == got.dweight.dtype == torch.float32
+    assert got.dx.dtype == got.dweight.dtype == got.dx_bias.dtype == torch.float32
     for name, a, b in zip(Results._fields, got, want, strict=True):
         assert torch.equal(a, b.to(a.dtype)), name
 
@@ -249,10 +260,10 @@ def test_autocast(room: str, device: torch.device) -> None:
 @pytest.mark.parametrize("room", rooms("add_layer_norm", kernels_only=True))
 def test_library_operators(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
     room_call(room, device)
-    p = make(6, 40, dropout_p, has_residual=has_residual, device=device)
+    p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=not has_residual, device=device)
     rng_state = philox.draw_rng_state(device) if dropout_p else None
-    inputs = [None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias)]
-    torch.library.opcheck(_library.add_layer_norm_op, (*inputs, EPS, dropout_p, rng_state, room))
+    *inputs, x_bias = [None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias, p.x_bias)]
+    torch.library.opcheck(_library.add_layer_norm_op, (*inputs, EPS, dropout_p, rng_state, x_bias, room))
 
 
 def test_triton_refusals(device: torch.device) -> None:
@@ -276,6 +287,10 @@ def test_triton_refusals(device: torch.device) -> None:
         ("bias", torch.zeros(4, 8), ValueError),
         ("bias", torch.zeros(8, dtype=torch.float64), TypeError),
         ("bias", None, TypeError),
+        ("x_bias", torch.zeros(4, 8), ValueError),
+        ("x_bias", torch.zeros(8, dtype=torch.bfloat16), TypeError),
+        ("x_bias", torch.zeros(8, device="meta"), ValueError),
+        ("x_bias", 0.0, TypeError),
         ("eps", -1.0, ValueError),
         ("dropout_p", 1.5, ValueError),
         ("dropout_p", float("nan"), ValueError),
@@ -290,7 +305,7 @@ def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) 
 
 
 # bug -> the problem that must find it (the kinds that every room is given above) and the result it must be found in.
-WITH_DROPOUT, LARGE_MEAN = make(37, 48, 0.3), make(9, 520, mean=1e3)
+WITH_DROPOUT, LARGE_MEAN = make(37, 48, 0.3, has_x_bias=True), make(9, 520, mean=1e3)
 HALF = make(37, 72, 0.3, dtype=torch.bfloat16)
 HALF_MEAN = make(9, 520, mean=8, has_residual=False, dtype=torch.bfloat16)
 PLANTED = {
@@ -307,6 +322,9 @@ PLANTED = {
     "second mean missing": (WITH_DROPOUT, "dx"),
     "dz ignored": (WITH_DROPOUT, "dx"),
     "last row missing in dweight": (WITH_DROPOUT, "dweight"),
+    "x_bias ignored": (WITH_DROPOUT, "out"),
+    "x_bias not dropped": (WITH_DROPOUT, "out"),
+    "dresidual summed for x_bias": (WITH_DROPOUT, "dx_bias"),
 }
 
 

@@ -17,7 +17,8 @@ from fastattn.reference import philox
 @pytest.mark.parametrize("rows, hidden", [(37, 48), (13, 513), (5, 1030), (1, 17)])
 @pytest.mark.parametrize("room", ROOMS)
 def test_float32(room: str, rows: int, hidden: int, has_residual: bool, dropout_p: float, device: torch.device) -> None:
-    p = make(rows, hidden, dropout_p, has_residual=has_residual, rms=True, mean=0.5, device=device)
+    biased = {"has_x_bias": has_residual != (dropout_p > 0)}
+    p = make(rows, hidden, dropout_p, has_residual=has_residual, **biased, rms=True, mean=0.5, device=device)
     check(p, room_call(room, device))
 
 
@@ -25,7 +26,7 @@ def test_float32(room: str, rows: int, hidden: int, has_residual: bool, dropout_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("room", ROOMS)
 def test_16_bit(room: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, device: torch.device) -> None:
-    p = make(37, 72, 0.3, rms=True, dtype=dtype, weight_dtype=weight_dtype, device=device)
+    p = make(37, 72, 0.3, has_x_bias=True, rms=True, dtype=dtype, weight_dtype=weight_dtype, device=device)
     if weight_dtype is None:
         check(p, room_call(room, device))
         return
@@ -38,17 +39,18 @@ def test_16_bit(room: str, dtype: torch.dtype, weight_dtype: torch.dtype | None,
 
 @pytest.mark.parametrize("room", ["reference", "aten"])
 def test_float64_and_gradcheck(room: str, device: torch.device) -> None:
-    p = make(3, 5, 0.3, rms=True, dtype=torch.float64, device=device)
+    p = make(3, 5, 0.3, has_x_bias=True, rms=True, dtype=torch.float64, device=device)
     call = room_call(room, device)
     for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
         if truth is not None:
             torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
 
-    def with_one_draw(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def with_one_draw(x: Tensor, residual: Tensor, weight: Tensor, x_bias: Tensor) -> tuple[Tensor, Tensor]:
         torch.manual_seed(p.seed)
-        return call(x, residual, weight, None, EPS, 0.3)
+        return call(x, residual, weight, None, EPS, 0.3, x_bias=x_bias)
 
-    assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in (p.x, p.residual, p.weight)])
+    inputs = [t.requires_grad_() for t in (p.x, p.residual, p.weight, p.x_bias)]
+    assert torch.autograd.gradcheck(with_one_draw, inputs)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -90,10 +92,13 @@ def test_autocast(device: torch.device) -> None:
 @pytest.mark.parametrize("room", rooms("add_layer_norm", kernels_only=True))
 def test_library_operators(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
     room_call(room, device)
-    p = make(6, 40, dropout_p, has_residual=has_residual, rms=True, device=device)
+    p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=has_residual, rms=True, device=device)
     rng_state = philox.draw_rng_state(device) if dropout_p else None
-    x, residual, weight = (None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight))
-    torch.library.opcheck(_library.add_layer_norm_op, (x, residual, weight, None, EPS, dropout_p, rng_state, room))
+    inputs, x_bias = (p.x, p.residual, p.weight, p.bias, EPS, dropout_p, rng_state), p.x_bias
+    for t in (p.x, p.residual, p.weight, x_bias):
+        if t is not None:
+            t.requires_grad_()
+    torch.library.opcheck(_library.add_layer_norm_op, (*inputs, x_bias, room))
 
 
 def test_its_own_name_in_explanations_and_errors(device: torch.device) -> None:
@@ -111,6 +116,7 @@ def test_its_own_name_in_explanations_and_errors(device: torch.device) -> None:
         ("residual", torch.zeros(3, 8), ValueError),
         ("weight", torch.zeros(7), ValueError),
         ("weight", torch.zeros(8, dtype=torch.bfloat16), TypeError),
+        ("x_bias", torch.zeros(7), ValueError),
         ("eps", -1.0, ValueError),
         ("dropout_p", 1.5, ValueError),
         ("backend", "fast", ValueError),
@@ -130,7 +136,7 @@ PLANTED = {
     "second mean missing": "dx",
     "last row missing in dweight": "dweight",
 }
-PROBLEM: Problem = make(37, 48, 0.3, rms=True, mean=0.5)
+PROBLEM: Problem = make(37, 48, 0.3, has_x_bias=True, rms=True, mean=0.5)
 
 
 def test_the_unplanted_formula_passes() -> None:
