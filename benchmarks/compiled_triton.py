@@ -95,9 +95,11 @@ class LayerNorm:
     hidden: int
     dropout: bool = True
     rms: bool = False
+    x_bias: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype} hidden {self.hidden}{', dropout' * self.dropout}{', rms' * self.rms}"
+        flags = ", dropout" * self.dropout + ", rms" * self.rms + ", x_bias" * self.x_bias
+        return f"{self.dtype} hidden {self.hidden}{flags}"
 
     def launch(self) -> None:
         import torch
@@ -108,10 +110,10 @@ class LayerNorm:
             getattr(torch, self.dtype)
         )
         weight = rows[0].clone()
-        bias, dropout = None if self.rms else weight, _dropout(self.dropout)
-        *_, statistics = add_layer_norm.add_layer_norm_fwd(rows, rows, weight, bias, 1e-6, *dropout)
+        bias, x_bias, dropout = None if self.rms else weight, weight if self.x_bias else None, _dropout(self.dropout)
+        *_, statistics = add_layer_norm.add_layer_norm_fwd(rows, rows, weight, bias, 1e-6, *dropout, x_bias)
         with _multiprocessors():
-            add_layer_norm.add_layer_norm_bwd(rows, rows, rows, weight, bias, statistics, *dropout, True)
+            add_layer_norm.add_layer_norm_bwd(rows, rows, rows, weight, bias, statistics, *dropout, True, x_bias)
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ CASES: tuple[Case, ...] = (
     LayerNorm("sm_90a", "float32", 1024),
     LayerNorm("sm_80", "bfloat16", 512),
     *(LayerNorm(arch, "bfloat16", hidden, rms=True) for arch, hidden in (("sm_90a", 1024), ("sm_80", 4096))),
+    *(LayerNorm(arch, "bfloat16", hidden, x_bias=True) for arch, hidden in (("sm_90a", 512), ("sm_80", 4096))),
     *(MaskLists(arch) for arch in ("sm_90a", "sm_80")),
     EmbedLayerNorm("sm_90a", "float32", 512),
     EmbedLayerNorm("sm_90a", "bfloat16", 1024, position=True),

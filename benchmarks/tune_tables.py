@@ -169,7 +169,7 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
             return Problem("add_layer_norm", "dropout", fastattn.dropout_add_layer_norm, tensors, {"dropout_p": 0.1})
 
         def use(tile: tuple[int, ...], module: Any = module, name: str = name) -> AbstractContextManager:
-            return _replaced((module, name, lambda hidden: tile))
+            return _replaced((module, name, lambda *arguments: tile))
 
         def paste(tile: tuple[int, ...], name: str = name, hidden: int = hidden) -> str:
             return f"{name}({hidden}): ({_numbers(tile)})"

@@ -20,9 +20,7 @@ def why_not(
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
-    if x_bias is not None:
-        return "Triton layer norm takes no x_bias yet"
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"Triton layer norm takes float32, bfloat16 and float16, got {name} of dtype {tensor.dtype}"
     if x.shape[-1] > MAX_HIDDEN:

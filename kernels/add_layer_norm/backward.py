@@ -3,12 +3,13 @@
     normal = (z - mean) * rstd;    g = dout * weight
     dresidual = (g - mean(g) - normal * mean(g * normal)) * rstd + dz       means along the row; dz: of a returned z
     dx = dropout(dresidual);    dweight = sum over rows of dout * normal;    dbias = sum over rows of dout
+    dx_bias = sum over rows of dx
     RMSNorm, where bias is None: mean and mean(g) are 0, and there is no dbias.
 
 Grid: two programs a multiprocessor, each walking the rows in strides of the grid, 4096 elements a turn, the next turn's
 loads in flight (cp.async). In registers: 16 values a lane of dout, z and of both weight gradients, which therefore cost
-no traffic in the loop. Each program writes its sums as one row of `partial`. Every sum has one order: equal inputs give
-equal bits.
+no traffic in the loop; with x_bias, whose gradient is a third, half as much of each. Each program writes its sums as
+one row of `partial`. Every sum has one order: equal inputs give equal bits.
 
 Weight gradients: up to hidden 1024 they are finished here, in two steps by the programs that arrive last (finish_sums
 in common/norm.py); wider ones by a second launch. By arithmetic, not measured: a program alone reads 0.1 TB/s of L2,
@@ -41,10 +42,10 @@ from ..common.philox import dropout_constants, dropout_keep
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def add_layer_norm_bwd_kernel(
-    dout, dz, z, weight, statistics, dx, dresidual, partial, dweight, dbias, rng_state,
+    dout, dz, z, weight, statistics, dx, dresidual, partial, dweight, dbias, dx_bias, rng_state,
     rows, hidden, width, threshold, scale,
     HAS_DZ: tl.constexpr, HAS_DROPOUT: tl.constexpr, STORE_DRESIDUAL: tl.constexpr, IS_RMS: tl.constexpr,
-    FINISH: tl.constexpr, SPAN: tl.constexpr, REREAD: tl.constexpr,
+    HAS_X_BIAS: tl.constexpr, FINISH: tl.constexpr, SPAN: tl.constexpr, REREAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK_N)
@@ -52,6 +53,7 @@ def add_layer_norm_bwd_kernel(
     gain = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)
     dgain = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     dshift = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dx_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     for turn in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = turn * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
@@ -83,10 +85,19 @@ def add_layer_norm_bwd_kernel(
         if HAS_DROPOUT:
             grad = tl.where(dropout_keep(rng_state, threshold, row, 0, BLOCK_N), grad * scale, 0.0)
             tl.store(dx + place, grad.to(dx.dtype.element_ty), mask=inside)
+        if HAS_X_BIAS:
+            dx_sum += grad
 
-    store_partial(partial, dgain, dshift, col, width, hidden, IS_RMS)
+    store_partial(partial, 0, dgain, col, width, hidden)
+    if not IS_RMS:
+        store_partial(partial, hidden, dshift, col, width, hidden)
+    if HAS_X_BIAS:
+        store_partial(partial, width - hidden, dx_sum, col, width, hidden)
     if FINISH:
-        finish_sums(partial, statistics, rows, dweight, dbias, width, hidden, IS_RMS, SPAN, min(BLOCK_N, 512))
+        finish_sums(
+            partial, statistics, rows, dweight, dbias, dx_bias, width, hidden,
+            IS_RMS, HAS_X_BIAS, SPAN, min(BLOCK_N, 512),
+        )  # fmt: skip
 
 
 def add_layer_norm_bwd(
@@ -101,7 +112,8 @@ def add_layer_norm_bwd(
     has_residual: bool,
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm).
+    """Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm) and
+    dx_bias (None without x_bias).
 
     dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
     """
@@ -109,18 +121,19 @@ def add_layer_norm_bwd(
     dz_total = torch.empty_like(z)
     dx = torch.empty_like(z) if dropout_p > 0 else dz_total
     if z.numel() == 0:
-        nothing = None if bias is None else torch.zeros_like(bias)
-        return dx, dz_total if has_residual else None, torch.zeros_like(weight), nothing, None
-    block_m, block_n, num_warps, stages = backward_tile(hidden)
-    sums = Sums(z, weight, bias, block_m)
+        nothing = (None if t is None else torch.zeros_like(t) for t in (weight, bias, x_bias))
+        return dx, dz_total if has_residual else None, *nothing
+    block_m, block_n, num_warps, stages = backward_tile(hidden, x_bias is not None)
+    sums = Sums(z, weight, bias, block_m, x_bias)
     threshold, scale = dropout_constants(dropout_p)
     with on_device(z):
         add_layer_norm_bwd_kernel[(sums.programs,)](
-            dout, dz, z, weight, statistics, dx, dz_total, sums.partial, sums.dweight, sums.dbias, rng_state,
+            dout, dz, z, weight, statistics,
+            dx, dz_total, sums.partial, sums.dweight, sums.dbias, sums.dx_bias, rng_state,
             rows, hidden, sums.width, threshold, scale,
             HAS_DZ=dz is not None, HAS_DROPOUT=dropout_p > 0, STORE_DRESIDUAL=has_residual or dropout_p == 0,
-            IS_RMS=bias is None, FINISH=sums.finish, SPAN=SPAN, REREAD=hidden > 8192,
+            IS_RMS=bias is None, HAS_X_BIAS=x_bias is not None, FINISH=sums.finish, SPAN=SPAN, REREAD=hidden > 8192,
             BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
         )  # fmt: skip
         sums.add()
-    return dx, dz_total if has_residual else None, sums.dweight, sums.dbias, None
+    return dx, dz_total if has_residual else None, sums.dweight, sums.dbias, sums.dx_bias

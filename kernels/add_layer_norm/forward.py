@@ -1,6 +1,6 @@
 """Forward of dropout + residual + LayerNorm or RMSNorm.     Specification: fastattn/reference/add_layer_norm.py
 
-    z = residual + dropout(x);    out = (z - mean) * rstd * weight + bias;    rstd = 1 / sqrt(var + eps)
+    z = residual + dropout(x + x_bias);    out = (z - mean) * rstd * weight + bias;    rstd = 1 / sqrt(var + eps)
     RMSNorm, where bias is None:  out = z * rstd * weight;                    rstd = 1 / sqrt(mean(z^2) + eps)
 
 Grid: one program for BLOCK_M rows. A program holds its rows of z in registers, as float32, 32 values a lane: x and
@@ -8,8 +8,8 @@ residual are read once, and the variance is two-pass (the mean square of z - mea
 Up to hidden 1024 a row belongs to one warp, so the two sums are shuffles, without shared memory or barriers.
 The statistics are those of z before it is rounded for storage.
 
-Floor: read x, residual, write z, out: 8 bytes an element in 16-bit types, 8 KiB for a row of 1024. Without residual and
-dropout z is x itself and is not written: 4 bytes. The dropout mask is recomputed from Philox, never stored.
+Floor: read x, residual, write z, out: 8 bytes an element in 16-bit types, 8 KiB for a row of 1024. Without residual,
+dropout and x_bias z is x itself and is not written: 4 bytes. The dropout mask is recomputed from Philox, never stored.
 """
 
 import torch
@@ -24,9 +24,9 @@ from ..common.philox import dropout_constants, dropout_keep
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def add_layer_norm_fwd_kernel(
-    x, residual, weight, bias, out, z, statistics, rng_state,
+    x, x_bias, residual, weight, bias, out, z, statistics, rng_state,
     rows, hidden, eps, threshold, scale,
-    HAS_RESIDUAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_RMS: tl.constexpr,
+    HAS_X_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_RMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TICKETS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -35,11 +35,13 @@ def add_layer_norm_fwd_kernel(
     place = row[:, None] * hidden + col[None, :]
 
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_X_BIAS:
+        value += tl.load(x_bias + col, mask=col < hidden, other=0.0).to(tl.float32)[None, :]
     if HAS_DROPOUT:
         value = tl.where(dropout_keep(rng_state, threshold, row, 0, BLOCK_N), value * scale, 0.0)
     if HAS_RESIDUAL:
         value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL or HAS_DROPOUT:
+    if HAS_X_BIAS or HAS_RESIDUAL or HAS_DROPOUT:
         tl.store(z + place, value.to(z.dtype.element_ty), mask=inside)
     value = normalize(value, weight, bias, statistics, row, rows, col, hidden, eps, IS_RMS, TICKETS)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
@@ -55,13 +57,13 @@ def add_layer_norm_fwd(
     rng_state: Tensor | None,
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual: (rows, hidden) contiguous; weight, bias: (hidden,), any float dtype; without bias RMSNorm.
+    """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,), any float dtype; without bias RMSNorm.
 
-    Returns out and z, both like x (z is x itself without residual and dropout), and the statistics for the backward.
+    Returns out and z, both like x (z is x itself without residual, dropout and x_bias), and the backward's statistics.
     """
     rows, hidden = x.shape
     out = torch.empty_like(x)
-    z = x if residual is None and dropout_p == 0 else torch.empty_like(x)
+    z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
     statistics = empty_statistics(rows, x)
     if x.numel() == 0:
         return out, z, statistics
@@ -69,9 +71,9 @@ def add_layer_norm_fwd(
     threshold, scale = dropout_constants(dropout_p)
     with on_device(x):
         add_layer_norm_fwd_kernel[(triton.cdiv(rows, block_m),)](
-            x, residual, weight, bias, out, z, statistics, rng_state,
+            x, x_bias, residual, weight, bias, out, z, statistics, rng_state,
             rows, hidden, eps, threshold, scale,
-            HAS_RESIDUAL=residual is not None, HAS_DROPOUT=dropout_p > 0, IS_RMS=bias is None,
-            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps,
+            HAS_X_BIAS=x_bias is not None, HAS_RESIDUAL=residual is not None, HAS_DROPOUT=dropout_p > 0,
+            IS_RMS=bias is None, BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps,
         )  # fmt: skip
     return out, z, statistics

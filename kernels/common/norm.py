@@ -30,18 +30,21 @@ def forward_tile(hidden: int) -> tuple[int, int, int]:
     return max(1024 // block_n, 1), block_n, max(block_n // 1024, 1)
 
 
-def backward_tile(hidden: int) -> tuple[int, int, int, int]:
+def backward_tile(hidden: int, x_bias: bool = False) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps, stages): 16 values a lane; above 4096 one turn already fills the loads in flight.
+    x_bias: its gradient is summed too; then 8 values a lane.
 
     Registers a thread at sm_90, offline: 94 to 128 in bfloat16, up to 161 in float32; up to 8192 at most one spilled,
     outside of the loop.
     At 16384 the two sums and a row are all 64 registers of 1024 threads: the row is read again from L1 after its means,
     and 15 to 40 values still spilled, most of them past the sums. Dropped there: the row held, 57 to 104 spilled; the
     row in halves, or in pieces, by 512 or 1024 threads, 19 to 65. Dropped elsewhere: three stages (147 to 173
-    registers: one program a multiprocessor instead of two); 32 values a
-    lane (246 registers at 512).
+    registers: one program a multiprocessor instead of two); 32 values a lane (246 registers at 512).
+    With x_bias: 64 to 104, in float32 too, no spills up to 8192; at 16384 some 60 values.
     """
     block_n = max(triton.next_power_of_2(hidden), 8)
+    if x_bias:
+        return max(2048 // block_n, 1), block_n, min(max(block_n // 256, 8), 32), 2 if block_n <= 4096 else 1
     return max(4096 // block_n, 1), block_n, max(block_n // 512, 8), 2 if block_n <= 4096 else 1
 
 
@@ -106,10 +109,10 @@ def sum_rows(source, count, hidden, col, BLOCK: tl.constexpr):
 
 @triton.jit
 def finish_sums(
-    partial, statistics, rows, dweight, dbias, width, hidden,
-    IS_RMS: tl.constexpr, SPAN: tl.constexpr, COLS: tl.constexpr,
+    partial, statistics, rows, dweight, dbias, dx_bias, width, hidden,
+    IS_RMS: tl.constexpr, HAS_X_BIAS: tl.constexpr, SPAN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add all programs' sums to dweight and dbias, inside the launch that makes them. Called once by every program.
+    """Add all programs' sums to the weight gradients, inside the launch that makes them. Called once by every program.
 
     The last of SPAN programs to arrive adds their rows, the last of those adds their sums: who adds depends on the run,
     but what is added, in which order, does not. The barrier and the ticket's acquire and release make the others' rows
@@ -134,53 +137,63 @@ def finish_sums(
         for start in range(0, width, COLS):
             col = start + tl.arange(0, COLS)
             total = sum_rows(partial + programs * width, groups, width, col, 2 * SPAN)
-            store_sums(dweight, dbias, col, total, width, hidden, IS_RMS)
+            store_sums(dweight, dbias, dx_bias, col, total, width, hidden, IS_RMS, HAS_X_BIAS)
 
 
 @triton.jit
-def store_sums(dweight, dbias, col, total, width, hidden, IS_RMS: tl.constexpr):
-    """Columns 0, .. hidden - 1 of the sums are dweight's, the next are dbias's."""
+def store_sums(
+    dweight, dbias, dx_bias, col, total, width, hidden, IS_RMS: tl.constexpr, HAS_X_BIAS: tl.constexpr
+):  # fmt: skip
+    """Columns 0, .. hidden - 1 of the sums are dweight's, the next are dbias's, the last dx_bias's."""
     tl.store(dweight + col, total.to(dweight.dtype.element_ty), mask=col < hidden)
     if not IS_RMS:
-        shift = (col >= hidden) & (col < width)
+        shift = (col >= hidden) & (col < 2 * hidden)
         tl.store(dbias + col - hidden, total.to(dbias.dtype.element_ty), mask=shift)
+    if HAS_X_BIAS:
+        first = width - hidden
+        tl.store(dx_bias + col - first, total.to(dx_bias.dtype.element_ty), mask=(col >= first) & (col < width))
 
 
 @triton.jit
-def store_partial(partial, dgain, dshift, col, width, hidden, IS_RMS: tl.constexpr):
-    """This program's row of `partial`."""
-    mine = partial + tl.program_id(0).to(tl.int64) * width + col
-    tl.store(mine, tl.sum(dgain, axis=0), mask=col < hidden)
-    if not IS_RMS:
-        tl.store(mine + hidden, tl.sum(dshift, axis=0), mask=col < hidden)
+def store_partial(partial, start, sums, col, width, hidden):
+    """The rows of `sums` added up, into this program's row of `partial` from column `start` on."""
+    mine = partial + tl.program_id(0).to(tl.int64) * width + start + col
+    tl.store(mine, tl.sum(sums, axis=0), mask=col < hidden)
 
 
 @triton.jit(do_not_specialize=["programs"])
 def add_partials_kernel(
-    partial, dweight, dbias, programs, width, hidden, IS_RMS: tl.constexpr, BLOCK_P: tl.constexpr, COLS: tl.constexpr
+    partial, dweight, dbias, dx_bias, programs, width, hidden,
+    IS_RMS: tl.constexpr, HAS_X_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """dweight and dbias of rows wider than FINISH_HIDDEN: each program adds all rows of `partial` at COLS columns."""
+    """Weight gradients of rows wider than FINISH_HIDDEN: each program adds all rows of `partial` at COLS columns."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    store_sums(dweight, dbias, col, sum_rows(partial, programs, width, col, BLOCK_P), width, hidden, IS_RMS)
+    total = sum_rows(partial, programs, width, col, BLOCK_P)
+    store_sums(dweight, dbias, dx_bias, col, total, width, hidden, IS_RMS, HAS_X_BIAS)
 
 
 class Sums:
-    """The weight gradients on their way: `programs`, how many make them, and their rows, `partial`."""
+    """The weight gradients, x_bias's too, on their way: `programs`, how many make them, and their rows, `partial`."""
 
-    def __init__(self, z: Tensor, weight: Tensor, bias: Tensor | None, block_m: int) -> None:
+    def __init__(
+        self, z: Tensor, weight: Tensor, bias: Tensor | None, block_m: int, x_bias: Tensor | None = None
+    ) -> None:
         rows, self.hidden = z.shape
         self.is_rms = bias is None
-        self.width = self.hidden * (1 if self.is_rms else 2)
+        self.width = self.hidden * sum(t is not None for t in (weight, bias, x_bias))
         self.programs = min(triton.cdiv(rows, block_m), 2 * multiprocessors(z), 2 * SPAN * SPAN)
         self.finish = self.hidden <= FINISH_HIDDEN
         size = (self.programs + triton.cdiv(self.programs, SPAN), self.width)
         self.partial = torch.empty(size, dtype=torch.float32, device=z.device)
-        self.dweight, self.dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+        self.dweight, self.dbias, self.dx_bias = (
+            None if t is None else torch.empty_like(t) for t in (weight, bias, x_bias)
+        )
 
     def add(self) -> None:
         """A second launch, where the first has not added up what it made."""
         if not self.finish:
             add_partials_kernel[(triton.cdiv(self.width, 32),)](
-                self.partial, self.dweight, self.dbias, self.programs, self.width, self.hidden,
-                IS_RMS=self.is_rms, BLOCK_P=triton.next_power_of_2(self.programs), COLS=32, num_warps=8,
+                self.partial, self.dweight, self.dbias, self.dx_bias, self.programs, self.width, self.hidden,
+                IS_RMS=self.is_rms, HAS_X_BIAS=self.dx_bias is not None,
+                BLOCK_P=triton.next_power_of_2(self.programs), COLS=32, num_warps=8,
             )  # fmt: skip

@@ -61,9 +61,12 @@ def embed_layer_norm_bwd_kernel(
         tl.store(drows + place, grad.to(drows.dtype.element_ty), mask=inside)
         tl.store(index + row, token, mask=row < rows)
 
-    store_partial(partial, dgain, dshift, col, width, hidden, False)
+    store_partial(partial, 0, dgain, col, width, hidden)
+    store_partial(partial, hidden, dshift, col, width, hidden)
     if FINISH:
-        finish_sums(partial, statistics, rows, dweight, dbias, width, hidden, False, SPAN, min(BLOCK_N, 512))
+        finish_sums(
+            partial, statistics, rows, dweight, dbias, None, width, hidden, False, False, SPAN, min(BLOCK_N, 512)
+        )  # fmt: skip
 
 
 def backward_tile(hidden: int) -> tuple[int, int, int, int]:
