@@ -2,9 +2,11 @@
 
     python benchmarks/bench_decoding.py [--device cuda] [--out FILE.json] [--quick]
 
-There is no incremental decoding yet: the source is encoded once, and each step decodes the whole prefix. Every sentence
-gets the same number of tokens, whatever is predicted. Compared are the logits of the next token at every step of a
-prefix that is given; timed is the loop that takes the most likely token. tokens/s counts those of all sentences.
+There is no incremental decoding yet: the source is encoded once, and each step decodes the whole prefix. What was
+encoded FusedTransformer projects to keys and values once, which plain PyTorch's decoder does at every step; "projected
+at every step" is without that. Every sentence gets the same number of tokens, whatever is predicted. Compared are the
+logits of the next token at every step of a prefix that is given; timed is the loop that takes the most likely token.
+tokens/s counts those of all sentences.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ def plain_masks(model: nn.Module, src_seq: Tensor) -> tuple[Any, Any]:
     return get_pad_mask(src_seq, models.PAD), get_subsequent_mask
 
 
-def provider(name: str, build: models.Build, masks: Any, backend: str | None = None, **notes: Any) -> Provider:
+def provider(
+    name: str, build: models.Build, masks: Any, backend: str | None = None, *, project: bool = False, **notes: Any
+) -> Provider:
+    """project: the encoder's output once, ahead of the steps."""
+
     def make(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
         weights, src_seq, prefix = inputs.leaves, inputs.fixed["src_seq"], inputs.fixed["prefix"]
         model = build(case, 0.0, max(case.length, case.new_tokens + 1))
@@ -55,9 +61,10 @@ def provider(name: str, build: models.Build, masks: Any, backend: str | None = N
             logits = []
             with torch.no_grad(), use_backend(backend):
                 encoded, *_ = model.encoder(src_seq, src_mask)
+                known = {"enc_projected": model.decoder.project_encoder(encoded)} if project else {}
                 tokens = prefix[:, :1]
                 for step in range(case.new_tokens):
-                    decoded, *_ = model.decoder(tokens, trg_mask(tokens), encoded, src_mask)
+                    decoded, *_ = model.decoder(tokens, trg_mask(tokens), encoded, src_mask, **known)
                     logits.append(_project(model, decoded[:, -1]))
                     best = logits[-1].argmax(-1, keepdim=True)
                     tokens = torch.cat([tokens, best], 1) if given is None else given[:, : step + 2]
@@ -79,7 +86,8 @@ def _project(model: nn.Module, decoded: Tensor) -> Tensor:
 def providers(device: torch.device) -> list[Provider]:
     return [
         provider("reference", models.fused, fused_masks, "reference"),
-        provider("default", models.fused, fused_masks, default=True),
+        provider("default", models.fused, fused_masks, project=True, default=True),
+        provider("default, projected at every step", models.fused, fused_masks, without="project_encoder"),
         provider("plain PyTorch", models.plain, plain_masks),
     ]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn import AttentionMask, FusedTransformer
 from translation.data import Pair, pad
@@ -15,6 +15,32 @@ from translation.tokens import BOS, EOS, Tokenizer
 HYPOTHESES = 128  # translated together: as many sentences, or fewer under beam search
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Source sentences as the decoder needs them at every step: a row each."""
+
+    model: FusedTransformer
+    source: Tensor  # (B, Ls) int64, PAD on the right
+    output: Tensor  # (B, Ls, d_model), the encoder's
+    projected: dict[nn.Module, tuple[Tensor, Tensor]]  # keys and values of each decoder layer, made once
+
+    @classmethod
+    def of(cls, model: FusedTransformer, source: Tensor) -> "Encoded":
+        output, *_ = model.encoder(source, model.src_mask(source))
+        return cls(model, source, output, model.decoder.project_encoder(output))
+
+    def take(self, rows: Tensor) -> "Encoded":
+        """These rows, which may be repeated."""
+        projected = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.projected.items()}
+        return Encoded(self.model, self.source[rows], self.output[rows], projected)
+
+    def next_token(self, prefix: Tensor) -> Tensor:
+        """Logits (B, n_trg_vocab) of the token that follows each row of prefix (B, Lt)."""
+        masks = AttentionMask(is_causal=True), self.model.src_mask(self.source)
+        decoded, *_ = self.model.decoder(prefix, masks[0], self.output, masks[1], enc_projected=self.projected)
+        return self.model.project(decoded[:, -1])
+
+
 @torch.no_grad()
 def greedy(model: FusedTransformer, source: Tensor, max_new_tokens: int) -> list[list[int]]:
     """The most likely next token, again and again, until EOS or `max_new_tokens`.
@@ -22,18 +48,19 @@ def greedy(model: FusedTransformer, source: Tensor, max_new_tokens: int) -> list
     source: (B, Ls) int64, PAD on the right. Returns B lists of token ids without BOS and EOS. The source is encoded
     once; sentences that have ended leave the batch. The model must be in eval mode.
     """
-    encoded, *_ = model.encoder(source, model.src_mask(source))  # (B, Ls, d_model)
+    encoded = Encoded.of(model, source)
     prefix = source.new_full((len(source), 1), BOS)
     rows = torch.arange(len(source), device=source.device)  # which sentence each row of the batch is
     translations: list[list[int]] = [[] for _ in range(len(source))]
     for _ in range(max_new_tokens):
-        decoded, *_ = model.decoder(prefix, AttentionMask(is_causal=True), encoded, model.src_mask(source))
-        token = model.project(decoded[:, -1]).argmax(-1)  # (rows,)
+        token = encoded.next_token(prefix).argmax(-1)  # (rows,)
         prefix = torch.cat([prefix, token[:, None]], dim=1)
         going_on = token != EOS
+        if going_on.all():
+            continue
         for row, ids in zip(rows[~going_on].tolist(), prefix[~going_on, 1:-1].tolist(), strict=True):
             translations[row] = ids
-        prefix, rows, encoded, source = (x[going_on] for x in (prefix, rows, encoded, source))
+        prefix, rows, encoded = prefix[going_on], rows[going_on], encoded.take(going_on)
         if not len(rows):
             break
     for row, ids in zip(rows.tolist(), prefix[:, 1:].tolist(), strict=True):
@@ -49,16 +76,14 @@ def beam_search(model: FusedTransformer, source: Tensor, max_new_tokens: int, be
     hypotheses have ended; the best is that of the highest log-likelihood a token, EOS included. Source: Sutskever et
     al. 2014, arXiv:1409.3215, section 3.2, but for the division by the length.
     """
-    encoded, *_ = model.encoder(source, model.src_mask(source))  # (B, Ls, d_model)
-    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(len(source))]  # (log-likelihood a token, ids)
     sentences = list(range(len(source)))  # which one each `beam` rows of the batch are
-    encoded, source = (x.repeat_interleave(beam, dim=0) for x in (encoded, source))
-    prefix = source.new_full((len(source), 1), BOS)
-    likelihood = encoded.new_full((len(sentences), beam), -torch.inf, dtype=torch.float32)
+    encoded = Encoded.of(model, source).take(torch.arange(len(source), device=source.device).repeat_interleave(beam))
+    prefix = source.new_full((len(source) * beam, 1), BOS)
+    likelihood = encoded.output.new_full((len(source), beam), -torch.inf, dtype=torch.float32)
     likelihood[:, 0] = 0  # in the beginning all hypotheses are the same: one counts
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in sentences]  # (log-likelihood a token, ids)
     for length in range(1, max_new_tokens + 1):
-        decoded, *_ = model.decoder(prefix, AttentionMask(is_causal=True), encoded, model.src_mask(source))
-        of_token = model.project(decoded[:, -1]).float().log_softmax(-1).view(len(sentences), beam, -1)
+        of_token = encoded.next_token(prefix).float().log_softmax(-1).view(len(sentences), beam, -1)
         classes = of_token.shape[-1]
         # Twice as many as are kept: at most one continuation of each hypothesis ends it.
         likelihood, choice = (likelihood[:, :, None] + of_token).flatten(1).topk(2 * beam)  # (sentences, 2 * beam)
@@ -72,9 +97,11 @@ def beam_search(model: FusedTransformer, source: Tensor, max_new_tokens: int, be
         likelihood, token, row = (x.gather(1, kept) for x in (likelihood, token, row))
         prefix = torch.cat([prefix[row.flatten()], token.view(-1, 1)], dim=1)
         going_on = torch.tensor([len(finished[sentence]) < beam for sentence in sentences], device=prefix.device)
-        sentences = [sentence for sentence, goes_on in zip(sentences, going_on.tolist(), strict=True) if goes_on]
-        likelihood = likelihood[going_on]
-        prefix, encoded, source = (x[going_on.repeat_interleave(beam)] for x in (prefix, encoded, source))
+        if going_on.all():
+            continue
+        rows = going_on.repeat_interleave(beam)
+        likelihood, prefix, encoded = likelihood[going_on], prefix[rows], encoded.take(rows)
+        sentences = [sentence for sentence in sentences if len(finished[sentence]) < beam]
         if not sentences:
             break
     for i, sentence in enumerate(sentences):

@@ -51,6 +51,8 @@ def attention(
     """As fastattn.reference.attention.attention, which is the specification."""
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
+    if mask is not None and mask.key_padding is not None and _may_look(q):
+        mask = _without_idle_padding(mask)
     apart = sequences(mask, q, k) if mask is not None and _may_look(q) and return_weights is None else None
     if apart is not None:
         return _one_by_one(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
@@ -155,6 +157,26 @@ def _attend(
             weights = weights.where(sees, 0)
         weights = asked_for(return_weights, s, weights, sees)
     return out if sees is None else out.where(sees, 0), lse, weights
+
+
+def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
+    """The mask without its key_padding where that hides nothing, as in a batch of equal lengths; None if that was all.
+
+    Only where values may steer.
+    """
+
+    def build() -> AttentionMask | None:
+        if not mask.key_padding.all():
+            return None
+        tensors, bounds = mask.flatten()
+        return AttentionMask.unflatten([None if t is mask.key_padding else t for t in tensors], bounds, None)
+
+    lighter = mask.cached(("without idle padding",), build)
+    if lighter is None:
+        return mask
+    if mask.bias is not None:
+        return lighter.with_bias(mask.bias)
+    return None if lighter.band_only and lighter.band(1, 1) is None else lighter
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Tensor | None, scale: float) -> Tensor:

@@ -29,6 +29,9 @@ from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
 SCALE_MODES = ("emb", "prj", "none")
 
+# For each decoder layer w_ks and w_vs of the encoder's output, (B, Ls, heads * d_k) and (B, Ls, heads * d_v).
+EncoderProjected = dict[nn.Module, tuple[Tensor, Tensor]]
+
 
 class _Stack(nn.Module):
     """What encoder and decoder share: the way from words into the layers, and out of them.
@@ -170,17 +173,19 @@ class Decoder(_Stack):
         return_attns: bool = False,
         *,
         position: Tensor | None = None,
+        enc_projected: EncoderProjected | None = None,
     ) -> tuple[Tensor] | tuple[Tensor, list[Tensor], list[Tensor]]:
         """trg_seq: integer (B, Lt), Lt <= n_position, else ValueError; enc_output: (B, Ls, d_model).
 
         trg_mask, src_mask: over (Lt, Lt) and (Lt, Ls), each as in Encoder.forward.     position: as there.
+        enc_projected: project_encoder(enc_output), where it was made before: decoding needs it at every step.
         Returns (output (B, Lt, d_model),), and with return_attns two lists of each layer's weights: of the
         self-attention (B, n_head, Lt, Lt), and of the attention to the encoder (B, n_head, Lt, Ls).
         """
         trg_mask, src_mask = as_attention_mask(trg_mask), as_attention_mask(src_mask)
         slf_attns, enc_attns = [], []
         x = self.enter(self.trg_word_emb, trg_seq, position)
-        projected = self.project_encoder(enc_output)
+        projected = self.project_encoder(enc_output) if enc_projected is None else enc_projected
         for layer in self.layer_stack:
             known = {"enc_projected": projected[layer]} if layer in projected else {}
             x, slf_attn, enc_attn = layer(x, enc_output, trg_mask, src_mask, return_attns=return_attns, **known)
@@ -189,7 +194,7 @@ class Decoder(_Stack):
         x = self.leave(x)
         return (x, slf_attns, enc_attns) if return_attns else (x,)
 
-    def project_encoder(self, enc_output: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    def project_encoder(self, enc_output: Tensor) -> EncoderProjected:
         """Keys and values of each layer's attention to the encoder's output (B, Ls, d_model), by one product."""
         layers = self.joined_layers()
         linears = [w for layer in layers for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)]

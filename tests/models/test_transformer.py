@@ -32,6 +32,21 @@ SHARING = [
 ]
 
 
+@torch.no_grad()
+def test_the_encoder_may_be_projected_once(batch):
+    """For decoding, which asks for it at every step. A wrapped layer does so itself."""
+    model = fused().eval()
+    src_seq, trg_seq = batch[:2]
+    masks = model.trg_mask(trg_seq), model.src_mask(src_seq)
+    (encoded,) = model.encoder(src_seq, masks[1])
+    known = model.decoder.project_encoder(encoded)
+    assert list(known) == list(model.decoder.layer_stack)
+    (expected,) = model.decoder(trg_seq, masks[0], encoded, masks[1])
+    assert torch.equal(model.decoder(trg_seq, masks[0], encoded, masks[1], enc_projected=known)[0], expected)
+    other = model.decoder.project_encoder(encoded + 1)
+    assert not torch.allclose(model.decoder(trg_seq, masks[0], encoded, masks[1], enc_projected=other)[0], expected)
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("scale", ["emb", "prj", "none"])
 @pytest.mark.parametrize("sharing", SHARING, ids=lambda s: "-".join(str(on) for on in s.values()))

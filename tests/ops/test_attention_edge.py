@@ -267,6 +267,24 @@ def test_a_named_backend_refuses_with_its_reason() -> None:
         assert reason in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "other", [{}, {"is_causal": True}, {"bias": torch.arange(9.0)}], ids=lambda o: "".join(o) or "alone"
+)
+def test_padding_that_hides_nothing_costs_nothing(other: dict[str, Any]) -> None:
+    """On a CPU aten leaves it out: the result is that without it, bit for bit, until the mask is edited."""
+    p = make(H=2, Lq=9, Lk=9, D=16, mask="none", device=torch.device("cpu"))
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    mask, without = AttentionMask(key_padding=padding, **other), AttentionMask(**other)
+
+    def attend(mask: AttentionMask, backend: str = "aten") -> torch.Tensor:
+        return scaled_dot_product_attention(p.q, p.k, p.v, mask, backend=backend)
+
+    assert torch.equal(attend(mask), attend(without))
+    padding[:, 3] = False
+    torch.testing.assert_close(attend(mask), attend(mask, "reference"), rtol=0, atol=1e-6)
+    assert not torch.allclose(attend(mask), attend(without), atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["key_padding", "decoder", "attn_mask"])
 @pytest.mark.parametrize("Lk", [9, 15, 24, 60])
 def test_keys_that_do_not_fill_a_vector(Lk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
