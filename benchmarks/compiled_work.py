@@ -244,6 +244,7 @@ CUDA: dict[str, Callable[[str], Work]] = {
     "add_layer_norm::backward_kernel": _cuda_norm(_norm(3, 2, 2), _NORM_BACKWARD),
     "add_layer_norm::add_partial_kernel": lambda w: _partials(f"{_CUDA_DTYPES[w]} hidden 1024"),
     "attention::forward_kernel": _of_cuda(_attention(products=2, matrices=4, rows=1)),
+    "attention::short_forward_kernel": _of_cuda(_attention(products=2, matrices=4, rows=1, batch=128, length=128)),
     "attention::forward_sm90_kernel": _of_cuda(_attention(products=2, matrices=4, rows=1)),
     "attention::backward_rows_kernel": _of_cuda(_attention_rows),
     "attention::backward_dq_kernel": _of_cuda(_attention(products=3, matrices=6, rows=2)),

@@ -46,7 +46,7 @@ alignment_kernel(const Alignment p) {
   const Visibility& who = p.visibility;
   const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k);
   const Matrix<T> k(p.k, b, h / (p.shape.heads / p.shape.key_heads), Lk, p.shape.head_dim_k);
-  const Walk walk = plan_walk<kBlockM, kBlockN>(who.lists, b, h, m0, Lq, Lk, who.band_lo, who.band_hi);
+  const Walk walk = plan_walk<kBlockN>(who, b, h, m0, kBlockM, Lq, Lk, who.band_lo, who.band_hi);
   const auto load = [&](int i) {
     load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(shared.k[i % 2], k, walk.tile(i) * kBlockN, [](int) { return true; });
   };

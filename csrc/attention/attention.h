@@ -17,6 +17,7 @@
 namespace fastattn::attention {
 
 constexpr int kMaxHeadDim = 256;
+constexpr int kMaxShort = 128;  // queries and keys, at most, of a short sequence
 
 // Bits stand in blocks of 128 positions, four words a block: position 8 * j + 2 * c + e of a block (j < 16, c < 4, e < 2)
 // is bit 2 * j + e of word c. So a thread that holds an accumulator of mma.m16n8k16 or wgmma, whose columns are
@@ -76,7 +77,7 @@ struct Forward {
   bool tf32;  // float32 is multiplied by tensor cores, rounded to tf32; else exactly
 };
 
-// The tiles for which forward() wants its lists.
+// The tiles for which forward() wants its lists; 0 where it wants none.
 struct TileSize {
   int block_m, block_n;
 };

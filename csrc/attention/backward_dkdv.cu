@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
     const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
     const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
     const Walk walk =
-        plan_walk<kOwn, kStream>(who.lists, b, h, n0, shape.seqlen_k, shape.seqlen_q, -who.band_hi, -who.band_lo);
+        plan_walk<kStream>(who, b, h, n0, kOwn, shape.seqlen_k, shape.seqlen_q, -who.band_hi, -who.band_lo);
 
     const auto load = [&](int i) {
       const int m0 = walk.tile(i) * kStream, stage = i % kStages;

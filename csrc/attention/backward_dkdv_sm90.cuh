@@ -62,7 +62,7 @@ __device__ __forceinline__ Work work_of_block(const Arguments& a) {
 template <class Tiles>
 __device__ __forceinline__ Walk walk_of(const Arguments& a, const Work& work, int h) {
   const Visibility& who = a.p.by_key;
-  return plan_walk<kBlockN, Tiles::kBlockM>(who.lists, work.b, h, work.n0, a.p.shape.seqlen_k, a.p.shape.seqlen_q,
+  return plan_walk<Tiles::kBlockM>(who, work.b, h, work.n0, kBlockN, a.p.shape.seqlen_k, a.p.shape.seqlen_q,
                                             -who.band_hi, -who.band_lo);
 }
 

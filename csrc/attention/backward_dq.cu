@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
   const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
   const Visibility& who = p.by_query;
-  const Walk walk = plan_walk<kOwn, kStream>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo, who.band_hi);
+  const Walk walk = plan_walk<kStream>(who, b, h, m0, kOwn, shape.seqlen_q, shape.seqlen_k, who.band_lo, who.band_hi);
   const int last_m = min(m0 + kOwn, shape.seqlen_q) - 1;
   const DropoutMask dropout(p.dropout);
   const ScoreExponent exponent = exponent_of<T>(p);

@@ -60,7 +60,7 @@ __device__ __forceinline__ Work work_of_block(const Arguments& a) {
   const int heads = shape.batch * shape.heads, head = blockIdx.x % heads, b = head / shape.heads, h = head % shape.heads;
   const int m0 = (blocks_of(shape.seqlen_q, Tiles::kBlockM) - 1 - static_cast<int>(blockIdx.x) / heads) * Tiles::kBlockM;
   const Visibility& who = a.p.by_query;
-  return {b, h, m0, plan_walk<Tiles::kBlockM, Tiles::kBlockN>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo,
+  return {b, h, m0, plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
                                                              who.band_hi)};
 }
 

@@ -5,15 +5,21 @@
 //   longest way. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
 // Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the copy
 //   of the other runs; blocks of one multiprocessor fill each other's waits.
+// Short sequences, Lq and Lk up to 128, of 16-bit types and head dimensions up to 128: one block a (batch, head), with as
+//   many warps as 16 queries want, so that k and v are read once. They want no lists: a block sees for itself how far keys
+//   are padding. Up to head dimension 64 a kernel of their own takes 32 keys a tile: its 127 registers leave room for 16
+//   warps, two blocks of 128 queries, where 64 keys would leave room for one block.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
-//   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 12
+//   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
-//   head_dim 64    162 / 162 registers, 27.0 KiB of shared memory, 3 blocks a multiprocessor
-//   head_dim 128   212 / 214            51.0 KiB                   2
+//   head_dim 64    164 / 162 registers, 27.0 KiB of shared memory, 3 blocks a multiprocessor
+//     short        127 / 127            27.0 KiB of 128 queries,   2
+//   head_dim 128   206 / 210            51.0 KiB                   2; of 128 queries 68.0 KiB, 1
 //   head_dim 256   244 / 248            66.0 KiB                   2
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each type
-//   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to compile.
+//   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to compile; short sequences with
+// 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/walk.cuh"
@@ -21,35 +27,40 @@
 namespace fastattn::attention {
 namespace {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kBlockN>
 struct alignas(16) ForwardShared {
-  using Tile = ForwardTile<T, kHeadDim>;
-  unsigned char q[Tile::kBlockM * kTileStride<T, kHeadDim>];
-  unsigned char k[Tile::kBlockN * kTileStride<T, kHeadDim>], v[Tile::kBlockN * kTileStride<T, kHeadDim>];
+  unsigned char k[kBlockN * kTileStride<T, kHeadDim>], v[kBlockN * kTileStride<T, kHeadDim>];
+  // Behind it: q, 16 rows a warp.
+
+  static size_t bytes(int warps) { return sizeof(ForwardShared) + warps * 16 * kTileStride<T, kHeadDim>; }
 };
 
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, kHeadDim > 64 ? 2 : 3) forward_kernel(const Forward p) {
-  using Tile = ForwardTile<T, kHeadDim>;
-  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kTiles = kBlockN / 8;
-  auto& shared = shared_memory<ForwardShared<T, kHeadDim>>();
+// A block of kThreads threads, or, 0, of any number: 16 queries a warp.
+template <class T, int kHeadDim, int kBlockN, int kThreads>
+__device__ __forceinline__ void attend(const Forward& p) {
+  constexpr int kTiles = kBlockN / 8;
+  auto& shared = shared_memory<ForwardShared<T, kHeadDim, kBlockN>>();
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
-  const int query_tiles = blocks_of(Lq, kBlockM), m0 = (query_tiles - 1 - blockIdx.x % query_tiles) * kBlockM;
+  const int block_m = (kThreads > 0 ? kThreads : blockDim.x) / 2, query_tiles = blocks_of(Lq, block_m);
+  const int m0 = (query_tiles - 1 - static_cast<int>(blockIdx.x) % query_tiles) * block_m;
   const int head = blockIdx.x / query_tiles, h = head % p.shape.heads, b = head / p.shape.heads;
   const int key_head = h / (p.shape.heads / p.shape.key_heads);
   const int own = threadIdx.x / 32 * 16, m = m0 + own + g;  // this warp's first query in the tile; this lane's two: m, m + 8
+  unsigned char* const own_q = reinterpret_cast<unsigned char*>(&shared + 1) + own * kTileStride<T, kHeadDim>;
   const int64_t row = static_cast<int64_t>(head) * Lq + m;
   const Visibility& who = p.visibility;
-  const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k), out(p.out, b, h, Lq, p.shape.head_dim_v);
-  const Matrix<T> k(p.k, b, key_head, Lk, p.shape.head_dim_k), v(p.v, b, key_head, Lk, p.shape.head_dim_v);
   const DropoutMask dropout(p.dropout);
 
   // Keys that no query of the tile sees are left out: what they hold is nobody's business.
-  const Walk walk = plan_walk<kBlockM, kBlockN>(who.lists, b, h, m0, Lq, Lk, who.band_lo, who.band_hi);
-  const int first_key = m0 + who.band_lo, last_key = min(m0 + kBlockM, Lq) - 1 + who.band_hi;
-  const auto load_keys = [&](unsigned char* tile, const Matrix<T>& x, int i) {
+  Walk walk = plan_walk<kBlockN>(who, b, h, m0, block_m, Lq, Lk, who.band_lo, who.band_hi);
+  if (kThreads == 0 && who.bits != nullptr && who.lists.tiles == nullptr)  // a tail of padding need not be visited
+    while (walk.count > 0 && !tile_is_seen<kBlockN>(who, b, h, walk.tile(walk.count - 1) * kBlockN, Lk))
+      walk.partial = --walk.count;
+  const int first_key = m0 + who.band_lo, last_key = min(m0 + block_m, Lq) - 1 + who.band_hi;
+  const auto load_keys = [&](unsigned char* tile, const Rows& of, int columns, int i) {
+    const Matrix<T> x(of, b, key_head, Lk, columns);  // made where it is used: registers are scarce
     const bool all = i >= walk.partial && p.bias.data == nullptr;
-    load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(tile, x, walk.tile(i) * kBlockN, [&](int n) {
+    load_tile<T, kBlockN, kHeadDim, kThreads>(tile, x, walk.tile(i) * kBlockN, [&](int n) {
       return all || (n >= first_key && n <= last_key && key_is_seen(who, b, h, n));
     });
     cp_async_commit();
@@ -58,19 +69,19 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, kHeadDim >
   const Exponent<T> exponent(p.bias, p.softmax_scale);
   float sum[kHeadDim / 8][4] = {};
   float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; the sum of this lane's columns
-  load_tile<T, kBlockM, kHeadDim, Tile::kThreads>(shared.q, q, m0, [](int) { return true; });
+  load_tile<T, 16, kHeadDim, 32>(own_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + own, [](int) { return true; });
   cp_async_commit();
-  if (walk.count > 0) load_keys(shared.k, k, 0);
+  if (walk.count > 0) load_keys(shared.k, p.k, p.shape.head_dim_k, 0);
   for (int i = 0; i < walk.count; i++) {
     const int n0 = walk.tile(i) * kBlockN;
     cp_async_wait<0>();
     __syncthreads();  // k is there, and v was read
-    load_keys(shared.v, v, i);
+    load_keys(shared.v, p.v, p.shape.head_dim_v, i);
     float s[kTiles][4];  // (j, e) is query m + e / 2 * 8, key n0 + 8 j + 2 c + e % 2
-    multiply_rows<T, kHeadDim>(s, shared.q, own, shared.k);
+    multiply_rows<T, kHeadDim>(s, own_q, 0, shared.k);
     cp_async_wait<0>();
     __syncthreads();  // v is there, and k was read
-    if (i + 1 < walk.count) load_keys(shared.k, k, i + 1);
+    if (i + 1 < walk.count) load_keys(shared.k, p.k, p.shape.head_dim_k, i + 1);
 
     exponent.scale(s);
     if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
@@ -108,22 +119,47 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, kHeadDim >
     if (c == 0 && m + 8 * half < Lq)
       p.lse[row + 8 * half] = total == 0.0f ? -kInfinity : row_max[half] * (exponent.unit * kLn2) + logf(total);
   }
-  store_tile<T, kHeadDim>(out, m0 + own, shared.q + own * kTileStride<T, kHeadDim>, sum, 1.0f);
+  store_tile<T, kHeadDim>(Matrix<T>(p.out, b, h, Lq, p.shape.head_dim_v), m0 + own, own_q, sum, 1.0f);
+}
+
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(kHeadDim > 64 ? 256 : 128, kHeadDim > 64 ? 1 : 3) forward_kernel(const Forward p) {
+  using Tile = ForwardTile<T, kHeadDim>;
+  attend<T, kHeadDim, Tile::kBlockN, kHeadDim == 128 ? 0 : Tile::kThreads>(p);
+}
+
+// Of short sequences, head dimension up to 64.
+template <class T>
+__global__ void __launch_bounds__(256, 2) short_forward_kernel(const Forward p) {
+  attend<T, 64, 32, 0>(p);
+}
+
+bool is_short_forward(const Shape& shape, DType dtype) {
+  return dtype != DType::float32 && std::max(shape.head_dim_k, shape.head_dim_v) <= 128 &&
+         std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort;
 }
 
 template <class T, int kHeadDim>
 void launch_forward(const Forward& p, cudaStream_t stream) {
   using Tile = ForwardTile<T, kHeadDim>;
-  const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.heads * blocks_of(p.shape.seqlen_q, Tile::kBlockM);
-  if (blocks > 0)
-    launch(forward_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
-           sizeof(ForwardShared<T, kHeadDim>), stream, p);
+  const auto run = [&](auto kernel, auto block_n, int warps) {
+    const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.heads * blocks_of(p.shape.seqlen_q, 16 * warps);
+    if (blocks > 0)
+      launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(32 * warps),
+             ForwardShared<T, kHeadDim, block_n()>::bytes(warps), stream, p);
+  };
+  const bool is_short = is_short_forward(p.shape, p.dtype);
+  if constexpr (sizeof(T) == 2 && kHeadDim == 64) {
+    if (is_short) return run(short_forward_kernel<T>, Int<32>{}, blocks_of(p.shape.seqlen_q, 16));
+  }
+  run(forward_kernel<T, kHeadDim>, Int<Tile::kBlockN>{}, is_short ? blocks_of(p.shape.seqlen_q, 16) : Tile::kWarps);
 }
 
 }  // namespace
 
 TileSize forward_tile(const Shape& shape, DType dtype) {
-  TileSize size;
+  TileSize size = {};
+  if (is_short_forward(shape, dtype)) return size;
   with_head_dim(shape, [&](auto head_dim) {
     with_type(dtype, false, [&](auto t) {
       using Tile = ForwardTile<decltype(t), head_dim()>;

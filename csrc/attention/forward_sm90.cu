@@ -5,6 +5,11 @@
 // Grid: a block per multiprocessor, which takes one (batch, head, tile of kBlockM queries) after the other; the last
 //   queries of a head first, as they have the longest way under a causal mask, and heads whose keys and values fit in the
 //   L2 cache together.
+// Short sequences, Lq and Lk up to 128, head dimension up to 128: a (batch, head) is one tile of queries and one of keys, so
+//   that everything is read once, in one launch. At head dimension 64, 128 queries and keys, a tile reads and writes 64 KiB,
+//   2.1 us of a multiprocessor's share of 4 TB/s; k and v of the tile after, 32 KiB, are copied meanwhile, q after the product
+//   of the scores. The sm_80 kernel reads the same bytes in blocks of their own, two a multiprocessor, with mma.sync at half the
+//   rate: nothing says that it would be faster, and a record must decide.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
 // Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), the sum (kHeadDim / 2).
 // Shared memory: the queries, two stages of keys and of values, the output on its way out.
@@ -324,17 +329,19 @@ void run(const Forward& p, int* next_work, cudaStream_t stream) {
   int device, multiprocessors;
   FASTATTN_CHECK(cudaGetDevice(&device));
   FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int works = s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM), blocks = std::min(works, multiprocessors);
+  // Of equal ones, a (batch, head) each, blocks take every so many, which saves the launch that clears the count.
+  const bool alike = s.seqlen_q <= Tiles::kBlockM && s.seqlen_k <= Tiles::kBlockN;
   const Arguments a{p,
                     map_of(p.q, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, Tiles::kBlockM),
                     map_of(p.k, s.head_dim_k, keys.first, keys.count, s.key_heads, s.batch, Tiles::kBlockN),
                     map_of(p.v, s.head_dim_v, keys.first, keys.count, s.key_heads, s.batch, Tiles::kBlockN),
                     map_of(p.out, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, kRowsOfGroup),
                     keys.first,
-                    s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM),
+                    works,
                     static_cast<int>(std::clamp<int64_t>(fitting, 1, s.batch * s.heads)) * (s.heads / s.key_heads),
-                    next_work};
-  const int blocks = std::min(a.works, multiprocessors);
-  if (a.works > blocks) FASTATTN_CHECK(cudaMemsetAsync(next_work, 0, sizeof(int), stream));
+                    works > blocks && !alike ? next_work : nullptr};
+  if (a.next_work != nullptr) FASTATTN_CHECK(cudaMemsetAsync(next_work, 0, sizeof(int), stream));
   const bool general = p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.softmax_scale <= 0.0f;
   launch(general ? forward_sm90_kernel<T, Tiles, true> : forward_sm90_kernel<T, Tiles, false>, dim3(blocks),
          dim3(Tiles::kThreads), sizeof(Shared<Tiles>), stream, a);

@@ -36,7 +36,7 @@ struct Arguments {
   TensorMap q, k, v, out;
   int key_begin;  // the first key that k and v hold: those that the band hides from all queries are outside, and read as zero
   int works, heads_together;
-  int* next_work;
+  int* next_work;  // null: every gridDim.x-th work
 };
 
 struct Work {
@@ -53,7 +53,7 @@ __device__ __forceinline__ Work work_at(const Arguments& a, int index) {
   const int head = first + rest % heads, b = head / shape.heads, h = head % shape.heads;
   const int m0 = (tiles - 1 - rest / heads) * Tiles::kBlockM;
   const Visibility& who = a.p.visibility;
-  return {b, h, m0, plan_walk<Tiles::kBlockM, Tiles::kBlockN>(who.lists, b, h, m0, shape.seqlen_q, shape.seqlen_k, who.band_lo,
+  return {b, h, m0, plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
                                                              who.band_hi)};
 }
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
       if (i + 1 < work.walk.count) load(keys, shared.k, a.k, shared.full_k, shared.empty_k, work, i + 1);
       if (i >= 0) load(values, shared.v, a.v, shared.full_v, shared.empty_v, work, i);
     }
-    index = a.works > static_cast<int>(gridDim.x) ? gridDim.x + atomicAdd(a.next_work, 1) : a.works;
+    index = a.next_work == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(a.next_work, 1);
   }
   shared.full_q.arrive();
 }

@@ -4,8 +4,6 @@
 
 namespace fastattn::attention {
 
-constexpr int kMaxShort = 128;
-
 // Should short_backward serve? It takes 16-bit types, head dimensions up to 128, and what a block of the device can hold;
 // and, as a block takes the query heads of a group one after the other, groups only where there is a block for every
 // multiprocessor. It makes no dbias: where that is needed, of a bias that has keys, the other kernels serve.

@@ -41,22 +41,23 @@ struct Matrix {
 };
 
 // Starts to copy rows first .. first + kRows - 1 of a matrix into a tile. A row that takes no part is not read: it is zero.
-// kThreads threads share the work, the whole block or a warp; a commit and a wait end it.
-template <class T, int kRows, int kHeadDim, int kThreads, class TakesPart>
+// kThreads threads share the work, a warp or the whole block, 0: whatever size it has; a commit and a wait end it.
+template <class T, int kRows, int kHeadDim, int kThreads = 0, class TakesPart>
 __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& x, int first, TakesPart takes_part) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(T)), kVectors = kHeadDim / kVector;
+  const int threads = kThreads > 0 ? kThreads : static_cast<int>(blockDim.x), thread = threadIdx.x % threads;
   const auto inside = [&](int row) { return first + row < x.rows && takes_part(first + row); };
   if (x.vectors) {
 #pragma unroll 4
-    for (int i = 0; i < kRows * kVectors; i += kThreads) {
-      const int at = i + threadIdx.x % kThreads, row = at / kVectors, column = at % kVectors * kVector;
-      if (kRows * kVectors % kThreads != 0 && at >= kRows * kVectors) break;
+    for (int i = 0; i < kRows * kVectors; i += threads) {
+      const int at = i + thread, row = at / kVectors, column = at % kVectors * kVector;
+      if (kRows * kVectors % threads != 0 && at >= kRows * kVectors) break;
       cp_async(tile + row * kTileStride<T, kHeadDim> + column * sizeof(T), x.row(first + row) + column,
                column < x.columns && inside(row));
     }
   } else {
 #pragma unroll 1
-    for (int i = threadIdx.x % kThreads; i < kRows * kHeadDim; i += kThreads) {
+    for (int i = thread; i < kRows * kHeadDim; i += threads) {
       const int row = i / kHeadDim, column = i % kHeadDim;
       Element<T>* const to = reinterpret_cast<Element<T>*>(tile + row * kTileStride<T, kHeadDim>) + column;
       *to = column < x.columns && inside(row) ? x.row(first + row)[column] : Element<T>(0.0f);

@@ -16,16 +16,18 @@ struct Walk {
   }
 };
 
-// Rows own .. own + kOwn - 1 of a side of `rows`; row r sees columns r + low .. r + high of `columns`, or what the lists say.
-template <int kOwn, int kStream>
-__device__ __forceinline__ Walk plan_walk(const TileLists& lists, int64_t b, int64_t h, int own, int rows, int columns,
-                                          int low, int high) {
+// Rows own .. own + own_rows - 1 of a side of `rows`, a tile of them; row r sees columns r + low .. r + high of `columns`,
+// or what the lists say. Where bits come without lists, every tile is a partial one.
+template <int kStream>
+__device__ __forceinline__ Walk plan_walk(const Visibility& who, int64_t b, int64_t h, int own, int own_rows, int rows,
+                                          int columns, int low, int high) {
+  const TileLists& lists = who.lists;
   if (lists.tiles != nullptr) {
-    const int64_t list = b * lists.stride_b + h * lists.stride_h + own / kOwn;
+    const int64_t list = b * lists.stride_b + h * lists.stride_h + own / own_rows;
     const int2 counts = lists.counts[list];
     return {lists.tiles + list * lists.max_tiles, 0, 0, counts.x, counts.y};
   }
-  const int last = min(own + kOwn, rows) - 1;
+  const int last = min(own + own_rows, rows) - 1;
   const int begin_first = max(own + low, 0), begin_last = max(last + low, 0);
   const int end_first = max(min(own + high + 1, columns), 0), end_last = max(min(last + high + 1, columns), 0);
   Walk walk = {nullptr, begin_first / kStream, 0, 0, 0};
@@ -34,6 +36,7 @@ __device__ __forceinline__ Walk plan_walk(const TileLists& lists, int64_t b, int
   const int full = max(min(end_first / kStream, end) - full_from, 0);
   walk.left = full > 0 ? full_from - walk.first : walk.count;
   walk.partial = walk.count - full;
+  if (who.bits != nullptr) walk.left = walk.partial = walk.count;
   return walk;
 }
 
@@ -63,6 +66,16 @@ __device__ __forceinline__ uint32_t sees(const Visibility& who, int64_t b, int64
 // Does the mask, bias included, leave key n to some query? Keys that a band hides are not asked for.
 __device__ __forceinline__ bool key_is_seen(const Visibility& who, int64_t b, int64_t h, int n) {
   return who.seen == nullptr || (who.seen[b * who.seen_stride_b + h * who.seen_stride_h + n / 32] >> n % 32 & 1) != 0;
+}
+
+// The same of any of the keys n0 .. n0 + kKeys - 1; n0 is a multiple of 32.
+template <int kKeys>
+__device__ __forceinline__ bool tile_is_seen(const Visibility& who, int64_t b, int64_t h, int n0, int keys) {
+  uint32_t some = 0;
+#pragma unroll
+  for (int n = n0; n < n0 + kKeys; n += 32)
+    if (n < keys) some |= who.seen[b * who.seen_stride_b + h * who.seen_stride_h + n / 32];
+  return some != 0;
 }
 
 }  // namespace fastattn::attention

@@ -107,7 +107,8 @@ def visibility(
 ) -> tuple[tuple[int, ...], list[Tensor | None]]:
     """The integers of struct Visibility, and the tensors whose addresses are among them: keep those until the launch.
 
-    by_key: for a kernel that walks along the queries of a key tile; its bits are the transposed ones.
+    by_key: for a kernel that walks along the queries of a key tile; its bits are the transposed ones. block_m 0: for a
+    kernel that wants no lists.
     """
 
     def build() -> tuple[tuple[int, ...], list[Tensor | None]]:
@@ -115,9 +116,11 @@ def visibility(
         if mask is None or mask.band_only:
             return (*band(mask, Lq, Lk), *(0,) * 8, *_with_strides(seen, 2)), [seen]
         words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
-        lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
-        list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
-        listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
+        lists, listed = (), (0,) * 5
+        if block_m > 0:
+            lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
+            list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
+            listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
         numbers = (*band(mask, Lq, Lk), *_with_strides(words, 2), *listed, *_with_strides(seen, 2))
         return numbers, [seen, words, *lists]
 
@@ -130,10 +133,7 @@ def elements(
     mask: AttentionMask | None, Lq: int, Lk: int, device: torch.device
 ) -> tuple[tuple[int, ...], list[Tensor | None]]:
     """The same for a kernel that looks at every tile: no lists. Its rows are queries."""
-    if mask is None or mask.band_only:
-        return visibility(mask, Lq, Lk, 0, 0, False, device)
-    seen, words = seen_keys(mask, Lq, Lk, device), bits(mask, Lq, Lk, device)
-    return (*band(mask, Lq, Lk), *_with_strides(words, 2), *(0,) * 5, *_with_strides(seen, 2)), [seen, words]
+    return visibility(mask, Lq, Lk, 0, 0, False, device)
 
 
 def band(mask: AttentionMask | None, Lq: int, Lk: int) -> tuple[int, int]:

@@ -61,6 +61,16 @@ def test_tensor_cores_and_vectors(name: str, columns: int) -> None:
             assert kernel.tensor == 0, f"exact float32 has no tensor cores: {kernel}"
 
 
+def test_short_forward() -> None:
+    """Up to head dimension 64; two blocks of 128 queries a multiprocessor, as the header of forward.cu says."""
+    found = [kernel for kernel in cuda_kernels() if kernel.name == "attention::short_forward_kernel"]
+    assert {(kernel.arch, kernel.case) for kernel in found} == {(a, t) for a in ARCHS for t in TENSOR_TYPES[:2]}
+    for kernel in found:
+        print(kernel)
+        assert kernel.spills == 0 and kernel.warps == 8 and kernel.blocks == 2, kernel
+        assert kernel.count("HMMA") >= 2 * 64 // 16 * 32 // 8 and kernel.count("LDGSTS.128") >= 2, kernel
+
+
 def test_alignment() -> None:
     """The products of a tile and comparisons: no exponential, and of keys one store a row."""
     for (_, kind, head_dim), kernel in kernels("alignment_kernel").items():

@@ -50,10 +50,21 @@ def test_several_tiles(kind: str, dtype: torch.dtype, device: torch.device) -> N
     check(make(B=1, H=2, Lq=200, Lk=270, D=64, mask=kind, dtype=dtype, dropout_p=0.1, device=device), device)
 
 
-@pytest.mark.parametrize("Lq, Lk", [(1, 1), (1, 65), (129, 1), (16, 17), (64, 192), (65, 127), (128, 129)])
+LENGTHS = [(1, 1), (1, 65), (129, 1), (16, 17), (64, 192), (65, 127), (128, 129), (17, 64), (127, 100), (128, 128)]
+
+
+@pytest.mark.parametrize("Lq, Lk", LENGTHS)
 def test_lengths_at_tile_edges(Lq: int, Lk: int, device: torch.device) -> None:
     mask = {"is_causal": True, "align": "bottom_right"} if Lq <= Lk else {"key_padding": prefix([Lk], Lk).to(device)}
     check(make(B=1, H=8 if Lq * Lk == 1 else 1, Lq=Lq, Lk=Lk, D=16, dtype=BFLOAT16, mask=mask, device=device), device)
+
+
+@pytest.mark.parametrize("kind", ["none", "window", "key_padding", "key_padding_holes", "attn_mask", "decoder"])
+def test_short_sequences(kind: str, device: torch.device) -> None:
+    """A warp for every 16 queries, and keys that are padding to the end, which are not visited."""
+    options = dict(B=2, mask=kind, dropout_p=0.2, bias=(2, 1, 1, 100), device=device)
+    check(make(H=2, Hk=1, Lq=100, Lk=100, D=40, dtype=BFLOAT16, **options), device)
+    check(make(H=1, Lq=120, Lk=100, D=72, dtype=FLOAT16, **options), device)
 
 
 @pytest.mark.parametrize("D", [1, 8, 16, 33, 40, 64, 72, 80, 96, 127, 128, 160, 256])
@@ -125,15 +136,15 @@ def test_memory_orders(dtype: torch.dtype, device: torch.device) -> None:
     assert solve(by_position, room_call("cuda", device), needs="").out.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+@pytest.mark.parametrize("garbage, Lk", [(torch.nan, 150), (torch.inf, 120)], ids=["nan", "inf, short"])
 @pytest.mark.parametrize(
     "kind", ["window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder", "bias"]
 )
-def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, device: torch.device) -> None:
+def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, Lk: int, device: torch.device) -> None:
     """Unseen keys and values, and queries that see nothing, may hold anything."""
-    p = make(B=2, H=2, Lq=40, Lk=150, D=16, dtype=BFLOAT16, mask="none" if kind == "bias" else kind, device=device)
+    p = make(B=2, H=2, Lq=40, Lk=Lk, D=16, dtype=BFLOAT16, mask="none" if kind == "bias" else kind, device=device)
     if kind == "bias":
-        bias = torch.zeros(2, 1, 40, 150, device=device)
+        bias = torch.zeros(2, 1, 40, Lk, device=device)
         bias[0, :, :, 70:] = bias[1, :, :, 3] = bias[1, :, 17] = -torch.inf
         p = p.but(bias=bias)
     keep = AttentionMask(**p.mask).dense(*p.shape, device)
@@ -150,11 +161,12 @@ def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, device: tor
 RACES = [
     dict(B=1, H=2, Lq=70, Lk=200, D=32, mask="decoder", dropout_p=0.2, bias=(1, 1, 1, 200)),
     dict(B=1, H=1, Lq=130, Lk=300, D=64, mask="none"),
+    dict(B=1, H=2, Lq=90, Lk=70, D=40, mask="key_padding", dropout_p=0.2),
 ]
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-@pytest.mark.parametrize("arguments", RACES, ids=["everything", "nothing"])
+@pytest.mark.parametrize("arguments", RACES, ids=["everything", "nothing", "short"])
 def test_bits_do_not_depend_on_the_run(
     arguments: dict, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def problems() -> dict[str, Problem]:
         "lists": make(**bf16, Lq=150, Lk=280, mask="segments_causal"),
         "padding": make(**bf16, Lq=70, Lk=280, mask={"key_padding": prefix([200], 280)}),
         "far": make(**bf16, Lq=70, Lk=90).but(bias=far),
+        "short": make(**bf16, Lq=100, Lk=120, mask={"key_padding": prefix([70], 120)}),
         "unseen": make(B=2, H=1, D=40, Lq=40, Lk=90, dtype=torch.bfloat16, mask="key_padding_holes"),
         "hidden by a bias": make(**bf16, Lq=70, Lk=90).but(bias=hidden),
         # For what return_weights asks besides the weights of all heads.
@@ -83,6 +84,9 @@ BUGS = [
     Bug("another key head", "heads", FORWARD, "h / (p.shape.heads / p.shape.key_heads);", "h % p.shape.key_heads;"),
     Bug("lse in another unit", "full", FORWARD, "(exponent.unit * kLn2)", "kLn2"),
     Bug("unseen keys loaded", "unseen", FORWARD, "key_is_seen(who, b, h, n)", "true"),
+    Bug("a tail that is seen left out", "short", FORWARD, "walk.tile(walk.count - 1)", "walk.tile(walk.count)"),
+    Bug("tiles without a list called full", "short", "attention/walk.cuh", "= walk.partial = walk.count;", ";"),
+    Bug("queries of another warp", "short", FORWARD, "+ own * kTileStride<T, kHeadDim>;", "+ 0 * own;"),
     Bug("a row's maximum over two lanes", "full", "common/softmax.cuh", QUAD_MAX, "value"),
     Bug("calls of a quad swapped", "all", "common/philox.cuh", "<< 8 * lane;", "<< 8 * (lane ^ 1);"),
     Bug("the bias of another query", "all", SCORES, "bias(query, key) : 0.0f", "bias(m, key) : 0.0f"),
