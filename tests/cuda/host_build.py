@@ -30,6 +30,8 @@ SM90_COMPLETIONS = (*COMPLETIONS, "crossed")  # where work also reads shared mem
 # Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/host/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_HOST")
 FLAGS += ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi")
+# As other processors have it: no switch of csrc/host/fiber.cpp, aarch64's unsigned char, and pages of 64 KiB on some.
+ELSEWHERE = ("-DFASTATTN_HOST_UCONTEXT", "-funsigned-char", "-DLARGE_PAGES")
 
 
 @cache

@@ -14,17 +14,17 @@ from pathlib import Path
 import host_build
 import pytest
 import torch
-from host_build import ORDERS, SM90_COMPLETIONS
+from host_build import ELSEWHERE, ORDERS, SM90_COMPLETIONS
 
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
 Setting = Callable[[tuple[str, str]], None]
 
 
-@pytest.fixture(scope="session", params=["own switch", "ucontext"])
+@pytest.fixture(scope="session", params=[(), ELSEWHERE], ids=["as here", "as elsewhere"])
 def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
-    options = ["-DFASTATTN_HOST_UCONTEXT"] if request.param == "ucontext" else []
+    """hopper.cu, as this processor and as others compile it."""
     source = Path(__file__).with_name("hopper.cu")
-    library = ctypes.CDLL(str(host_build.build("hopper", [source], build_folder, *options)))
+    library = ctypes.CDLL(str(host_build.build("hopper", [source], build_folder, *request.param)))
     library.run_products.restype = library.run_transposed.restype = ctypes.c_char_p
     return library
 

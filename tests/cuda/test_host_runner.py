@@ -9,19 +9,18 @@ from pathlib import Path
 import host_build
 import pytest
 import torch
-from host_build import ORDERS
+from host_build import ELSEWHERE, ORDERS
 from torch import Tensor
 
 THREADS = 128
 Runner = Callable[[str], Tensor]
 
 
-@pytest.fixture(scope="session", params=["own switch", "ucontext"])
+@pytest.fixture(scope="session", params=[(), ELSEWHERE], ids=["as here", "as elsewhere"])
 def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
-    """errors.cu, with both ways of switching between threads; on other processors than x86-64 they are the same."""
-    options = ["-DFASTATTN_HOST_UCONTEXT"] if request.param == "ucontext" else []
+    """errors.cu, as this processor and as others compile it."""
     source = Path(__file__).with_name("errors.cu")
-    library = ctypes.CDLL(str(host_build.build("errors", [source], build_folder, *options)))
+    library = ctypes.CDLL(str(host_build.build("errors", [source], build_folder, *request.param)))
     library.run_kernel.restype = ctypes.c_char_p
     return library
 
