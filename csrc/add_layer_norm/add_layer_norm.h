@@ -1,10 +1,10 @@
 // Dropout + residual + LayerNorm or RMSNorm.   Specification: fastattn/reference/add_layer_norm.py
 //
-//   z = residual + dropout(x);   out = (z - mean) * rstd * weight + bias;   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
+//   z = residual + dropout(x + x_bias);   out = (z - mean) * rstd * weight + bias;   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
 //   RMSNorm, where bias is null:  out = z * rstd * weight;   1 / rstd^2 = mean(z^2) + eps
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
-// (hidden,), both of type float32 or both of type T. Pointers are device pointers, of any alignment: 16-byte vectors are
+// (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either. Pointers are device pointers, of any alignment: 16-byte vectors are
 // used where all of them and the row length allow. hidden <= norm::kMaxHidden, rows is any 64-bit count, zero included.
 // Sums and statistics run in float32. Nothing synchronises with the host.
 #pragma once
@@ -21,6 +21,7 @@ struct Forward {
   const void* residual;  // in   (rows, hidden) T, or null: z = dropout(x)
   const void* weight;    // in   (hidden,) weight_dtype
   const void* bias;      // in   (hidden,) weight_dtype, or null: RMSNorm
+  Array x_bias;          // in   (hidden,), or null: 0
   void* out;             // out  (rows, hidden) T
   void* z;               // out  (rows, hidden) T, the rounded sum, for backward; or null: not stored
   float* statistics;     // out  (2 rows + norm::kTickets,): mean and rstd of z before it is rounded, and zeros for backward
@@ -32,6 +33,8 @@ struct Forward {
 };
 
 struct Backward {
+  static constexpr bool kHasXBias = true;  // norm_backward.cuh: there may be one
+
   const void* dout;    // in   (rows, hidden) T
   const void* dz;      // in   (rows, hidden) T, the gradient of a returned z; or null: z was not returned
   const void* z;       // in   (rows, hidden) T, from forward
@@ -41,7 +44,8 @@ struct Backward {
   void* dx;            // out  (rows, hidden) T, dropout applied to dsum; or null
   void* dweight;       // out  (hidden,) weight_dtype
   void* dbias;         // out  (hidden,) weight_dtype, or null: RMSNorm
-  float* partial;      // work (norm::backward_partials(blocks), 2, hidden), RMSNorm (.., hidden): sums of dweight and dbias
+  Array dx_bias;       // out  (hidden,), or null: there is no x_bias
+  float* partial;      // work (norm::backward_partials(blocks), 1 to 3, hidden): sums of dweight, dbias if any, dx_bias if any
   int64_t rows;
   int hidden, blocks;
   Dropout dropout;

@@ -2,7 +2,7 @@
 //
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dsum = (g - mean(g) - normal * mean(g * normal)) * rstd + dz       (means along the row)
-//   dx = dropout(dsum);   dweight = sum over rows of dout * normal;   dbias = sum over rows of dout
+//   dx = dropout(dsum);   dweight = sum over rows of dout * normal;   dbias = sum over rows of dout;   dx_bias = of dx
 //   RMSNorm: mean and mean(g) are 0, and there is no dbias
 //
 // Grid: about two blocks of 256 threads a multiprocessor, each walking the rows in strides of the grid. A row belongs to
@@ -10,7 +10,8 @@
 // Registers: a thread owns the same columns in every row, so it sums their dweight and dbias in registers, and keeps
 //   their weight there. dout and z of the row stay in registers, as read, between the two passes; beyond hidden 8192,
 //   where 512 threads have no room for them, the second pass reads them again, from L2.
-// Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias.
+// Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias. With x_bias, each
+//   thread's sums of dx, 16 to 64 KiB: read, added to and written for each row, 8 bytes an element of 128 a clock.
 // Code: all but how z is read and its gradient written is in common/norm_backward.cuh, shared with embed_layer_norm.
 // Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024 the
 //   last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order: who adds
@@ -20,7 +21,8 @@
 //   and 3 of loads at any width, and 2 to 3 us of the host, which eager training of small models waits for.
 // Traffic: reads dout, z (, dz), writes dsum (, dx): 6 to 10 bytes an element in 16-bit types. `partial` is written and
 //   read once: 264 blocks at hidden 1024 make 2.2 MB, which stays in L2.
-// Dropped before measuring: one last block for all of `partial`, 11 us at hidden 512.
+// Dropped before measuring: one last block for all of `partial`, 11 us at hidden 512; the sums of dx in registers, which spill
+//   where a thread holds two chunks.
 #include "add_layer_norm/rows.cuh"
 #include "common/norm_backward.cuh"
 
@@ -76,7 +78,7 @@ int backward_blocks(int64_t rows, int hidden, int multiprocessors) {
 }
 
 void backward(const Backward& p, cudaStream_t stream) {
-  const norm::BackwardGrid launched = norm::backward_grid(p.hidden, kKeepChunks);
+  const norm::BackwardGrid launched = norm::backward_grid(p.hidden, kKeepChunks, norm::has_dx_bias(p));
   if (p.blocks > 0) {
     const bool is_aligned = aligned(p.hidden, p.dout, p.dz, p.z, p.weight, p.dsum, p.dx);
     dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
@@ -84,7 +86,7 @@ void backward(const Backward& p, cudaStream_t stream) {
     });
   }
   if (norm::backward_finishes(p.blocks, p.hidden)) return;
-  const dim3 grid = norm::add_partial_grid(p.dbias ? 2 * p.hidden : p.hidden);
+  const dim3 grid = norm::add_partial_grid(norm::width_of(p));
   dtype_switch(p.weight_dtype, [&](auto w) {
     launch(add_partial_kernel<decltype(w)>, grid, dim3(kWarp, norm::kAddRows), sizeof(norm::AddShared), stream, p);
   });

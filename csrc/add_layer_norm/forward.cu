@@ -4,14 +4,24 @@
 // Registers: a thread holds up to 32 elements of z as float32, so x and residual are read once and the variance is
 //   two-pass: the mean square of z - mean, with none of the cancellation of E[z^2] - mean^2.
 // Shared memory: the warps' partial sums, where a row has several.
-// Traffic: reads x and residual, writes z and out, 8 bytes an element in 16-bit types (4 without residual and dropout,
-//   where z is x). weight and bias stay in L1. The dropout mask is computed, never stored.
-// Dropped before measuring: dropout, residual and RMSNorm as template parameters. They are uniform branches, and would
-//   make eight times as many kernels to compile.
+// Traffic: reads x and residual, writes z and out, 8 bytes an element in 16-bit types (4 without residual,
+//   dropout and x_bias, where z is x). weight, bias and x_bias stay in L1. The dropout mask is computed, never stored.
+// Dropped before measuring: dropout, residual, x_bias and RMSNorm as template parameters. They are uniform branches, and would
+//   make sixteen times as many kernels to compile.
 #include "add_layer_norm/rows.cuh"
 
 namespace fastattn::add_layer_norm {
 namespace {
+
+template <bool kAligned, class T>
+__device__ __forceinline__ void add(float (&values)[kChunk], const T* from, int count) {
+  Chunk<T> chunk;
+  chunk.template load<kAligned>(from, count);
+  float more[kChunk];
+  chunk.unpack(more);
+#pragma unroll
+  for (int j = 0; j < kChunk; j++) values[j] += more[j];
+}
 
 template <class T, class W, int kChunks, bool kAligned>
 __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forward p) {
@@ -36,6 +46,11 @@ __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forwar
   for (int c = 0; c < kChunks; c++) {
     float skip[kChunk];
     x_chunk[c].unpack(z[c]);
+    if (p.x_bias) {
+      const int inside = columns_inside<kAligned>(column(c), p.hidden);
+      p.x_bias.dtype == DType::float32 ? add<kAligned>(z[c], static_cast<const float*>(p.x_bias.at) + column(c), inside)
+                                       : add<kAligned>(z[c], static_cast<const T*>(p.x_bias.at) + column(c), inside);
+    }
     residual_chunk[c].unpack(skip);
     mask.apply(z[c], row, column(c));
 #pragma unroll
@@ -51,7 +66,7 @@ __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forwar
 void forward(const Forward& p, cudaStream_t stream) {
   if (p.rows == 0) return;
   const norm::ForwardGrid launched = norm::forward_grid(p.rows, p.hidden);
-  const bool is_aligned = aligned(p.hidden, p.x, p.residual, p.weight, p.bias, p.out, p.z);
+  const bool is_aligned = aligned(p.hidden, p.x, p.residual, p.weight, p.bias, p.x_bias.at, p.out, p.z);
   dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
     launch(forward_kernel<decltype(t), decltype(w), chunks(), vectors()>, launched.grid, launched.block,
            sizeof(norm::ForwardShared), stream, p);

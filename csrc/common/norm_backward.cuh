@@ -2,13 +2,17 @@
 //
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dz = (g - mean(g) - normal * mean(g * normal)) * rstd;   dweight = sum of dout * normal;   dbias = sum of dout
+//   dx_bias = sum of what the room makes of dz
 //
 // How a room reads z, and what it makes of dz, is its Rows:
 //   kKeep                                   chunks of a row, at most, that a thread holds between its two passes
 //   Z                                       the type in which a chunk of z is held
 //   begin(row, live)                        before all others: the thread's row; live: it exists
 //   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, zero outside; twice, if need be
-//   write(grad, row, c, count)              the gradient of that chunk
+//   write(grad, row, c, count)              the gradient of that chunk; leaves in grad what dx_bias sums
+//
+// P::kHasXBias: the room has a dx_bias, which may be null. Its sums are in shared memory, where a thread adds to its own; in
+// registers they would take those that hold the row.
 #pragma once
 #include "common/norm.cuh"
 
@@ -22,28 +26,49 @@ constexpr int kFinishHidden = 1024;  // widest row whose weight gradients need n
 constexpr int kAddRows = 16;         // rows of `partial` that the second kernel adds side by side
 constexpr int kAddThreads = kAddRows * kWarp;
 
-struct BackwardShared {
+struct alignas(16) BackwardShared {
   float sums[2][2][kMaxWarps];  // used in turns: a warp may enter the next row while another still reads
   bool last;                    // whether this block arrived last
 };
 
-// Of a launch: the block's column sums follow BackwardShared, where a block holds several rows: (2, hidden).
-inline size_t backward_shared_bytes(int hidden, int rows_per_block) {
-  return sizeof(BackwardShared) + (rows_per_block > 1 ? 2 * hidden * sizeof(float) : 0);
+// Columns of one thread's dx_bias. Four of its columns, then the same four of the next thread: without bank conflicts.
+struct ColumnSums {
+  float4* mine;
+  int threads;
+
+  __device__ __forceinline__ float& at(int c, int j) const {
+    return reinterpret_cast<float*>(mine + (2 * c + j / 4) * threads)[j % 4];
+  }
+
+  __device__ __forceinline__ void add(int c, const float (&grad)[kChunk]) const {
+#pragma unroll
+    for (int j = 0; j < kChunk; j += 4) {
+      float4& sum = mine[(2 * c + j / 4) * threads];
+      sum = float4{sum.x + grad[j], sum.y + grad[j + 1], sum.z + grad[j + 2], sum.w + grad[j + 3]};
+    }
+  }
+};
+
+template <class P>
+__host__ __device__ __forceinline__ bool has_dx_bias(const P& p) {
+  if constexpr (P::kHasXBias) return bool(p.dx_bias);
+  return false;
 }
 
 template <class P>
-__device__ __forceinline__ int width_of(const P& p) {
-  return p.dbias ? 2 * p.hidden : p.hidden;
+__host__ __device__ __forceinline__ int width_of(const P& p) {
+  return p.hidden * (1 + (p.dbias ? 1 : 0) + (has_dx_bias(p) ? 1 : 0));
 }
 
-// Column `col` of the sums: dweight's, then dbias's.
+// Column `col` of the sums: dweight's, then dbias's, then dx_bias's.
 template <class W, class P>
 __device__ __forceinline__ void store_sum(const P& p, int col, float sum) {
-  if (col < p.hidden)
-    store_element(elements<W>(p.dweight) + col, sum);
-  else
-    store_element(elements<W>(p.dbias) + (col - p.hidden), sum);
+  if (col < p.hidden) return store_element(elements<W>(p.dweight) + col, sum);
+  if constexpr (P::kHasXBias) {
+    const int start = width_of(p) - p.hidden;
+    if (has_dx_bias(p) && col >= start) return store_element(p.dx_bias + (col - start), sum);
+  }
+  store_element(elements<W>(p.dbias) + (col - p.hidden), sum);
 }
 
 // Whether this block is the last of `count` to come here; then what the others wrote before is visible to it.
@@ -113,6 +138,14 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     for (int c = 0; c < kChunks; c++) weight_chunk[c].template load<kAligned>(weight + column(c), inside(c));
   }
 
+  const int threads = blockDim.x * blockDim.y;
+  float4* const dx_sums = reinterpret_cast<float4*>(&shared + 1);
+  const ColumnSums dx_bias{dx_sums + threadIdx.y * blockDim.x + threadIdx.x, threads};
+  if (has_dx_bias(p)) {
+#pragma unroll
+    for (int i = 0; i < 2 * kChunks; i++) dx_bias.mine[i * threads] = float4{};
+  }
+
   float dweight[kChunks][kChunk] = {}, dbias[kChunks][kChunk] = {};
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int turn = 0;
@@ -172,11 +205,12 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
 #pragma unroll
       for (int j = 0; j < kChunk; j++) grad[j] = (g[j] - mean_g - normal[j] * mean_g_normal) * rstd;
       rows.write(grad, row, c, inside(c));
+      if (has_dx_bias(p)) dx_bias.add(c, grad);
     }
   }
 
   // The rows of the block, one after the other, into the block's row of `partial`: by way of shared memory, but for the last.
-  float* const block_sums = reinterpret_cast<float*>(&shared + 1);
+  float* const block_sums = reinterpret_cast<float*>(dx_sums + (has_dx_bias(p) ? 2 * kChunks * threads : 0));
   float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * width_of(p);
   for (unsigned y = 0; y < blockDim.y; y++) {
     if (y == threadIdx.y) {
@@ -195,6 +229,15 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     }
     __syncthreads();
   }
+  if (has_dx_bias(p) && threadIdx.y == 0) {
+    for (int c = 0; c < kChunks; c++) {
+      for (int j = 0; j < inside(c); j++) {
+        float sum = 0.0f;
+        for (unsigned y = 0; y < blockDim.y; y++) sum += ColumnSums{dx_bias.mine + y * blockDim.x, threads}.at(c, j);
+        partial[width_of(p) - p.hidden + column(c) + j] = sum;
+      }
+    }
+  }
   if (kChunks <= 2 && p.hidden <= kFinishHidden) finish<W>(p, shared.last);
 }
 
@@ -202,7 +245,7 @@ struct AddShared {
   float sum[kAddRows][kWarp];
 };
 
-// dweight, dbias = the sum of the rows of `partial`. Block (32 columns, kAddRows).
+// dweight, dbias, dx_bias = the sum of the rows of `partial`. Block (32 columns, kAddRows).
 template <class W, class P>
 __device__ __forceinline__ void add_partial(const P& p) {
   AddShared& shared = shared_memory<AddShared>();
@@ -225,11 +268,14 @@ struct BackwardGrid {
   size_t shared_bytes;
 };
 
-// keep: Rows::kKeep.
-inline BackwardGrid backward_grid(int hidden, int keep) {
+// Shared memory of a block, after BackwardShared: with dx_bias the ColumnSums of its threads; where it holds several rows,
+// its column sums of dweight and dbias. keep: Rows::kKeep.
+inline BackwardGrid backward_grid(int hidden, int keep, bool has_dx_bias = false) {
   const Shape shape = shape_of(hidden, keep);
   const int rows_per_block = std::max(kThreads / (shape.row_warps * kWarp), 1);
-  return {shape.chunks, dim3(shape.row_warps * kWarp, rows_per_block), backward_shared_bytes(hidden, rows_per_block)};
+  const int threads = shape.row_warps * kWarp * rows_per_block;
+  const size_t floats = (has_dx_bias ? threads * shape.chunks * kChunk : 0) + (rows_per_block > 1 ? 2 * hidden : 0);
+  return {shape.chunks, dim3(shape.row_warps * kWarp, rows_per_block), sizeof(BackwardShared) + floats * sizeof(float)};
 }
 
 // How many blocks the backward runs on a device of `multiprocessors`.

@@ -44,6 +44,8 @@ struct Forward {
 };
 
 struct Backward {
+  static constexpr bool kHasXBias = false;  // norm_backward.cuh
+
   Source source;
   Array dout;         // in   (rows, hidden)
   Array weight;       // in   (hidden,)

@@ -23,8 +23,6 @@ def why_not(
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
-    if x_bias is not None:
-        return "the CUDA layer norm takes no x_bias yet"
     if x.dtype not in DTYPES:
         return f"the CUDA layer norm takes float32, bfloat16 and float16, got {x.dtype}"
     other = weight.dtype if bias is None else bias.dtype
@@ -33,6 +31,8 @@ def why_not(
             f"the CUDA layer norm takes weight and bias both in float32 or both in x's {x.dtype}, "
             f"got {weight.dtype} and {other}"
         )
+    if x_bias is not None and x_bias.dtype not in (torch.float32, x.dtype):
+        return f"the CUDA layer norm takes x_bias in float32 or x's {x.dtype}, got {x_bias.dtype}"
     if not 1 <= x.shape[-1] <= MAX_HIDDEN:
         return f"the CUDA layer norm keeps a row in registers, 1 <= hidden <= {MAX_HIDDEN}, got {x.shape[-1]}"
     return None
@@ -48,17 +48,17 @@ def add_layer_norm_fwd(
     rng_state: Tensor | None,
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual: (rows, hidden) contiguous; weight, bias: (hidden,); without bias RMSNorm.
+    """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,); without bias RMSNorm.
 
-    Returns out and z, both like x (z is x itself without residual and dropout), and statistics: float32
+    Returns out and z, both like x (z is x itself without residual, dropout and x_bias), and statistics: float32
     (2 * rows + TICKETS,), mean, rstd and zeros that the backward counts its blocks with and leaves zero.
     """
     rows, hidden = x.shape
     out = torch.empty_like(x)
-    z = x if residual is None and dropout_p == 0 else torch.empty_like(x)
+    z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
     statistics = torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=x.device)
     extension(x.device).add_layer_norm_fwd(
-        address(x), address(residual), address(weight), address(bias),
+        address(x), address(residual), address(weight), address(bias), _typed(x_bias),
         address(out), 0 if z is x else address(z), address(statistics),
         rows, hidden, eps, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[x.dtype], DTYPES[weight.dtype], device_index(x), stream(x),
@@ -80,20 +80,28 @@ def add_layer_norm_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
 
-    Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm).
+    Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm) and
+    dx_bias (None without x_bias).
     """
     rows, hidden = z.shape
     module, device = extension(z.device), device_index(z)
     dsum = torch.empty_like(z) if has_residual or dropout_p == 0 else None  # the gradient of z
     dx = torch.empty_like(z) if dropout_p > 0 else None
-    dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+    sums = [None if t is None else torch.empty_like(t) for t in (weight, bias, x_bias)]
+    dweight, dbias, dx_bias = sums
     blocks = module.add_layer_norm_bwd_blocks(rows, hidden, device)
     rows_of_sums = module.add_layer_norm_bwd_partials(blocks)
-    partial = torch.empty((rows_of_sums, hidden if bias is None else 2 * hidden), dtype=torch.float32, device=z.device)
+    width = hidden * sum(t is not None for t in sums)
+    partial = torch.empty((rows_of_sums, width), dtype=torch.float32, device=z.device)
     module.add_layer_norm_bwd(
         address(dout), address(dz), address(z), address(weight), address(statistics),
-        address(dsum), address(dx), address(dweight), address(dbias), address(partial),
+        address(dsum), address(dx), address(dweight), address(dbias), _typed(dx_bias), address(partial),
         rows, hidden, blocks, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
     )  # fmt: skip
-    return dsum if dx is None else dx, dsum if has_residual else None, dweight, dbias, None
+    return dsum if dx is None else dx, dsum if has_residual else None, dweight, dbias, dx_bias
+
+
+def _typed(t: Tensor | None) -> tuple[int, int]:
+    """As the extension takes a tensor whose type it learns when called."""
+    return address(t), 0 if t is None else DTYPES[t.dtype]

@@ -27,6 +27,7 @@ class Case(NamedTuple):
     residual: bool = True
     dz: bool = True
     rms: bool = False
+    x_bias: torch.dtype | None = None
     shift: int = 0  # elements by which every buffer starts after a 16-byte boundary
 
     def __str__(self) -> str:
@@ -34,6 +35,7 @@ class Case(NamedTuple):
         words = [f"{self.rows}x{self.hidden}", short[self.dtype], f"w-{short[self.weight_dtype]}"]
         words += [f"p{self.dropout_p}"] if self.dropout_p else []
         words += [name for name in ("residual", "dz", "rms") if getattr(self, name)]
+        words += [f"x-{short[self.x_bias]}"] if self.x_bias else []
         return "-".join([*words, *([f"shift{self.shift}"] if self.shift else [])])
 
 
@@ -67,7 +69,7 @@ class Guarded:
 
 
 def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
-    """x, residual, weight, bias, rng_state, and dout, dz; in memory's buffers."""
+    """x, residual, weight, bias, x_bias, rng_state, and dout, dz; in memory's buffers."""
     matrix, vector = (case.rows, case.hidden), (case.hidden,)
     rng_state = torch.tensor([0x1234_5678_9ABC_DEF0, 0x1_0000_002A], dtype=torch.int64, device=memory.device)
     return SimpleNamespace(
@@ -75,6 +77,7 @@ def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
         residual=memory.copy(torch.randn(matrix), case.dtype) if case.residual else None,
         weight=memory.copy(torch.randn(vector), case.weight_dtype),
         bias=None if case.rms else memory.copy(torch.randn(vector), case.weight_dtype),
+        x_bias=memory.copy(torch.randn(vector) * 0.6, case.x_bias) if case.x_bias else None,
         dout=memory.copy(torch.randn(matrix), case.dtype),
         dz=memory.copy(torch.randn(matrix), case.dtype) if case.dz else None,
         rng_state=rng_state if case.dropout_p > 0 else None,
@@ -83,8 +86,8 @@ def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
 
 def backward_formula(
     case: Case, given: SimpleNamespace, z: Tensor, mean: Tensor, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dx, dz_total, dweight, dbias (None for RMSNorm, whose mean is 0), calculated in `dtype`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """dx, dz_total, dweight, dbias (None for RMSNorm, whose mean is 0), dx_bias, calculated in `dtype`."""
     z, mean, rstd, dout, weight = (t.to(dtype) for t in (z, mean[:, None], rstd[:, None], given.dout, given.weight))
     normal = (z - mean) * rstd
     g = dout * weight
@@ -96,7 +99,7 @@ def backward_formula(
     if given.rng_state is not None:
         keep = keep_mask(given.rng_state, case.rows, case.hidden, case.dropout_p)
         dx = torch.where(keep, total * rescale(case.dropout_p), 0.0)
-    return dx, total, (dout * normal).sum(0), None if case.rms else dout.sum(0)
+    return dx, total, (dout * normal).sum(0), None if case.rms else dout.sum(0), dx.sum(0)
 
 
 def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
@@ -106,22 +109,24 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     dropout = case.dropout_p, given.rng_state
     with monkeypatch.context() as patch:
         patch.setattr(room, "torch", memory)
-        out, z, statistics = room.add_layer_norm_fwd(given.x, given.residual, given.weight, given.bias, EPS, *dropout)
+        tensors = (given.x, given.residual, given.weight, given.bias)
+        out, z, statistics = room.add_layer_norm_fwd(*tensors, EPS, *dropout, given.x_bias)
         made = statistics.clone()
-        dx, dresidual, dweight, dbias, _ = room.add_layer_norm_bwd(
-            given.dout, given.dz, z, given.weight, given.bias, statistics, *dropout, case.residual
+        dx, dresidual, *sums = room.add_layer_norm_bwd(
+            given.dout, given.dz, z, given.weight, given.bias, statistics, *dropout, case.residual, given.x_bias
         )
     memory.check()
     if case.rows > 0:  # another backward of the same forward finds the tickets as this one did
         assert torch.equal(statistics, made)
         assert not statistics[2 * case.rows :].any()
     mean, rstd = statistics[: 2 * case.rows].view(2, case.rows)
-    assert (z is given.x) == (not case.residual and case.dropout_p == 0)
+    assert (z is given.x) == (not case.residual and case.dropout_p == 0 and given.x_bias is None)
     assert (dresidual is None) == (not case.residual)
+    assert (sums[2] is None) == (given.x_bias is None)
 
-    wide = [None if t is None else t.double() for t in (given.x, given.residual, given.weight, given.bias)]
-    truth = reference.add_layer_norm(*wide, EPS, *dropout)
-    low = reference.add_layer_norm(given.x, given.residual, given.weight, given.bias, EPS, *dropout)
+    *wide, x_bias = [None if t is None else t.double() for t in (*tensors, given.x_bias)]
+    truth = reference.add_layer_norm(*wide, EPS, *dropout, x_bias)
+    low = reference.add_layer_norm(*tensors, EPS, *dropout, given.x_bias)
     for name, got, t, plain in zip(("out", "z"), (out, z), truth, low, strict=True):
         assert_close_as_torch(got, t, plain, name)
     # The statistics are those of z before it was rounded: in 16-bit types, those of the stored z are further off.
@@ -132,10 +137,9 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
 
     truth = backward_formula(case, given, z, mean, rstd, torch.float64)
     low = backward_formula(case, given, z, mean, rstd, torch.float32)
-    for name, got, t, plain in zip(
-        ("dx", "dresidual", "dweight", "dbias"), (dx, dresidual, dweight, dbias), truth, low, strict=True
-    ):
+    names = ("dx", "dresidual", "dweight", "dbias", "dx_bias")
+    for name, got, t, plain in zip(names, (dx, dresidual, *sums), truth, low, strict=True):
         if got is not None:
             assert_close_as_torch(got, t, plain.to(got.dtype), name)
-    results = (out, z, mean, rstd, dx, dresidual, dweight, dbias)
+    results = (out, z, mean, rstd, dx, dresidual, *sums)
     return tuple(result for result in results if result is not None)

@@ -23,26 +23,35 @@ PAIRS = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16
 
 # Widths on both sides of every switch: chunks and warps of a row, forward and backward; vectors and single elements.
 WIDTHS = (1, 7, 8, 100, 256, 264, 512, 520, 1000, 1024, 1032, 2048, 3001, 4104, 8192, 8200, 16383, 16384)
-SHAPES = [Case(5 if width < 4096 else 2, width, dropout_p=0.3) for width in WIDTHS]
+SHAPES = [
+    Case(5 if width < 4096 else 2, width, dropout_p=0.3, x_bias=FLOAT32 if i % 2 else None)
+    for i, width in enumerate(WIDTHS)
+]
 DTYPES = [
-    Case(9, width, dtype, weight_dtype, dropout_p)
+    Case(9, width, dtype, weight_dtype, dropout_p, x_bias=x_bias)
     for dtype, weight_dtype in PAIRS
-    for width, dropout_p in ((72, 0.1), (500, 0.0), (1040, 0.1))
+    for width, dropout_p, x_bias in ((72, 0.1, dtype), (500, 0.0, FLOAT32), (1040, 0.1, dtype))
 ]
 ARGUMENTS = [
-    Case(37, width, BFLOAT16, FLOAT32, dropout_p, residual, dz)
-    for width in (64, 132)
+    Case(37, width, BFLOAT16, FLOAT32, dropout_p, residual, dz, x_bias=x_bias)
+    for width, x_bias in ((64, None), (64, FLOAT32), (132, BFLOAT16))
     for dropout_p in (0.0, 0.5)
     for residual in (True, False)
     for dz in (True, False)
 ]
-UNALIGNED = [Case(6, width, *pair, 0.2, shift=1) for width in (64, 1040) for pair in PAIRS]
+UNALIGNED = [Case(6, width, *pair, 0.2, x_bias=FLOAT32, shift=1) for width in (64, 1040) for pair in PAIRS]
 RMS = [
-    Case(rows, width, *pair, 0.3, residual, dz, rms=True)
-    for rows, width, residual, dz in ((37, 72, True, True), (5, 500, False, False), (3, 2056, True, False))
+    Case(rows, width, *pair, 0.3, residual, dz, rms=True, x_bias=x_bias)
+    for rows, width, residual, dz, x_bias in (
+        (37, 72, True, True, FLOAT32),
+        (5, 500, False, False, None),
+        (3, 2056, True, False, FLOAT32),
+    )
     for pair in PAIRS
 ]
-WIDE = [Case(3, 16384, *pair, 0.1, shift=shift) for pair in PAIRS for shift in (0, 1)]
+WIDE = [
+    Case(3, 16384, *pair, 0.1, x_bias=None if shift else pair[0], shift=shift) for pair in PAIRS for shift in (0, 1)
+]
 
 
 @pytest.mark.parametrize("case", [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *RMS, *WIDE], ids=str)
@@ -50,10 +59,10 @@ def test_against_float64(case: Case, device: torch.device, monkeypatch: pytest.M
     run(case, device, monkeypatch)
 
 
-@pytest.mark.parametrize("case", [Case(0, 64, dropout_p=0.1), Case(0, 33)], ids=str)
+@pytest.mark.parametrize("case", [Case(0, 64, dropout_p=0.1, x_bias=FLOAT32), Case(0, 33, x_bias=FLOAT16)], ids=str)
 def test_no_rows(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, dweight, dbias = run(case, device, monkeypatch)
-    assert not dweight.any() and not dbias.any()
+    *_, dweight, dbias, dx_bias = run(case, device, monkeypatch)
+    assert not dweight.any() and not dbias.any() and not dx_bias.any()
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -73,13 +82,16 @@ def test_weight_gradients_of_many_blocks(
     for order in ORDERS:
         monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
         torch.manual_seed(0)
-        results.append(run(Case(9 * blocks + 2, 40, rms=rms), device, monkeypatch))
+        results.append(run(Case(9 * blocks + 2, 40, rms=rms, x_bias=FLOAT32), device, monkeypatch))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 # 37 rows: more than two multiprocessors take at once, and not a multiple of a block's rows.
-@pytest.mark.parametrize("case", [Case(37, 64), Case(37, 520, dropout_p=0.1), Case(19, 1040, BFLOAT16)], ids=str)
+BITS = [Case(37, 64), Case(37, 520, dropout_p=0.1, x_bias=FLOAT32), Case(19, 1040, BFLOAT16, x_bias=BFLOAT16)]
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
 def test_bits_do_not_depend_on_the_run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal bits in every order of warps, lanes and blocks, and from run to run."""
     results = []
@@ -110,7 +122,7 @@ def test_dropout_is_the_written_rule(dropout_p: float, shape: tuple[int, int], d
 @pytest.mark.parametrize("rms", [False, True])
 def test_backward_formula_is_the_gradient(rms: bool) -> None:
     """The formula that the backward kernel is judged by, against autograd through the reference, in float64."""
-    case = Case(4, 12, dropout_p=0.3, rms=rms)
+    case = Case(4, 12, dropout_p=0.3, rms=rms, x_bias=FLOAT32)
 
     class Float64:
         device = torch.device("cpu")
@@ -120,14 +132,14 @@ def test_backward_formula_is_the_gradient(rms: bool) -> None:
 
     given = inputs(case, Float64())
     tensors = (given.x, given.residual, given.weight, given.bias)
-    leaves = [tensor.requires_grad_() for tensor in tensors if tensor is not None]
-    out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state)
+    leaves = [tensor.requires_grad_() for tensor in (*tensors, given.x_bias) if tensor is not None]
+    out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state, given.x_bias)
     grads = torch.autograd.grad((out, z), leaves, (given.dout, given.dz))
     mean = z.mean(-1) * (not rms)
     rstd = ((z - mean[:, None]).square().mean(-1) + EPS).rsqrt()
     with torch.no_grad():
         formula = backward_formula(case, given, z, mean, rstd, torch.float64)
-        for mine, grad in zip(formula[: len(grads)], grads, strict=True):
+        for mine, grad in zip([t for t in formula if t is not None], grads, strict=True):
             torch.testing.assert_close(mine, grad)
 
 
@@ -160,6 +172,7 @@ def test_refusals(device: torch.device) -> None:
         ((x.to("meta"), None, weight, weight), "meta"),
     ):
         assert said in room.why_not(*arguments, 0.0)
+    assert "x_bias in float32" in room.why_not(x, None, weight, weight, 0.0, weight.half())
 
 
 def test_host_runner_from_the_environment(host_extension: Path) -> None:

@@ -19,7 +19,8 @@ import fastattn.cuda
 
 # 520: two warps a row, vectors. 500: one warp a row, element by element. 37 rows: every block takes several turns.
 # 1040: weight gradients by a second kernel.
-CASES = [*(Case(37, width, dropout_p=0.3) for width in (520, 500)), Case(7, 1040), Case(9, 500, rms=True)]
+CASES = [*(Case(37, width, dropout_p=0.3, x_bias=torch.float32) for width in (520, 500))]
+CASES += [Case(7, 1040, x_bias=torch.float32), Case(9, 500, rms=True)]
 
 ROOM = "add_layer_norm"
 DISPATCH = (
@@ -57,6 +58,8 @@ BUGS = [
     Bug("a block's rows not added up", "common/norm_backward.cuh", "if (y > 0) dweight", "if (y > 1) dweight"),
     Bug("no barrier between a block's rows", "common/norm_backward.cuh", "    __syncthreads();\n", ""),
     Bug("partial rows left out", "common/norm_backward.cuh", "block = threadIdx.y;", "block = threadIdx.y + 1;"),
+    Bug("x_bias in every other chunk", "add_layer_norm/forward.cu", "if (p.x_bias)", "if (p.x_bias && c % 2)"),
+    Bug("one row of a block in dx_bias", "common/norm_backward.cuh", "dx_bias.mine + y * blockDim.x", "dx_bias.mine"),
     Bug("dweight in dbias", "common/norm_backward.cuh", "(p.dweight) + col", "(p.dbias) + col"),
     Bug("last block left out", "common/norm_backward.cuh", "start + r < count ?", "start + r + 1 < count ?"),
     Bug("a ticket too few", "common/norm_backward.cuh", "== count - 1", "== count - 2"),
