@@ -108,19 +108,19 @@ bool bind_is_short(const std::array<int, 7>& sizes, int dtype, int device) {
   return is_short(shape(sizes), DType(dtype), device);
 }
 
-// matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse
-void bind_short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<2>& vectors,
+// matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse, dbias
+void bind_short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<3>& vectors,
                          const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who,
-                         const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale, int dtype, int device,
-                         int64_t stream) {
+                         const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale, int dtype, bool tf32,
+                         int device, int64_t stream) {
   const DeviceGuard guard(device);
   Backward p{};
   Rows* const targets[7] = {&p.q, &p.k, &p.v, &p.dout, &p.dq, &p.dk, &p.dv};
   for (int i = 0; i < 7; i++) *targets[i] = rows(matrices[i]);
   p.lse = pointer<float>(vectors[0]), p.dlse = pointer<float>(vectors[1]);
   p.shape = shape(sizes), p.softmax_scale = softmax_scale, p.by_query = visibility(who), p.bias = bias(added);
-  p.dropout = dropout(rng_state, threshold, scale), p.dtype = DType(dtype);
-  short_backward(p, pointer<CUstream_st>(stream));
+  p.dropout = dropout(rng_state, threshold, scale), p.dtype = DType(dtype), p.tf32 = tf32;
+  short_backward(p, pointer<void>(vectors[2]), pointer<CUstream_st>(stream));
 }
 
 std::array<int, 2> bind_backward_tile(const std::array<int, 7>& sizes, int dtype) {

@@ -7,14 +7,23 @@
 // A chunk: (1) warp w takes queries 16 (w % 2) .. and keys 32 (w / 2) .., makes S and dP, and adds up its share of each row;
 //   (2) it makes P and dS and leaves them in shared memory, in 16 bits; (3) it takes keys 16 w .. for dk and dv, with P^T
 //   and dS^T read transposed, and queries 16 (w % 2) .. for its share of the columns of dq, which is then complete. Where
-//   none of 16 queries sees any of 32 keys, (1) and (3) pass over the products.
+//   none of 16 queries sees any of 32 keys, (1) and (3) pass over the products. In (2) it writes dS to dbias, if wanted.
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S and dP [16, 32].
-// Shared memory: k, v, two chunks of q and dout, P and dS of one: at head dimension 64 55 KiB for 64 keys, 73 for 128; at
-//   128 87 and 121.
+// Shared memory: k, v, two chunks of q and dout, P and dS of one, in KiB:
+//   keys                           64    128
+//   16 bits, head dimension 64     55     73
+//   16 bits, head dimension 128    87    121
+//   float32, head dimension 64    104    138
+//   float32 at 128 would take 170 KiB for 64 keys, 238 for 128: of the chips it is for, Hopper alone could hold the first,
+//   and two more kernels would take as long to compile as four of 16 bits. The kernels for any length serve there.
 // Bytes: q, k, v and dout once, dq, dk and dv once.
-// Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: 168 registers at head dimension 64, as its
-//   __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8; 240 at
-//   128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled.
+// dbias: of a bias (B, H, Lq, Lk) each element is dS of one block, which writes it before it is rounded. One that is shared
+//   by batches or heads is a sum over blocks, which without atomics needs memory of the size of all dS and a second pass:
+//   bias_gradient.cu computes dS once more instead, as does what is shared by queries, a by-product of backward_dkdv.cu.
+// Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
+//   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8, as of
+//   float32, by its shared memory, also of 4; 240 at 128, 244 on sm_90. Tried and dropped: 128 registers, for two blocks of
+//   8 warps: 72 to 276 bytes spilled.
 #include "attention/short_backward.h"
 
 #include "attention/backward.cuh"
@@ -24,13 +33,14 @@ namespace fastattn::attention {
 namespace {
 
 constexpr int kChunkRows = 32, kMaxWarps = kMaxShort / 16;
-constexpr int kScoreStride = kMaxShort * 2 + 16;  // bytes of a row of P and dS
+template <class T>
+constexpr int kScoreStride = kMaxShort * static_cast<int>(sizeof(T)) + 16;  // bytes of a row of P and dS
 
 template <class T, int kHeadDim>
 struct ShortShared {
   using Chunk = unsigned char[kChunkRows * kTileStride<T, kHeadDim>];
   alignas(16) Chunk q[2], dout[2];
-  alignas(16) unsigned char p[kChunkRows * kScoreStride], ds[kChunkRows * kScoreStride];
+  alignas(16) unsigned char p[kChunkRows * kScoreStride<T>], ds[kChunkRows * kScoreStride<T>];
   float total[kMaxWarps / 2][kChunkRows], delta[kMaxWarps / 2][kChunkRows];  // of each 32 keys
   unsigned char kept[kChunkRows][kMaxShort / 8];
   bool visible[kMaxWarps / 2][2];  // do queries 16 i .. of the chunk see any of these 32 keys
@@ -44,6 +54,15 @@ size_t shared_bytes(int seqlen_k) {
   return sizeof(ShortShared<T, kHeadDim>) + 2 * 16 * warps_of(seqlen_k) * kTileStride<T, kHeadDim>;
 }
 
+// Two neighbours of a row, rounded to T.
+template <class T>
+__device__ __forceinline__ void store_pair(void* to, float low, float high) {
+  if constexpr (sizeof(T) == 2)
+    *static_cast<uint32_t*>(to) = pack_word<T>(low, high);
+  else
+    *static_cast<float2*>(to) = make_float2(low, high);
+}
+
 // The warp's 16 x 32 scores, rounded to T, to rows of P or dS.
 template <class T>
 __device__ __forceinline__ void keep_scores(unsigned char* rows, int row, int key, const float (&s)[4][4]) {
@@ -52,8 +71,37 @@ __device__ __forceinline__ void keep_scores(unsigned char* rows, int row, int ke
   for (int j = 0; j < 4; j++) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      *reinterpret_cast<uint32_t*>(rows + (row + lane / 4 + 8 * half) * kScoreStride + (key + 8 * j + lane % 4 * 2) * 2) =
-          pack_word<T>(s[j][2 * half], s[j][2 * half + 1]);
+      store_pair<T>(rows + (row + lane / 4 + 8 * half) * kScoreStride<T> + (key + 8 * j + lane % 4 * 2) * sizeof(T),
+                    s[j][2 * half], s[j][2 * half + 1]);
+  }
+}
+
+// A, from P or dS: 16 queries from `row` on, the depth of a product of keys from n on. Of floats, depth comes in the order of
+// load_b_columns: accumulator_as_a().
+template <class T>
+__device__ __forceinline__ void load_scores(uint32_t (&words)[4], const unsigned char* rows, int row, int n) {
+  if constexpr (sizeof(T) == 2) {
+    load_a<T, kScoreStride<T>>(words, rows, row, n * 2);
+  } else {
+    const int lane = threadIdx.x % 32;
+    const unsigned char* const from = rows + (row + lane / 4) * kScoreStride<T> + (n + lane % 4 * 2) * 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) memcpy(&words[i], from + i % 2 * 8 * kScoreStride<T> + i / 2 * 4, 4);
+    round_words<T>(words);
+  }
+}
+
+// The same of the transpose: 16 keys from `key` on, queries from `from` on.
+template <class T>
+__device__ __forceinline__ void load_transposed_scores(uint32_t (&words)[4], const unsigned char* rows, int key, int from) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 2) {
+    ldmatrix<true>(words, rows + (from + lane % 8 + lane / 16 * 8) * kScoreStride<T> + (key + lane / 8 % 2 * 8) * 2);
+  } else {
+    const unsigned char* const at = rows + (from + lane % 4 * 2) * kScoreStride<T> + (key + lane / 4) * 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) memcpy(&words[i], at + i / 2 * kScoreStride<T> + i % 2 * 32, 4);
+    round_words<T>(words);
   }
 }
 
@@ -61,11 +109,10 @@ __device__ __forceinline__ void keep_scores(unsigned char* rows, int row, int ke
 template <class T, int kHeadDim>
 __device__ __forceinline__ void add_transposed(float (&sum)[kHeadDim / 8][4], const unsigned char* rows, int key,
                                                const unsigned char* b) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int from = 0; from < kChunkRows; from += 16) {
+#pragma unroll(kUnrolled<T>)
+  for (int from = 0; from < kChunkRows; from += kMmaDepth<T>) {
     uint32_t words[4];
-    ldmatrix<true>(words, rows + (from + lane % 8 + lane / 16 * 8) * kScoreStride + (key + lane / 8 % 2 * 8) * 2);
+    load_transposed_scores<T>(words, rows, key, from);
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; j += 2) {
       uint32_t pair[2][2];
@@ -82,10 +129,10 @@ __device__ __forceinline__ void write_dq(const Matrix<T>& dq, int m, int column,
                                          int row, const unsigned char* k, int keys, float scale) {
   float sum[2][4] = {};
 #pragma unroll 2
-  for (int n = 0; n < keys; n += 16) {
+  for (int n = 0; n < keys; n += kMmaDepth<T>) {
     if (!shared.visible[n / 32][row / 16]) continue;
     uint32_t words[4], pair[2][2];
-    load_a<T, kScoreStride>(words, shared.ds, row, n * 2);
+    load_scores<T>(words, shared.ds, row, n);
     load_b_columns<T, kTileStride<T, kHeadDim>>(pair, k, n, column);
     mma<T>(sum[0], words, pair[0]);
     mma<T>(sum[1], words, pair[1]);
@@ -98,20 +145,36 @@ __device__ __forceinline__ void write_dq(const Matrix<T>& dq, int m, int column,
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int first = column + 8 * j + lane % 4 * 2;
-      T* const to = dq.row(at) + first;
+      Element<T>* const to = dq.row(at) + first;
       const float low = sum[j][2 * half] * scale, high = sum[j][2 * half + 1] * scale;
       if (dq.vectors) {
-        if (first < dq.columns) *reinterpret_cast<uint32_t*>(to) = pack_word<T>(low, high);
+        if (first < dq.columns) store_pair<T>(to, low, high);
       } else {
-        if (first < dq.columns) to[0] = T(low);
-        if (first + 1 < dq.columns) to[1] = T(high);
+        if (first < dq.columns) to[0] = Element<T>(low);
+        if (first + 1 < dq.columns) to[1] = Element<T>(high);
       }
     }
   }
 }
 
+// The warp's 16 x 32 of dS, of queries m .. and keys n .., to its place in dbias (B, H, Lq, Lk), whose matrix begins at row0.
+template <class To>
+__device__ __forceinline__ void write_dbias(void* dbias, int64_t row0, int m, int n, const Shape& shape,
+                                            const float (&ds)[4][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int query = m + lane / 4 + e / 2 * 8, key = n + 8 * j + lane % 4 * 2 + e % 2;
+      if (query < shape.seqlen_q && key < shape.seqlen_k)
+        static_cast<To*>(dbias)[(row0 + query) * shape.seqlen_k + key] = To(ds[j][e]);
+    }
+  }
+}
+
 template <class T, int kHeadDim>
-__global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_kernel(const Backward p) {
+__global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_kernel(const Backward p, void* dbias) {
   constexpr int kStride = kTileStride<T, kHeadDim>;
   auto& shared = shared_memory<ShortShared<T, kHeadDim>>();
   const Shape& shape = p.shape;
@@ -150,10 +213,11 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
   };
 
   float dk[kHeadDim / 8][4] = {}, dv[kHeadDim / 8][4] = {};
-  if (count > 0) load(0);
-  cp_async_commit();
-  if (count > 1) load(1);
-  cp_async_commit();
+#pragma unroll 1
+  for (int i = 0; i < 2; i++) {
+    if (i < count) load(i);
+    cp_async_commit();
+  }
   for (int i = 0; i < count; i++) {
     const int h = h_k * group + i / chunks, m0 = i % chunks * kChunkRows;
     const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
@@ -224,6 +288,9 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
         if (dropout.active()) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
       }
     }
+    if (dbias != nullptr)
+      p.bias.dtype == DType::float32 ? write_dbias<float>(dbias, row0, m0 + row, key, shape, dp)
+                                     : write_dbias<Element<T>>(dbias, row0, m0 + row, key, shape, dp);
     keep_scores<T>(shared.p, row, key, s);
     keep_scores<T>(shared.ds, row, key, dp);
     __syncthreads();
@@ -246,7 +313,8 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
 
 // Calls f(T, kHeadDim), as values that carry them in their types.
 template <class Function>
-void with_short_kernel(const Shape& shape, DType dtype, Function&& f) {
+void with_short_kernel(const Shape& shape, DType dtype, bool tf32, Function&& f) {
+  if (dtype == DType::float32) return tf32 ? f(Tf32{}, Int<64>{}) : f(0.0f, Int<64>{});
   const auto with_head_dim = [&](auto t) {
     std::max(shape.head_dim_k, shape.head_dim_v) <= 64 ? f(t, Int<64>{}) : f(t, Int<128>{});
   };
@@ -256,22 +324,22 @@ void with_short_kernel(const Shape& shape, DType dtype, Function&& f) {
 }  // namespace
 
 bool is_short(const Shape& shape, DType dtype, int device) {
-  if (dtype == DType::float32 || std::max(shape.seqlen_q, shape.seqlen_k) > kMaxShort) return false;
-  if (std::max(shape.head_dim_k, shape.head_dim_v) > 128) return false;
+  if (std::max(shape.seqlen_q, shape.seqlen_k) > kMaxShort) return false;
+  if (std::max(shape.head_dim_k, shape.head_dim_v) > (dtype == DType::float32 ? 64 : 128)) return false;
   const int64_t blocks = static_cast<int64_t>(shape.batch) * shape.key_heads;
   if (shape.heads != shape.key_heads && blocks < device_attribute(cudaDevAttrMultiProcessorCount, device)) return false;
   size_t bytes = 0;
-  with_short_kernel(shape, dtype, [&](auto t, auto head_dim) { bytes = shared_bytes<decltype(t), head_dim()>(shape.seqlen_k); });
+  with_short_kernel(shape, dtype, false, [&](auto t, auto head_dim) { bytes = shared_bytes<decltype(t), head_dim()>(shape.seqlen_k); });
   return bytes <= static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
 }
 
-void short_backward(const Backward& p, cudaStream_t stream) {
+void short_backward(const Backward& p, void* dbias, cudaStream_t stream) {
   const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.key_heads;
   if (blocks == 0 || p.shape.seqlen_k == 0) return;
-  with_short_kernel(p.shape, p.dtype, [&](auto t, auto head_dim) {
+  with_short_kernel(p.shape, p.dtype, p.tf32, [&](auto t, auto head_dim) {
     using T = decltype(t);
     launch(short_backward_kernel<T, head_dim()>, dim3(static_cast<unsigned>(blocks)), dim3(32 * warps_of(p.shape.seqlen_k)),
-           shared_bytes<T, head_dim()>(p.shape.seqlen_k), stream, p);
+           shared_bytes<T, head_dim()>(p.shape.seqlen_k), stream, p, dbias);
   });
 }
 

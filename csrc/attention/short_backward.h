@@ -4,12 +4,14 @@
 
 namespace fastattn::attention {
 
-// Should short_backward serve? It takes 16-bit types, head dimensions up to 128, and what a block of the device can hold;
-// and, as a block takes the query heads of a group one after the other, groups only where there is a block for every
-// multiprocessor. It makes no dbias: where that is needed, of a bias that has keys, the other kernels serve.
+// Should short_backward serve? It takes head dimensions up to 128, of float32 up to 64, and what a block of the device can
+// hold; and, as a block takes the query heads of a group one after the other, groups only where there is a block for every
+// multiprocessor: with fewer, most of the device would wait for a few blocks, each of which works for a whole group.
 bool is_short(const Shape& shape, DType dtype, int device);
 
 // dq, dk and dv. Of p it reads by_query, without lists, and neither out, delta, remainder nor by_key.
-void short_backward(const Backward& p, cudaStream_t stream);
+// dbias: null, or of a bias that nothing shares, (B, H, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype.
+// Where the gradient of another bias with keys is wanted, the other kernels serve.
+void short_backward(const Backward& p, void* dbias, cudaStream_t stream);
 
 }  // namespace fastattn::attention

@@ -56,16 +56,14 @@ __device__ __forceinline__ uint32_t pack_word<__half>(float low, float high) {
 __device__ __forceinline__ void mma_exact(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   const int lane = threadIdx.x % 32, c = lane % 4, row = lane - c, column = 2 * c * 4;
   float sum[4] = {};
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
 #pragma unroll 1
-    for (int k = 0; k < 4; k++) {  // not unrolled: it stands in a kernel many times
-      const float top = __shfl_sync(0xffffffffu, as_float(a[2 * half]), row + k);
-      const float bottom = __shfl_sync(0xffffffffu, as_float(a[2 * half + 1]), row + k);
-      const float left = __shfl_sync(0xffffffffu, as_float(b[half]), column + k);
-      const float right = __shfl_sync(0xffffffffu, as_float(b[half]), column + 4 + k);
-      sum[0] += top * left, sum[1] += top * right, sum[2] += bottom * left, sum[3] += bottom * right;
-    }
+  for (int k = 0; k < 8; k++) {  // one loop, not unrolled, as it stands in a kernel many times: shuffles are its bound anyway
+    const int from = k % 4;
+    const float top = __shfl_sync(0xffffffffu, as_float(k < 4 ? a[0] : a[2]), row + from);
+    const float bottom = __shfl_sync(0xffffffffu, as_float(k < 4 ? a[1] : a[3]), row + from);
+    const float left = __shfl_sync(0xffffffffu, as_float(k < 4 ? b[0] : b[1]), column + from);
+    const float right = __shfl_sync(0xffffffffu, as_float(k < 4 ? b[0] : b[1]), column + 4 + from);
+    sum[0] += top * left, sum[1] += top * right, sum[2] += bottom * left, sum[3] += bottom * right;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) d[i] += sum[i];

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastattn.cuda import DTYPES, _visibility, address, device_index, dropout_constants, extension, stream
 from fastattn.masks import AttentionMask
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a block holds all keys of a head, and there are enough of them: csrc/attention/short_backward.h."""
+def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """Whether a block holds all keys of a head, and there are enough of them: csrc/attention/short_backward.h.
+
+    bias: of which a gradient is wanted that only kernels can make; served if nothing shares its elements.
+    """
+    if bias is not None and bias.shape != (*q.shape[:3], k.shape[2]):
+        return False
     return extension(q.device).attention_is_short(_visibility.shape(q, k, v), DTYPES[q.dtype], device_index(q))
 
 
@@ -27,13 +33,18 @@ def backward(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-) -> None:
-    """Fills dq, dk and dv. lse and dlse are contiguous."""
+    *,
+    needs_dbias: bool,
+    tf32: bool,
+) -> Tensor | None:
+    """Fills dq, dk and dv; returns the gradient, if needed, of the bias. lse and dlse are contiguous."""
     who, kept = _visibility.elements(mask, q.shape[2], k.shape[2], q.device)
+    dbias = torch.empty_like(mask.bias, memory_format=torch.contiguous_format) if needs_dbias else None
     if k.shape[2] == 0:
         dq.zero_()
     extension(q.device).attention_bwd_short(
-        [*map(_visibility.rows, (q, k, v, dout, dq, dk, dv))], (address(lse), address(dlse)),
+        [*map(_visibility.rows, (q, k, v, dout, dq, dk, dv))], (*map(address, (lse, dlse, dbias)),),
         _visibility.shape(q, k, v), softmax_scale, who, _visibility.bias(mask),
-        address(rng_state), *dropout_constants(dropout_p), DTYPES[q.dtype], device_index(q), stream(q),
+        address(rng_state), *dropout_constants(dropout_p), DTYPES[q.dtype], tf32, device_index(q), stream(q),
     )  # fmt: skip
+    return dbias

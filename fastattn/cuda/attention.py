@@ -86,15 +86,16 @@ def attention_bwd(
         dlse_seen = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
         dbias = dlse_seen.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
     missing = needs_dbias and dbias is None
+    if missing and bias.dtype not in (q.dtype, torch.float32):  # kernels write no third type
+        mask = mask.with_bias(bias.float())
     options = (lse, dlse, mask, softmax_scale, dropout_p, rng_state)
-    if not missing and short.serves(q, k, v):
-        short.backward(q, k, v, dout, dq, dk, dv, *options)
+    if short.serves(q, k, v, bias if missing else None):
+        with_keys = short.backward(q, k, v, dout, dq, dk, dv, *options, needs_dbias=missing, tf32=_tf32())
     else:
         call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward
         exact = _cancels(mask, q.shape[2], k.shape[2])
         with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing, exact=exact)
-        dbias = with_keys if missing else dbias
-    return dq, dk, dv, dbias
+    return dq, dk, dv, with_keys.to(bias.dtype) if missing else dbias
 
 
 def _backward(
