@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastattn.nn.recompute import recomputing
-from fastattn.nn.residual import OpenSum, Stream, add_norm
+from fastattn.nn.residual import OpenSum, Stream, add_norm, norm_adds_bias
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 
@@ -41,13 +41,21 @@ class PositionwiseFeedForward(nn.Module):
         """x: (B, L, d_in), or with norm_first an OpenSum of such. Returns the same kind."""
         if self.norm_first:
             normed, total = add_norm(x, self.dropout, self.layer_norm, self.backend, return_sum=True)
-            return OpenSum(self.branch(normed), total)
-        return add_norm(OpenSum(self.branch(x), x), self.dropout, self.layer_norm, self.backend)
+            out, bias = self.branch(normed)
+            return OpenSum(out, total, bias)
+        out, bias = self.branch(x)
+        return add_norm(OpenSum(out, x, bias), self.dropout, self.layer_norm, self.backend)
 
-    def branch(self, x: Tensor) -> Tensor:
-        """w_2(activation(w_1(x))). x: (B, L, d_in); returns its shape, in the autocast dtype under torch.autocast."""
-        weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
-        return feed_forward(x, *weights, self.activation, recompute=recomputing(), backend=self.backend)
+    def branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """w_2(activation(w_1(x))) and None; or that without the bias of w_2, and the bias, where the norm adds it.
+
+        x: (B, L, d_in); the branch has its shape, and the autocast dtype under torch.autocast.
+        """
+        bias, later = self.w_2.bias, None
+        if norm_adds_bias(x, self.backend):
+            bias, later = None, bias
+        weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, bias)
+        return feed_forward(x, *weights, self.activation, recompute=recomputing(), backend=self.backend), later
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

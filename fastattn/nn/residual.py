@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fastattn._dispatch import requested
+from fastattn._dispatch import default_order, requested
 from fastattn.nn.recompute import note_norm, recomputing
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
@@ -19,10 +19,12 @@ class OpenSum(NamedTuple):
     norm's sublayer also applies its own dropout rate to the branch.
 
     branch: (B, L, d_model).     residual: likewise, or None where the sum is dropout(branch) alone, as at the input.
+    bias: (d_model,), to be added to the branch before its dropout; or None, also where the branch has it already.
     """
 
     branch: Tensor
     residual: Tensor | None
+    bias: Tensor | None = None
 
 
 # A sublayer's input and output: complete and normalised (post-norm), or open (norm_first).
@@ -34,18 +36,28 @@ def active(dropout: nn.Dropout) -> float:
     return dropout.p if dropout.training else 0.0
 
 
+def norm_adds_bias(x: Tensor, backend: str | None) -> bool:
+    """Whether the bias of a branch's last linear layer had better be added in the norm.
+
+    A kernel adds it, and sums its gradient, on its way. PyTorch's operators, which serve on a CPU, would make a pass of
+    it, while in the product it is free.
+    """
+    return (requested(backend)[0] or default_order(x.device)[0]) in ("triton", "cuda")
+
+
 def add_norm(
     total: OpenSum, dropout: nn.Dropout, layer_norm: nn.LayerNorm, backend: str | None, return_sum: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Close a sum: layer_norm(z), or (layer_norm(z), z), with z = residual + dropout(branch), shaped as the branch.
+    """Close a sum: layer_norm(z), or (layer_norm(z), z); z = residual + dropout(branch + bias), shaped as the branch.
 
     Under torch.autocast all three are in its dtype, so the stream between sublayers is kept in low precision, as the
     public implementation's in-place addition keeps it. LayerNorm's weight and bias stay float32, and so do its sums.
     """
     norm = (layer_norm.weight, layer_norm.bias, layer_norm.eps)
+    inputs, options = (*total[:2], *norm, active(dropout)), {"x_bias": total.bias, "backend": backend}
     if not recomputing():
-        return dropout_add_layer_norm(*total, *norm, active(dropout), return_sum=return_sum, backend=backend)
-    out, z = dropout_add_layer_norm(*total, *norm, active(dropout), return_sum=True, backend=backend)
+        return dropout_add_layer_norm(*inputs, return_sum=return_sum, **options)
+    out, z = dropout_add_layer_norm(*inputs, return_sum=True, **options)
     kept, same = z.detach(), requested(backend)[0]  # the backward may run outside of use_backend
     note_norm(out, lambda: dropout_add_layer_norm(kept, None, *norm, backend=same))
     return (out, z) if return_sum else out

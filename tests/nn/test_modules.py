@@ -173,9 +173,8 @@ def test_norm_first_leaves_the_sum_open():
         total = OpenSum(branch, x)
         out = module(total) if isinstance(module, PositionwiseFeedForward) else module(total, total, total)[0]
         normed = module.layer_norm(x + branch)
-        expected = module.branch(normed) if isinstance(module, PositionwiseFeedForward) else None
-        if expected is None:
-            expected, _ = module.branch(normed, normed, normed, None, False, None)
+        arguments = (normed,) if isinstance(module, PositionwiseFeedForward) else (normed,) * 3 + (None, False, None)
+        expected, _ = module.branch(*arguments)
         torch.testing.assert_close(out.residual, x + branch, rtol=0, atol=1e-6)
         torch.testing.assert_close(out.branch, expected, rtol=0, atol=1e-5)
 
