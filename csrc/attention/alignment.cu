@@ -46,7 +46,8 @@ alignment_kernel(const Alignment p) {
   const Visibility& who = p.visibility;
   const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k);
   const Matrix<T> k(p.k, b, h / (p.shape.heads / p.shape.key_heads), Lk, p.shape.head_dim_k);
-  const Walk walk = plan_walk<kBlockN>(who, b, h, m0, kBlockM, Lq, Lk, who.band_lo, who.band_hi);
+  Walk walk = plan_walk<kBlockN>(who, b, h, m0, kBlockM, Lq, Lk, who.band_lo, who.band_hi);
+  mask_every_tile(walk, who);
   const auto load = [&](int i) {
     load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(shared.k[i % 2], k, walk.tile(i) * kBlockN, [](int) { return true; });
   };
@@ -70,7 +71,7 @@ alignment_kernel(const Alignment p) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (i < walk.partial)
-        hide(s, half, sees<kBlockN>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
+        hide(s, half, sees<kBlockN, true>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
 #pragma unroll
       for (int j = 0; j < kTiles * 2; j++) {
         const float score = s[j / 2][2 * half + j % 2];

@@ -47,7 +47,8 @@ struct TileLists {
 };
 
 // Who sees whom. Two kinds: bits == null, where query m sees key n if band_lo <= n - m <= band_hi (an absent band is
-// -seqlen_q, seqlen_k); else the bits say it, into which everything was folded, the band too.
+// -seqlen_q, seqlen_k); else the bits say it, into which everything was folded, the band too. Kernels that want no lists,
+// those of short sequences among them, take key padding without bits: there a key that is not `seen` is hidden as well.
 struct Visibility {
   int band_lo, band_hi;
   const uint32_t* bits;    // (b, h, rows, ceil(columns / 128), 4): a kernel whose rows are keys is given the transpose

@@ -40,12 +40,13 @@ void bind_list_tiles(int64_t classes, int matrices, int row_tiles, int column_ti
              pointer<int32_t>(tiles), pointer<CUstream_st>(stream));
 }
 
-// sizes: (batch, heads, seqlen_q, seqlen_k) of seen; band: (band_lo, band_hi); bits: (address, its strides)
+// sizes: (batch, heads, seqlen_q, seqlen_k) of seen; band: (band_lo, band_hi); bits: (address, its strides); padding: (address, its
+// stride)
 void bind_seen_keys(int64_t seen, const std::array<int, 4>& sizes, const std::array<int, 2>& band, const Integers<3>& bits,
-                    const Integers<6>& added, int device, int64_t stream) {
+                    const Integers<2>& padding, const Integers<6>& added, int device, int64_t stream) {
   const DeviceGuard guard(device);
   seen_keys({pointer<uint32_t>(seen), sizes[0], sizes[1], sizes[2], sizes[3], band[0], band[1], pointer<uint32_t>(bits[0]),
-             bits[1], bits[2], bias(added)},
+             bits[1], bits[2], pointer<bool>(padding[0]), padding[1], bias(added)},
             pointer<CUstream_st>(stream));
 }
 

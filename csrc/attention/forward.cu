@@ -53,7 +53,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
 
   // Keys that no query of the tile sees are left out: what they hold is nobody's business.
   Walk walk = plan_walk<kBlockN>(who, b, h, m0, block_m, Lq, Lk, who.band_lo, who.band_hi);
-  if (kThreads == 0 && who.bits != nullptr && who.lists.tiles == nullptr)  // a tail of padding need not be visited
+  if (kThreads == 0 && mask_every_tile(walk, who))  // a tail of padding need not be visited
     while (walk.count > 0 && !tile_is_seen<kBlockN>(who, b, h, walk.tile(walk.count - 1) * kBlockN, Lk))
       walk.partial = --walk.count;
   const int first_key = m0 + who.band_lo, last_key = min(m0 + block_m, Lq) - 1 + who.band_hi;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (i < walk.partial)
-        hide(s, half, sees<kBlockN>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
+        hide(s, half, sees<kBlockN, kThreads == 0>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
       float max = row_max[half];
 #pragma unroll
       for (int j = 0; j < kTiles * 2; j++) max = fmaxf(max, s[j / 2][2 * half + j % 2]);

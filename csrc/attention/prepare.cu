@@ -118,6 +118,7 @@ __global__ void seen_keys_kernel(const Seen p) {
   // The queries that a band lets see key n.
   int from = max(n - p.band_hi, 0), to = min(n - p.band_lo + 1, p.seqlen_q);
   bool visible = n < p.seqlen_k && from < to;
+  if (visible && p.key_padding != nullptr) visible = p.key_padding[b * p.key_padding_stride_b + n];
   if (p.bits != nullptr) {
     uint32_t any[kBitWords] = {};
     for (int m = warp * kWarp + lane; m < p.seqlen_q; m += kWarps * kWarp)

@@ -34,13 +34,16 @@ void classify_tiles(const BitMatrix& bits, int block_m, int block_n, uint8_t* cl
 void list_tiles(const uint8_t* classes, int matrices, int row_tiles, int column_tiles, bool by_key, int2* counts,
                 int32_t* tiles, cudaStream_t stream);
 
-// seen (b, h, ceil(Lk / 32)), from bits (b or 1, h or 1, ..) or, without them, the band; and the bias, where there is one.
+// seen (b, h, ceil(Lk / 32)), from bits (b or 1, h or 1, ..) or, without them, the band and key padding; and the bias, where
+// there is one.
 struct Seen {
   uint32_t* seen;
   int batch, heads, seqlen_q, seqlen_k;
   int band_lo, band_hi;
   const uint32_t* bits;  // or null
   int64_t bits_stride_b, bits_stride_h;
+  const bool* key_padding;  // (b, Lk), or null; without bits
+  int64_t key_padding_stride_b;
   Bias bias;
 };
 

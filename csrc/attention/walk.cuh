@@ -17,7 +17,7 @@ struct Walk {
 };
 
 // Rows own .. own + own_rows - 1 of a side of `rows`, a tile of them; row r sees columns r + low .. r + high of `columns`,
-// or what the lists say. Where bits come without lists, every tile is a partial one.
+// or what the lists say.
 template <int kStream>
 __device__ __forceinline__ Walk plan_walk(const Visibility& who, int64_t b, int64_t h, int own, int own_rows, int rows,
                                           int columns, int low, int high) {
@@ -36,8 +36,14 @@ __device__ __forceinline__ Walk plan_walk(const Visibility& who, int64_t b, int6
   const int full = max(min(end_first / kStream, end) - full_from, 0);
   walk.left = full > 0 ? full_from - walk.first : walk.count;
   walk.partial = walk.count - full;
-  if (who.bits != nullptr) walk.left = walk.partial = walk.count;
   return walk;
+}
+
+// Without lists nobody knows in which tiles bits, or keys that nobody sees, hide something: then every tile is a partial one.
+__device__ __forceinline__ bool mask_every_tile(Walk& walk, const Visibility& who) {
+  if (walk.list != nullptr || who.seen == nullptr) return false;
+  walk.left = walk.partial = walk.count;
+  return true;
 }
 
 // How many of a lane's columns, 8j + 2c + {0, 1} with c = lane % 4, lie before column `end` of a tile.
@@ -47,9 +53,16 @@ __device__ __forceinline__ int columns_before(int end) {
 
 __device__ __forceinline__ uint32_t first_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 
+// Of a word of 32 columns, those of this lane: bit 2j + e is column 8j + 2c + e.
+__device__ __forceinline__ uint32_t columns_of_lane(uint32_t word) {
+  word = word >> threadIdx.x % 4 * 2 & 0x03030303u;
+  word = (word | word >> 6) & 0x000f000fu;
+  return (word | word >> 12) & 0xffu;
+}
+
 // Which of its columns in a tile of kColumns from `column` on a row sees: bit 2j + e is column 8j + 2c + e.
-// columns: how many there are; low, high: as in plan_walk.
-template <int kColumns>
+// columns: how many there are; low, high: as in plan_walk. kBySeen: without bits, columns are keys that `seen` may hide.
+template <int kColumns, bool kBySeen = false>
 __device__ __forceinline__ uint32_t sees(const Visibility& who, int64_t b, int64_t h, int row, int rows, int column,
                                          int columns, int low, int high) {
   static_assert(kBitBlock % kColumns == 0, "a tile lies in one block of bits");
@@ -60,7 +73,16 @@ __device__ __forceinline__ uint32_t sees(const Visibility& who, int64_t b, int64
     return words[threadIdx.x % 4] >> (column % kBitBlock / 4);
   }
   const int begin = min(max(row + low - column, 0), kColumns), end = min(min(row + high + 1, columns) - column, kColumns);
-  return end > begin ? first_bits(columns_before(end)) & ~first_bits(columns_before(begin)) : 0;
+  uint32_t inside = end > begin ? first_bits(columns_before(end)) & ~first_bits(columns_before(begin)) : 0;
+  if (kBySeen && who.seen != nullptr) {
+    const uint32_t* seen = who.seen + b * who.seen_stride_b + h * who.seen_stride_h + column / 32;
+    uint32_t kept = 0;
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; i++)
+      if (column + 32 * i < columns) kept |= columns_of_lane(seen[i]) << 8 * i;
+    inside &= kept;
+  }
+  return inside;
 }
 
 // Does the mask, bias included, leave key n to some query? Keys that a band hides are not asked for.

@@ -88,15 +88,18 @@ def seen_keys(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> Te
     """int32 (B or 1, H or 1, ceil(Lk / 32)): bit n % 32 of word n / 32, does some query see key n."""
 
     def build() -> Tensor:
-        words = None if mask.band_only else bits(mask, Lq, Lk, device)
-        shapes = [t.shape for t in (words, mask.bias) if t is not None]
+        words = None if keys_alone(mask) else bits(mask, Lq, Lk, device)
+        padding = mask.key_padding if words is None else None
+        rows = None if padding is None else padding[:, None]
+        shapes = [t.shape for t in (words, rows, mask.bias) if t is not None]
         B, H = (max(shape[i] for shape in shapes) for i in range(2))
         seen = torch.empty(B, H, _blocks(Lk, 32), dtype=torch.int32, device=device)
         if Lq == 0:
             return seen.zero_()
         extension(device).attention_seen_keys(
-            address(seen), (B, H, Lq, Lk), band(mask, Lq, Lk), _with_strides(words, 2), bias(mask), *_place(seen)
-        )
+            address(seen), (B, H, Lq, Lk), band(mask, Lq, Lk), _with_strides(words, 2), _with_strides(padding, 1),
+            bias(mask), *_place(seen),
+        )  # fmt: skip
         return seen
 
     return build() if mask.bias is not None else mask.cached(("seen_bits", Lq, Lk, device), build)
@@ -108,12 +111,12 @@ def visibility(
     """The integers of struct Visibility, and the tensors whose addresses are among them: keep those until the launch.
 
     by_key: for a kernel that walks along the queries of a key tile; its bits are the transposed ones. block_m 0: for a
-    kernel that wants no lists.
+    kernel that wants no lists, and takes key padding without bits.
     """
 
     def build() -> tuple[tuple[int, ...], list[Tensor | None]]:
         seen = None if mask is None or (mask.band_only and mask.bias is None) else seen_keys(mask, Lq, Lk, device)
-        if mask is None or mask.band_only:
+        if mask is None or mask.band_only or (block_m == 0 and keys_alone(mask)):
             return (*band(mask, Lq, Lk), *(0,) * 8, *_with_strides(seen, 2)), [seen]
         words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
         lists, listed = (), (0,) * 5
@@ -121,7 +124,7 @@ def visibility(
             lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
             list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
             listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
-        numbers = (*band(mask, Lq, Lk), *_with_strides(words, 2), *listed, *_with_strides(seen, 2))
+        numbers = (-Lq, Lk, *_with_strides(words, 2), *listed, *_with_strides(seen, 2))
         return numbers, [seen, words, *lists]
 
     if mask is None or mask.bias is not None:
@@ -136,9 +139,15 @@ def elements(
     return visibility(mask, Lq, Lk, 0, 0, False, device)
 
 
+def keys_alone(mask: AttentionMask) -> bool:
+    """Whether a band and key padding, nothing else, say who sees whom: query m sees key n if the band lets it, and n is
+    seen at all."""
+    return all(t is None for t in (mask.attn_mask, mask.query_padding, mask.cu_seqlens_q))
+
+
 def band(mask: AttentionMask | None, Lq: int, Lk: int) -> tuple[int, int]:
     """(band_lo, band_hi) of struct Visibility, in 32 bits: query m sees no key n but by band_lo <= n - m <= band_hi."""
-    low, high = (None if mask is None or not mask.band_only else mask.band(Lq, Lk)) or (-Lq, Lk)
+    low, high = (None if mask is None or not keys_alone(mask) else mask.band(Lq, Lk)) or (-Lq, Lk)
     return max(min(low, Lk), -Lq), max(min(high, Lk), -Lq)
 
 

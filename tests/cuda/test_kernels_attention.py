@@ -13,6 +13,7 @@ from torch import Tensor
 from fastattn import AttentionMask, explain
 from fastattn import scaled_dot_product_attention as SDPA
 from fastattn._dispatch import load_room
+from fastattn.cuda import _visibility
 from fastattn.cuda import attention as room
 from fastattn.reference.philox import draw_rng_state
 
@@ -59,9 +60,16 @@ def test_lengths_at_tile_edges(Lq: int, Lk: int, device: torch.device) -> None:
     check(make(B=1, H=8 if Lq * Lk == 1 else 1, Lq=Lq, Lk=Lk, D=16, dtype=BFLOAT16, mask=mask, device=device), device)
 
 
-@pytest.mark.parametrize("kind", ["none", "window", "key_padding", "key_padding_holes", "attn_mask", "decoder"])
-def test_short_sequences(kind: str, device: torch.device) -> None:
-    """A warp for every 16 queries, and keys that are padding to the end, which are not visited."""
+SHORT_KINDS = ["none", "window", "key_padding", "key_padding_holes", "padded window", "attn_mask", "decoder"]
+
+
+@pytest.mark.parametrize("kind", SHORT_KINDS)
+def test_short_sequences(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp for every 16 queries, and keys that are padding to the end, which are not visited. Padding needs no bits."""
+    if kind not in ("attn_mask", "decoder"):
+        monkeypatch.setattr(_visibility, "_build_bits", None)
+    if kind == "padded window":
+        kind = {"window": (30, 9), "key_padding": prefix([80, 23], 100).to(device)}
     options = dict(B=2, mask=kind, dropout_p=0.2, bias=(2, 1, 1, 100), device=device)
     check(make(H=2, Hk=1, Lq=100, Lk=100, D=40, dtype=BFLOAT16, **options), device)
     check(make(H=1, Lq=120, Lk=100, D=72, dtype=FLOAT16, **options), device)

@@ -70,7 +70,7 @@ class Bug(NamedTuple):
 
 
 FORWARD, PREPARE, SCORES = "attention/forward.cu", "attention/prepare.cu", "attention/scores.cuh"
-WEIGHTS, ALIGNMENT = "attention/weights.cu", "attention/alignment.cu"
+WALK, WEIGHTS, ALIGNMENT = "attention/walk.cuh", "attention/weights.cu", "attention/alignment.cu"
 QUAD_MAX = "fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2))"
 BUGS = [
     Bug("k not waited for", "full", FORWARD, "cp_async_wait<0>();\n    __syncthreads();  // k", "__syncthreads();  //"),
@@ -85,7 +85,9 @@ BUGS = [
     Bug("lse in another unit", "full", FORWARD, "(exponent.unit * kLn2)", "kLn2"),
     Bug("unseen keys loaded", "unseen", FORWARD, "key_is_seen(who, b, h, n)", "true"),
     Bug("a tail that is seen left out", "short", FORWARD, "walk.tile(walk.count - 1)", "walk.tile(walk.count)"),
-    Bug("tiles without a list called full", "short", "attention/walk.cuh", "= walk.partial = walk.count;", ";"),
+    Bug("tiles without a list called full", "short", WALK, "  walk.left = walk.partial = walk.count;\n", ""),
+    Bug("padding of another lane", "unseen", WALK, "word >> threadIdx.x % 4 * 2 &", "word &"),
+    Bug("padding of the first keys", "unseen", WALK, "|= columns_of_lane(seen[i])", "|= columns_of_lane(seen[0])"),
     Bug("queries of another warp", "short", FORWARD, "+ own * kTileStride<T, kHeadDim>;", "+ 0 * own;"),
     Bug("a row's maximum over two lanes", "full", "common/softmax.cuh", QUAD_MAX, "value"),
     Bug("calls of a quad swapped", "all", "common/philox.cuh", "<< 8 * lane;", "<< 8 * (lane ^ 1);"),
