@@ -78,8 +78,8 @@ def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     roots = [path for path in source.parents if path.name == "csrc"][:1]
     roots += [CSRC] if CSRC not in roots else []
     contents = [path.read_bytes() for path in _headers(source, roots)]
-    binding = source.name.startswith("bind")  # small, and slow to optimise
-    options = [*FLAGS, "-O0" if binding else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
+    bindings = source.suffix == ".cpp" and source not in HOST_SOURCES  # small, and slow to optimise
+    options = [*FLAGS, "-O0" if bindings else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
     target = folder / f"{source.stem}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
     include = [*roots, pybind11.get_include(), sysconfig.get_path("include")]
     system = [f"-isystem{path}" for path in cuda_include()]

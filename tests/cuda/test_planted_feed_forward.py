@@ -138,7 +138,7 @@ def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     text = vectors.read_text().replace("#pragma once\n", f"#pragma once\n#include <cstdlib>\n{function}\n")
     vectors.write_text(text)
     module = Path(__file__).with_name("feed_forward_module.cpp")
-    sources = [*sorted((copy / "feed_forward").glob("*.cu")), copy / "feed_forward" / "bind.cpp", module]
+    sources = [*sorted((copy / "feed_forward").glob("*.cu")), module]
     return host_build.build("_C", [*sources, CSRC / "common" / "sm90" / "tensor_map.cpp"], build_folder)
 
 

@@ -84,7 +84,7 @@ def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     function = 'inline int planted_bug() { return std::atoi(std::getenv("FASTATTN_PLANTED")); }'
     rows.write_text(f"#include <cstdlib>\n{function}\n{text}")
     module = Path(__file__).with_name("linear_cross_entropy_module.cpp")
-    return host_build.build("_C", [rows, CSRC / ROOM / "bind.cpp", module], build_folder)
+    return host_build.build("_C", [rows, module], build_folder)
 
 
 def fails(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -1,25 +1,16 @@
 // Python's view of feed_forward: fastattn/cuda/feed_forward.py passes pointers as integers, 0 for null.
-#include <pybind11/pybind11.h>
-
-#include "common/device.h"
+#pragma once
+#include "common/bind.h"
 #include "feed_forward/feed_forward.h"
 
-namespace fastattn {
-namespace {
-
-using namespace feed_forward;
+namespace fastattn::feed_forward::bindings {
 
 // What makes the product: our kernels for sm_80 and up or for Hopper, or cuBLAS, before this is called. Then a holds the product.
 enum class Route : int { sm80 = 0, sm90 = 1, pointwise = 2 };
 
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-void forward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t bias1, uintptr_t z, uintptr_t h, int64_t tokens, int d_ff,
-             int activation, bool gated, uintptr_t rng_state, uint32_t threshold, float scale, int dtype, int device,
-             uintptr_t stream) {
+inline void forward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t bias1, uintptr_t z, uintptr_t h,
+                    int64_t tokens, int d_ff, int activation, bool gated, uintptr_t rng_state, uint32_t threshold,
+                    float scale, int dtype, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   const Operands product{pointer<void>(a), pointer<void>(b), depth};
   const Forward p{{tokens, d_ff, Activation(activation), gated, {pointer<int64_t>(rng_state), threshold, scale}, DType(dtype)},
@@ -32,9 +23,9 @@ void forward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t bias1, ui
   }
 }
 
-void backward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t saved, uintptr_t dz, uintptr_t h, uintptr_t partial,
-              uintptr_t dbias1, int64_t tokens, int d_ff, int activation, bool gated, uintptr_t rng_state, uint32_t threshold,
-              float scale, int dtype, int device, uintptr_t stream) {
+inline void backward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t saved, uintptr_t dz, uintptr_t h,
+                     uintptr_t partial, uintptr_t dbias1, int64_t tokens, int d_ff, int activation, bool gated,
+                     uintptr_t rng_state, uint32_t threshold, float scale, int dtype, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   const Operands product{pointer<void>(a), pointer<void>(b), depth};
   const Backward p{{tokens, d_ff, Activation(activation), gated, {pointer<int64_t>(rng_state), threshold, scale}, DType(dtype)},
@@ -48,11 +39,9 @@ void backward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t saved, u
   bias_gradient(p, queue);
 }
 
-}  // namespace
-
-void bind_feed_forward(pybind11::module_& m) {
+inline void bind(pybind11::module_& m) {
   m.def("feed_forward_fwd", forward);
   m.def("feed_forward_bwd", backward);
 }
 
-}  // namespace fastattn
+}  // namespace fastattn::feed_forward::bindings

@@ -1,0 +1,25 @@
+// What every room's bind.h stands on: tensors come from Python as the integers of their addresses, 0 for null.
+//
+// A room's bind.h is Python's view of the room. csrc/bindings.cpp includes them all: one file to compile, as pybind11's
+// headers cost more than everything else in it.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <tuple>
+
+#include "common/device.h"
+#include "common/dtype_switch.h"
+
+namespace fastattn {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A tensor whose type is its own matter: its address, and the number of its elements' dtype.
+using Typed = std::tuple<uintptr_t, int>;
+
+inline Array array(const Typed& t) { return {pointer<void>(std::get<0>(t)), DType(std::get<1>(t))}; }
+
+}  // namespace fastattn
