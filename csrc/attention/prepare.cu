@@ -2,6 +2,8 @@
 //
 // Traffic: pack_bits reads a bool mask once, 1 byte an element, and writes an eighth of it; whatever comes after reads
 //   bits. A mask of 2048 x 2048 for 8 samples is 33 MB, 8 us at 4 TB/s, its bits are 4 MB.
+// Key padding that nothing but a band joins is not packed for kernels that want no lists, those of short sequences: seen keys
+//   say it, a bit a key in place of 4 words a query.
 // Parallel over rows: a warp makes the words of a row by ballots, lane i being bit i of a word. At most 32 registers.
 #include "attention/prepare.h"
 

@@ -22,7 +22,7 @@
 //   bias_gradient.cu computes dS once more instead, as does what is shared by queries, a by-product of backward_dkdv.cu.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
 //   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8, as of
-//   float32, by its shared memory, also of 4; 240 at 128, 244 on sm_90. Tried and dropped: 128 registers, for two blocks of
+//   float32, by its shared memory, also of 4; 242 at 128, 244 on sm_90. Tried and dropped: 128 registers, for two blocks of
 //   8 warps: 72 to 276 bytes spilled.
 #include "attention/short_backward.h"
 
