@@ -7,8 +7,9 @@
 //   of the other runs; blocks of one multiprocessor fill each other's waits.
 // Short sequences, Lq and Lk up to 128, of 16-bit types and head dimensions up to 128: one block a (batch, head), with as
 //   many warps as 16 queries want, so that k and v are read once. They want no lists: a block sees for itself how far keys
-//   are padding, and a band with key padding needs no bits either: nothing of the size of the scores is in memory. Up to head dimension 64 a kernel of their own takes 32 keys a tile: its 128 registers leave room for 16
-//   warps, two blocks of 128 queries, where 64 keys would leave room for one block.
+//   are padding, and a band with key padding needs no bits either: nothing of the size of the scores is in memory. Up to
+//   head dimension 64 a kernel of their own takes 32 keys a tile: its 128 registers leave room for 16 warps, two blocks of
+//   128 queries, where 64 keys would leave room for one block.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
@@ -18,8 +19,8 @@
 //   head_dim 128   206 / 210            51.0 KiB                   2; of 128 queries 68.0 KiB, 1
 //   head_dim 256   244 / 248            66.0 KiB                   2
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each type
-//   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to compile; short sequences with
-// 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.
+//   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
+//   compile; short sequences with 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/walk.cuh"
