@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fastattn._dispatch import default_order, requested
@@ -37,12 +38,12 @@ def active(dropout: nn.Dropout) -> float:
 
 
 def norm_adds_bias(x: Tensor, backend: str | None) -> bool:
-    """Whether the bias of a branch's last linear layer had better be added in the norm.
+    """Whether the bias of a branch's last linear layer had better be added in the norm than in the product.
 
-    A kernel adds it, and sums its gradient, on its way. PyTorch's operators, which serve on a CPU, would make a pass of
-    it, while in the product it is free.
+    In the product it is free, but its gradient is a pass over the data. A kernel of the norm makes neither; PyTorch's
+    operators, which serve on a CPU, would make both.
     """
-    return (requested(backend)[0] or default_order(x.device)[0]) in ("triton", "cuda")
+    return torch.is_grad_enabled() and (requested(backend)[0] or default_order(x.device)[0]) in ("triton", "cuda")
 
 
 def add_norm(
@@ -54,10 +55,11 @@ def add_norm(
     public implementation's in-place addition keeps it. LayerNorm's weight and bias stay float32, and so do its sums.
     """
     norm = (layer_norm.weight, layer_norm.bias, layer_norm.eps)
-    inputs, options = (*total[:2], *norm, active(dropout)), {"x_bias": total.bias, "backend": backend}
+    branch, residual, bias = total
+    inputs = (branch, residual, *norm, active(dropout))
     if not recomputing():
-        return dropout_add_layer_norm(*inputs, return_sum=return_sum, **options)
-    out, z = dropout_add_layer_norm(*inputs, return_sum=True, **options)
+        return dropout_add_layer_norm(*inputs, return_sum=return_sum, x_bias=bias, backend=backend)
+    out, z = dropout_add_layer_norm(*inputs, return_sum=True, x_bias=bias, backend=backend)
     kept, same = z.detach(), requested(backend)[0]  # the backward may run outside of use_backend
     note_norm(out, lambda: dropout_add_layer_norm(kept, None, *norm, backend=same))
     return (out, z) if return_sum else out
