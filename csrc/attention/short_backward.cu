@@ -13,16 +13,16 @@
 //   keys                           64    128
 //   16 bits, head dimension 64     55     73
 //   16 bits, head dimension 128    87    121
-//   float32, head dimension 64    104    138
-//   float32 at 128 would take 170 KiB for 64 keys, 238 for 128: of the chips it is for, Hopper alone could hold the first,
+//   float32, head dimension 64    103    137
+//   float32 at 128 would take 167 KiB for 64 keys, 233 for 128: of the chips it is for, Hopper alone could hold the first,
 //   and two more kernels would take as long to compile as four of 16 bits. The kernels for any length serve there.
 // Bytes: q, k, v and dout once, dq, dk and dv once.
 // dbias: of a bias (B, H, Lq, Lk) each element is dS of one block, which writes it before it is rounded. One that is shared
 //   by batches or heads is a sum over blocks, which without atomics needs memory of the size of all dS and a second pass:
 //   bias_gradient.cu computes dS once more instead, as does what is shared by queries, a by-product of backward_dkdv.cu.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
-//   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8, as of
-//   float32, by its shared memory, also of 4; 242 at 128, 244 on sm_90. Tried and dropped: 128 registers, for two blocks of
+//   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8;
+//   of float32 shared memory leaves room for one, on Hopper for two of 4 warps; 242 at 128, 244 on sm_90. Tried and dropped: 128 registers, for two blocks of
 //   8 warps: 72 to 276 bytes spilled.
 #include "attention/short_backward.h"
 
