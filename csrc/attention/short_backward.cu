@@ -5,7 +5,7 @@
 //   probabilities themselves: out is not read, no pass goes before, and lse need not be exact. S and dP are computed once,
 //   5 products where kernels that own their tiles need 7, and nothing but the results goes to memory.
 // A chunk: (1) warp w takes queries 16 (w % 2) .. and keys 32 (w / 2) .., makes S and dP, and adds up its share of each row;
-//   (2) it makes P and dS and leaves them in shared memory, in 16 bits; (3) it takes keys 16 w .. for dk and dv, with P^T
+//   (2) it makes P and dS and leaves them in shared memory, rounded to T; (3) it takes keys 16 w .. for dk and dv, with P^T
 //   and dS^T read transposed, and queries 16 (w % 2) .. for its share of the columns of dq, which is then complete. Where
 //   none of 16 queries sees any of 32 keys, (1) and (3) pass over the products. In (2) it writes dS to dbias, if wanted.
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S and dP [16, 32].
@@ -19,11 +19,11 @@
 // Bytes: q, k, v and dout once, dq, dk and dv once.
 // dbias: of a bias (B, H, Lq, Lk) each element is dS of one block, which writes it before it is rounded. One that is shared
 //   by batches or heads is a sum over blocks, which without atomics needs memory of the size of all dS and a second pass:
-//   bias_gradient.cu computes dS once more instead, as does what is shared by queries, a by-product of backward_dkdv.cu.
+//   bias_gradient.cu computes dS once more instead. One that queries share is a by-product of backward_dkdv.cu.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
 //   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8;
-//   of float32 shared memory leaves room for one, on Hopper for two of 4 warps; 242 at 128, 244 on sm_90. Tried and dropped: 128 registers, for two blocks of
-//   8 warps: 72 to 276 bytes spilled.
+//   of float32 shared memory leaves room for one, on Hopper for two of 4 warps; 242 at 128, 244 on sm_90. Tried and
+//   dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled.
 #include "attention/short_backward.h"
 
 #include "attention/backward.cuh"
