@@ -70,8 +70,10 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     # are further from float64 than twice the formula's, and aten would be called out of bounds for it.
     rows, width = (300, 512) if large else (10, 96)
 
-    def add_layer_norm(case: str, residual: bool = True, **options: Any) -> Problem:
+    def add_layer_norm(case: str, residual: bool = True, x_bias: bool = False, **options: Any) -> Problem:
         tensors = {"x": randn(2, rows, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
+        if x_bias:
+            tensors["x_bias"] = 0.1 * randn(width)
         if residual:
             tensors["residual"] = randn(2, rows, width)
         else:
@@ -80,7 +82,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
 
     yield add_layer_norm("residual, with sum", return_sum=True)
     yield add_layer_norm("no residual", residual=False)
-    yield add_layer_norm("residual, dropout", dropout_p=0.2)
+    yield add_layer_norm("residual, dropout, x_bias", x_bias=True, dropout_p=0.2)
 
     def add_rms_norm(case: str, **options: Any) -> Problem:
         tensors = {"x": randn(2, rows, width), "residual": randn(2, rows, width), "weight": 1 + 0.1 * randn(width)}
