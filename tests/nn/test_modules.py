@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastattn import AttentionMask, explain
+from fastattn import AttentionMask, explain, use_backend
 from fastattn.nn import (
     DecoderLayer,
     EncoderLayer,
@@ -17,6 +17,7 @@ from fastattn.nn import (
     ScaledDotProductAttention,
 )
 from fastattn.nn import attention as attention_module
+from fastattn.nn.residual import norm_adds_bias
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, LQ, LK, D, H, DK, DV = 2, 5, 7, 16, 4, 6, 10
@@ -177,6 +178,17 @@ def test_norm_first_leaves_the_sum_open():
         expected, _ = module.branch(*arguments)
         torch.testing.assert_close(out.residual, x + branch, rtol=0, atol=1e-6)
         torch.testing.assert_close(out.branch, expected, rtol=0, atol=1e-5)
+
+
+def test_the_last_bias_waits_for_the_norm_where_a_kernel_trains():
+    x = torch.zeros(1, 2, D)  # on a CPU
+    assert not norm_adds_bias(x, None)
+    assert norm_adds_bias(x, "triton")
+    with use_backend("cuda"):
+        assert norm_adds_bias(x, None)
+        assert not norm_adds_bias(x, "aten")
+    with torch.no_grad():
+        assert not norm_adds_bias(x, "triton")
 
 
 def test_layers_are_their_sublayers_in_order():
