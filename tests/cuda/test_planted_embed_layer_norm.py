@@ -1,4 +1,4 @@
-"""Known bugs, planted one at a time in a copy of the embedding's kernels: embed_layer_norm_cases.py must fail on each.
+"""Known bugs, planted in a copy of the embedding's kernels: embed_layer_norm_cases.py must fail on each.
 
 Those of the code that it shares with the layer norm: test_planted.py. The copy compiles kernels of one chunk only.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import planting
 import pytest
 import torch
 from embed_layer_norm_cases import BFLOAT16, FLOAT16, FLOAT32, Case, run
-from test_planted import Bug, build
+from test_planted import Bug
 
 import fastattn.cuda
 
@@ -34,17 +35,25 @@ void shape_switch_to_all(""",
 ROWS, ANY = f"{ROOM}/rows.cuh", "common/any.cuh"
 BUGS = [
     Bug("no scale in the backward", ROWS, "grad[j] *= source_.scale", "grad[j] *= 1"),
-    Bug("dropout of another row", ROWS, "apply(values, row_, col)", "apply(values, row_ + 1, col)"),
+    Bug("dropout of another row", ROWS, "apply(values, row_, col)", "apply(values, row_ + BUG, col)"),
     Bug("positions never begin again", ROWS, "row % source_.length", "row"),
     Bug("the token's row of the table", ROWS, "(known_ ? place : 0)", "(known_ ? token_ % 6 : 0)"),
-    Bug("no integers are wide", ROWS, "indices.wide ?", "false ?"),
-    Bug("index of another row", f"{ROOM}/backward.cu", "p.index[row] =", "p.index[row / 2] ="),
+    Bug("no integers are wide", ROWS, "indices.wide", "false"),
+    Bug("index of another row", f"{ROOM}/backward.cu", "p.index[row]", "p.index[row / 2]"),
     Bug("16 bits are bfloat16", ANY, "dtype == DType::bfloat16 ? as_bfloat16[j] : as_half[j]", "as_bfloat16[j]"),
 ]
 
 
-def fails(extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+@pytest.fixture(scope="module")
+def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("planted") / "csrc"
+    planting.plant(copy, [DISPATCH], [bug[1:] for bug in BUGS])
+    return planting.build(build_folder, copy, [f"{ROOM}/forward.cu", f"{ROOM}/backward.cu"])
+
+
+def fails(extension: Path, bug: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     fastattn.cuda.load_host_runner(extension)
+    planting.choose(extension, bug)
     try:
         for case in CASES:
             torch.manual_seed(0)
@@ -56,12 +65,11 @@ def fails(extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     return False
 
 
-def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bug(extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
-    assert not fails(build(build_folder, tmp_path / "csrc", [DISPATCH], ROOM), monkeypatch)
+    assert not fails(extension, 0, monkeypatch)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = [DISPATCH, (bug.file, bug.right, bug.wrong)]
-    assert fails(build(build_folder, tmp_path / "csrc", changes, ROOM), monkeypatch)
+@pytest.mark.parametrize("bug", range(1, len(BUGS) + 1), ids=[bug.name for bug in BUGS])
+def test_is_caught(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fails(extension, bug, monkeypatch)

@@ -1,4 +1,4 @@
-"""Known bugs, planted one at a time in a copy of attention's Hopper kernels: the comparison with float64 must fail.
+"""Known bugs, planted in a copy of attention's Hopper kernels: the comparison with float64 must fail.
 
 The copy compiles one kernel for each purpose, for bfloat16 and head dimensions up to 64.
 """
@@ -6,12 +6,12 @@ The copy compiles one kernel for each purpose, for bfloat16 and head dimensions 
 from __future__ import annotations
 
 import itertools
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import host_build
+import planting
 import pytest
 import torch
 from attention_checks import compare, make, solve
@@ -83,26 +83,25 @@ class Bug(NamedTuple):
 
 
 OF_GROUP = "    named_barrier_sync(kOfGroup + group_, kGroup);"
-OF_BOTH = "    named_barrier_sync(kOfBoth, kConsumers * kGroup);"
+OF_BOTH = "named_barrier_sync(kOfBoth, kConsumers * kGroup);"
 LEAVE = "    if (thread_ > 0) return;"
 WAIT_READ = "    if (thread_ == 0) bulk_wait_read<0>();"
 NEXT_TURN = "      named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);\n"
 FENCE_AND_LEAVE = f"    fence_async_proxy();\n{OF_GROUP}\n{LEAVE}"
 WAIT_FOR_ALL = "    wgmma_wait<0>();\n"
-WAIT_FOR_DOUT = "    shared_.full_dout[gradients_.stage].wait(gradients_.phase);\n"
-WAIT_KEYS = "      shared_.full_k[keys_.stage].wait(keys_.phase);\n      shared_.full_v"
-WAIT_VALUES = "      shared_.full_v[values_.stage].wait(values_.phase);\n      named"
+WAIT_FOR_DOUT = "shared_.full_dout[gradients_.stage].wait(gradients_.phase);\n    if constexpr"
+WAIT_VALUES = "shared_.full_v[values_.stage].wait(values_.phase);\n      named"
 WAIT_AND_RELEASE = "      wgmma_wait<1>();\n      release_keys();\n"
 BUGS = [
-    Bug("keys not waited for", FORWARD, WAIT_KEYS, "      shared_.full_v"),
-    Bug("values not waited for", FORWARD, WAIT_VALUES, "      named"),
+    Bug("keys not waited for", FORWARD, "i + 1);\n      shared_.full_k", "i + 1);\n      if (!BUG) shared_.full_k"),
+    Bug("values not waited for", FORWARD, WAIT_VALUES, f"if (!BUG) {WAIT_VALUES}"),
     Bug("scores not waited for", FORWARD, WAIT_AND_RELEASE, "      release_keys();\n"),
     Bug("keys released too early", FORWARD, WAIT_AND_RELEASE, "      release_keys();\n      wgmma_wait<1>();\n"),
     Bug(
         "values released too early",
         FORWARD,
-        "      wgmma_wait<0>();\n      release_values();\n      if (masked)",
-        "      release_values();\n      wgmma_wait<0>();\n      if (masked)",
+        "wgmma_wait<0>();\n      release_values();\n      if (masked)",
+        "if (BUG) release_values();\n      wgmma_wait<0>();\n      if (!BUG) release_values();\n      if (masked)",
     ),
     Bug("a phase that never flips", "attention/sm90.cuh", "stage = 0, phase ^= 1", "stage = 0"),
     Bug("no turn handed on", FORWARD, NEXT_TURN, ""),
@@ -116,7 +115,7 @@ BUGS = [
         f"{WAIT_READ}\n{OF_GROUP}  // the last output has left shared memory\n",
         "",
     ),
-    Bug("work of another tile", FORWARD, "attend(work_at<Tiles>(a_, index))", "attend(work_at<Tiles>(a_, index ^ 1))"),
+    Bug("work of another tile", FORWARD, "work_at<Tiles>(a_, index))", "work_at<Tiles>(a_, index ^ BUG))"),
     Bug("dq: keys not waited for", DQ, "    shared_.full_k[keys_.stage].wait(keys_.phase);\n", ""),
     Bug("dq: values not waited for", DQ, "    shared_.full_v[values_.stage].wait(values_.phase);\n", ""),
     Bug("dq: scores not waited for", DQ, "    wgmma_wait<1>();\n", ""),
@@ -129,8 +128,9 @@ BUGS = [
     Bug(
         "dq: keys released too early",
         DQ,
-        "      wgmma_wait<0>();\n    }\n    release(shared_.empty_k, keys_);\n",
-        "      release(shared_.empty_k, keys_);\n      wgmma_wait<0>();\n    }\n",
+        "      wgmma_wait<0>();\n    }\n    release(shared_.empty_k",
+        "      if (BUG) release(shared_.empty_k, keys_);\n"
+        "      wgmma_wait<0>();\n    }\n    if (!BUG) release(shared_.empty_k",
     ),
     Bug("dq: no proxy fence before the store", DQ, FENCE_AND_LEAVE, f"{OF_GROUP}\n{LEAVE}"),
     Bug("dq: no delta", SCORES, "dp[j] - delta_[row_of(j)]", "dp[j]"),
@@ -139,26 +139,30 @@ BUGS = [
     Bug("dbias: parts not waited for", DBIAS, "    wait_for_part();\n    wgmma_fence();", "    wgmma_fence();", "bias"),
     Bug("dbias: products not waited for", DBIAS, "    wgmma_wait<kUnderWay>();\n", "", "bias"),
     Bug("dbias: parts released too early", DBIAS, "part_ - 1 - kUnderWay", "part_ - 1", "bias"),
-    Bug("dbias: a tile left out", DBIAS, "(m0 + rows - 1) <= who.band_hi", "m0 < who.band_hi", "bias"),
+    Bug("dbias: a tile left out", DBIAS, "n0 - (m0 + rows - 1) <= who.band_hi", "n0 - m0 < who.band_hi", "bias"),
     Bug("queries not waited for", DKDV, "    shared_.full_q[queries_.stage].wait(queries_.phase);\n", ""),
-    Bug("gradients not waited for", DKDV, f"{WAIT_FOR_DOUT}    if constexpr (kDk) {{", "    if constexpr (kDk) {"),
+    Bug("gradients not waited for", DKDV, WAIT_FOR_DOUT, f"if (!BUG) {WAIT_FOR_DOUT}"),
     Bug(
         "queries released too early",
         DKDV,
         f"{WAIT_FOR_ALL}    release(shared_.empty_q, queries_);\n",
         f"    release(shared_.empty_q, queries_);\n{WAIT_FOR_ALL}",
     ),
-    Bug("no delta", DKDV, " - (e % 2 == 0 ? delta.x : delta.y));", ");"),
+    Bug("no delta", DKDV, "dp[j + e] - (e % 2 == 0 ? delta.x : delta.y)", "dp[j + e]"),
     Bug(
         "no proxy fence before the store of dk",
         DKDV,
-        f"dropout_.scale() : 1.0f);\n{FENCE_AND_LEAVE}",
-        f"dropout_.scale() : 1.0f);\n{OF_GROUP}\n{LEAVE}",
+        "dropout_.scale() : 1.0f);\n    fence",
+        "dropout_.scale() : 1.0f);\n    if (!BUG) fence",
     ),
     Bug("sum: one buffer of dS", DKDV, "    buffer_ ^= 1;\n", "", "sum"),
-    Bug("sum: no barrier of both", DKDV, f"{OF_BOTH}  // dS of both", "    // dS of both", "sum"),
+    Bug("sum: no barrier of both", DKDV, f"{OF_BOTH}  // dS", f"if (!BUG) {OF_BOTH}  // dS", "sum"),
     Bug(
-        "sum: no proxy fence before dq", DKDV, f"    fence_async_proxy();\n{OF_BOTH}  // dS", f"{OF_BOTH}  // dS", "sum"
+        "sum: no proxy fence before dq",
+        DKDV,
+        "ds[column / 16]);\n    fence",
+        "ds[column / 16]);\n    if (!BUG) fence",
+        "sum",
     ),
     Bug(
         "sum: dq overwritten on its way",
@@ -167,20 +171,8 @@ BUGS = [
         "",
         "sum",
     ),
-    Bug(
-        "sum: dq of the other half",
-        DKDV,
-        "along_lines<kBlockN>(ds_tile, key, row)",
-        "along_lines<kBlockN>(ds_tile, key, 64 - row)",
-        "sum",
-    ),
-    Bug(
-        "sum: k overwritten by dk",
-        DKDV,
-        "if constexpr (kSumsDq) named_barrier_sync",
-        "if (false) named_barrier_sync",
-        "sum",
-    ),
+    Bug("sum: dq of the other half", DKDV, "(ds_tile, key, row)", "(ds_tile, key, BUG ? 64 - row : row)", "sum"),
+    Bug("sum: k overwritten by dk", DKDV, f"{OF_BOTH}  // k has", f"if (!BUG) {OF_BOTH}  // k has", "sum"),
 ]
 
 # Band masks alone: the module prepares no others. Several tiles for each block, partial and full ones.
@@ -203,10 +195,11 @@ def formula(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def fails(extension: Path, monkeypatch: pytest.MonkeyPatch, on: str) -> bool:
-    """Does a check fail on this build, in one of the orders and completions?"""
+def fails(extension: Path, bug: int, on: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Does a check fail, in one of the orders and completions?"""
     monkeypatch.setattr(sm90, "ACCUMULATE_DQ", on == "sum")
     fastattn.cuda.load_host_runner(extension)
+    planting.choose(extension, bug)
     try:
         for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS):
             monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
@@ -236,27 +229,21 @@ def every_key(_: AttentionMask, _Lq: int, Lk: int, device: torch.device) -> Tens
     return torch.full((1, 1, -(-Lk // 32)), -1, dtype=torch.int32, device=device)
 
 
-def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path:
-    names = {*SOURCES, *(file for file, _, _ in changes)}
-    for name in names:
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(CSRC / name, copy / name)
-    for file, right, wrong in changes:
-        text = (copy / file).read_text()
-        assert text.count(right) == 1, f"{file} has {right!r} {text.count(right)} times"
-        (copy / file).write_text(text.replace(right, wrong))
+@pytest.fixture(scope="module")
+def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("planted") / "csrc"
+    planting.plant(copy, ONE_KERNEL, [bug[1:4] for bug in BUGS])
     module = Path(__file__).with_name("sm90_module.cpp")
-    sources = [*(copy / name for name in SOURCES), CSRC / "attention" / "bind_sm90.cpp", module]
-    return host_build.build("_C", sources, folder)
+    sources = [*(copy / name for name in SOURCES), module]
+    return host_build.build("_C", sources, build_folder)
 
 
 @pytest.mark.parametrize("on", CASES)
-def test_without_a_bug(on: str, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bug(on: str, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
-    assert not fails(build(build_folder, tmp_path / "csrc", ONE_KERNEL), monkeypatch, on)
+    assert not fails(extension, 0, on, monkeypatch)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extension = build(build_folder, tmp_path / "csrc", [*ONE_KERNEL, (bug.file, bug.right, bug.wrong)])
-    assert fails(extension, monkeypatch, bug.on)
+@pytest.mark.parametrize("bug", range(1, len(BUGS) + 1), ids=[bug.name for bug in BUGS])
+def test_is_caught(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fails(extension, bug, BUGS[bug - 1].on, monkeypatch)
