@@ -1,14 +1,11 @@
 // fastattn._C: one line an op. The same file, built with g++ and csrc/host, is the CPU runner's module.
 #include "add_layer_norm/bind.h"
+#include "attention/bind.h"
+#include "attention/bind_sm90.h"
 #include "common/bind.h"
 #include "embed_layer_norm/bind.h"
 #include "feed_forward/bind.h"
 #include "linear_cross_entropy/bind.h"
-
-namespace fastattn {
-void bind_attention(pybind11::module_& m);
-void bind_attention_sm90(pybind11::module_& m);
-}
 
 PYBIND11_MODULE(_C, m) {
 #ifdef FASTATTN_HOST
@@ -19,8 +16,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_problem", fastattn::device_problem);
   m.def("compute_capability", fastattn::compute_capability);
   fastattn::add_layer_norm::bindings::bind(m);
-  fastattn::bind_attention(m);
-  fastattn::bind_attention_sm90(m);
+  fastattn::attention::bindings::bind(m);
+  fastattn::attention::bindings_sm90::bind(m);
   fastattn::embed_layer_norm::bindings::bind(m);
   fastattn::feed_forward::bindings::bind(m);
   fastattn::linear_cross_entropy::bindings::bind(m);

@@ -5,7 +5,7 @@
 
 namespace fastattn::feed_forward::bindings {
 
-// What makes the product: our kernels for sm_80 and up or for Hopper, or cuBLAS, before this is called. Then a holds the product.
+// What makes the product: our kernels for sm_80 and up or for Hopper, or cuBLAS before this is called: a is the product then.
 enum class Route : int { sm80 = 0, sm90 = 1, pointwise = 2 };
 
 inline void forward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t bias1, uintptr_t z, uintptr_t h,

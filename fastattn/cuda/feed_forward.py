@@ -30,7 +30,7 @@ SUM_ROWS = 64  # kSumRows
 
 
 class Route(IntEnum):
-    """What computes a product that has an epilogue: csrc/feed_forward/bind.cpp."""
+    """What computes a product that has an epilogue: csrc/feed_forward/bind.h."""
 
     SM80 = 0
     SM90 = 1

@@ -1,19 +1,16 @@
-// Python's view of attention on Hopper: fastattn/cuda/_attention_sm90.py.   Conventions: bind.h
+// Python's view of attention on Hopper: fastattn/cuda/_attention_sm90.py.   Conventions: arguments.h
+#pragma once
+#include "attention/arguments.h"
 #include "attention/backward_sm90.h"
-#include "attention/bind.h"
 #include "attention/forward_sm90.h"
 
-namespace fastattn {
-namespace {
-
-namespace py = pybind11;
-using namespace attention;
+namespace fastattn::attention::bindings_sm90 {
 
 // Each tensor as (address, its strides but the last, which is 1); dropout as (rng_state, threshold, scale).
-void bind_forward(const Integers<4>& q, const Integers<4>& k, const Integers<4>& v, const Integers<4>& out, int64_t lse,
-                  const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who, const Integers<6>& added,
-                  int64_t rng_state, uint32_t threshold, float scale, int dtype, int64_t next_work, int device,
-                  int64_t stream) {
+inline void forward(const Integers<4>& q, const Integers<4>& k, const Integers<4>& v, const Integers<4>& out, int64_t lse,
+                    const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who, const Integers<6>& added,
+                    int64_t rng_state, uint32_t threshold, float scale, int dtype, int64_t next_work, int device,
+                    int64_t stream) {
   const DeviceGuard guard(device);
   forward_sm90({rows(q), rows(k), rows(v), rows(out), pointer<float>(lse), shape(sizes), softmax_scale, visibility(who),
                 bias(added), dropout(rng_state, threshold, scale), DType(dtype), false},
@@ -22,11 +19,11 @@ void bind_forward(const Integers<4>& q, const Integers<4>& k, const Integers<4>&
 
 // matrices: q, k, v, out, dout, dq, dk, dv; vectors: lse, dlse, delta, remainder, dbias_keys; padded: those of PaddedRows;
 // sum: dq's, or null; dbias: (address or null, its batch, its heads)
-void bind_backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>& vectors, const Integers<3>& padded,
-                   int64_t sum, const std::array<int, 7>& sizes, float softmax_scale, float coarse_from,
-                   const Integers<13>& by_query, const Integers<13>& by_key, const Integers<6>& added,
-                   const Integers<3>& dbias, int64_t rng_state, uint32_t threshold, float scale, int dtype, int device,
-                   int64_t stream_) {
+inline void backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>& vectors, const Integers<3>& padded,
+                     int64_t sum, const std::array<int, 7>& sizes, float softmax_scale, float coarse_from,
+                     const Integers<13>& by_query, const Integers<13>& by_key, const Integers<6>& added,
+                     const Integers<3>& dbias, int64_t rng_state, uint32_t threshold, float scale, int dtype, int device,
+                     int64_t stream_) {
   const DeviceGuard guard(device);
   const auto stream = pointer<CUstream_st>(stream_);
   const auto& m = matrices;
@@ -49,24 +46,22 @@ void bind_backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>
     bias_gradient_sm90(p, of_rows, pointer<void>(dbias[0]), static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), stream);
 }
 
-std::array<int, 2> bind_forward_tile(int head_dim) {
+inline std::array<int, 2> forward_tile(int head_dim) {
   const TileSize size = forward_sm90_tile(head_dim);
   return {size.block_m, size.block_n};
 }
 
 // (own, stream) of backward_dq_sm90 and of backward_dkdv_sm90
-std::array<int, 4> bind_backward_tiles(int head_dim) {
+inline std::array<int, 4> backward_tiles(int head_dim) {
   const BackwardTile dq = backward_dq_sm90_tile(head_dim), dkdv = backward_dkdv_sm90_tile(head_dim);
   return {dq.own, dq.stream, dkdv.own, dkdv.stream};
 }
 
-}  // namespace
-
-void bind_attention_sm90(py::module_& m) {
-  m.def("attention_fwd_sm90", bind_forward);
-  m.def("attention_fwd_sm90_tile", bind_forward_tile);
-  m.def("attention_bwd_sm90", bind_backward);
-  m.def("attention_bwd_sm90_tiles", bind_backward_tiles);
+inline void bind(pybind11::module_& m) {
+  m.def("attention_fwd_sm90", forward);
+  m.def("attention_fwd_sm90_tile", forward_tile);
+  m.def("attention_bwd_sm90", backward);
+  m.def("attention_bwd_sm90_tiles", backward_tiles);
 }
 
-}  // namespace fastattn
+}  // namespace fastattn::attention::bindings_sm90
