@@ -25,12 +25,15 @@ def build_model(settings: Settings, vocabulary: int, dropout: float | None = Non
     attn_dropout = settings.attn_dropout if dropout is None else dropout
     dropout = settings.dropout if dropout is None else dropout
     head_width = settings.d_model // settings.heads
-    return FusedTransformer(
+    model = FusedTransformer(
         vocabulary, vocabulary, PAD, PAD,
         d_word_vec=settings.d_model, d_model=settings.d_model, d_inner=settings.d_inner,
         n_layers=settings.layers, n_head=settings.heads, d_k=head_width, d_v=head_width,
         dropout=dropout, attn_dropout=attn_dropout, n_position=settings.max_length, scale_emb_or_prj="emb",
-    ).to(settings.device)  # fmt: skip
+    )  # fmt: skip
+    # Multiplied by sqrt(d_model), words are of one size with their positions: also rare ones, which few updates reach.
+    torch.nn.init.normal_(model.trg_word_prj.weight, std=settings.d_model**-0.5)
+    return model.to(settings.device)
 
 
 def build_optimizer(model: FusedTransformer) -> torch.optim.Optimizer:
