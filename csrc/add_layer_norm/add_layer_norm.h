@@ -44,7 +44,7 @@ struct Backward {
   void* dx;            // out  (rows, hidden) T, dropout applied to dsum; or null
   void* dweight;       // out  (hidden,) weight_dtype
   void* dbias;         // out  (hidden,) weight_dtype, or null: RMSNorm
-  Array dx_bias;       // out  (hidden,), or null: there is no x_bias
+  Array dx_bias;       // out  (hidden,), or null: there is no x_bias, or hidden > 8192
   float* partial;      // work (norm::backward_partials(blocks), 1 to 3, hidden): sums of dweight, dbias if any, dx_bias if any
   int64_t rows;
   int hidden, blocks;

@@ -11,7 +11,7 @@
 //   their weight there. dout and z of the row stay in registers, as read, between the two passes; beyond hidden 8192,
 //   where 512 threads have no room for them, the second pass reads them again, from L2.
 // Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias. With x_bias, each
-//   thread's sums of dx, 16 to 64 KiB: read, added to and written for each row, 8 bytes an element of 128 a clock.
+//   thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and written for each row, 8 bytes an element of 128 a clock.
 // Code: all but how z is read and its gradient written is in common/norm_backward.cuh, shared with embed_layer_norm.
 // Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024 the
 //   last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order: who adds

@@ -23,6 +23,7 @@ namespace fastattn::norm {
 constexpr int kThreads = 256;  // of a block, where the row does not need more
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kFinishHidden = 1024;  // widest row whose weight gradients need no second kernel
+constexpr int kSumsDxChunks = 2;     // above, where rows are wider than 8192, dx_bias must be null: registers would spill
 constexpr int kAddRows = 16;         // rows of `partial` that the second kernel adds side by side
 constexpr int kAddThreads = kAddRows * kWarp;
 
@@ -138,10 +139,11 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     for (int c = 0; c < kChunks; c++) weight_chunk[c].template load<kAligned>(weight + column(c), inside(c));
   }
 
+  const bool sums_dx = kChunks <= kSumsDxChunks && has_dx_bias(p);
   const int threads = blockDim.x * blockDim.y;
   float4* const dx_sums = reinterpret_cast<float4*>(&shared + 1);
   const ColumnSums dx_bias{dx_sums + threadIdx.y * blockDim.x + threadIdx.x, threads};
-  if (has_dx_bias(p)) {
+  if (sums_dx) {
 #pragma unroll
     for (int i = 0; i < 2 * kChunks; i++) dx_bias.mine[i * threads] = float4{};
   }
@@ -205,12 +207,12 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
 #pragma unroll
       for (int j = 0; j < kChunk; j++) grad[j] = (g[j] - mean_g - normal[j] * mean_g_normal) * rstd;
       rows.write(grad, row, c, inside(c));
-      if (has_dx_bias(p)) dx_bias.add(c, grad);
+      if (sums_dx) dx_bias.add(c, grad);
     }
   }
 
   // The rows of the block, one after the other, into the block's row of `partial`: by way of shared memory, but for the last.
-  float* const block_sums = reinterpret_cast<float*>(dx_sums + (has_dx_bias(p) ? 2 * kChunks * threads : 0));
+  float* const block_sums = reinterpret_cast<float*>(dx_sums + (sums_dx ? 2 * kChunks * threads : 0));
   float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * width_of(p);
   for (unsigned y = 0; y < blockDim.y; y++) {
     if (y == threadIdx.y) {
@@ -229,7 +231,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     }
     __syncthreads();
   }
-  if (has_dx_bias(p) && threadIdx.y == 0) {
+  if (sums_dx && threadIdx.y == 0) {
     for (int c = 0; c < kChunks; c++) {
       for (int j = 0; j < inside(c); j++) {
         float sum = 0.0f;

@@ -10,6 +10,7 @@ from fastattn.cuda import DTYPES, address, device_index, dropout_constants, exte
 # Of csrc/add_layer_norm/add_layer_norm.h:
 MAX_HIDDEN = 16384  # kMaxHidden: a row lives in the registers of one block
 TICKETS = 33  # kTickets: zeros at the end of the statistics
+SUMS_DX_HIDDEN = 8192  # of wider rows, dx_bias is a launch of its own
 
 
 def why_not(
@@ -87,7 +88,8 @@ def add_layer_norm_bwd(
     module, device = extension(z.device), device_index(z)
     dsum = torch.empty_like(z) if has_residual or dropout_p == 0 else None  # the gradient of z
     dx = torch.empty_like(z) if dropout_p > 0 else None
-    sums = [None if t is None else torch.empty_like(t) for t in (weight, bias, x_bias)]
+    summed_here = x_bias if hidden <= SUMS_DX_HIDDEN else None
+    sums = [None if t is None else torch.empty_like(t) for t in (weight, bias, summed_here)]
     dweight, dbias, dx_bias = sums
     blocks = module.add_layer_norm_bwd_blocks(rows, hidden, device)
     rows_of_sums = module.add_layer_norm_bwd_partials(blocks)
@@ -99,7 +101,10 @@ def add_layer_norm_bwd(
         rows, hidden, blocks, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
     )  # fmt: skip
-    return dsum if dx is None else dx, dsum if has_residual else None, dweight, dbias, dx_bias
+    dx = dsum if dx is None else dx
+    if x_bias is not summed_here:
+        dx_bias = dx.sum(0, dtype=x_bias.dtype)
+    return dx, dsum if has_residual else None, dweight, dbias, dx_bias
 
 
 def _typed(t: Tensor | None) -> tuple[int, int]:
