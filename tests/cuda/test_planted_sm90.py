@@ -15,7 +15,7 @@ import planting
 import pytest
 import torch
 from attention_checks import compare, make, solve
-from host_build import CSRC, ORDERS, SM90_COMPLETIONS
+from host_build import ORDERS, SM90_COMPLETIONS
 from torch import Tensor
 
 import fastattn.cuda
