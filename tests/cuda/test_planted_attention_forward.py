@@ -1,15 +1,14 @@
-"""Known bugs, planted one at a time in a copy of the attention's forward: a check of its results must fail on each.
+"""Known bugs, planted in a copy of the attention's forward: a check of its results must fail on each.
 
 The copy compiles one kernel of each kind: bfloat16, head dimension up to 64.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-import host_build
+import planting
 import pytest
 import torch
 from attention_checks import Problem, compare, make, room_call, solve, visible
@@ -20,11 +19,12 @@ from weights_checks import ask, check
 import fastattn.cuda
 from fastattn.cuda import attention as room
 
-COPIED = ("forward.cu", "weights.cu", "alignment.cu", "prepare.cu")
+TILE = "attention/tile.cuh"
+COPIED = [f"attention/{name}.cu" for name in ("forward", "weights", "alignment", "prepare")]
 DISPATCH = [
-    ("attention/tile.cuh", "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
-    ("attention/tile.cuh", "return f(Tf32{});", "return;"),
-    ("attention/tile.cuh", "  if (head_dim <= 128) return f(Int<128>{});\n  f(Int<256>{});\n", ""),
+    (TILE, "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
+    (TILE, "return f(Tf32{});", "return;"),
+    (TILE, "  if (head_dim <= 128) return f(Int<128>{});\n  f(Int<256>{});\n", ""),
 ]
 
 
@@ -71,72 +71,71 @@ class Bug(NamedTuple):
 
 FORWARD, PREPARE, SCORES = "attention/forward.cu", "attention/prepare.cu", "attention/scores.cuh"
 WALK, WEIGHTS, ALIGNMENT = "attention/walk.cuh", "attention/weights.cu", "attention/alignment.cu"
+K_IS_THERE = "    __syncthreads();  // k is there, and v was read\n"
 QUAD_MAX = "fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2))"
 BUGS = [
-    Bug("k not waited for", "full", FORWARD, "cp_async_wait<0>();\n    __syncthreads();  // k", "__syncthreads();  //"),
-    Bug("v overwritten", "full", FORWARD, "    __syncthreads();  // k is there, and v was read\n", ""),
+    Bug("k not waited for", "full", FORWARD, f"    cp_async_wait<0>();\n{K_IS_THERE}", K_IS_THERE),
+    Bug("v overwritten", "full", FORWARD, K_IS_THERE, ""),
     Bug("k overwritten", "full", FORWARD, "    __syncthreads();  // v is there, and k was read\n", ""),
-    Bug("the last partial tile not masked", "band", FORWARD, "if (i < walk.partial)", "if (i + 1 < walk.partial)"),
+    Bug("the last partial tile not masked", "band", FORWARD, "i < walk.partial", "i + 1 < walk.partial"),
     Bug("sum not rescaled", "full", FORWARD, "row_sum[half] *= rescale", "row_sum[half] *= 1.0f"),
-    Bug("accumulator not rescaled", "full", FORWARD, "+ j % 2] *= rescale;", "+ j % 2] *= 1.0f;"),
+    Bug("accumulator not rescaled", "full", FORWARD, "+ j % 2] *= rescale;", "+ j % 2] *= BUG ? 1.0f : rescale;"),
     Bug("nothing seen yet", "lists", FORWARD, "max == -kInfinity ? 0.0f : max", "max"),
-    Bug("dropout of another row", "all", FORWARD, "dropout, row + 8 * half, n0", "dropout, row, n0"),
-    Bug("another key head", "heads", FORWARD, "h / (p.shape.heads / p.shape.key_heads);", "h % p.shape.key_heads;"),
+    Bug("dropout of another row", "all", FORWARD, "row + 8 * half, n0", "row + (BUG ? 0 : 8 * half), n0"),
+    Bug("another key head", "heads", FORWARD, "h / (p.shape.heads / p.shape.key_heads)", "h % p.shape.key_heads"),
     Bug("lse in another unit", "full", FORWARD, "(exponent.unit * kLn2)", "kLn2"),
     Bug("unseen keys loaded", "unseen", FORWARD, "key_is_seen(who, b, h, n)", "true"),
     Bug("a tail that is seen left out", "short", FORWARD, "walk.tile(walk.count - 1)", "walk.tile(walk.count)"),
     Bug("tiles without a list called full", "short", WALK, "  walk.left = walk.partial = walk.count;\n", ""),
-    Bug("padding of another lane", "unseen", WALK, "word >> threadIdx.x % 4 * 2 &", "word &"),
-    Bug("padding of the first keys", "unseen", WALK, "|= columns_of_lane(seen[i])", "|= columns_of_lane(seen[0])"),
-    Bug("queries of another warp", "short", FORWARD, "+ own * kTileStride<T, kHeadDim>;", "+ 0 * own;"),
+    Bug("padding of another lane", "unseen", WALK, "word >> threadIdx.x % 4 * 2", "word"),
+    Bug("padding of the first keys", "unseen", WALK, "columns_of_lane(seen[i])", "columns_of_lane(seen[0])"),
+    Bug("queries of another warp", "short", FORWARD, "+ own * kTile", "+ (BUG ? 0 : own) * kTile"),
     Bug("a row's maximum over two lanes", "full", "common/softmax.cuh", QUAD_MAX, "value"),
-    Bug("calls of a quad swapped", "all", "common/philox.cuh", "<< 8 * lane;", "<< 8 * (lane ^ 1);"),
-    Bug("the bias of another query", "all", SCORES, "bias(query, key) : 0.0f", "bias(m, key) : 0.0f"),
+    Bug("calls of a quad swapped", "all", "common/philox.cuh", "<< 8 * lane;", "<< 8 * (lane ^ BUG);"),
+    Bug("the bias of another query", "all", SCORES, "bias(query, key)", "bias(m, key)"),
     Bug("a mask's columns swapped", "all", SCORES, "(seen >> j & 1)", "(seen >> (j ^ 1) & 1)"),
-    Bug("columns past the width", "full", "attention/tile.cuh", "column < x.columns && inside(row));", "inside(row));"),
-    Bug("weights as coarse as lse", "far", WEIGHTS, "total > 0.0f ? 1.0f / total", "total > 0.0f ? 1.0f"),
+    Bug("columns past the width", "full", TILE,
+        "column < x.columns && inside(row));",
+        "(BUG || column < x.columns) && inside(row));"),
+    Bug("weights as coarse as lse", "far", WEIGHTS, "1.0f / total :", "(BUG ? 1.0f : 1.0f / total) :"),
     Bug("another head of the mean", "some heads", WEIGHTS, "(means ? i : place)", "(means ? 0 : place)"),
-    Bug("the sum for the mean", "some heads", WEIGHTS, " / (means ? p.heads : 1)", ""),
-    Bug("heads one apart", "some heads", WEIGHTS, "p.head_step * (", "(p.head_step < 0 ? -1 : 1) * ("),
+    Bug("the sum for the mean", "some heads", WEIGHTS, "(means ? p.heads : 1)", "1"),
+    Bug("heads one apart", "some heads", WEIGHTS, "p.head_step", "(p.head_step < 0 ? -1 : 1)"),
     Bug("q and k overwritten", "some heads", WEIGHTS, "    __syncthreads();  // q and k were read\n", ""),
     Bug("the key tile of another block", "some heads", WEIGHTS, "(adds_up ? i : static_cast<int>(blockIdx.y))", "i"),
     Bug("dropout where weights add up", "some heads", WEIGHTS, "dropout.active() && !adds_up", "dropout.active()"),
-    Bug("hidden keys aligned", "some heads", ALIGNMENT, "if (i < walk.partial)", "if (false)"),
-    Bug("an alignment without the bias", "some heads", ALIGNMENT, "if (p.bias.data != nullptr)", "if (false)"),
+    Bug("hidden keys aligned", "some heads", ALIGNMENT, "i < walk.partial", "false"),
+    Bug("an alignment without the bias", "some heads", ALIGNMENT, "p.bias.data != nullptr", "false"),
     Bug("columns of a quad mixed up", "some heads", ALIGNMENT, "n0 + j / 2 * 8 + 2 * c", "n0 + j / 2 * 8 + c"),
     Bug("half a quad compared", "some heads", ALIGNMENT, "apart < 4", "apart < 2"),
-    Bug("the last of equal keys", "equal weights", ALIGNMENT, "its_key < key)", "its_key > key)"),
+    Bug("the last of equal keys", "equal weights", ALIGNMENT, "its_key < key", "its_key > key"),
     Bug("bits in another order", "lists", "attention/mask.cuh", "bit / 2 * 8 + word * 2", "bit / 2 * 8 + word"),
-    Bug("lists without the class before", "padding", PREPARE, "places + total + __popc", "places + __popc"),
-    Bug("the end of an interval", "lists", PREPARE, "n < end;", "n <= end;"),
+    Bug("lists without the class before", "padding", PREPARE, "+ total + __popc", "+ (BUG ? 0 : total) + __popc"),
+    Bug("the end of an interval", "lists", PREPARE, "n < end", "n <= end"),
     Bug("partial tiles called full", "lists", PREPARE, "every &= word == inside;", ""),
     Bug("a bias hides nothing", "hidden by a bias", PREPARE, "bias(query, n) != -kInfinity", "true"),
 ]  # fmt: skip
 
 
-def build(folder: Path, copy: Path, changes: list[tuple[str, str, str]]) -> Path:
-    shutil.copytree(host_build.CSRC, copy, ignore=shutil.ignore_patterns("host", "*.cpp"))
-    for name, right, wrong in changes:
-        text = (copy / name).read_text()
-        assert text.count(right) == 1, f"{name} has {right!r} {text.count(right)} times"
-        (copy / name).write_text(text.replace(right, wrong))
-    sources = host_build.extension_sources()
-    sources = [copy / "attention" / path.name if path.name in COPIED and path.parent.name == "attention" else path
-               for path in sources]  # fmt: skip
-    return host_build.build("_C", sources, folder)
+@pytest.fixture(scope="module")
+def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("planted") / "csrc"
+    planting.plant(copy, DISPATCH, [bug[2:] for bug in BUGS])
+    return planting.build(build_folder, copy, COPIED)
 
 
-def fails(extension: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+def fails(extension: Path, bug: int, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Is a result of the problem off, however the copies arrive?"""
     fastattn.cuda.load_host_runner(extension)
+    planting.choose(extension, bug)
     monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
     torch.manual_seed(0)
+    p = problems()[name]
     try:
         for completion in COMPLETIONS:
             monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
             for order in ("forward", "reverse"):
                 monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
-                p = problems()[name]
                 if name in ("some heads", "equal weights"):
                     check_wishes(p)
                     continue
@@ -160,13 +159,11 @@ def check_wishes(p: Problem) -> None:
     check(p, ask("cuda"))
 
 
-def test_without_a_bug(build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bug(extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
-    extension = build(build_folder, tmp_path / "csrc", DISPATCH)
-    assert not [name for name in problems() if fails(extension, name, monkeypatch)]
+    assert not [name for name in problems() if fails(extension, 0, name, monkeypatch)]
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_is_caught(bug: Bug, build_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extension = build(build_folder, tmp_path / "csrc", [*DISPATCH, (bug.file, bug.right, bug.wrong)])
-    assert fails(extension, bug.problem, monkeypatch)
+@pytest.mark.parametrize("bug", range(1, len(BUGS) + 1), ids=[bug.name for bug in BUGS])
+def test_is_caught(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fails(extension, bug, BUGS[bug - 1].problem, monkeypatch)
