@@ -121,13 +121,13 @@ def translate(model: FusedTransformer, tokenizer: Tokenizer, texts: Sequence[str
         chosen = by_length[start : start + sentences]
         source = pad([encoded[i] for i in chosen]).to(settings.device)
         # A translation more than twice as long as its source is a repetition that would never end.
-        limit = min(max_length - 1, 2 * source.shape[1] + 10)
+        limits = [min(max_length - 1, 2 * len(encoded[i]) + 10) for i in chosen]
         if settings.beam == 1:
-            found = greedy(model, source, limit)
+            found = greedy(model, source, max(limits))
         else:
-            found = beam_search(model, source, limit, settings.beam)
-        for i, ids in zip(chosen, found, strict=True):
-            translations[i] = tokenizer.decode(ids)
+            found = beam_search(model, source, max(limits), settings.beam)
+        for i, ids, limit in zip(chosen, found, limits, strict=True):
+            translations[i] = tokenizer.decode(ids[:limit])
     return translations
 
 

@@ -20,6 +20,8 @@ from translation.training import (
     training_step,
 )
 
+from fastattn import FusedTransformer
+
 TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--max-length", "16", "--device", "cpu"]
 
 
@@ -165,11 +167,18 @@ def test_greedy_batch_equals_one_by_one(settings: Settings) -> None:
 
 
 @torch.no_grad()
+def scrambled_model(settings: Settings, vocabulary: int) -> FusedTransformer:
+    """Untrained, but its likelihoods differ and depend on all that went before."""
+    model = build_model(settings, vocabulary).eval()
+    for weight in (w for w in model.parameters() if w.dim() > 1):
+        weight.normal_()
+    return model
+
+
+@torch.no_grad()
 def test_beam_search_that_keeps_everything_finds_the_likeliest(settings: Settings) -> None:
     """An untrained model of 6 tokens and at most 3 of them: every translation is tried here, one by one."""
-    model = build_model(settings, vocabulary=6).eval()
-    for weight in (w for w in model.parameters() if w.dim() > 1):
-        weight.normal_()  # likelihoods that differ, and depend on what went before
+    model = scrambled_model(settings, vocabulary=6)
     sources = torch.tensor([[a, b, c, EOS] for a, b, c in itertools.product((4, 5), repeat=3)])
 
     others = [token for token in range(6) if token != EOS]
@@ -189,7 +198,7 @@ def test_beam_search_that_keeps_everything_finds_the_likeliest(settings: Setting
 
 def test_beam_search_of_a_batch_equals_one_by_one(settings: Settings) -> None:
     tokenizer = CharacterTokenizer("abcdef")
-    model = build_model(settings, tokenizer.size).eval()
+    model = scrambled_model(settings, tokenizer.size)
     texts = ["abcabc", "fed", "", "a"]
     wide = dataclasses.replace(settings, beam=3)
     long = "f" * 15  # in every batch, as a batch's longest text limits its translations
