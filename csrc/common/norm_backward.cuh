@@ -213,7 +213,8 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
 
   // The rows of the block, one after the other, into the block's row of `partial`: by way of shared memory, but for the last.
   float* const block_sums = reinterpret_cast<float*>(dx_sums + (sums_dx ? 2 * kChunks * threads : 0));
-  float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * width_of(p);
+  const int width = (p.dbias ? 2 * p.hidden : p.hidden) + (sums_dx ? p.hidden : 0);  // width_of(p)
+  float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * width;
   for (unsigned y = 0; y < blockDim.y; y++) {
     if (y == threadIdx.y) {
 #pragma unroll
@@ -236,7 +237,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
       for (int j = 0; j < inside(c); j++) {
         float sum = 0.0f;
         for (unsigned y = 0; y < blockDim.y; y++) sum += ColumnSums{dx_bias.mine + y * blockDim.x, threads}.at(c, j);
-        partial[width_of(p) - p.hidden + column(c) + j] = sum;
+        partial[width - p.hidden + column(c) + j] = sum;
       }
     }
   }
