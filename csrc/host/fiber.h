@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <new>
-#if (!defined(__x86_64__) && !defined(__aarch64__)) || defined(FASTATTN_HOST_UCONTEXT)
+#if !defined(__x86_64__) && !defined(__aarch64__) && !defined(FASTATTN_HOST_UCONTEXT)
 #define FASTATTN_HOST_UCONTEXT
+#endif
+#ifdef FASTATTN_HOST_UCONTEXT
 #include <ucontext.h>
 #endif
 

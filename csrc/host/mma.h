@@ -26,7 +26,7 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const ch
     float* d;
     const uint32_t *a, *b;
   } mine{d, a, b};
-  constexpr int kDepth = kMmaDepth<T>, kWord = kDepth / 8;  // elements of a word
+  static constexpr int kDepth = kMmaDepth<T>, kWord = kDepth / 8;  // elements of a word
   host::Block::current->collective(0xffffffffu, &mine, {"mma", file, line}, [](void* const* slots) {
     float rows[16][kDepth], columns[8][kDepth];
     for (int lane = 0; lane < host::kLanes; lane++) {
