@@ -1,16 +1,13 @@
-"""Known bugs, planted in a copy of the feed-forward's sources: the comparison with float64 must fail on each.
-
-All of them are compiled at once; FASTATTN_PLANTED says, when a kernel runs, which one is there.
-"""
+"""Known bugs, planted in a copy of the feed-forward's sources: the comparison with float64 must fail on each."""
 
 from __future__ import annotations
 
 import itertools
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import host_build
+import planting
 import pytest
 import torch
 from feed_forward_checks import check, make
@@ -28,7 +25,7 @@ class Bug(NamedTuple):
     route: Route  # on which it must be found
     file: str
     right: str
-    planted: str  # what stands in place of `right`; BUG is true if the bug is there
+    wrong: str
 
 
 PIECE, GEMM, GEMM_SM90 = "common/gemm_piece.cuh", "common/gemm.cuh", "common/gemm_sm90.cuh"
@@ -125,28 +122,17 @@ CASES = [
 @pytest.fixture(scope="module")
 def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("planted") / "csrc"
-    for folder in ("common", "feed_forward"):
-        shutil.copytree(CSRC / folder, copy / folder)
-    for number, bug in enumerate(BUGS, start=1):
-        text = (copy / bug.file).read_text()
-        assert text.count(bug.right) == 1, f"{bug.file} has {bug.right!r} {text.count(bug.right)} times"
-        (copy / bug.file).write_text(
-            text.replace(bug.right, bug.planted.replace("BUG", f"(planted_bug() == {number})"))
-        )
-    vectors = copy / "common" / "vec.cuh"  # which all of them include
-    function = 'inline int planted_bug() { return std::atoi(std::getenv("FASTATTN_PLANTED")); }'
-    text = vectors.read_text().replace("#pragma once\n", f"#pragma once\n#include <cstdlib>\n{function}\n")
-    vectors.write_text(text)
+    planting.plant(copy, [], [bug[2:] for bug in BUGS])
     module = Path(__file__).with_name("feed_forward_module.cpp")
     sources = [*sorted((copy / "feed_forward").glob("*.cu")), module]
     return host_build.build("_C", [*sources, CSRC / "common" / "sm90" / "tensor_map.cpp"], build_folder)
 
 
-def fails(bug: int, route: Route, extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+def fails(extension: Path, bug: int, route: Route, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Does a check fail, in one of the orders and completions?"""
-    monkeypatch.setenv("FASTATTN_PLANTED", str(bug))
     hold_to(route, torch.device("cpu"), monkeypatch)
     fastattn.cuda.load_host_runner(extension)
+    planting.choose(extension, bug)
     try:
         for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS if route == SM90 else COMPLETIONS):
             monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
@@ -163,9 +149,9 @@ def fails(bug: int, route: Route, extension: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("route", Route, ids=lambda route: route.name)
 def test_without_a_bug(route: Route, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
-    assert not fails(0, route, extension, monkeypatch)
+    assert not fails(extension, 0, route, monkeypatch)
 
 
 @pytest.mark.parametrize("bug", range(1, len(BUGS) + 1), ids=[f"{bug.route.name}-{bug.name}" for bug in BUGS])
 def test_is_caught(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fails(bug, BUGS[bug - 1].route, extension, monkeypatch)
+    assert fails(extension, bug, BUGS[bug - 1].route, monkeypatch)

@@ -1,29 +1,26 @@
-"""Known bugs, planted in a copy of the cross-entropy's source: the comparison with float64 must fail on each.
-
-All of them are compiled at once; FASTATTN_PLANTED says, when the kernel runs, which one is there.
-"""
+"""Known bugs, planted in a copy of the cross-entropy's source: the comparison with float64 must fail on each."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import host_build
+import planting
 import pytest
 import torch
 from cross_entropy_checks import Case, run
-from host_build import CSRC, ORDERS
+from host_build import ORDERS
 
 import fastattn.cuda
 
-ROOM = "linear_cross_entropy"
+ROWS = "linear_cross_entropy/rows.cu"
 
 
 class Bug(NamedTuple):
     name: str
     right: str
-    planted: str  # what stands in place of `right`; BUG is true if the bug is there
+    wrong: str
 
 
 BUGS = [
@@ -75,22 +72,15 @@ CASES = [
 @pytest.fixture(scope="module")
 def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("planted") / "csrc"
-    shutil.copytree(CSRC / ROOM, copy / ROOM)
-    rows = copy / ROOM / "rows.cu"
-    text = rows.read_text()
-    for number, bug in enumerate(BUGS, start=1):
-        assert text.count(bug.right) == 1, f"{rows.name} has {bug.right!r} {text.count(bug.right)} times"
-        text = text.replace(bug.right, bug.planted.replace("BUG", f"(planted_bug() == {number})"))
-    function = 'inline int planted_bug() { return std::atoi(std::getenv("FASTATTN_PLANTED")); }'
-    rows.write_text(f"#include <cstdlib>\n{function}\n{text}")
+    planting.plant(copy, [], [(ROWS, bug.right, bug.wrong) for bug in BUGS])
     module = Path(__file__).with_name("linear_cross_entropy_module.cpp")
-    return host_build.build("_C", [rows, module], build_folder)
+    return host_build.build("_C", [copy / ROWS, module], build_folder)
 
 
-def fails(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+def fails(extension: Path, bug: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Does a check fail, in one of the orders?"""
-    monkeypatch.setenv("FASTATTN_PLANTED", str(bug))
     fastattn.cuda.load_host_runner(extension)
+    planting.choose(extension, bug)
     try:
         for order in ORDERS:
             monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
@@ -106,9 +96,9 @@ def fails(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 def test_without_a_bug(extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
-    assert not fails(0, extension, monkeypatch)
+    assert not fails(extension, 0, monkeypatch)
 
 
 @pytest.mark.parametrize("bug", range(1, len(BUGS) + 1), ids=[bug.name for bug in BUGS])
 def test_is_caught(bug: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fails(bug, extension, monkeypatch)
+    assert fails(extension, bug, monkeypatch)
