@@ -206,6 +206,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
       terms(c, grad, normal, g);
 #pragma unroll
       for (int j = 0; j < kChunk; j++) grad[j] = (g[j] - mean_g - normal[j] * mean_g_normal) * rstd;
+      if (!kKeepRow) __syncwarp();  // as above
       rows.write(grad, row, c, inside(c));
       if (sums_dx) dx_bias.add(c, grad);
     }
