@@ -1,11 +1,12 @@
 // Dropout + residual + LayerNorm or RMSNorm.   Specification: fastattn/reference/add_layer_norm.py
 //
-//   z = residual + dropout(x + x_bias);   out = (z - mean) * rstd * weight + bias;   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
+//   z = residual + dropout(x + x_bias);   out = (z - mean) * rstd * weight + bias
+//   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
 //   RMSNorm, where bias is null:  out = z * rstd * weight;   1 / rstd^2 = mean(z^2) + eps
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
-// (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either. Pointers are device pointers, of any alignment: 16-byte vectors are
-// used where all of them and the row length allow. hidden <= norm::kMaxHidden, rows is any 64-bit count, zero included.
+// (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either. Pointers are device pointers, of any
+// alignment: 16-byte vectors are used where all of them and the row length allow. hidden <= norm::kMaxHidden, rows is any 64-bit count, zero included.
 // Sums and statistics run in float32. Nothing synchronises with the host.
 #pragma once
 #include <cuda_runtime.h>

@@ -11,7 +11,8 @@
 //   their weight there. dout and z of the row stay in registers, as read, between the two passes; beyond hidden 8192,
 //   where 512 threads have no room for them, the second pass reads them again, from L2.
 // Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias. With x_bias, each
-//   thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and written for each row, 8 bytes an element of 128 a clock.
+//   thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and written for each row, 8 bytes an element of
+//   the 128 a clock. Beyond 8192 the registers of the addresses would spill, and the sum is a launch of its own.
 // Code: all but how z is read and its gradient written is in common/norm_backward.cuh, shared with embed_layer_norm.
 // Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024 the
 //   last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order: who adds
@@ -82,7 +83,8 @@ void backward(const Backward& p, cudaStream_t stream) {
   if (p.blocks > 0) {
     const bool is_aligned = aligned(p.hidden, p.dout, p.dz, p.z, p.weight, p.dsum, p.dx);
     dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
-      launch(backward_kernel<decltype(t), decltype(w), chunks(), vectors()>, dim3(p.blocks), launched.block, launched.shared_bytes, stream, p);
+      launch(backward_kernel<decltype(t), decltype(w), chunks(), vectors()>, dim3(p.blocks), launched.block,
+             launched.shared_bytes, stream, p);
     });
   }
   if (norm::backward_finishes(p.blocks, p.hidden)) return;

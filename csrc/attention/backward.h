@@ -45,7 +45,8 @@ void backward_rows(const Backward& p, cudaStream_t stream);
 void backward_dq(const Backward& p, cudaStream_t stream);
 void backward_dkdv(const Backward& p, cudaStream_t stream);
 
-// dbias (b, h, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; b and h are batch and heads, or 1 where dS is summed.
+// dbias (b, h, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; b and h are batch and heads, or 1 where
+// dS is summed.
 void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream);
 
 }  // namespace fastattn::attention

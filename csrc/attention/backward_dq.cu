@@ -143,7 +143,8 @@ void backward_dq(const Backward& p, cudaStream_t stream) {
   with_kernel(p.shape, p.dtype, p.tf32, [&](auto t, auto head_dim) {
     using T = decltype(t);
     constexpr int kHeadDim = head_dim();
-    const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.heads * blocks_of(p.shape.seqlen_q, Tiling<T, kHeadDim>::kOwn);
+    const int64_t heads = static_cast<int64_t>(p.shape.batch) * p.shape.heads;
+    const int64_t blocks = heads * blocks_of(p.shape.seqlen_q, Tiling<T, kHeadDim>::kOwn);
     if (blocks > 0)
       launch(backward_dq_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks)), dim3(Tiling<T, kHeadDim>::kThreads),
              sizeof(DqShared<T, kHeadDim>), stream, p);

@@ -64,7 +64,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
   Ring keys, values;
   const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, const Work& work, int i) {
     empty[ring.stage].wait(ring.phase ^ 1);
-    load_panels(tiles[ring.stage], map, full[ring.stage], work.walk.tile(i) * Tiles::kBlockN - a.key_begin, work.h / group, work.b);
+    const int key = work.walk.tile(i) * Tiles::kBlockN - a.key_begin;
+    load_panels(tiles[ring.stage], map, full[ring.stage], key, work.h / group, work.b);
     ring.advance();
   };
   int index = blockIdx.x;

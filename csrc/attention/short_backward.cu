@@ -261,7 +261,9 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       total[half] = quad_sum(total[half]), delta[half] = quad_sum(delta[half]);
-      if (c == 0) shared.total[warp / 2][row + g + 8 * half] = total[half], shared.delta[warp / 2][row + g + 8 * half] = delta[half];
+      if (c != 0) continue;
+      shared.total[warp / 2][row + g + 8 * half] = total[half];
+      shared.delta[warp / 2][row + g + 8 * half] = delta[half];
     }
     __syncthreads();
     if (i > 0) {  // the other chunk is done with
@@ -329,7 +331,9 @@ bool is_short(const Shape& shape, DType dtype, int device) {
   const int64_t blocks = static_cast<int64_t>(shape.batch) * shape.key_heads;
   if (shape.heads != shape.key_heads && blocks < device_attribute(cudaDevAttrMultiProcessorCount, device)) return false;
   size_t bytes = 0;
-  with_short_kernel(shape, dtype, false, [&](auto t, auto head_dim) { bytes = shared_bytes<decltype(t), head_dim()>(shape.seqlen_k); });
+  with_short_kernel(shape, dtype, false, [&](auto t, auto head_dim) {
+    bytes = shared_bytes<decltype(t), head_dim()>(shape.seqlen_k);
+  });
   return bytes <= static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
 }
 

@@ -65,7 +65,7 @@ SHORT_KINDS = ["none", "window", "key_padding", "key_padding_holes", "padded win
 
 @pytest.mark.parametrize("kind", SHORT_KINDS)
 def test_short_sequences(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warp for every 16 queries, and keys that are padding to the end, which are not visited. Padding needs no bits."""
+    """A warp for every 16 queries; keys that are padding to the end are not visited. Padding needs no bits."""
     if kind not in ("attn_mask", "decoder"):
         monkeypatch.setattr(_visibility, "_build_bits", None)
     if kind == "padded window":
