@@ -1,4 +1,5 @@
-"""Attention under dropout that keeps one byte a weight for its backward, where autograd would keep three floats."""
+"""Attention under dropout that keeps for its backward what grows with the length, not with its square, or one byte a
+weight where autograd would keep three floats."""
 
 from __future__ import annotations
 
@@ -43,18 +44,20 @@ class DroppedAttention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
         weights = _softmax(q, k, hidden, softmax_scale)
         kept = factor(weights.dtype)
-        out = torch.matmul(weights.mul_(kept).to(q.dtype), v)
-        ctx.save_for_backward(q, k, v, hidden, kept.bool())
+        few = k.shape[2] <= q.shape[3]  # weights: no more of them than numbers of q
+        out = torch.matmul((weights * kept if few else weights.mul_(kept)).to(q.dtype), v)
+        ctx.save_for_backward(q, k, v, hidden, kept.bool(), weights if few else None)
         ctx.scales = softmax_scale, rescale
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, hidden, kept = ctx.saved_tensors
+        q, k, v, hidden, kept, weights = ctx.saved_tensors
         softmax_scale, rescale = ctx.scales
         dout = dout.contiguous()
-        weights = _softmax(q, k, hidden, softmax_scale)
+        if weights is None:
+            weights = _softmax(q, k, hidden, softmax_scale)
         factor = kept.to(weights.dtype).mul_(rescale)
         dv = torch.matmul((weights * factor).to(q.dtype).mT, dout)
         dweights = torch.matmul(dout, v.mT).to(weights.dtype).mul_(factor)
