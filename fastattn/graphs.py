@@ -76,7 +76,8 @@ class GraphedStep:
         model.encoder.position_enc.check(self.buckets[-1])
         if (batch_tokens is None) == (batch_size is None):
             raise ValueError("give either batch_tokens or batch_size")
-        if (batch_tokens or batch_size) < 1 or accumulate < 1:
+        size = batch_size if batch_tokens is None else batch_tokens
+        if size < 1 or accumulate < 1:
             raise ValueError("batch_tokens, batch_size and accumulate must be at least 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")

@@ -187,9 +187,7 @@ class AttentionMask:
             keep = keep & self.attn_mask
         return keep
 
-    def visible(
-        self, Lq: int, Lk: int, device: torch.device
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def visible(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """For PyTorch's own operators: (hide, sees, seen), bool, each None where it is known to change nothing.
 
         hide (b, h, Lq, Lk): True = masked; but a query that sees nothing is shown everything, so no softmax is NaN.

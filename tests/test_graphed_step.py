@@ -206,6 +206,7 @@ def test_hooks_are_not_captured():
         (dict(batch_size=2, batch_tokens=2), "either batch_tokens or batch_size"),
         (dict(), "either batch_tokens or batch_size"),
         (dict(batch_size=0), "at least 1"),
+        (dict(batch_tokens=0), "at least 1"),
         (dict(batch_size=2, accumulate=0), "at least 1"),
         (dict(batch_size=2, buckets=()), "buckets must be positive"),
         (dict(batch_size=2, buckets=(0, 8)), "buckets must be positive"),

@@ -161,11 +161,11 @@ class _Attention(torch.autograd.Function):
         mask = None if ctx.mask is None else ctx.mask.with_bias(bias)
         dout = torch.zeros_like(out) if dout is None else dout
         options = (softmax_scale, dropout_p, rng_state, ctx.needs_input_grad[3])
-        grads = room.attention_bwd(dout, dlse, q, k, v, out, lse, mask, *options, _side_by_side(q, k, v))
+        grads = room.attention_bwd(dout, dlse, q, k, v, out, lse, mask, *options, _gradients_as_one(q, k, v))
         return *grads, None, None, None, None, None
 
 
-def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def _gradients_as_one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Memory for dq, dk, dv that lie as q, k, v do, where these are the heads of one product (B, L, all heads' widths):
     so that its own backward finds its gradient in one piece. None where they are not."""
     B, _, L, _ = q.shape
