@@ -126,7 +126,7 @@ def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[st
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for problem in problems(device):
             for dtype in DTYPES:
-                case = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
+                case: dict[str, Any] = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
                 tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
                 try:
                     explanation = fastattn.explain(problem.function, **tensors, **problem.options)

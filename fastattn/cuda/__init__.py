@@ -113,6 +113,11 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def typed(x: Tensor | None) -> tuple[int, int]:
+    """A tensor whose type the kernel is told: (address, its dtype's number; of integers, their size)."""
+    return (0, 0) if x is None else (x.data_ptr(), DTYPES.get(x.dtype, x.element_size()))
+
+
 def dropout_constants(dropout_p: float) -> tuple[int, float]:
     """(threshold, scale) of the dropout rule (fastattn/reference/philox.py)."""
     return round(dropout_p * 65536), 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)

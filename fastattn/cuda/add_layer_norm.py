@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
+from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream, typed
 
 # Of csrc/add_layer_norm/add_layer_norm.h:
 MAX_HIDDEN = 16384  # kMaxHidden: a row lives in the registers of one block
@@ -59,7 +59,7 @@ def add_layer_norm_fwd(
     z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
     statistics = torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=x.device)
     extension(x.device).add_layer_norm_fwd(
-        address(x), address(residual), address(weight), address(bias), _typed(x_bias),
+        address(x), address(residual), address(weight), address(bias), typed(x_bias),
         address(out), 0 if z is x else address(z), address(statistics),
         rows, hidden, eps, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[x.dtype], DTYPES[weight.dtype], device_index(x), stream(x),
@@ -97,7 +97,7 @@ def add_layer_norm_bwd(
     partial = torch.empty((rows_of_sums, width), dtype=torch.float32, device=z.device)
     module.add_layer_norm_bwd(
         address(dout), address(dz), address(z), address(weight), address(statistics),
-        address(dsum), address(dx), address(dweight), address(dbias), _typed(dx_bias), address(partial),
+        address(dsum), address(dx), address(dweight), address(dbias), typed(dx_bias), address(partial),
         rows, hidden, blocks, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
     )  # fmt: skip
@@ -105,8 +105,3 @@ def add_layer_norm_bwd(
     if x_bias is not summed_here:
         dx_bias = dx.sum(0, dtype=x_bias.dtype)
     return dx, dsum if has_residual else None, dweight, dbias, dx_bias
-
-
-def _typed(t: Tensor | None) -> tuple[int, int]:
-    """As the extension takes a tensor whose type it learns when called."""
-    return address(t), 0 if t is None else DTYPES[t.dtype]

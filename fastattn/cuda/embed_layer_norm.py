@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
+from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream, typed
 from fastattn.cuda.add_layer_norm import MAX_HIDDEN, TICKETS
 
 
@@ -34,11 +34,6 @@ def why_not(
     return None
 
 
-def _typed(x: Tensor | None) -> tuple[int, int]:
-    """A tensor as the extension takes it: (address, its dtype's number; of integers, their size)."""
-    return (0, 0) if x is None else (x.data_ptr(), DTYPES.get(x.dtype, x.element_size()))
-
-
 def _source(
     module: ModuleType,
     embedding: Tensor,
@@ -52,7 +47,7 @@ def _source(
 ) -> Any:
     """What both directions gather rows by."""
     return module.EmbedLayerNormSource(
-        _typed(tokens), _typed(position), _typed(embedding), _typed(position_table),
+        typed(tokens), typed(position), typed(embedding), typed(position_table),
         embedding.shape[0], position_table.shape[0], length, scale,
         address(rng_state), *dropout_constants(dropout_p),
     )  # fmt: skip
@@ -82,7 +77,7 @@ def embed_layer_norm_fwd(
     statistics = torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=embedding.device)
     source = _source(module, embedding, tokens, position_table, position, length, scale, dropout_p, rng_state)
     module.embed_layer_norm_fwd(
-        source, _typed(weight), _typed(bias), _typed(out), address(statistics),
+        source, typed(weight), typed(bias), typed(out), address(statistics),
         rows, hidden, eps, device_index(embedding), stream(embedding),
     )  # fmt: skip
     return out, statistics
@@ -116,8 +111,8 @@ def embed_layer_norm_bwd(
     partial = torch.empty((rows_of_sums, 2 * hidden), dtype=torch.float32, device=dout.device)
     source = _source(module, embedding, tokens, position_table, position, length, scale, dropout_p, rng_state)
     module.embed_layer_norm_bwd(
-        source, _typed(dout), _typed(weight), address(statistics), _typed(drows), address(index),
-        _typed(dweight), _typed(dbias), address(partial),
+        source, typed(dout), typed(weight), address(statistics), typed(drows), address(index),
+        typed(dweight), typed(dbias), address(partial),
         rows, hidden, blocks, device, stream(dout),
     )  # fmt: skip
     return drows, index, dweight, dbias
