@@ -6,8 +6,8 @@
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
 // (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either. Pointers are device pointers, of any
-// alignment: 16-byte vectors are used where all of them and the row length allow. hidden <= norm::kMaxHidden, rows is any 64-bit count, zero included.
-// Sums and statistics run in float32. Nothing synchronises with the host.
+// alignment: 16-byte vectors are used where all of them and the row length allow. hidden <= norm::kMaxHidden, rows is any
+// 64-bit count, zero included. Sums and statistics run in float32. Nothing synchronises with the host.
 #pragma once
 #include <cuda_runtime.h>
 

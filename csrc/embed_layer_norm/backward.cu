@@ -9,7 +9,7 @@
 //   but a thread holds one chunk of a row between the two passes, not two: up to hidden 4096 a row belongs to hidden / 256
 //   warps. Of a wider row z is gathered in each pass.
 // Registers: z is gathered again, its dropout too, and held as float32. 106 to 113 of a thread up to hidden 4096, so two
-//   blocks a multiprocessor; no spills up to hidden 8192; wider, where 64 are sums, 14 to 106 loads and stores of spilled ones.
+//   blocks a multiprocessor; no spills up to hidden 8192; wider, where 64 are sums, 12 to 108 loads and stores of spilled ones.
 //   Dropped, offline: two chunks held, which spills 30 registers.
 // Traffic: reads dout and a row of embedding, writes drow: 10 bytes an element with a float32 embedding and a 16-bit dout.
 #include "common/norm_backward.cuh"

@@ -5,7 +5,9 @@ Who sees whom is decided from an AttentionMask in tiles.py, for every kernel ali
     backward.py        dq, and dk with dv
     bias_gradient.py   dbias, where the bias needs it
     weights.py         the weights, on request
+    alignment.py       each query's key of the largest weight, on request
     seen.py            keys that nobody sees, once a mask
+    lists.py           intervals of keys and lists of tiles that hold work, once a mask
     rows.py            what the backward must know of a row more exactly than lse and out say
 arguments.py turns tensors into kernel arguments; config.py holds the tile sizes.
 """

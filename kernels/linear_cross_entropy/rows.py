@@ -103,7 +103,7 @@ def tile_for(dtype: torch.dtype, n_class: int) -> Tile:
     """Eight values a lane in each of the vectors; narrow rows take fewer warps, but four: below, no barrier would keep
     the second sweep's writes behind every lane's read of the target's logit.
 
-    Offline at sm_90a a wide row has 16 warps, 49 to 61 registers, no spills, two rows a multiprocessor: 264 rows are at
+    Offline at sm_90a a wide row has 16 warps, 58 to 64 registers, no spills, two rows a multiprocessor: 264 rows are at
     work, 17 MB of L2 at 32k classes of bfloat16, and two turns of 8 KB in flight for each, 32 KB a multiprocessor: what
     4.3 TB/s at a microsecond asks for. float32 fills them in one turn. Dropped: 16 values a lane (99 to 128 registers:
     as many rows, half of the warps); a third stage in float32 (82 registers) and for counts of classes that leave each
