@@ -11,41 +11,71 @@ from fastattn.masks import AttentionMask
 
 
 class Side(NamedTuple):
-    """Queries or keys. token (n * longest,): the packed position of each place, any position for places past the end.
-    start (n,): the first. place (T,): where each packed position went. inside (T,) bool: whether in any sequence."""
+    """Queries or keys: which packed position each place (sequence, position in it) holds, and the way back.
+
+    token (n, longest): of places past the end any position. past (n, longest) bool: those places; None: no such.
+    start (n,): the first position of each sequence. sequence, within (T,): the place of each packed position, any for
+    positions of no sequence. stray (1, 1, T, 1) bool: those positions; None: no such.
+    """
 
     token: Tensor
+    past: Tensor | None
     start: Tensor
-    place: Tensor
-    inside: Tensor | None  # None: all are
+    sequence: Tensor
+    within: Tensor
+    stray: Tensor | None
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(1, H, T, D) -> (n, H, longest, D)"""
-        _, H, _, D = x.shape
-        rows = _Moved.apply(x[0].transpose(0, 1).flatten(1), self.token, self.place, self.inside)
-        return rows.view(len(self.start), -1, H, D).transpose(1, 2)
+        """(1, H, T, D) -> (n, H, longest, D), contiguous. Past the end are numbers of other sequences."""
+        return _Unpacked.apply(x, self)
 
     def pack(self, x: Tensor, otherwise: float) -> Tensor:
-        """(n, H, longest, D) -> (1, H, T, D)"""
-        _, H, _, D = x.shape
-        rows = x.transpose(1, 2).reshape(-1, H * D).index_select(0, self.place)
-        packed = rows.view(1, -1, H, D).transpose(1, 2)
-        return packed if self.inside is None else packed.where(self.inside[:, None], otherwise)
+        """(n, H, longest, D) -> (1, H, T, D), `otherwise` in positions of no sequence."""
+        return _Packed.apply(x, self, otherwise)
 
 
-class _Moved(torch.autograd.Function):
-    """x (T, d) at token. The way back reads place, as nothing that comes back for places past the end is not 0."""
+class _Unpacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, side: Side) -> Tensor:
+        ctx.side = side
+        rows, (_, head, position) = _rows(x)
+        row = side.token[:, None] * position + (torch.arange(x.shape[1]) * head)[:, None]  # (n, H, longest)
+        return rows.index_select(0, row.flatten()).view(*row.shape, x.shape[3])
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor, inside: Tensor | None) -> Tensor:
-        ctx.save_for_backward(place, inside)
-        return x.index_select(0, token)
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        return ctx.side.pack(dout, 0.0), None  # nothing but 0 comes back for places past the end
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, side: Side, otherwise: float) -> Tensor:
+        ctx.side = side
+        rows, (sequence, head, position) = _rows(x)
+        place = side.sequence * sequence + side.within * position
+        row = place[:, None] + torch.arange(x.shape[1]) * head  # (T, H), the order in memory of what a projection reads
+        packed = rows.index_select(0, row.flatten()).view(1, *row.shape, x.shape[3]).transpose(1, 2)
+        return packed if side.stray is None else packed.masked_fill_(side.stray, otherwise)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        place, inside = ctx.saved_tensors
-        dx = dout.index_select(0, place)
-        return dx if inside is None else dx.where(inside[:, None], 0), None, None, None
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        dx, past = ctx.side.unpack(dout), ctx.side.past
+        if past is not None:
+            sequence, within = past.nonzero(as_tuple=True)
+            row = (sequence * dx.shape[1] + torch.arange(dx.shape[1])[:, None]) * dx.shape[2] + within
+            dx.view(-1, dx.shape[3]).index_fill_(0, row.flatten(), 0)  # an eighth of the time of masked_fill
+        return dx, None, None
+
+
+def _rows(x: Tensor) -> tuple[Tensor, list[int]]:
+    """x (A, B, C, D) as a matrix (.., D), in place where that can be, and by how many of its rows the elements of A, B
+    and C are apart."""
+    D = x.shape[3]
+    if x.stride(3) != 1 or any(stride % D for stride in x.stride()):
+        x = x.contiguous()
+    steps = [stride // D for stride in x.stride()[:3]]
+    count = 1 + sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True))
+    return x.as_strided((count, D), (D, 1)), steps
 
 
 class Sequences(NamedTuple):
@@ -77,22 +107,28 @@ def sequences(mask: AttentionMask, q: Tensor, k: Tensor) -> Sequences | None:
         Lq, Lk = q.shape[2], k.shape[2]
         if len(lengths_q) * longest_q * longest_k >= Lq * Lk:
             return None
-        queries, real_q = _side(cu_seqlens_q, longest_q, Lq)
-        keys, real_k = (queries, real_q) if alike and Lq == Lk else _side(cu_seqlens_k, longest_k, Lk)
+        queries = _side(cu_seqlens_q, longest_q, Lq)
+        keys = queries if alike and Lq == Lk else _side(cu_seqlens_k, longest_k, Lk)
+        key_padding = None if keys.past is None else ~keys.past
         # Queries past the end may see what they like: nobody reads their results.
-        return Sequences(queries, keys, AttentionMask.unflatten([None, real_k, None, None, None], bounds, None))
+        return Sequences(queries, keys, AttentionMask.unflatten([None, key_padding, None, None, None], bounds, None))
 
     return mask.cached(("sequences", q.shape[2], k.shape[2]), build)
 
 
-def _side(cu_seqlens: Tensor, longest: int, T: int) -> tuple[Side, Tensor | None]:
-    """One Side, and which of its places are real, bool (n, longest); None: all are."""
+def _side(cu_seqlens: Tensor, longest: int, T: int) -> Side:
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     token = start[:, None] + torch.arange(longest)
-    real = token < end[:, None]
+    past = token >= end[:, None]
     position = torch.arange(T)
-    sequence = torch.searchsorted(end, position, right=True)
-    inside = (position >= start[0]) & (position < end[-1])
-    place = (sequence * longest + position - start[sequence.clamp(max=len(start) - 1)]).clamp(0, token.numel() - 1)
-    side = Side(token.clamp(max=T - 1).flatten(), start, place, None if inside.all() else inside)
-    return side, None if real.all() else real
+    stray = (position < start[0]) | (position >= end[-1])
+    sequence = torch.searchsorted(end, position, right=True).clamp(max=len(start) - 1)
+    within = (position - start[sequence]).clamp(0, longest - 1)
+    return Side(
+        token.clamp(max=T - 1),
+        past if past.any() else None,
+        start,
+        sequence,
+        within,
+        stray[None, None, :, None] if stray.any() else None,
+    )

@@ -218,9 +218,10 @@ def _known_finite(*tensors: Tensor) -> bool:
     """Neither NaN nor inf is in them or in a product of two of their rows: the sums of their squares are finite."""
     if not _may_look(tensors[0]):
         return False
-    # Transposed: (B, L, H, D) is the order in memory of what a projection gives. PyTorch's dot of 16-bit numbers takes
-    # fifty times as long as that of float32.
-    flat = (t.detach().transpose(1, 2).reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+    # In the order in memory: what a projection gives is transposed. PyTorch's dot of 16-bit numbers takes fifty times
+    # as long as that of float32.
+    laid_out = (t.detach() if t.is_contiguous() else t.detach().transpose(1, 2) for t in tensors)
+    flat = (t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in laid_out)
     return all(math.isfinite(torch.dot(t, t)) for t in flat)
 
 
