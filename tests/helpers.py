@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastattn._dispatch import BACKENDS, absence
@@ -21,3 +22,8 @@ def assert_close_as_torch(actual: Tensor, truth: Tensor, low: Tensor, what: str 
     assert actual.dtype == low.dtype, f"{what}: dtype {actual.dtype}, expected {low.dtype}"
     judgement = judge(actual.detach(), truth.detach(), low.detach())
     assert judgement.ok, f"{what}: error {judgement.error:.3e} is over the bound {judgement.bound:.3e}"
+
+
+def round_tf32(x: Tensor) -> Tensor:
+    """float32 to 10 bits of mantissa, ties away from zero, as the kernels round what tensor cores multiply in tf32."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)

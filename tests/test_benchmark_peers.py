@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that imports a module of benchmarks/, as a script there would."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
 
 
 def flash_attn_func(
@@ -57,7 +48,7 @@ def ratio(load: Any, module: Any, provider: Any, case: Any) -> float:
 @pytest.mark.parametrize(("version", "name"), [(2, "flash_attn"), (3, "flash_attn_interface"), (4, "flash_attn.cute")])
 def test_flash_attention(version: int, name: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
-    monkeypatch.setitem(importlib.import_module("sys").modules, name, SimpleNamespace(**functions))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
     module, harness, case = load("bench_attention"), load("harness"), load("cases").AttentionCase
     provider = load("attention_peers").flash_attention(version)
     served = [case(2, 4, 40, 72, 16), case(2, 4, 40, 40, 16, "causal", heads_k=2), case(3, 2, 24, 40, 16, "padding")]
@@ -93,7 +84,7 @@ def test_flex_attention_has_the_same_mask(mask: str, load: Any, monkeypatch: pyt
 
 
 def test_liger_and_quack(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = importlib.import_module("sys").modules
+    modules = sys.modules
     liger = SimpleNamespace(
         liger_layer_norm=lambda X, W, B, eps: F.layer_norm(X, W.shape, W, B, eps),
         liger_swiglu=lambda a, b: F.silu(a) * b,

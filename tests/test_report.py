@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import re
@@ -20,14 +19,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 CATALOGUE = "planted_catalogue"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that imports a module of benchmarks/, as a script there would."""
-    for folder in (ROOT / "benchmarks", ROOT / "tests"):
-        monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -8,15 +8,11 @@ from pathlib import Path
 import host_build
 import pytest
 import torch
+from helpers import round_tf32
 from torch import Tensor
 
 DEPTH, KEYS, COLUMNS = 32, 48, 32
 ASYNC = ("lazy", "eager")
-
-
-def round_tf32(x: Tensor) -> Tensor:
-    """To 10 bits of mantissa, ties away from zero."""
-    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 ROUND = {

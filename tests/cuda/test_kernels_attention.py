@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_checks import Problem, Results, compare, exact, make, plain, room_call, solve
-from helpers import assert_close_as_torch
+from helpers import assert_close_as_torch, round_tf32
 from host_build import COMPLETIONS, ORDERS
 from mask_cases import KINDS, prefix
 from torch import Tensor
@@ -218,10 +218,6 @@ def test_rows_that_a_bias_moves_far(
     low = SDPA(p.q, p.k, p.v, bias, **options)
     for name, a, t, w in zip(("out", "lse", "weights"), actual, truth, low, strict=False):
         assert_close_as_torch(a, t, w, name)
-
-
-def round_tf32(x: Tensor) -> Tensor:
-    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(FLOAT32)
 
 
 def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
