@@ -48,13 +48,18 @@ def explain_backends(settings: Settings) -> dict[str, Explanation]:
 
     d, d_ff = settings.d_model, settings.d_inner
     x, q = empty(16, d), empty(2, settings.heads, 8, d // settings.heads)
+    tokens, embedding = torch.zeros(16, dtype=torch.int64, device=settings.device), empty(8, d)
     with use_backend(settings.backend):
         return {
+            "embed_layer_norm": explain(
+                "embed_layer_norm", tokens, embedding, x.detach(), empty(d), empty(d), dropout_p=settings.dropout
+            ),
             "attention": explain("attention", q, q, q, dropout_p=settings.attn_dropout),
             "add_layer_norm": explain("add_layer_norm", x, x, empty(d), empty(d), dropout_p=settings.dropout),
             "feed_forward": explain(
                 "feed_forward", x, empty(d_ff, d), empty(d_ff), empty(d, d_ff), empty(d), dropout_p=settings.dropout
             ),
+            "linear_cross_entropy": explain("linear_cross_entropy", x, embedding, tokens),
         }
 
 
@@ -79,7 +84,7 @@ def of_path(settings: Settings, backend: str | None) -> Settings:
 def measure_speed(model: FusedTransformer, examples: Sequence[Example], settings: Settings) -> Speed:
     """Times whole training steps of a copy of `model`, both paths on the same batches, taking turns so that whatever
     else the machine does disturbs both alike. With --graph the fused path's steps are graphs, captured before."""
-    model = copy.deepcopy(model).to(settings.device).train()  # .to() joins again what copying took apart
+    model = copy.deepcopy(model).train()
     optimizer = build_optimizer(model)
     steps = {backend: build_step(model, optimizer, of_path(settings, backend)) for backend in paths(settings)}
     rates: dict[str | None, list[float]] = {backend: [] for backend in steps}
