@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ class Side(NamedTuple):
 
     token (n, longest): of places past the end any position. past (n, longest) bool: those places; None: no such.
     start (n,): the first position of each sequence. sequence, within (T,): the place of each packed position, any for
-    positions of no sequence. stray (1, 1, T, 1) bool: those positions; None: no such.
+    positions of no sequence. stray (1, 1, T, 1) bool: those positions; None: no such. tables: rows of heads, made once
+    for each layout in memory and read by all layers.
     """
 
     token: Tensor
@@ -24,6 +26,12 @@ class Side(NamedTuple):
     sequence: Tensor
     within: Tensor
     stray: Tensor | None
+    tables: dict[tuple[Any, ...], Tensor]
+
+    def table(self, key: tuple[Any, ...], build: Callable[[], Tensor]) -> Tensor:
+        if key not in self.tables:
+            self.tables[key] = build()
+        return self.tables[key]
 
     def unpack(self, x: Tensor) -> Tensor:
         """(1, H, T, D) -> (n, H, longest, D), contiguous. Past the end are numbers of other sequences."""
@@ -38,9 +46,14 @@ class _Unpacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, side: Side) -> Tensor:
         ctx.side = side
+        _, H, _, D = x.shape
         rows, (_, head, position) = _rows(x)
-        row = side.token[:, None] * position + (torch.arange(x.shape[1]) * head)[:, None]  # (n, H, longest)
-        return rows.index_select(0, row.flatten()).view(*row.shape, x.shape[3])
+
+        def of_places() -> Tensor:  # (n, H, longest)
+            return side.token[:, None] * position + torch.arange(H)[:, None] * head
+
+        row = side.table(("unpack", H, head, position), of_places)
+        return rows.index_select(0, row.flatten()).view(*row.shape, D)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
@@ -51,19 +64,28 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, side: Side, otherwise: float) -> Tensor:
         ctx.side = side
+        _, H, _, D = x.shape
         rows, (sequence, head, position) = _rows(x)
-        place = side.sequence * sequence + side.within * position
-        row = place[:, None] + torch.arange(x.shape[1]) * head  # (T, H), the order in memory of what a projection reads
-        packed = rows.index_select(0, row.flatten()).view(1, *row.shape, x.shape[3]).transpose(1, 2)
+
+        def of_positions() -> Tensor:  # (T, H), the order in memory of what a projection reads
+            return (side.sequence * sequence + side.within * position)[:, None] + torch.arange(H) * head
+
+        row = side.table(("pack", H, sequence, head, position), of_positions)
+        packed = rows.index_select(0, row.flatten()).view(1, *row.shape, D).transpose(1, 2)
         return packed if side.stray is None else packed.masked_fill_(side.stray, otherwise)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
         dx, past = ctx.side.unpack(dout), ctx.side.past
-        if past is not None:
+        _, H, longest, D = dx.shape
+
+        def past_the_end() -> Tensor:
             sequence, within = past.nonzero(as_tuple=True)
-            row = (sequence * dx.shape[1] + torch.arange(dx.shape[1])[:, None]) * dx.shape[2] + within
-            dx.view(-1, dx.shape[3]).index_fill_(0, row.flatten(), 0)  # an eighth of the time of masked_fill
+            return ((sequence * H + torch.arange(H)[:, None]) * longest + within).flatten()
+
+        if past is not None:
+            row = ctx.side.table(("past", H), past_the_end)
+            dx.view(-1, D).index_fill_(0, row, 0)  # an eighth of the time of masked_fill
         return dx, None, None
 
 
@@ -131,4 +153,5 @@ def _side(cu_seqlens: Tensor, longest: int, T: int) -> Side:
         sequence,
         within,
         stray[None, None, :, None] if stray.any() else None,
+        {},
     )
