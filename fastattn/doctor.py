@@ -37,6 +37,7 @@ class Judgement(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        """Whether it is within its bound."""
         return self.error <= self.bound
 
     @property

@@ -19,7 +19,7 @@ from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM_SUM = 128  # kMaxHeadDimSum
 ROW_BLOCK = 128  # kRowBlock
-_COARSE = 64.0  # an lse beyond it is coarse: half a unit in its last place is 4e-6
+COARSE = 64.0  # an lse beyond it is coarse to 16-bit types: half a unit in its last place is 4e-6
 # Whether dq may be the sum of what blocks add in any order, which does not repeat bit for bit, in place of a kernel of
 # its own. Only a record that shows it to be faster (benchmarks/results/) turns it on; until then it is turned on by
 # tests and by who makes that record.
@@ -107,7 +107,7 @@ def backward(
         [*map(_visibility.rows, (q, k, v, out, dout, dq, dk, dv))],
         [*map(address, (lse, dlse, *coarse, key_sums))],
         (address(padded[0]), address(padded[1]), address(padded[2]) if exact or bias is not None else 0), address(sums),
-        _visibility.shape(q, k, v), softmax_scale, 0.0 if exact else _COARSE, by_query, by_key,
+        _visibility.shape(q, k, v), softmax_scale, 0.0 if exact else COARSE, by_query, by_key,
         _visibility.bias(mask), (0, 0, 0) if dbias is None else (address(dbias), *bias.shape[:2]),
         address(rng_state), *dropout_constants(dropout_p), DTYPES[q.dtype], device_index(q), stream(q),
     )  # fmt: skip

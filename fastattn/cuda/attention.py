@@ -14,8 +14,7 @@ from fastattn.cuda import _visibility as who
 from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/attention/attention.h
-_FEW_KEYS = 16
-_COARSE = 64.0  # an lse beyond it is coarse to 16-bit types: half a unit in its last place is 4e-6
+_FEW_KEYS = 16  # see _cancels
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -135,7 +134,7 @@ def _backward(
     module.attention_bwd(
         [*map(who.rows, (q, k, v, out, dout, dq, dk, dv))],
         [*map(address, (lse, dlse, delta, remainder, key_sums))],
-        sizes, softmax_scale, 0.0 if exact or needs_dbias else _COARSE, by_query, by_key, who.bias(mask),
+        sizes, softmax_scale, 0.0 if exact or needs_dbias else sm90.COARSE, by_query, by_key, who.bias(mask),
         (0, 0, 0) if dbias is None else (address(dbias), *bias.shape[:2]),
         address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
     )  # fmt: skip

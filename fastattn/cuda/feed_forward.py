@@ -51,6 +51,7 @@ class Speed(NamedTuple):
     wave: int  # elements of the product that give every multiprocessor a tile
 
     def pays(self, elements: int, depth: int, bytes_saved: int) -> bool:
+        """Is ours the faster for a product of so many elements, each a sum of `depth`? bytes_saved: of an element."""
         slower = 2 * depth * (1 / self.product - 1 / self.cublas)  # picoseconds an element, as is the other side
         return elements >= self.wave and slower < bytes_saved / self.copy
 

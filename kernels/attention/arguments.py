@@ -100,6 +100,7 @@ def visits(mask: AttentionMask | None, q: Tensor, k: Tensor, c: Config, by_key: 
 
 
 def dropout(dropout_p: float, rng_state: Tensor | None) -> dict[str, Any]:
+    """The dropout rule's. rng_state: int64 (seed, offset), or None without dropout."""
     threshold, scale = dropout_constants(dropout_p)
     return {
         "rng_state_ptr": rng_state,

@@ -114,6 +114,8 @@ def attention_rows_kernel(
 
 
 class RowStatistics(NamedTuple):
+    """What row_statistics() found for the other kernels of the backward."""
+
     remainder: Tensor | None  # (B, H, Lq) float32, in powers of two; None where it would all be 0
     has_delta: bool  # whether delta is filled
 

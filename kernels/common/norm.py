@@ -49,6 +49,7 @@ def backward_tile(hidden: int, x_bias: bool = False) -> tuple[int, int, int, int
 
 
 def empty_statistics(rows: int, like: Tensor) -> Tensor:
+    """Memory for the statistics of so many rows, on like's device."""
     return torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=like.device)
 
 

@@ -57,6 +57,8 @@ def halves(tile):
 
 
 class Tile(NamedTuple):
+    """A program's tile of the product, the depth of a step, and how it is launched."""
+
     block_m: int
     block_n: int
     block_k: int

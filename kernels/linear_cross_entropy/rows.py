@@ -94,6 +94,8 @@ def cross_entropy_rows_kernel(
 
 
 class Tile(NamedTuple):
+    """Columns of a turn, and how a program is launched."""
+
     block: int
     num_warps: int
     stages: int
