@@ -1,6 +1,7 @@
 """Known bugs, planted in a copy of the embedding's kernels: embed_layer_norm_cases.py must fail on each.
 
-Those of the code that it shares with the layer norm: test_planted.py. The copy compiles kernels of one chunk only.
+Those of the code that it shares with the layer norm: test_planted_add_layer_norm.py. The copy compiles kernels of one
+chunk only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import planting
 import pytest
 import torch
 from embed_layer_norm_cases import BFLOAT16, FLOAT16, FLOAT32, Case, run
-from test_planted import Bug
+from test_planted_add_layer_norm import Bug
 
 import fastattn.cuda
 
