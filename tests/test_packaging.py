@@ -26,7 +26,8 @@ def call(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def files(root: Path, *patterns: str) -> set[str]:
-    return {path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern)}
+    found = (path for pattern in patterns for path in root.glob(pattern))
+    return {path.relative_to(root).as_posix() for path in found if path.is_file()}
 
 
 @pytest.fixture(scope="module")
