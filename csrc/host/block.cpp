@@ -12,12 +12,12 @@ namespace fastattn::host {
 namespace {
 
 constexpr size_t kMaxSharedBytes = 227 << 10;
-constexpr size_t kGuardBytes = 4 << 10;  // behind a block's shared memory
+constexpr size_t kGuardBytes = 4 << 10;  // before and behind a block's shared memory
 constexpr unsigned char kPoison = 0xff;  // NaN in every floating-point type
 constexpr unsigned char kGuard = 0xa5;
 
 struct alignas(1024) SharedArena {
-  unsigned char bytes[kMaxSharedBytes + kGuardBytes];
+  unsigned char guard[kGuardBytes], bytes[kMaxSharedBytes + kGuardBytes];
 };
 
 unsigned char* shared_arena(int which) {
@@ -92,7 +92,7 @@ Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order
   if (shared_bytes > kMaxSharedBytes) throw std::runtime_error("host runner: a block has at most 227 KiB of shared memory");
   std::memset(shared, kPoison, shared_bytes);
   std::memset(async_view, kPoison, shared_bytes);
-  std::memset(shared + shared_bytes, kGuard, kGuardBytes);
+  for (unsigned char* guard : {shared - kGuardBytes, shared + shared_bytes}) std::memset(guard, kGuard, kGuardBytes);
   const int warps = (alive_ + kLanes - 1) / kLanes;
   ready_.resize(warps);
   meetings_.resize(warps);
@@ -123,9 +123,12 @@ void Block::run() {
   }
   current = nullptr;
   if (failure_.empty()) failure_ = left_undone();
-  const unsigned char* guard = shared + shared_bytes_;
-  if (failure_.empty() && std::any_of(guard, guard + kGuardBytes, [](unsigned char byte) { return byte != kGuard; }))
+  const auto broken = [](const unsigned char* guard) {
+    return guard[0] != kGuard || std::memcmp(guard, guard + 1, kGuardBytes - 1) != 0;
+  };
+  if (failure_.empty() && broken(shared + shared_bytes_))
     failure_ = "a write past the end of shared memory (" + std::to_string(shared_bytes_) + " bytes)";
+  if (failure_.empty() && broken(shared - kGuardBytes)) failure_ = "a write before the start of shared memory";
   if (!failure_.empty())
     throw std::runtime_error("host runner: block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
                              std::to_string(index.z) + "): " + failure_);

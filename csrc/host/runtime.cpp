@@ -7,8 +7,23 @@
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
+#include <string>
 
 #include "host/launch.h"
+
+static int capability() {
+  const char* const value = std::getenv("FASTATTN_HOST_CAPABILITY");
+  return value != nullptr ? std::atoi(value) : 80;
+}
+
+// That a block may have. Chips for desktops have less than those for data centres.
+static int shared_limit() {
+  switch (capability()) {
+    case 80: case 87: return 163 << 10;
+    case 86: case 89: case 120: return 99 << 10;
+    default: return 227 << 10;
+  }
+}
 
 namespace fastattn::host {
 
@@ -24,6 +39,9 @@ static void note_launch(const char* file, const void* kernel, dim3 grid, dim3 bl
 void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || grid.x > 0x7fffffffu)
     throw std::runtime_error("host runner: a grid has 1 to 2^31 - 1, 65535 and 65535 blocks");
+  if (shared_bytes > static_cast<size_t>(shared_limit()))
+    throw std::runtime_error("host runner: " + std::to_string(shared_bytes) + " bytes of shared memory for a block, of the " +
+                             std::to_string(shared_limit()) + " of compute capability " + std::to_string(capability()));
   if (const char* const file = std::getenv("FASTATTN_HOST_LAUNCHES")) return note_launch(file, kernel, grid, block, shared_bytes);
   Order order = Order::from_environment();
   const struct Release {  // a stack is two mappings, and a process with many libraries of kernels would run out of them
@@ -37,11 +55,6 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
 }
 
 }  // namespace fastattn::host
-
-static int capability() {
-  const char* const value = std::getenv("FASTATTN_HOST_CAPABILITY");
-  return value != nullptr ? std::atoi(value) : 80;
-}
 
 // One device with two multiprocessors, few enough that the kernels' loops over blocks turn. Its compute capability is 8.0,
 // or FASTATTN_HOST_CAPABILITY, such as 90.
@@ -61,7 +74,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMultiProcessorCount: return *value = 2, cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: return *value = capability() / 10, cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: return *value = capability() % 10, cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return *value = (capability() == 80 ? 163 : 227) << 10, cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return *value = shared_limit(), cudaSuccess;
     default: return cudaErrorInvalidValue;
   }
 }

@@ -76,6 +76,12 @@ __global__ void past_the_end(float* out) {
   out[threadIdx.x] = 0.0f;
 }
 
+__global__ void before_the_start(float* out) {
+  Row& row = shared_memory<Row>();
+  (&row - 1)->at[threadIdx.x] = 1.0f;
+  out[threadIdx.x] = 0.0f;
+}
+
 __global__ void blocks_in_order(float* out) {
   if (threadIdx.x == 0) out[blockIdx.x] = blockIdx.x == 0 ? 0.0f : out[blockIdx.x - 1] + 1.0f;
 }
@@ -115,6 +121,8 @@ void run(const std::string& name, float* out) {
   if (name == "shuffle without own lane") return with(shuffle_without_own_lane);
   if (name == "different collectives") return with(different_collectives);
   if (name == "past the end") return with(past_the_end);
+  if (name == "before the start") return with(before_the_start);
+  if (name == "too much shared memory") return launch(neighbour<true>, dim3(1), dim3(128), 164 << 10, nullptr, out);
   if (name == "blocks in order") return with(blocks_in_order, 8);
   if (name == "too many threads") return launch(shuffle, dim3(1), dim3(1056), 0, nullptr, out);
   if (name == "no blocks") return with(shuffle, 0);

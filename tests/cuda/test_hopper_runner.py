@@ -37,6 +37,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
         for name, value in zip(("FASTATTN_HOST_ORDER", "FASTATTN_HOST_ASYNC"), values, strict=True):
             monkeypatch.setenv(name, value)
 
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
     return set_both
 
 

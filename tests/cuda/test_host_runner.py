@@ -69,6 +69,8 @@ def test_computes_what_cuda_defines(name: str, order: str, run: Runner, monkeypa
         ("shuffle without own lane", "lane 16 is not in its own mask"),
         ("different collectives", "lanes of one warp meet at different collectives"),
         ("past the end", "a write past the end of shared memory"),
+        ("before the start", "a write before the start of shared memory"),
+        ("too much shared memory", "167936 bytes of shared memory for a block, of the 166912 of compute capability 80"),
         ("too many threads", "a block has 1 to 1024 threads"),
         ("no blocks", "a grid has 1 to"),
     ],
