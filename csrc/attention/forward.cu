@@ -9,7 +9,7 @@
 //   many warps as 16 queries want, so that k and v are read once. They want no lists: a block sees for itself how far keys
 //   are padding, and a band with key padding needs no bits either: nothing of the size of the scores is in memory. Up to
 //   head dimension 64 a kernel of their own takes 32 keys a tile: its 128 registers leave room for 16 warps, two blocks of
-//   128 queries, where 64 keys would leave room for one block.
+//   128 queries, where 64 keys would leave room for one block. float32 goes the way of long ones, by blocks of 64 queries.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.

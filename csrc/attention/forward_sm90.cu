@@ -9,7 +9,8 @@
 //   that everything is read once, in one launch. At head dimension 64, 128 queries and keys, a tile reads and writes 64 KiB,
 //   2.1 us of a multiprocessor's share of 4 TB/s; k and v of the tile after, 32 KiB, are copied meanwhile, q after the product
 //   of the scores. The sm_80 kernel reads the same bytes in blocks of their own, two a multiprocessor, with mma.sync at half the
-//   rate: nothing says that it would be faster, and a record must decide.
+//   rate: nothing says that it would be faster, and a record must decide. Where keys are one tile there are no lists, and key
+//   padding has no bits: it is read from the seen keys, as in the sm_80 kernel.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
 // Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), the sum (kHeadDim / 2).
 // Shared memory: the queries, two stages of keys and of values, the output on its way out.
@@ -183,8 +184,8 @@ class Consumer {
     const Visibility& who = a_.p.visibility;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      rows[r].sees = sees<kBlockN>(who, work.b, work.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k, who.band_lo,
-                                   who.band_hi);
+      rows[r].sees = sees<kBlockN, true>(who, work.b, work.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k,
+                                         who.band_lo, who.band_hi);
   }
 
   // Scaled scores, the bias added.
