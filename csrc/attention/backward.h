@@ -13,7 +13,10 @@
 //               it; a bias may move whole rows to where float32 is coarse (-1e4, finfo.min), where this is no small thing;
 //   delta       from its definition.
 // Rows with |lse| >= coarse_from get both: with a bias those beyond 64; all of exact float32, whose largest errors these
-// would be, and all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up.
+// would be, and all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up; and all where the band or the
+// lengths leave queries few keys, whose dP and delta cancel. Not where a bool mask or packing leaves every query of a call one
+// key: the host does not know without waiting, and under dropout dq and dk, which are 0 there but for dlse, get the rounding
+// of out times dout.
 #pragma once
 #include "attention/attention.h"
 
