@@ -1,9 +1,9 @@
 """Every CUDA kernel of csrc/, as setup.py builds it with nvcc, taken apart by cuobjdump.
 
 Kernels are found in the extension, so a new one needs no line here. Threads and dynamic shared memory are those of the
-launch, as compiled_launches.py finds them; of a kernel that it does not know, those of __launch_bounds__, and none. An
-extension that lies in fastattn/ and is newer than its sources, as
-after `pip install -e .`, is taken as it is: compiling takes minutes.
+launch, as compiled_launches.py finds them; of a kernel that it does not know, those of __launch_bounds__, and none.
+An extension that lies in fastattn/ and is newer than its sources, as after `pip install -e .`, is taken as it is:
+compiling takes minutes.
 """
 
 from __future__ import annotations

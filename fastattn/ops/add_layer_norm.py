@@ -138,7 +138,7 @@ def dropout_add_rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = z / sqrt(mean(z^2) + eps) * weight, where z = residual + dropout(x + x_bias), in one pass each way.
 
-    Arguments, results and errors are those of ``dropout_add_layer_norm``, but for the bias, which there is none.
+    Arguments, results and errors are those of ``dropout_add_layer_norm``; there is no bias.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
     device, call = _rms_query(x, residual, weight, eps, dropout_p, x_bias=x_bias)

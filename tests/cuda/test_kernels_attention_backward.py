@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from attention_checks import Problem, Results, compare, make, plain
@@ -19,8 +17,6 @@ from fastattn.reference import philox
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 LOW = BFLOAT16, FLOAT16
 GRADS = "dq", "dk", "dv", "dbias"
-
-Backward = Callable[[Problem], Results]
 
 
 def backward(p: Problem) -> Results:
