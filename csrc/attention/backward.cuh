@@ -12,7 +12,6 @@
 
 namespace fastattn::attention {
 
-
 // Sizes of a kernel's tiles, such that it holds its accumulators in registers and fits into 99 KiB of shared memory.
 template <class T, int kHeadDim>
 struct Tiling {
