@@ -129,15 +129,18 @@ def test_bias_of_queries_gets_no_rounding_of_out(dtype: torch.dtype, kernels: st
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])
-@pytest.mark.parametrize("Lk, mask", [(1, "none"), (70, {"window": (0, 0)})], ids=["one", "window"])
+@pytest.mark.parametrize("Lq, Lk, mask", [(70, 1, {}), (70, 70, {"window": (0, 0)}), (1, 70, {"is_causal": True})])
+@pytest.mark.parametrize("padded", [False, True])
 def test_queries_that_see_one_key(
-    Lk: int, mask: str | dict, capability: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    Lq: int, Lk: int, mask: dict, padded: bool, capability: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dP equals delta but for dropout's rounding of out, which must not show."""
+    if padded:  # the band is folded into bits
+        mask = mask | {"query_padding": torch.ones(1, Lq, dtype=torch.bool, device=device)}
     monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)  # whose kernels serve on a CPU
     monkeypatch.setattr(short, "serves", lambda *_: False)
     for dtype in LOW:
-        check(make(B=1, H=2, Lq=70, Lk=Lk, D=64, dtype=dtype, mask=mask, dropout_p=0.3, device=device))
+        check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, dtype=dtype, mask=mask, dropout_p=0.3, device=device))
 
 
 @pytest.mark.parametrize("far", [-1e4, -1e8])
