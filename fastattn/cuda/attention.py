@@ -146,9 +146,8 @@ def _backward(
 def _cancels(mask: AttentionMask | None, Lq: int, Lk: int) -> bool:
     """Whether queries see so few keys that delta must not be made from out. Of one key, dP equals delta, and nothing is
     left of dS; a rounded out would leave, under dropout, 4 times the error allowed in dq and dk. The band and the
-    lengths say it; where tensors do (a bool mask, packing), the host would have to wait for the device to know."""
-    unbounded = mask is None or mask.cu_seqlens_q is not None
-    low, high = (None if unbounded else mask.band(Lq, Lk)) or (-Lq, Lk)
+    lengths say it; where tensors do (a bool mask, offsets), the host would have to wait for the device to know."""
+    low, high = (None if mask is None else mask.band(Lq, Lk)) or (-Lq, Lk)
     return min(high - low + 1, Lk, Lk - low, Lq + high) <= _FEW_KEYS
 
 

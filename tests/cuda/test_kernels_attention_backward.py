@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_checks import Problem, Results, compare, make, plain
 from host_build import COMPLETIONS, ORDERS
-from mask_cases import KINDS, prefix
+from mask_cases import KINDS, offsets, prefix
 from torch import Tensor
 
 from fastattn import AttentionMask
@@ -137,6 +137,7 @@ def test_queries_that_see_one_key(
     """dP equals delta but for dropout's rounding of out, which must not show."""
     if padded:  # the band is folded into bits
         mask = mask | {"query_padding": torch.ones(1, Lq, dtype=torch.bool, device=device)}
+        mask |= {"cu_seqlens_q": offsets(Lq).to(device), "cu_seqlens_k": offsets(Lk).to(device)} if Lq == Lk else {}
     monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)  # whose kernels serve on a CPU
     monkeypatch.setattr(short, "serves", lambda *_: False)
     for dtype in LOW:
