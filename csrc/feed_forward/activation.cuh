@@ -57,11 +57,21 @@ struct Gelu {
   }
 };
 
+template <class T>
 struct GeluTanh {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
   static __device__ __forceinline__ float at(float z, float& slope) {
     constexpr float kScale = 1.5957691216057308f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-    const float share = sigmoid((z + kCubic * z * z * z) * kScale);
-    slope = share + z * share * (1.0f - share) * kScale * (1.0f + 3.0f * kCubic * z * z);
+    const float twice_u = (z + kCubic * z * z * z) * kScale;
+    float share, rise;  // sigmoid and its slope
+    if constexpr (sizeof(T) == 4) {  // 1 - share would lose what z^3 then makes twenty times as large
+      const float power = exp2_approximate(-kLog2e * fabsf(twice_u)), inverse = reciprocal(1.0f + power);
+      share = twice_u < 0.0f ? power * inverse : inverse;
+      rise = power * inverse * inverse;
+    } else {
+      share = sigmoid(twice_u);
+      rise = share * (1.0f - share);
+    }
+    slope = share + z * rise * kScale * (1.0f + 3.0f * kCubic * z * z);
     return z * share;
   }
 };
@@ -80,7 +90,7 @@ __device__ __forceinline__ void with_activation(Activation activation, Function&
   switch (activation) {
     case Activation::relu: return f(Relu{});
     case Activation::gelu: return f(Gelu<T>{});
-    case Activation::gelu_tanh: return f(GeluTanh{});
+    case Activation::gelu_tanh: return f(GeluTanh<T>{});
     case Activation::silu: return f(Silu{});
   }
 }

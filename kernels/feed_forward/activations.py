@@ -36,7 +36,11 @@ def activate_and_slope(z, ACTIVATION: tl.constexpr):
         below = 0.5 * (1 + tl.erf(z * SQRT_HALF))
         return z * below, below + z * INV_SQRT_TAU * tl.exp(-0.5 * z * z)
     if ACTIVATION == "gelu_tanh":
-        share = tl.sigmoid((z + z * TANH_CUBIC * z * z) * TANH_SCALE)
-        return z * share, share + z * share * (1 - share) * TANH_SCALE * (1 + z * (3 * TANH_CUBIC) * z)
+        twice_u = (z + z * TANH_CUBIC * z * z) * TANH_SCALE
+        power = tl.exp(-tl.abs(twice_u))
+        inverse = 1 / (1 + power)
+        share = tl.where(twice_u < 0, power * inverse, inverse)
+        rise = power * inverse * inverse  # share * (1 - share), which would cancel, and z^3 makes much of it
+        return z * share, share + z * rise * TANH_SCALE * (1 + z * (3 * TANH_CUBIC) * z)
     share = tl.sigmoid(z)
     return z * share, share + z * share * (1 - share)

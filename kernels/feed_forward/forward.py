@@ -83,6 +83,7 @@ def feed_forward_hidden(
     (tokens, d), d_ff = x.shape, weight1.shape[0] // (2 if gated else 1)
     h = x.new_empty(tokens, d_ff)
     z = h if activation == "relu" else x.new_empty(tokens, weight1.shape[0])
+    bias1 = None if bias1 is None else bias1.contiguous()
     threshold, scale = dropout_constants(dropout_p)
     if h.numel() > 0:
         with on_device(x):

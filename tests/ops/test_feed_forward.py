@@ -12,11 +12,12 @@ from feed_forward_checks import (
     check,
     exact,
     make,
+    plain,
     planted,
     room_call,
     solve,
 )
-from helpers import rooms
+from helpers import assert_close_as_torch, rooms
 from torch import Tensor
 
 from fastattn import feed_forward
@@ -116,9 +117,9 @@ def test_recompute(room: str, activation: str, device: torch.device) -> None:
         assert not {p.weight1.shape[0], p.weight2.shape[1]} & {shape[-1] for shape in kept if shape[:1] == (21,)}
         return out
 
-    plain_results = solve(p, call)
-    for name, plain, recomputed in zip(Results._fields, plain_results, solve(p, again), strict=True):
-        assert torch.equal(plain, recomputed), name
+    results = solve(p, call)
+    for name, kept, recomputed in zip(Results._fields, results, solve(p, again), strict=True):
+        assert torch.equal(kept, recomputed), name
     torch.manual_seed(p.seed)
     with torch.no_grad():
         out = feed_forward(*p.inputs, activation, 0.3, backend=room, recompute=True)
@@ -138,12 +139,13 @@ def test_draws(room: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_strides(room: str, device: torch.device) -> None:
-    """Expanded (stride 0), transposed and sliced gradients; transposed weights; sliced and unaligned x."""
+    """Expanded (stride 0), transposed and sliced gradients; transposed weights, sliced biases; sliced, unaligned x."""
     p, call = make("gelu", 0.3, device=device), room_call(room, device)
     row, one = p.dout[:1], torch.ones((), device=device)
     for dout in (row.expand_as(p.dout), one.expand_as(p.dout), p.dout.T.contiguous().T, p.dout.repeat(1, 2)[:, ::2]):
         check(p.but(dout=dout), call)
-    check(p.but(weight1=p.weight1.T.contiguous().T, weight2=p.weight2.T.contiguous().T), call)
+    biases = {name: vars(p)[name].repeat_interleave(2)[::2] for name in ("bias1", "bias2")}
+    check(p.but(weight1=p.weight1.T.contiguous().T, weight2=p.weight2.T.contiguous().T, **biases), call)
     unaligned = torch.empty(p.x.numel() + 1, device=device)[1:].view_as(p.x).copy_(p.x)
     check(p.but(x=unaligned, weight1=torch.cat([p.weight1, p.weight1], 1)[:, : p.x.shape[1]]), call)
     check(p.but(x=torch.cat([p.x, p.x], 1)[:, : p.x.shape[1]]), call)
@@ -204,6 +206,17 @@ def test_large_preactivations(room: str, device: torch.device) -> None:
     for activation in ACTIVATIONS:
         p = make(activation, device=device)
         check(p.but(x=p.x * 1000), call)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_slopes_near_one(room: str, device: torch.device) -> None:
+    """z from 3 to 6, where 1 - sigmoid cancels and gelu_tanh's slope makes much of what is left."""
+    call = room_call(room, device)
+    z, ones = torch.linspace(3, 6, 301, device=device)[:, None], torch.ones(8, 1, device=device)
+    for activation in GATED.values():
+        p = make(activation, d=1, d_ff=8, d_out=1, has_bias=False, device=device)
+        p = p.but(x=z, weight1=ones, weight2=ones.T / 8, dout=torch.ones_like(z))
+        assert_close_as_torch(solve(p, call, needs="x").dx, exact(p).dx, plain(p).dx, activation)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
