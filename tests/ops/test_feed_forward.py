@@ -118,12 +118,12 @@ def test_recompute(room: str, activation: str, device: torch.device) -> None:
         return out
 
     results = solve(p, call)
-    for name, kept, recomputed in zip(Results._fields, results, solve(p, again), strict=True):
-        assert torch.equal(kept, recomputed), name
+    for name, once, recomputed in zip(Results._fields, results, solve(p, again), strict=True):
+        assert torch.equal(once, recomputed), name
     torch.manual_seed(p.seed)
     with torch.no_grad():
         out = feed_forward(*p.inputs, activation, 0.3, backend=room, recompute=True)
-    assert torch.equal(out, plain_results.out)
+    assert torch.equal(out, results.out)
 
 
 @pytest.mark.parametrize("room", ROOMS)
