@@ -10,17 +10,19 @@ import pytest
 import torch
 from attention_checks import Problem, Results, compare, make, room_call, solve
 from host_build import ORDERS, SM90_COMPLETIONS
-from mask_cases import KINDS
-from test_kernels_attention import views
+from mask_cases import KINDS, prefix
+from test_kernels_attention import SHORT_KINDS, views
 from torch import Tensor
 
 from fastattn import AttentionMask
 from fastattn.cuda import _attention_short as short
 from fastattn.cuda import _attention_sm90 as sm90
+from fastattn.cuda import _visibility
 from fastattn.cuda import attention as room
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
+SHORT_SERVES = short.serves
 
 
 @pytest.fixture
@@ -69,6 +71,20 @@ def check(
 def test_mask_kinds(kind: str, hopper: torch.device, calls: list[str]) -> None:
     """Several tiles each way, the last ragged, some full, some empty."""
     check(make(B=2, H=1, Lq=200, Lk=270, D=64, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
+
+
+@pytest.mark.parametrize("kind", SHORT_KINDS)
+def test_short_sequences(kind: str, hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As shipped, with the backward of short sequences. One tile of keys has no list, and padding no bits."""
+    monkeypatch.setattr(short, "serves", SHORT_SERVES)
+    if kind not in ("attn_mask", "decoder"):
+        monkeypatch.setattr(_visibility, "_build_bits", None)
+    if kind == "padded window":
+        kind = {"window": (30, 9), "key_padding": prefix([80, 23], 100).to(hopper)}
+    options = dict(B=2, H=1, Lk=100, mask=kind, device=hopper)
+    check(make(Lq=100, D=40, dtype=BFLOAT16, **options), hopper, calls, expected=("forward",))
+    general = make(Lq=120, D=72, dtype=FLOAT16, dropout_p=0.2, bias=(2, 1, 120, 100), **options)
+    check(general, hopper, calls, expected=("forward",))
 
 
 @pytest.mark.usefixtures("sum_of_dq")
