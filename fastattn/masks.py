@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn._mask_arguments import FREE, Band, four_dims, is_bool, offsets, padding, window_band
 from fastattn._mask_tiles import Tiles, build_tiles
 
-Band = tuple[int | None, int | None]  # j - i in [lo, hi]; None = unbounded
 _ALIGNMENTS = ("top_left", "bottom_right")
-_FREE: Band = (None, None)
 _STRUCTURE = ("attn_mask", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
 _NO_BOUND = 2**62  # None among integers, in flatten()
 
@@ -63,20 +62,20 @@ class AttentionMask:
             cu_seqlens_k = cu_seqlens_q
         elif cu_seqlens_q is None:
             raise ValueError("cu_seqlens_k was given without cu_seqlens_q")
-        self.attn_mask = _four_dims("attn_mask", attn_mask, _is_bool, "bool; a float mask is bias=")
-        self.bias = _four_dims("bias", bias, torch.is_floating_point, "floating point; a bool mask is attn_mask=")
-        self.key_padding = _padding("key_padding", key_padding)
-        self.query_padding = _padding("query_padding", query_padding)
-        self.cu_seqlens_q = _offsets("cu_seqlens_q", cu_seqlens_q)
+        self.attn_mask = four_dims("attn_mask", attn_mask, is_bool, "bool; a float mask is bias=")
+        self.bias = four_dims("bias", bias, torch.is_floating_point, "floating point; a bool mask is attn_mask=")
+        self.key_padding = padding("key_padding", key_padding)
+        self.query_padding = padding("query_padding", query_padding)
+        self.cu_seqlens_q = offsets("cu_seqlens_q", cu_seqlens_q)
         alike = cu_seqlens_k is cu_seqlens_q
-        self.cu_seqlens_k = self.cu_seqlens_q if alike else _offsets("cu_seqlens_k", cu_seqlens_k)
+        self.cu_seqlens_k = self.cu_seqlens_q if alike else offsets("cu_seqlens_k", cu_seqlens_k)
         if cu_seqlens_q is not None and len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
             raise ValueError(
                 "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
                 f"got {len(self.cu_seqlens_q) - 1} and {len(self.cu_seqlens_k) - 1}"
             )
-        self._bands = {name: _FREE for name in _ALIGNMENTS}
-        self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else _FREE)
+        self._bands = {name: FREE for name in _ALIGNMENTS}
+        self._bands[align] = _intersect(window_band(window), (None, 0) if is_causal else FREE)
         self._cache: dict[Any, Any] = {}
 
     @classmethod
@@ -86,7 +85,12 @@ class AttentionMask:
             return attn_mask
         if not isinstance(attn_mask, Tensor):
             raise TypeError(f"attn_mask must be a Tensor, an AttentionMask or None, got {type(attn_mask).__name__}")
-        return cls(attn_mask) if attn_mask.dtype == torch.bool else cls(bias=attn_mask)
+        if attn_mask.dtype == torch.bool:
+            return cls(attn_mask)
+        if not attn_mask.is_floating_point():
+            expected = "bool, True = attend, or floating point, added to the scores"
+            raise TypeError(f"attn_mask has dtype {attn_mask.dtype}, expected {expected}")
+        return cls(bias=attn_mask)
 
     def __and__(self, other: AttentionMask) -> AttentionMask:
         """Both must allow it; biases add up."""
@@ -95,12 +99,12 @@ class AttentionMask:
         _check_packing(self, other)
         _check_packing(other, self)
         both = AttentionMask(
-            _combine(self.attn_mask, other.attn_mask, torch.logical_and),
-            bias=_combine(self.bias, other.bias, torch.add),
-            key_padding=_combine(self.key_padding, other.key_padding, torch.logical_and),
-            query_padding=_combine(self.query_padding, other.query_padding, torch.logical_and),
-            cu_seqlens_q=_combine(self.cu_seqlens_q, other.cu_seqlens_q, _one_packing),
-            cu_seqlens_k=_combine(self.cu_seqlens_k, other.cu_seqlens_k, _one_packing),
+            _combine("attn_mask", self.attn_mask, other.attn_mask, torch.logical_and),
+            bias=_combine("bias", self.bias, other.bias, torch.add),
+            key_padding=_combine("key_padding", self.key_padding, other.key_padding, torch.logical_and),
+            query_padding=_combine("query_padding", self.query_padding, other.query_padding, torch.logical_and),
+            cu_seqlens_q=_combine("cu_seqlens_q", self.cu_seqlens_q, other.cu_seqlens_q, _one_packing),
+            cu_seqlens_k=_combine("cu_seqlens_k", self.cu_seqlens_k, other.cu_seqlens_k, _one_packing),
         )
         both._bands = {name: _intersect(self._bands[name], other._bands[name]) for name in _ALIGNMENTS}
         return both
@@ -114,7 +118,7 @@ class AttentionMask:
 
     def __repr__(self) -> str:
         parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items()]
-        parts += [f"{name} band={band}" for name, band in self._bands.items() if band != _FREE]
+        parts += [f"{name} band={band}" for name, band in self._bands.items() if band != FREE]
         return f"AttentionMask({', '.join(parts)})"
 
     def _structure(self) -> tuple[Tensor | None, ...]:
@@ -133,11 +137,11 @@ class AttentionMask:
     @property
     def counts_from_the_end(self) -> bool:
         """Whether a band counts from the last query and key, of the whole or of each packed sequence."""
-        return self._bands["bottom_right"] != _FREE
+        return self._bands["bottom_right"] != FREE
 
     def band(self, Lq: int, Lk: int) -> tuple[int, int] | None:
         """(lo, hi): query i sees key j only if lo <= j - i <= hi; None when no band was asked for. Not for segments."""
-        if all(band == _FREE for band in self._bands.values()):
+        if all(band == FREE for band in self._bands.values()):
             return None
         low, high = self._bands["bottom_right"]
         shifted = (None if low is None else low + Lk - Lq, None if high is None else high + Lk - Lq)
@@ -155,6 +159,10 @@ class AttentionMask:
         for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
             if t is not None and (t.shape[0] not in (1, B) or t.shape[1] != length):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
+        if self.cu_seqlens_q is not None and device.type == "cpu" and not torch.compiler.is_compiling():
+            for name, t, length in (("cu_seqlens_q", self.cu_seqlens_q, Lq), ("cu_seqlens_k", self.cu_seqlens_k, Lk)):
+                if t[-1] > length:
+                    raise ValueError(f"{name} ends at {int(t[-1])}, expected at most the length, {length}")
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """The bool mask written out, an expanded (B, H, Lq, Lk) view: the truth that tests compare with. No bias."""
@@ -299,67 +307,17 @@ def get_subsequent_mask(seq: Tensor) -> Tensor:
     return torch.ones((1, L, L), dtype=torch.bool, device=seq.device).tril()
 
 
-def _is_bool(t: Tensor) -> bool:
-    return t.dtype == torch.bool
-
-
-def _four_dims(name: str, t: Tensor | None, right_dtype: Callable[[Tensor], bool], wanted: str) -> Tensor | None:
-    if t is None:
-        return None
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-    if not right_dtype(t):
-        raise TypeError(f"{name} has dtype {t.dtype}, expected {wanted}")
-    if t.dim() > 4:
-        raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected at most 4: (B, H, Lq, Lk)")
-    return t[(None,) * (4 - t.dim())]
-
-
-def _padding(name: str, t: Tensor | None) -> Tensor | None:
-    if t is None:
-        return None
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-    if t.dtype != torch.bool:
-        raise TypeError(f"{name} has dtype {t.dtype}, expected bool, True = a real token")
-    if t.dim() != 2:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B, L) or (1, L)")
-    return t.contiguous()
-
-
-def _offsets(name: str, t: Tensor | None) -> Tensor | None:
-    if t is None:
-        return None
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-    if t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} has dtype {t.dtype}, expected int32")
-    if t.dim() != 1 or len(t) < 1:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): n offsets and the end")
-    return t.to(torch.int32)
-
-
-def _window_band(window: tuple[int | None, int | None] | None) -> Band:
-    if window is None:
-        return _FREE
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}")
-    for side in window:
-        if side is not None and (not isinstance(side, int) or side < 0):
-            raise ValueError(f"window must hold non-negative integers or None, got {tuple(window)}")
-    left, right = window
-    return (None if left is None else -left), right
-
-
 def _intersect(a: Band, b: Band) -> Band:
     lows = [n for n in (a[0], b[0]) if n is not None]
     highs = [n for n in (a[1], b[1]) if n is not None]
     return (max(lows) if lows else None), (min(highs) if highs else None)
 
 
-def _combine(a: Tensor | None, b: Tensor | None, both: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+def _combine(name: str, a: Tensor | None, b: Tensor | None, both: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
+    if any(m != n and 1 not in (m, n) for m, n in zip(a.shape, b.shape, strict=True)):
+        raise ValueError(f"cannot combine {name} of shape {tuple(a.shape)} with one of shape {tuple(b.shape)}")
     return both(a, b)
 
 
@@ -373,7 +331,7 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
     """Among packed segments a band counts inside each. One that was meant for the whole length is the same only when
     queries and keys are packed alike."""
     alike = packed.cu_seqlens_q is packed.cu_seqlens_k
-    if not alike and banded.cu_seqlens_q is None and any(band != _FREE for band in banded._bands.values()):
+    if not alike and banded.cu_seqlens_q is None and any(band != FREE for band in banded._bands.values()):
         raise ValueError(
             "cannot combine causal or window with cu_seqlens_q and cu_seqlens_k that differ: "
             "give them to one AttentionMask, where they count inside each sequence"

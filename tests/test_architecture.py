@@ -22,7 +22,8 @@ ALLOWED = {
     "aten": {"aten", "reference", "masks"},  # the specification's dropout bits and activations
     "kernels": {"kernels", "masks", "_cross_entropy_products"},
     "cuda": {"cuda", "masks", "_C", "_cross_entropy_products"},
-    "masks": {"_mask_tiles"},
+    "masks": {"_mask_arguments", "_mask_tiles"},
+    "_mask_arguments": set(),
     "_mask_tiles": set(),
     "_dispatch": set(),
     "_cross_entropy_products": set(),

@@ -295,6 +295,8 @@ BOOLS, FLOATS = torch.ones(2, 4, dtype=torch.bool), torch.zeros(4, 4)
         ({"cu_seqlens_q": offsets(3)[None]}, ValueError, "cu_seqlens_q"),
         ({"cu_seqlens_q": offsets(1, 2), "cu_seqlens_k": offsets(3)}, ValueError, "cu_seqlens_k"),
         ({"cu_seqlens_q": offsets(1, 2), "cu_seqlens_k": torch.zeros(3)}, TypeError, "cu_seqlens_k"),
+        ({"cu_seqlens_q": torch.tensor([0, 5, 3])}, ValueError, "cu_seqlens_q"),
+        ({"cu_seqlens_q": torch.tensor([-1, 5])}, ValueError, "cu_seqlens_q"),
     ],
 )
 def test_bad_arguments(kwargs: dict, error: type[Exception], name: str) -> None:
@@ -312,6 +314,8 @@ def test_bad_arguments(kwargs: dict, error: type[Exception], name: str) -> None:
         ({"key_padding": prefix([1, 2, 3], 8)}, "key_padding"),
         ({"query_padding": prefix([1, 2], 8)}, "query_padding"),
         ({"key_padding": prefix([1, 2], 8).to("meta")}, "key_padding"),
+        ({"cu_seqlens_q": offsets(2, 4)}, "cu_seqlens_q ends at 6, expected at most the length, 5"),
+        ({"cu_seqlens_q": offsets(5), "cu_seqlens_k": offsets(9)}, "cu_seqlens_k ends at 9"),
     ],
 )
 def test_masks_that_do_not_fit(kwargs: dict, name: str) -> None:
@@ -324,8 +328,12 @@ def test_bad_combinations() -> None:
         AttentionMask(cu_seqlens_q=offsets(2, 3)) & AttentionMask(cu_seqlens_q=offsets(1, 4))
     with pytest.raises(TypeError):
         AttentionMask(is_causal=True) & torch.ones(2, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"key_padding of shape \(2, 6\) with one of shape \(2, 5\)"):
+        AttentionMask(key_padding=prefix([1, 2], 6)) & AttentionMask(key_padding=prefix([1, 2], 5))
     with pytest.raises(TypeError, match="attn_mask"):
         AttentionMask.of([[1, 0]])
+    with pytest.raises(TypeError, match="attn_mask has dtype torch.int32, expected bool"):
+        AttentionMask.of(BOOLS.int())
 
 
 def test_pad_and_subsequent_masks() -> None:

@@ -1,5 +1,6 @@
 """Whole models over fastattn.nn."""
 
-from fastattn.models.transformer import Decoder, Encoder, FusedTransformer
+from fastattn.models.stacks import Decoder, Encoder
+from fastattn.models.transformer import FusedTransformer
 
 __all__ = ["Decoder", "Encoder", "FusedTransformer"]

@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer of "Attention Is All You Need" (Vaswani et al. 2017, arXiv:1706.03762).
+"""The Transformer: its two stacks tied together by masks, shared embeddings, and the projection with its loss.
 
 Architecture, argument order and the names of modules and parameters are those of the widely used PyTorch
 implementation attention-is-all-you-need-pytorch, so a state_dict of one loads strictly into the other. Fusion shows
@@ -6,219 +6,23 @@ in no parameter: use_backend("reference") runs the same object by the plain form
 
 Differences, all on purpose: attention weights are made only where they are asked for; a query that may attend to
 nothing gets 0 instead of the mean of all values; norm_first, activation and n_head_kv, off by default, vary the
-sublayers as fastattn.nn describes.
+sublayers as fastattn.nn describes.     Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from numbers import Integral
 
 from torch import Tensor, nn
 
+from fastattn import _dispatch
 from fastattn.masks import AttentionMask
 from fastattn.models.packing import Packed, worth_it
-from fastattn.nn import DecoderLayer, EncoderLayer, OpenSum, PositionalEncoding
-from fastattn.nn.attention import as_attention_mask
-from fastattn.nn.joint_linear import join, joint_linear
-from fastattn.nn.plain import plain
+from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.recompute import recomputed
-from fastattn.nn.residual import Stream, active, add_norm
-from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
 SCALE_MODES = ("emb", "prj", "none")
-
-# For each decoder layer w_ks and w_vs of the encoder's output, (B, Ls, heads * d_k) and (B, Ls, heads * d_v).
-EncoderProjected = dict[nn.Module, tuple[Tensor, Tensor]]
-
-
-class _Stack(nn.Module):
-    """What encoder and decoder share: the way from words into the layers, and out of them.
-
-    Post-norm: layer_norm follows the embeddings. norm_first: it follows the last layer, and closes its sum.
-    """
-
-    def enter(self, embedding: nn.Embedding, seq: Tensor, position: Tensor | None) -> Stream:
-        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions)); with norm_first the sum before both."""
-        scale = self.d_model**0.5 if self.scale_emb else 1.0
-        if self.norm_first or not (plain(embedding) and plain(self.position_enc)):
-            words = embedding(seq) if scale == 1 else embedding(seq) * scale
-            total = OpenSum(self.position_enc(words, position), None)
-            return total if self.norm_first else add_norm(total, self.dropout, self.layer_norm, self.backend)
-        if position is None:
-            self.position_enc.check(seq.shape[1])
-        return embed_layer_norm(
-            seq,
-            embedding.weight,
-            self.position_enc.pos_table[0],
-            self.layer_norm.weight,
-            self.layer_norm.bias,
-            self.layer_norm.eps,
-            active(self.dropout),
-            scale=scale,
-            position=position,
-            padding_idx=embedding.padding_idx,
-            backend=self.backend,
-        )
-
-    def leave(self, x: Stream) -> Tensor:
-        """The stack's output."""
-        return add_norm(x, self.dropout, self.layer_norm, self.backend) if self.norm_first else x
-
-
-class Encoder(_Stack):
-    """Embedding, positions and n_layers EncoderLayers. scale_emb: embeddings are multiplied by sqrt(d_model)."""
-
-    def __init__(
-        self,
-        n_src_vocab: int,
-        d_word_vec: int,
-        n_layers: int,
-        n_head: int,
-        d_k: int,
-        d_v: int,
-        d_model: int,
-        d_inner: int,
-        pad_idx: int,
-        dropout: float = 0.1,
-        n_position: int = 200,
-        scale_emb: bool = False,
-        *,
-        attn_dropout: float = 0.1,
-        n_head_kv: int | None = None,
-        activation: str = "relu",
-        norm_first: bool = False,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend}
-        self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position)
-        self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(
-            EncoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
-        )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
-
-    def forward(
-        self,
-        src_seq: Tensor,
-        src_mask: Tensor | AttentionMask | None,
-        return_attns: bool = False,
-        *,
-        position: Tensor | None = None,
-    ) -> tuple[Tensor] | tuple[Tensor, list[Tensor]]:
-        """src_seq: integer (B, Ls), Ls <= n_position, else ValueError.
-
-        src_mask: AttentionMask, None, or bool or integer (B, 1, Ls), (B, Ls, Ls) or (1, Ls, Ls), nonzero = attend.
-        position: integer (B, Ls), each token's place in its sequence, for packed sequences (AttentionMask's
-            cu_seqlens); 0, 1, .. unless given.
-        Returns (output (B, Ls, d_model),), and with return_attns each layer's weights (B, n_head, Ls, Ls) in a list.
-        """
-        mask, attns = as_attention_mask(src_mask), []
-        x = self.enter(self.src_word_emb, src_seq, position)
-        for layer in self.layer_stack:
-            x, attn = layer(x, mask, return_attns=return_attns)
-            attns.append(attn)
-        x = self.leave(x)
-        return (x, attns) if return_attns else (x,)
-
-
-class Decoder(_Stack):
-    """Embedding, positions and n_layers DecoderLayers. scale_emb: embeddings are multiplied by sqrt(d_model)."""
-
-    def __init__(
-        self,
-        n_trg_vocab: int,
-        d_word_vec: int,
-        n_layers: int,
-        n_head: int,
-        d_k: int,
-        d_v: int,
-        d_model: int,
-        d_inner: int,
-        pad_idx: int,
-        n_position: int = 200,
-        dropout: float = 0.1,
-        scale_emb: bool = False,
-        *,
-        attn_dropout: float = 0.1,
-        n_head_kv: int | None = None,
-        activation: str = "relu",
-        norm_first: bool = False,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend}
-        self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position)
-        self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(
-            DecoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
-        )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
-        self.join_weights()
-
-    def forward(
-        self,
-        trg_seq: Tensor,
-        trg_mask: Tensor | AttentionMask | None,
-        enc_output: Tensor,
-        src_mask: Tensor | AttentionMask | None,
-        return_attns: bool = False,
-        *,
-        position: Tensor | None = None,
-        enc_projected: EncoderProjected | None = None,
-    ) -> tuple[Tensor] | tuple[Tensor, list[Tensor], list[Tensor]]:
-        """trg_seq: integer (B, Lt), Lt <= n_position, else ValueError; enc_output: (B, Ls, d_model).
-
-        trg_mask, src_mask: over (Lt, Lt) and (Lt, Ls), each as in Encoder.forward.     position: as there.
-        enc_projected: project_encoder(enc_output), where it was made before: decoding needs it at every step.
-        Returns (output (B, Lt, d_model),), and with return_attns two lists of each layer's weights: of the
-        self-attention (B, n_head, Lt, Lt), and of the attention to the encoder (B, n_head, Lt, Ls).
-        """
-        trg_mask, src_mask = as_attention_mask(trg_mask), as_attention_mask(src_mask)
-        slf_attns, enc_attns = [], []
-        x = self.enter(self.trg_word_emb, trg_seq, position)
-        projected = self.project_encoder(enc_output) if enc_projected is None else enc_projected
-        for layer in self.layer_stack:
-            known = {"enc_projected": projected[layer]} if layer in projected else {}
-            x, slf_attn, enc_attn = layer(x, enc_output, trg_mask, src_mask, return_attns=return_attns, **known)
-            slf_attns.append(slf_attn)
-            enc_attns.append(enc_attn)
-        x = self.leave(x)
-        return (x, slf_attns, enc_attns) if return_attns else (x,)
-
-    def project_encoder(self, enc_output: Tensor) -> EncoderProjected:
-        """Keys and values of each layer's attention to the encoder's output (B, Ls, d_model), by one product."""
-        layers = self.joined_layers()
-        linears = [w for layer in layers for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)]
-        projected = joint_linear(enc_output, linears, backend=self.backend)
-        return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
-
-    def join_weights(self) -> None:
-        """Lay those linear maps' weights side by side, and w_qs before them, so that nothing stays of older blocks."""
-        attentions = [layer.enc_attn for layer in self.joined_layers()]
-        linears = [a.w_qs for a in attentions] + [w for a in attentions for w in (a.w_ks, a.w_vs)]
-        join(linear.weight for linear in linears)
-
-    def joined_layers(self) -> list[DecoderLayer]:
-        """All layers but those that somebody has wrapped or replaced."""
-        return [layer for layer in self.layer_stack if type(layer) is DecoderLayer]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        super()._apply(fn, recurse)  # a cast or a move gives each parameter memory of its own
-        self.join_weights()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.join_weights()  # so does a copy
 
 
 class FusedTransformer(nn.Module):
@@ -275,6 +79,19 @@ class FusedTransformer(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        sizes = {
+            "n_src_vocab": n_src_vocab, "n_trg_vocab": n_trg_vocab, "d_word_vec": d_word_vec, "d_model": d_model,
+            "d_inner": d_inner, "n_layers": n_layers, "n_head": n_head, "d_k": d_k, "d_v": d_v,
+            "n_position": n_position,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            if not isinstance(size, Integral) or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        pads = (("src_pad_idx", src_pad_idx, n_src_vocab), ("trg_pad_idx", trg_pad_idx, n_trg_vocab))
+        for name, index, vocabulary in pads:
+            if not isinstance(index, Integral) or not 0 <= index < vocabulary:
+                raise ValueError(f"{name} must be an integer from 0 to {vocabulary - 1}, a token, got {index!r}")
+        _dispatch.requested(backend)  # a name that there is not is an error now, not in the first forward
         if scale_emb_or_prj not in SCALE_MODES:
             raise ValueError(f"scale_emb_or_prj must be one of {', '.join(SCALE_MODES)}, got {scale_emb_or_prj!r}")
         if d_word_vec != d_model:
@@ -312,6 +129,7 @@ class FusedTransformer(nn.Module):
 
         Returns logits (B * Lt, n_trg_vocab): row b * Lt + t scores the token that follows trg_seq[b, t].
         """
+        _check_sequences(src_seq, trg_seq)
         dec_output, packed = self.decode(src_seq, trg_seq, bool(self.pack_padding))
         logits = self.project(dec_output)
         return (logits if packed is None else packed.unpack(logits)).flatten(0, 1)
@@ -334,8 +152,11 @@ class FusedTransformer(nn.Module):
             implementation's.     reduction: "mean" over the tokens that are not ignored, or "sum".
         Wrappers that act on forward, as DistributedDataParallel does, want a module whose forward calls this.
         """
+        _check_sequences(src_seq, trg_seq)
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be one of mean, sum, got {reduction!r}")
+        if not isinstance(gold, Tensor):
+            raise TypeError(f"gold must be a Tensor, got {type(gold).__name__}")
         if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
             expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
             raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
@@ -394,3 +215,14 @@ class FusedTransformer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"src_pad_idx={self.src_pad_idx}, trg_pad_idx={self.trg_pad_idx}, scale_prj={self.scale_prj}"
+
+
+def _check_sequences(src_seq: object, trg_seq: object) -> None:
+    """Both are tensors, (B, Ls) and (B, Lt); what they hold the stacks look at."""
+    for name, seq in (("src_seq", src_seq), ("trg_seq", trg_seq)):
+        if not isinstance(seq, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(seq).__name__}")
+        if seq.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
+    if len(src_seq) != len(trg_seq):
+        raise ValueError(f"src_seq holds {len(src_seq)} sequences and trg_seq {len(trg_seq)}, expected as many")

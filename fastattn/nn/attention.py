@@ -21,6 +21,8 @@ def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | No
     """
     if mask is None or isinstance(mask, AttentionMask):
         return mask
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"a mask must be an AttentionMask, a Tensor or None, got {type(mask).__name__}")
     if mask.dim() != 3:
         raise ValueError(f"a dense mask must be (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), got shape {tuple(mask.shape)}")
     if mask.is_floating_point():
@@ -140,6 +142,10 @@ class MultiHeadAttention(nn.Module):
         projected: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Projections, attention and fc: what the residual connection goes around. Returns (out, weights or None)."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 3 or x.shape[2] != self.fc.out_features:
+                expected = f"(B, L, d_model = {self.fc.out_features})"
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
         if projected is not None:
             q, (k, v) = self.w_qs(q), projected
         elif q is k is v:

@@ -44,6 +44,25 @@ def check_shape(name: str, t: Tensor, shape: tuple[int, ...], meaning: str) -> N
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {meaning} = {shape}")
 
 
+def check_indices(name: str, t: object, like_name: str, like: Tensor) -> None:
+    """t holds int64 or int32 on the device of another argument."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if t.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected int64 or int32")
+    if t.device != like.device:
+        raise ValueError(f"{name} is on {t.device}, expected {like.device} as {like_name}")
+
+
+def check_range(name: str, t: Tensor, end: int, meaning: str) -> None:
+    """0 <= t < end, looked at on a CPU only: on a GPU that would wait for it."""
+    if t.device.type != "cpu" or t.numel() == 0 or torch.compiler.is_compiling():
+        return
+    low, high = (int(n) for n in t.aminmax())
+    if low < 0 or high >= end:
+        raise ValueError(f"{name} has the value {low if low < 0 else high}, expected 0 to {end - 1}: {meaning}")
+
+
 def check_dropout(dropout_p: float) -> None:
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")

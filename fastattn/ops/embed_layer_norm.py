@@ -36,9 +36,10 @@ def _query(
     dtype = embedding.dtype
     if dtype != torch.float64:
         dtype = arguments.autocast_dtype(embedding.device) or dtype
-    _check_indices("tokens", tokens, embedding)
+    arguments.check_indices("tokens", tokens, "embedding", embedding)
     if tokens.dim() == 0:
         raise ValueError("tokens has no dimensions, expected (..., L)")
+    arguments.check_range("tokens", tokens, vocabulary, "a row of embedding")
     arguments.check_like("position_table", position_table, "embedding", embedding, dtype=False)
     if position_table.dtype not in (torch.float32, embedding.dtype):
         expected = f"float32 or {embedding.dtype} as embedding"
@@ -48,8 +49,9 @@ def _query(
     if position_table.requires_grad:
         raise ValueError("position_table has no gradient: it must not require one")
     if position is not None:
-        _check_indices("position", position, embedding)
+        arguments.check_indices("position", position, "embedding", embedding)
         arguments.check_shape("position", position, tuple(tokens.shape), "the shape of tokens")
+        arguments.check_range("position", position, position_table.shape[0], "a row of position_table")
     elif tokens.shape[-1] > position_table.shape[0]:
         rows = position_table.shape[0]
         raise ValueError(f"position_table has {rows} rows, too few for {tokens.shape[-1]} tokens a sequence")
@@ -76,15 +78,6 @@ def _query(
     return embedding.device, (*tensors, float(scale), padding_idx, float(dropout_p), dtype)
 
 
-def _check_indices(name: str, t: Tensor, embedding: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
-    if t.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} has dtype {t.dtype}, expected int64 or int32")
-    if t.device != embedding.device:
-        raise ValueError(f"{name} is on {t.device}, expected {embedding.device} as embedding")
-
-
 @_dispatch.register("embed_layer_norm", _query)
 def embed_layer_norm(
     tokens: Tensor,
@@ -102,8 +95,8 @@ def embed_layer_norm(
 ) -> Tensor:
     """out = layer_norm(dropout(embedding[tokens] * scale + position_table[position])) * weight + bias, in one pass.
 
-    tokens (..., L): int64 or int32, rows of embedding. One out of range raises IndexError on a CPU; on a GPU its row
-        of the result is NaN.
+    tokens (..., L): int64 or int32, rows of embedding. One out of range is a ValueError on a CPU; on a GPU its row of
+        the result is NaN.
     embedding (V, d): float32, bfloat16, float16 (float64 in the backends reference and aten).
     position_table (n_position, d): float32 or embedding's dtype; without a gradient.
     weight, bias (d,): of the normalisation, float32 or embedding's dtype.      eps: added to the variance.

@@ -199,11 +199,44 @@ def test_a_long_sequence_is_a_clear_error(batch):
         (dict(n_head_kv=3), "n_head=4 and n_head_kv=3"),
         (dict(n_head_kv=0), "n_head=4 and n_head_kv=0"),
         (dict(activation="tanh"), "activation .* 'tanh'"),
+        (dict(backend="nosuch"), "backend .* 'nosuch'"),
+        (dict(n_layers=0), "n_layers must be a positive integer, got 0"),
+        (dict(d_k=8.0), "d_k must be a positive integer, got 8.0"),
+        (dict(dropout=1.5), "1.5"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         fused(**changes)
+
+
+def test_padding_is_a_token():
+    for pads, told in (((VOCAB, PAD_TRG), f"src_pad_idx .* got {VOCAB}"), ((PAD_SRC, None), "trg_pad_idx .* got None")):
+        with pytest.raises(ValueError, match=told):
+            FusedTransformer(VOCAB, VOCAB, *pads, **SMALL)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_bad_inputs_are_named(norm_first, batch):
+    model, (src, trg) = fused(norm_first=norm_first), batch
+    for inputs, error, told in (
+        ((src.tolist(), trg), TypeError, "src_seq must be a Tensor, got list"),
+        ((src, trg[0]), ValueError, r"trg_seq has shape .* expected \(B, L\)"),
+        ((src, trg[:1]), ValueError, "src_seq holds 3 sequences and trg_seq 1"),
+        ((src.float(), trg), TypeError, "src_seq has dtype torch.float32"),
+        ((src, trg + VOCAB), ValueError, f"trg_seq has the value .* expected 0 to {VOCAB - 1}"),
+        ((src - VOCAB, trg), ValueError, "src_seq has the value -"),
+    ):
+        with pytest.raises(error, match=told):
+            model(*inputs)
+        with pytest.raises(error, match=told):
+            model.loss(*inputs, trg)
+    with pytest.raises(TypeError, match="gold must be a Tensor"):
+        model.loss(src, trg, trg.tolist())
+    encoded = model.encoder(src, None)
+    for enc_output, error in ((encoded, TypeError), (encoded[0][..., 1:], ValueError)):
+        with pytest.raises(error, match="enc_output"):
+            model.decoder(trg, None, enc_output, None)
 
 
 def test_sharing_needs_rows_for_every_source_word():
@@ -223,8 +256,6 @@ def test_copies_and_pickles(batch):
 def test_backend_is_given_to_every_op(batch):
     with pytest.raises(RuntimeError, match="cuda"):
         fused(backend="cuda")(*batch)
-    with pytest.raises(ValueError, match="nosuch"):
-        fused(backend="nosuch")(*batch)
     for module in fused(backend="aten").modules():
         assert getattr(module, "backend", "aten") == "aten"
 

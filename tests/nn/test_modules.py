@@ -123,6 +123,15 @@ def test_a_mask_that_could_be_misread_is_refused():
         module(x, x, x, torch.zeros(B, LQ, LQ, device=DEVICE))
     with pytest.raises(ValueError, match="key_padding"):
         module(x, x, x, torch.ones(B, 1, LK, dtype=torch.bool, device=DEVICE))
+    with pytest.raises(TypeError, match="a mask must be .* got list"):
+        module(x, x, x, [[True]])
+
+
+def test_inputs_of_another_shape_are_named():
+    module, x = heads(), randn(B, LQ, D)
+    for q, k, name in ((x[0], x, "q"), (x, x[..., 1:], "k")):
+        with pytest.raises(ValueError, match=rf"{name} has shape .* expected \(B, L, d_model = {D}\)"):
+            module(q, k, x)
 
 
 def test_heads_are_views_and_none_is_copied(monkeypatch):
