@@ -152,7 +152,10 @@ def run(settings: Settings, resume: bool) -> int:
     examples = encode_part(corpus, "train", tokenizer, settings)
     val_examples = encode_part(corpus, "val", tokenizer, settings)
     data = fingerprint(examples)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--out {out}: cannot be made: {error.strerror}") from error
 
     model = build_model(settings, tokenizer.size)
     optimizer = build_optimizer(model)

@@ -97,41 +97,39 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     what.add_argument("--target", default="en", metavar="LANG", help="language to translate to (default %(default)s)")
     what.add_argument("--out", metavar="DIR", help=f"where everything is written {either('out')}")
     what.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
-    what.add_argument("--vocabulary", type=_positive, default=10000, help="size of the joint BPE (default %(default)s)")
-    what.add_argument("--max-length", type=_positive, help=f"longest sentence, in tokens {either('max_length')}")
+    what.add_argument("--vocabulary", type=positive, default=10000, help="size of the joint BPE (default %(default)s)")
+    what.add_argument("--max-length", type=positive, help=f"longest sentence, in tokens {either('max_length')}")
     what.add_argument("--lowercase", action="store_true", help="read text in lower case, and score it so")
-    what.add_argument("--dates", type=_positive, default=12000, help="dates to train on (default %(default)s)")
+    what.add_argument("--dates", type=positive, default=12000, help="dates to train on (default %(default)s)")
     what.add_argument(
-        "--held-out", type=_positive, default=1000, help="dates to validate on, and to score (default %(default)s each)"
+        "--held-out", type=positive, default=1000, help="dates to validate on, and to score (default %(default)s each)"
     )
 
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--layers", type=_positive, help=f"encoder layers, and as many decoder layers {either('layers')}"
-    )
-    model.add_argument("--d-model", type=_positive, help=f"width {either('d_model')}")
-    model.add_argument("--d-inner", type=_positive, help=f"width inside the feed-forward {either('d_inner')}")
-    model.add_argument("--heads", type=_positive, help=f"attention heads; must divide --d-model {either('heads')}")
-    model.add_argument("--dropout", type=_share, help=f"dropout everywhere {either('dropout')}")
-    model.add_argument("--attn-dropout", type=_share, help="dropout of the attention weights (default as --dropout)")
+    model.add_argument("--layers", type=positive, help=f"encoder layers, and as many decoder layers {either('layers')}")
+    model.add_argument("--d-model", type=positive, help=f"width {either('d_model')}")
+    model.add_argument("--d-inner", type=positive, help=f"width inside the feed-forward {either('d_inner')}")
+    model.add_argument("--heads", type=positive, help=f"attention heads; must divide --d-model {either('heads')}")
+    model.add_argument("--dropout", type=share, help=f"dropout everywhere {either('dropout')}")
+    model.add_argument("--attn-dropout", type=share, help="dropout of the attention weights (default as --dropout)")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=_positive, help=f"passes over the training text {either('epochs')}")
-    training.add_argument("--steps", type=_positive, help="stop after this many steps, even within an epoch")
+    training.add_argument("--epochs", type=positive, help=f"passes over the training text {either('epochs')}")
+    training.add_argument("--steps", type=positive, help="stop after this many steps, even within an epoch")
     training.add_argument(
-        "--batch-tokens", type=_positive, help=f"padded tokens a side of a batch {either('batch_tokens')}"
+        "--batch-tokens", type=positive, help=f"padded tokens a side of a batch {either('batch_tokens')}"
     )
-    training.add_argument("--warmup", type=_positive, help=f"steps until the learning rate peaks {either('warmup')}")
+    training.add_argument("--warmup", type=positive, help=f"steps until the learning rate peaks {either('warmup')}")
     training.add_argument("--lr-scale", type=float, help=f"multiplies the learning rate {either('lr_scale')}")
-    training.add_argument("--label-smoothing", type=_share, help=f"spread over all words {either('label_smoothing')}")
+    training.add_argument("--label-smoothing", type=share, help=f"spread over all words {either('label_smoothing')}")
     training.add_argument(
-        "--average", type=_positive, help=f"average the weights of this many last epochs {either('average')}"
+        "--average", type=positive, help=f"average the weights of this many last epochs {either('average')}"
     )
     training.add_argument(
-        "--beam", type=_positive, default=1, help="hypotheses kept while translating; 1 is greedy (default %(default)s)"
+        "--beam", type=positive, default=1, help="hypotheses kept while translating; 1 is greedy (default %(default)s)"
     )
     training.add_argument("--seed", type=int, default=1, help="weights, order and dropout (default %(default)s)")
-    training.add_argument("--save-every", type=_positive, default=500, help="steps between saves (default %(default)s)")
+    training.add_argument("--save-every", type=positive, default=500, help="steps between saves (default %(default)s)")
 
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -145,10 +143,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         "padded batches alone",
     )  # fmt: skip
     machine.add_argument(
-        "--measure-steps", type=_count, default=10, help="steps timed on either path (default %(default)s)"
+        "--measure-steps", type=count, default=10, help="steps timed on either path (default %(default)s)"
     )
     machine.add_argument(
-        "--compare-steps", type=_count, default=50,
+        "--compare-steps", type=count, default=50,
         help="first steps, dropout off, over which both paths' losses are compared; 0 for none (default %(default)s)",
     )  # fmt: skip
 
@@ -172,21 +170,21 @@ def _device(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
     return value
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {value}")
