@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(host_build.CSRC.parent / "benchmarks"))
 
 import compiled_cuda  # noqa: E402
-from compiled_kernels import cuda_kernels  # noqa: E402
+from compiled_kernels import cuda_extension, cuda_kernels  # noqa: E402
 from compiled_sass import Kernel  # noqa: E402
 
 if reason := compiled_cuda.why_not():
@@ -96,3 +96,10 @@ def test_preparation_does_not_spill() -> None:
     for kernel in found:
         print(kernel)
         assert kernel.spills == 0, kernel
+
+
+def test_newer_chips_are_served_through_ptx() -> None:
+    """Every source but Hopper's own carries PTX, which a driver compiles for chips that came later."""
+    listed = compiled_cuda._run(compiled_cuda._cuobjdump(), "-lptx", str(cuda_extension()))
+    sources = [path for path in host_build.CSRC.rglob("*.cu") if not path.stem.endswith("_sm90")]
+    assert listed.count(".sm_80.ptx") == len(sources)
