@@ -134,7 +134,9 @@ def extensions() -> list[Extension]:
     if SKIP_CUDA:
         return []
     if find_nvcc() is None:
-        reason = "no nvcc was found (looked at CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda and PyPI's nvidia-cuda-nvcc)"
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        places = f"{home}/bin, of CUDA_HOME or CUDA_PATH" if home else "PATH, /usr/local/cuda, PyPI's nvidia-cuda-nvcc"
+        reason = f"no nvcc was found (looked in {places})"
         if FORCE_CUDA:
             raise SystemExit(f"FASTATTN_FORCE_CUDA=1, but {reason}")
         warn(reason)

@@ -8,6 +8,7 @@ that can. Each op has one room per backend: a module with ``why_not`` and the op
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -170,13 +171,16 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     found = next((o for o in OPS.values() if op in (o.function, o.function.__name__, o.stem)), None)
     if found is None:
         raise ValueError(f"op must be one of {', '.join(o.function.__name__ for o in OPS.values())}, got {op!r}")
+    inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
     name, source = requested(kwargs.get("backend"))
     device, arguments = found.query(*args, **kwargs)
     order = default_order(device)
     order += tuple(b for b in BACKENDS if b not in order)
     refusals = {b: refusal(found.rooms, b, arguments) for b in order}
-    if name is None:
+    asked = name is not None
+    if not asked:
         name = next(b for b in default_order(device) if refusals[b] is None)
     chosen = name if refusals[name] is None else None
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
+    source = f"{source} asks for {name}" if asked else source
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes)

@@ -23,7 +23,7 @@ import torch
 
 import fastattn
 from fastattn import cuda
-from fastattn._dispatch import BACKENDS
+from fastattn._dispatch import BACKENDS, requested
 from fastattn._problems import Problem, problems, solve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -213,17 +213,24 @@ def render(report: dict[str, Any]) -> str:
         f"fastattn {installed['fastattn']} from {installed['path']}",
         ", ".join(f"{name} {installed[name] or 'none'}" for name in ("python", "torch", "triton", "numpy")),
         f"CUDA of torch: {installed['cuda'] or 'none'}; driver: {installed['driver'] or 'none'}",
-        f"fastattn._C {'built: ' + extension['path'] if extension['built'] else 'not built: ' + extension['reason']}",
+        f"CUDA kernels: {extension['path'] if extension['built'] else extension['reason']}",
         *(", ".join(f"{key} {value}" for key, value in device.items()) for device in report["devices"]),
-        f"\nBackends on {report['device']} (* is the default)",
+        f"\nBackends on {report['device']} (* is {_starred()})",
         *_render_backends(report),
         "\nLargest error against float64 and, in brackets, its share of the bound (1 is the limit)",
         *_render_checks(report),
         "",
         *(f"{'FAILED' if 'failed' in record else 'OUT OF BOUNDS'}  {_where(record)}" for record in bad),
-        f"{len(bad)} of {len(report['checks'])} comparisons failed or out of bounds ({report['seconds']} s)",
+        f"{len(bad)} of {len(report['checks'])} comparisons failed or out of bounds ({report['seconds']} s)"
+        if report["checks"]
+        else "nothing was compared: none of these backends can serve here",
     ]
     return "\n".join(lines)
+
+
+def _starred() -> str:
+    name, source = requested(None)
+    return "the default" if name is None else f"what serves, as {source} asks for {name}"
 
 
 def _where(record: dict[str, Any]) -> str:
@@ -262,10 +269,10 @@ def _render_checks(report: dict[str, Any]) -> Iterator[str]:
             ratio = Judgement(record["error"], record["bound"]).ratio
             cell = f"{record['error']:.1e} ({ratio:.2f})"
         row[record["dtype"]] = max(row.get(record["dtype"], (-1.0, "")), (ratio, cell))
-    yield f"  {'':<54}" + "".join(f"{_name(dtype):<17}" for dtype in DTYPES)
+    yield f"  {'':<60}" + "".join(f"{_name(dtype):<17}" for dtype in DTYPES)
     for (op, case, backend), row in worst.items():
         cells = "".join(f"{row.get(_name(dtype), (0, '-'))[1]:<17}" for dtype in DTYPES)
-        yield f"  {op:<21}{case:<21}{backend:<12}{cells}".rstrip()
+        yield f"  {op:<21}{case:<27}{backend:<12}{cells}".rstrip()
 
 
 def _distinct(items: Iterable[str]) -> list[str]:
@@ -290,6 +297,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="only this backend; may be repeated")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
+    try:
+        requested(None)
+    except ValueError as error:  # of FASTATTN_BACKEND
+        parser.error(str(error))
     report = examine(arguments.device, arguments.backend or BACKENDS)
     print(json.dumps(report, indent=1, allow_nan=False) if arguments.json else render(report))
     return 0 if report["ok"] else 1

@@ -71,6 +71,7 @@ def test_a_named_backend_that_cannot_serve_raises_its_reason(monkeypatch: pytest
         fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
     explanation = fastattn.explain("feed_forward", x, weight, None, weight, None, backend="cuda")
     assert explanation.chosen is None
+    assert str(explanation).startswith("feed_forward on cpu: no backend (backend= asks for cuda)\n")
     assert "there is no cuda kernel for this op yet" in str(explanation)
 
 
@@ -88,6 +89,8 @@ def test_explain_takes_function_name_and_stem() -> None:
 def test_explain_checks_arguments_as_the_op_does() -> None:
     with pytest.raises(TypeError, match="query has dtype torch.int64"):
         fastattn.explain("attention", **_call(query=torch.ones(1, 2, 4, 8, dtype=torch.int64)))
+    with pytest.raises(TypeError, match="dropout"):
+        fastattn.explain("attention", **_call(dropout=0.1))  # dropout_p is meant
 
 
 def test_every_op_is_known() -> None:

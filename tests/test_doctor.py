@@ -155,8 +155,14 @@ def test_doctor_survives_a_backend_that_raises(
     assert "FAILED  attention" not in text and "OUT OF BOUNDS" not in text
 
 
-def test_commands_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, told in (([], "NAME"), (["doktor"], "doktor"), (["doctor", "--device", "abacus"], "abacus")):
+def test_commands_explain_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "nosuch")
+    for wrong, told in (
+        ([], "NAME"),
+        (["doktor"], "doktor"),
+        (["doctor", "--device", "abacus"], "abacus"),
+        (["doctor"], "FASTATTN_BACKEND must be one of"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             main(wrong)
         assert stopped.value.code == 2
@@ -172,4 +178,4 @@ def test_doctor_runs_where_triton_is_missing() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert "triton is not installed" in result.stdout
+    assert "triton is not installed" in result.stdout and "nothing was compared" in result.stdout
