@@ -54,8 +54,8 @@ def _compiled() -> ModuleType | str:
         return importlib.import_module("fastattn._C")
     except ModuleNotFoundError:
         return (
-            "fastattn._C is not installed: the install found no nvcc, or a compile failed. In the sources, "
-            "FASTATTN_FORCE_CUDA=1 pip install . says which (CUDA_HOME names the toolkit)"
+            "fastattn._C is not installed: the install found no nvcc, skipped CUDA or failed to compile. In the "
+            "sources, FASTATTN_FORCE_CUDA=1 pip install . says which (CUDA_HOME names the toolkit)"
         )
     except ImportError as error:
         return f"fastattn._C cannot be imported: {error}"
