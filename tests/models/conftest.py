@@ -1,10 +1,18 @@
 """Fixtures of the model tests."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB
 
+import fastattn.cuda
 from fastattn import dropout_add_layer_norm, explain
+
+sys.path.append(str(Path(__file__).parents[1] / "cuda"))
+
+import host_build  # noqa: E402
 
 
 @pytest.fixture
@@ -24,3 +32,16 @@ def triton():
     reason = explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def cuda_rooms():
+    """The CUDA rooms serve the model's device; skips, with the reason, where they cannot."""
+    if DEVICE == "cpu":
+        if reason := host_build.why_not():
+            pytest.skip(reason)
+        fastattn.cuda.load_host_runner(host_build.build("_C", host_build.extension_sources(), host_build.KEPT))
+    if reason := fastattn.cuda.refuse_device(torch.empty(0, device=DEVICE)):
+        pytest.skip(reason)
+    yield
+    fastattn.cuda.load_host_runner(None)

@@ -1,34 +1,13 @@
 """The whole model by the CUDA kernels alone: on the CPU through csrc/host, or on a GPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, PAD_TRG, TINY, assert_same_gradients, fused
+from model_checks import PAD_TRG, TINY, assert_same_gradients, fused
 
-import fastattn.cuda
 from fastattn import _dispatch, use_backend
 
-sys.path.append(str(Path(__file__).parents[1] / "cuda"))
-
-import host_build  # noqa: E402
-
 OPS = {"attention", "add_layer_norm", "embed_layer_norm", "feed_forward", "linear_cross_entropy"}
-
-
-@pytest.fixture
-def cuda_rooms():
-    """The CUDA rooms serve the model's device; skips, with the reason, where they cannot."""
-    if DEVICE == "cpu":
-        if reason := host_build.why_not():
-            pytest.skip(reason)
-        fastattn.cuda.load_host_runner(host_build.build("_C", host_build.extension_sources(), host_build.KEPT))
-    if reason := fastattn.cuda.refuse_device(torch.empty(0, device=DEVICE)):
-        pytest.skip(reason)
-    yield
-    fastattn.cuda.load_host_runner(None)
 
 
 def solve(model, batch, backend):

@@ -37,11 +37,14 @@ def test_float32(
     check(p, room_call(room, device))
 
 
-@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize(
+    "hidden, rms, dtype",
+    [(3001, False, torch.float16), (8201, False, torch.float32), (16384, True, torch.bfloat16)],
+)
 @pytest.mark.parametrize("room", ROOMS)
-def test_widest_rows(room: str, rms: bool, device: torch.device) -> None:
-    """Odd, and wider than 8192, from where on the backward reads its rows twice."""
-    check(make(3, 8201, 0.3, has_x_bias=True, rms=rms, device=device), room_call(room, device))
+def test_widest_rows(room: str, hidden: int, rms: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Odd, and wider than 8192, from where on the backward reads its rows twice; the widest."""
+    check(make(2, hidden, 0.3, has_x_bias=True, rms=rms, dtype=dtype, device=device), room_call(room, device))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
