@@ -144,6 +144,15 @@ def test_queries_that_see_one_key(
         check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, dtype=dtype, mask=mask, dropout_p=0.3, device=device))
 
 
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_heavy_dropout(capability: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the packed sequences are a single token: there, rounding of out is all that a coarse dS would hold."""
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)
+    monkeypatch.setattr(short, "serves", lambda *_: False)
+    mask = {"cu_seqlens_q": offsets(*[1] * 100, 10).to(device)}
+    check(make(B=1, H=2, Lq=110, Lk=110, D=32, dtype=BFLOAT16, mask=mask, dropout_p=0.7, device=device))
+
+
 @pytest.mark.parametrize("far", [-1e4, -1e8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_a_bias_moves_far(far: float, dtype: torch.dtype, kernels: str, device: torch.device) -> None:
