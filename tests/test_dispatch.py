@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import fastattn
-from fastattn import _dispatch
+from fastattn import _dispatch, cuda
 
 
 def _call(**changes: object) -> dict[str, object]:
@@ -168,3 +169,15 @@ print(fastattn.explain("attention", q, q, q))
     assert ("can serve (interpreted on the CPU" in line) == interpret
     assert ("no: " in line) != interpret
     assert text.splitlines()[0].endswith("aten (automatic choice)")
+
+
+def test_an_installed_extension_that_a_checkout_hides_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Installed:
+        files = [Path("fastattn/__init__.py"), Path("fastattn/_C.cpython-311.so")]
+        locate_file = staticmethod(lambda file: Path("/site") / file)
+
+    monkeypatch.setitem(sys.modules, "fastattn._C", None)
+    monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [Installed])
+    assert cuda._compiled.__wrapped__().startswith("fastattn._C is installed in /site/fastattn, but Python took")
+    monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [])
+    assert "no nvcc" in cuda._compiled.__wrapped__()

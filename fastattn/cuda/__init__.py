@@ -8,6 +8,7 @@ through it.
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 from functools import cache
@@ -53,12 +54,26 @@ def _compiled() -> ModuleType | str:
     try:
         return importlib.import_module("fastattn._C")
     except ModuleNotFoundError:
+        if (installed := _installed_elsewhere()) is not None:
+            return (
+                f"fastattn._C is installed in {installed}, but Python took fastattn from {Path(__file__).parents[1]}, "
+                "as in a checkout it does: start it in another folder, or pip install -e the checkout"
+            )
         return (
             "fastattn._C is not installed: the install found no nvcc, skipped CUDA or failed to compile. In the "
             "sources, FASTATTN_FORCE_CUDA=1 pip install . says which (CUDA_HOME names the toolkit)"
         )
     except ImportError as error:
         return f"fastattn._C cannot be imported: {error}"
+
+
+def _installed_elsewhere() -> Path | None:
+    """The folder of an installed fastattn with _C, which the fastattn that runs hides."""
+    for distribution in importlib.metadata.distributions(name="fastattn"):
+        for file in distribution.files or ():
+            if file.parent.as_posix() == "fastattn" and file.name.startswith("_C."):
+                return Path(distribution.locate_file(file)).parent
+    return None
 
 
 def extension(device: torch.device) -> ModuleType:
