@@ -13,11 +13,11 @@
 //               it; a bias may move whole rows to where float32 is coarse (-1e4, finfo.min), where this is no small thing;
 //   delta       from its definition.
 // Rows with |lse| >= coarse_from get both: with a bias those beyond 64; all of exact float32, whose largest errors these
-// would be, and all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up; and all where the band or the
-// lengths leave queries few keys, whose dP and delta cancel, and under dropout beyond 0.5. Not where a bool mask, padding or
-// packing leaves queries few keys: the host does not know without waiting, and dq and dk get the rounding of a 16-bit out times
-// dout: where 100 of 110 packed tokens were alone, under dropout of 0.1, up to 2.6 times what the rule of tests allows; where
-// every query sees one key, in place of 0. A block that walked twice wherever it visits few tiles would mend it.
+// would be, and all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up; and, under dropout, all where
+// the band, the lengths or the number of packed sequences leave queries few keys, whose dP and delta cancel, and all beyond
+// 0.5. Not where a bool mask or padding leaves all queries a single key: the host does not know without waiting, and dq and dk
+// get the rounding of a 16-bit out times dout in place of 0. A block that walked twice wherever it visits few tiles would mend
+// it. From two keys a query on, errors are within what the rule of tests allows (once 1.03 of it: two keys, dropout of 0.5).
 #pragma once
 #include "attention/attention.h"
 

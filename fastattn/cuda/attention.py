@@ -14,7 +14,7 @@ from fastattn.cuda import _visibility as who
 from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/attention/attention.h
-_FEW_KEYS = 16  # see _cancels
+_FEW_KEYS = 4
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -92,8 +92,11 @@ def attention_bwd(
         with_keys = short.backward(q, k, v, dout, dq, dk, dv, *options, needs_dbias=missing, tf32=_tf32())
     else:
         call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward
-        # What few weights are left of heavy dropout are scaled up, and with them the rounding of out.
-        exact = dropout_p > 0.5 or _cancels(mask, q.shape[2], k.shape[2])
+        # Of one key, dP equals delta, and nothing is left of dS, but an out rounded under dropout would leave 4 times
+        # the error allowed in dq and dk. Heavy dropout scales up the few weights it leaves, and with them the rounding.
+        Lq, Lk = q.shape[2], k.shape[2]
+        few_keys = (Lk if mask is None else mask.keys_per_query(Lq, Lk)) <= _FEW_KEYS
+        exact = dropout_p > 0.5 or (few_keys and dropout_p > 0)
         with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing, exact=exact)
     return dq, dk, dv, with_keys.to(bias.dtype) if missing else dbias
 
@@ -142,14 +145,6 @@ def _backward(
     if key_sums is None:
         return dbias
     return key_sums.sum_to_size(*bias.shape[:2], Lk).unsqueeze(2).to(bias.dtype)
-
-
-def _cancels(mask: AttentionMask | None, Lq: int, Lk: int) -> bool:
-    """Whether queries see so few keys that delta must not be made from out. Of one key, dP equals delta, and nothing is
-    left of dS; a rounded out would leave, under dropout, 4 times the error allowed in dq and dk. The band and the
-    lengths say it; where tensors do (a bool mask, offsets), the host would have to wait for the device to know."""
-    low, high = (None if mask is None else mask.band(Lq, Lk)) or (-Lq, Lk)
-    return min(high - low + 1, Lk, Lk - low, Lq + high) <= _FEW_KEYS
 
 
 def attention_weights(

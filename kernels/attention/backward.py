@@ -24,7 +24,7 @@ from ..common.philox import dropout_keep
 from . import arguments
 from .bias_gradient import bias_gradient
 from .config import config
-from .rows import row_statistics
+from .rows import row_statistics, wants_exact_delta
 from .tiles import (
     LOG2E,
     exponential,
@@ -334,7 +334,7 @@ def attention_bwd(
             "q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
             **arguments.strides("m", q=q, dout=dout), **arguments.strides("n", k=k, v=v),
         }  # fmt: skip
-        rows = row_statistics(inputs, shared, dlse)
+        rows = row_statistics(inputs, shared, dlse, wants_exact_delta(mask, Lq, Lk, dropout_p))
         shared |= {"remainder_ptr": rows.remainder, "HAS_REMAINDER": rows.remainder is not None}
         head_dim = max(Dk, Dv)
         c = config("dq", current_arch(), q.dtype, head_dim, Lq)

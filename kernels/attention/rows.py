@@ -9,8 +9,10 @@ delta       sum_j P_ij dP_ij - dlse_i. It equals sum_d out_id dout_id - dlse_i, 
 
 16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta, under dropout, where
 queries see few keys: of one key dP equals delta, and an out that dropout's factor has made inexact would leave 4 times
-the error allowed in dq and dk. Exact float32 gets both, always: what they correct would be the largest errors of its
-backward. The price is a third walk over the keys.
+the error allowed in dq and dk. The band, the lengths and the number of packed sequences say it; where a bool mask or
+padding does, the host would have to wait for the device to know. Dropout beyond 0.5 wants it too: it scales up the few
+weights that it leaves, and with them that rounding. Exact float32 gets both, always: what they correct would be the
+largest errors of its backward. The price is a third walk over the keys.
 Grid: one program per (batch, head, BLOCK_M queries), along all keys; it stops at once unless one of its lse is coarse.
 """
 
@@ -20,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fastattn.masks import AttentionMask
 
 from ..common.launch import current_arch
 from ..common.philox import dropout_keep
@@ -120,13 +124,19 @@ class RowStatistics(NamedTuple):
     has_delta: bool  # whether delta is filled
 
 
-def row_statistics(inputs: dict[str, Any], shared: dict[str, Any], dlse: Tensor | None = None) -> RowStatistics:
+def wants_exact_delta(mask: AttentionMask | None, Lq: int, Lk: int, dropout_p: float) -> bool:
+    """Of 16-bit types, as far as the host knows."""
+    few_keys = (Lk if mask is None else mask.keys_per_query(Lq, Lk)) <= _FEW_KEYS
+    return dropout_p > 0.5 or (few_keys and dropout_p > 0)
+
+
+def row_statistics(
+    inputs: dict[str, Any], shared: dict[str, Any], dlse: Tensor | None = None, exact_delta: bool = False
+) -> RowStatistics:
     """inputs, shared: the arguments that the kernels of a launch have in common. Without delta_ptr among them, there is
     no gradient and the remainder is all."""
     q, lse = inputs["q_ptr"], inputs["lse_ptr"]
-    exact = q.dtype == torch.float32 and shared["PRECISION"] == "ieee"
-    if "delta_ptr" in inputs and shared["HAS_DROPOUT"]:
-        exact |= min(shared["band_hi"] - shared["band_lo"] + 1, shared["seqlen_k"]) <= _FEW_KEYS
+    exact = exact_delta or (q.dtype == torch.float32 and shared["PRECISION"] == "ieee")
     if not exact and not shared["HAS_BIAS"]:
         return RowStatistics(None, False)
     has_delta = exact and "delta_ptr" in inputs

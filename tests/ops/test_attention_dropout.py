@@ -15,6 +15,7 @@ from attention_checks import (
     solve,
     visible,
 )
+from mask_cases import offsets
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -107,12 +108,31 @@ def test_over_several_tiles(room: str, device: torch.device) -> None:
         assert torch.equal((results.weights == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
 
 
-@pytest.mark.parametrize("Lk, mask", [(1, "none"), (40, {"window": (0, 0)})], ids=["one", "window"])
+@pytest.mark.parametrize(
+    "Lk, mask",
+    [
+        (1, "none"),
+        (40, {"window": (0, 0)}),
+        (40, {"window": (0, 0), "query_padding": torch.ones(1, 40, dtype=torch.bool)}),
+        (40, {"cu_seqlens_q": offsets(*[1] * 40)}),
+        (40, {"cu_seqlens_q": offsets(*[1] * 20, 20)}),
+    ],
+    ids=["one", "window", "window beside padding", "packed", "half of them"],
+)
 @pytest.mark.parametrize("room", KERNEL_ROOMS)
 def test_queries_that_see_one_key(room: str, Lk: int, mask: str | dict, device: torch.device) -> None:
     """There dP equals delta, but for the rounding of out, which dropout's factor makes inexact: it must not show."""
+    if isinstance(mask, dict):
+        mask = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
     p = make(B=1, H=1, Lq=40, Lk=Lk, D=64, dtype=torch.bfloat16, mask=mask, dropout_p=0.3, device=device)
     check(p, room_call(room, device, weights=False))
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_heavy_dropout(room: str, device: torch.device) -> None:
+    """It scales up the few weights that it leaves, and with them the rounding of out: that must not show either."""
+    options = dict(dtype=torch.float16, mask={"window": (9, 0)}, dropout_p=0.97, device=device)
+    check(make(B=1, H=2, Lq=60, Lk=60, D=64, seed=1, **options), room_call(room, device, weights=False))
 
 
 @pytest.mark.parametrize("room", ROOMS)
