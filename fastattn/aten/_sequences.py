@@ -93,7 +93,7 @@ def _rows(x: Tensor) -> tuple[Tensor, list[int]]:
     """x (A, B, C, D) as a matrix (.., D), in place where that can be, and by how many of its rows the elements of A, B
     and C are apart."""
     D = x.shape[3]
-    if x.stride(3) != 1 or any(stride % D for stride in x.stride()):
+    if x.stride(3) != 1 or any(stride % D for stride in x.stride()[:3]):
         x = x.contiguous()
     steps = [stride // D for stride in x.stride()[:3]]
     count = 1 + sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True))
