@@ -50,7 +50,7 @@ def test_says_what_it_skips_and_fails_with_a_stage(tmp_path: Path) -> None:
         "tests": "skipped: needs a GPU",
         "sanitizer": "skipped: needs a GPU",
     }
-    assert "abacus" in (tmp_path / "doctor.json").read_text()
+    assert "abacus" in (tmp_path / "doctor.log").read_text()
     assert (tmp_path / "summary.txt").read_text().strip() in done.stdout
 
 

@@ -39,8 +39,9 @@ def activate_and_slope(z, ACTIVATION: tl.constexpr):
         twice_u = (z + z * TANH_CUBIC * z * z) * TANH_SCALE
         power = tl.exp(-tl.abs(twice_u))
         inverse = 1 / (1 + power)
-        share = tl.where(twice_u < 0, power * inverse, inverse)
-        rise = power * inverse * inverse  # share * (1 - share), which would cancel, and z^3 makes much of it
+        smaller = power * inverse  # of share and 1 - share
+        share = tl.where(twice_u < 0, smaller, 1 - smaller)
+        rise = smaller * inverse  # share * (1 - share), which would cancel, and z^3 makes much of it
         return z * share, share + z * rise * TANH_SCALE * (1 + z * (3 * TANH_CUBIC) * z)
     share = tl.sigmoid(z)
     return z * share, share + z * share * (1 - share)

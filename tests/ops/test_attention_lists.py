@@ -34,7 +34,7 @@ def masks(device: torch.device, Lq: int, Lk: int) -> dict[str, AttentionMask]:
         "one padding for all": AttentionMask(key_padding=keys[3:], query_padding=queries),
         "queries alone, causal": AttentionMask(query_padding=queries, is_causal=True),
         "arbitrary": AttentionMask(torch.rand(1, 1, Lq, Lk, device=device) < 0.2, key_padding=keys),
-        "packed": AttentionMask(cu_seqlens_q=torch.tensor([0, 7, Lq], device=device, dtype=torch.int32))
+        "packed": AttentionMask(cu_seqlens_q=torch.tensor([0, min(7, Lq), Lq], device=device, dtype=torch.int32))
         & AttentionMask(key_padding=keys),
     }
 
