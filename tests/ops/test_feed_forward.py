@@ -47,7 +47,7 @@ def test_without_biases(room: str, activation: str, device: torch.device) -> Non
     assert got.dbias1 is None and got.dbias2 is None
 
 
-# Several tiles each way, ragged; one token, wide enough that no single number's luck decides; widths that no tile divides.
+# Several tiles each way, ragged; widths that no tile divides; one token, so wide that no single number's luck decides.
 @pytest.mark.parametrize("activation", ["relu", "geglu_tanh"])
 @pytest.mark.parametrize("tokens, d, d_ff, d_out", [(270, 33, 150, 20), (1, 33, 257, 129), (3, 50, 129, 65)])
 @pytest.mark.parametrize("room", ROOMS)
