@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <sstream>
 #include <stdexcept>
 
 namespace fastattn::host {
@@ -32,30 +33,40 @@ const Stack& stack_of(int thread) {
   return stacks[thread];
 }
 
+std::vector<std::string> listed(const char* variable, const char* otherwise) {
+  const char* const value = std::getenv(variable);
+  std::istringstream text(value != nullptr && *value != '\0' ? value : otherwise);
+  std::vector<std::string> entries;
+  for (std::string entry; std::getline(text, entry, ',');) entries.push_back(entry);
+  return entries;
+}
+
 }  // namespace
 
 void release_stacks() { stacks.clear(); }
 
 thread_local Block* Block::current = nullptr;
 
-Order Order::from_environment() {
-  Order order;
-  const char* async = std::getenv("FASTATTN_HOST_ASYNC");
-  const std::string completion = async ? async : "lazy";
+std::vector<Order> Order::from_environment() {
+  const auto names = listed("FASTATTN_HOST_ORDER", "forward"), completions = listed("FASTATTN_HOST_ASYNC", "lazy");
+  std::vector<Order> orders;
+  for (size_t i = 0; i < names.size() * completions.size(); i++)
+    orders.emplace_back(names[i % names.size()], completions[i % completions.size()]);
+  return orders;
+}
+
+Order::Order(const std::string& name, const std::string& completion) {
   if (completion != "lazy" && completion != "eager" && completion != "crossed")
     throw std::runtime_error("FASTATTN_HOST_ASYNC must be lazy, eager or crossed, got " + completion);
-  order.writes_early_ = completion != "lazy", order.reads_early_ = completion == "eager";
-  const char* value = std::getenv("FASTATTN_HOST_ORDER");
-  const std::string name = value ? value : "forward";
-  if (name == "forward") return order;
-  order.kind_ = name == "reverse" ? Kind::reverse : Kind::random;
-  if (order.kind_ == Kind::random) {
+  writes_early_ = completion != "lazy", reads_early_ = completion == "eager";
+  if (name == "forward") return;
+  kind_ = name == "reverse" ? Kind::reverse : Kind::random;
+  if (kind_ == Kind::random) {
     char* end = nullptr;
-    order.state_ = static_cast<uint32_t>(std::strtoul(name.c_str(), &end, 10));
+    state_ = static_cast<uint32_t>(std::strtoul(name.c_str(), &end, 10));
     if (name.empty() || *end != '\0')
       throw std::runtime_error("FASTATTN_HOST_ORDER must be forward, reverse or a number, got " + name);
   }
-  return order;
 }
 
 uint32_t Order::next_random() {

@@ -7,8 +7,8 @@
 // Asynchronous work is done as early or as late as it may be: async.h.
 // What cannot go on, or is undefined on a GPU, is reported as an exception: threads that wait for each other for ever, a
 // barrier reached from two places of the source, lanes that a collective names but that have left or wait elsewhere, a
-// shuffle that reads a lane outside its mask, asynchronous work that nobody waited for, and a write past the end of shared
-// memory.
+// shuffle that reads a lane outside its mask, asynchronous work that nobody waited for, and a write just before the start or
+// past the end of shared memory, where 4 KiB on either side are watched.
 // The asynchronous proxy (TMA, wgmma) sees what threads wrote to shared memory only after fence.proxy.async: it reads a
 // second copy of shared memory, which that fence brings up to date.
 // Not modelled: other memory fences and caches (all accesses are in program order), bank conflicts, time.
@@ -41,11 +41,12 @@ struct Site {
 };
 
 // The order in which warps, lanes, blocks and asynchronous work get their turn: FASTATTN_HOST_ORDER = forward (default),
-// reverse, or the seed of a random order. FASTATTN_HOST_ASYNC = lazy (default), eager or crossed: async.h. Both are read at
-// each launch.
+// reverse, or the seed of a random order. FASTATTN_HOST_ASYNC = lazy (default), eager or crossed: async.h. Either may be a
+// list, as in forward,reverse,1: the blocks of a launch take its entries in turn. Both are read at each launch.
 class Order {
  public:
-  static Order from_environment();
+  Order(const std::string& name, const std::string& completion);
+  static std::vector<Order> from_environment();  // of block 0, 1, .., and from the first again
   std::vector<uint64_t> permutation(uint64_t count);
   int lane(uint32_t ready);  // one of the set bits
   size_t pick(size_t count);  // which of so many asynchronous works is done first

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "host/launch.h"
 
@@ -43,14 +44,14 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
     throw std::runtime_error("host runner: " + std::to_string(shared_bytes) + " bytes of shared memory for a block, of the " +
                              std::to_string(shared_limit()) + " of compute capability " + std::to_string(capability()));
   if (const char* const file = std::getenv("FASTATTN_HOST_LAUNCHES")) return note_launch(file, kernel, grid, block, shared_bytes);
-  Order order = Order::from_environment();
+  std::vector<Order> orders = Order::from_environment();
   const struct Release {  // a stack is two mappings, and a process with many libraries of kernels would run out of them
     ~Release() { release_stacks(); }
   } release;
-  for (const uint64_t i : order.permutation(size_of(grid))) {
+  for (const uint64_t i : orders[0].permutation(size_of(grid))) {
     const uint3 index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
                          static_cast<unsigned>(i / grid.x / grid.y)};
-    Block(grid, block, index, shared_bytes, order, body).run();
+    Block(grid, block, index, shared_bytes, orders[i % orders.size()], body).run();
   }
 }
 

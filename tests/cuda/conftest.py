@@ -9,6 +9,7 @@ from pathlib import Path
 import host_build
 import pytest
 import torch
+from turns import take_turns
 
 import fastattn.cuda
 
@@ -32,10 +33,11 @@ def host_extension(build_folder: Path) -> Path:
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A device whose tensors fastattn.cuda serves."""
     device = torch.device(request.param)
     if device.type == "cpu":
+        take_turns(request.node, monkeypatch)
         fastattn.cuda.load_host_runner(request.getfixturevalue("host_extension"))
     elif reason := fastattn.cuda.refuse_device(torch.empty(0, device=device)):
         pytest.skip(reason)

@@ -1,9 +1,10 @@
 // Small kernels with one classic error each, and the same without it: what test_host_runner.py expects the CPU runner to
 // catch. A kernel writes its result to `out`, one float a thread.
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
-#include "common/launch.cuh"
+#include "common/cp_async.cuh"
 
 using fastattn::launch;
 using fastattn::shared_memory;
@@ -86,6 +87,18 @@ __global__ void blocks_in_order(float* out) {
   if (threadIdx.x == 0) out[blockIdx.x] = blockIdx.x == 0 ? 0.0f : out[blockIdx.x - 1] + 1.0f;
 }
 
+// out[block] = the warp that came first, and 10 where a copy was done before it was waited for.
+__global__ void settings(float* out) {
+  Row& row = shared_memory<Row>();
+  if (threadIdx.x % 32 == 0 && std::isnan(row.at[0])) row.at[0] = static_cast<float>(threadIdx.x / 32);
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  fastattn::cp_async(&row.at[4], nullptr, false);
+  out[blockIdx.x] = row.at[0] + (std::isnan(row.at[4]) ? 0.0f : 10.0f);
+  fastattn::cp_async_commit();
+  fastattn::cp_async_wait<0>();
+}
+
 // out[lane] = what each collective gives, to be compared with CUDA's definitions.
 __global__ void shuffle(float* out) { out[threadIdx.x] = __shfl_sync(0xffffffffu, 1.0f * threadIdx.x, 5, 8); }
 __global__ void shuffle_xor(float* out) { out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f * threadIdx.x, 3); }
@@ -124,6 +137,7 @@ void run(const std::string& name, float* out) {
   if (name == "before the start") return with(before_the_start);
   if (name == "too much shared memory") return launch(neighbour<true>, dim3(1), dim3(128), 164 << 10, nullptr, out);
   if (name == "blocks in order") return with(blocks_in_order, 8);
+  if (name == "settings") return with(settings, 6);
   if (name == "too many threads") return launch(shuffle, dim3(1), dim3(1056), 0, nullptr, out);
   if (name == "no blocks") return with(shuffle, 0);
   if (name == "shuffle") return with(shuffle);

@@ -101,6 +101,13 @@ def test_orders_expose_races(name: str, sound: Tensor, run: Runner, monkeypatch:
     assert wrong
 
 
+def test_blocks_take_turns(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not run("settings").any()
+    monkeypatch.setenv("FASTATTN_HOST_ORDER", "forward,reverse")
+    monkeypatch.setenv("FASTATTN_HOST_ASYNC", "lazy,eager,crossed")
+    assert run("settings")[:6].tolist() == [0, 13, 10, 3, 10, 13]
+
+
 def test_unknown_order(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_HOST_ORDER", "sideways")
     with pytest.raises(RuntimeError, match="forward, reverse or a number, got sideways"):

@@ -14,6 +14,7 @@ import fastattn.cuda
 sys.path.append(str(Path(__file__).parents[1] / "cuda"))
 
 import host_build  # noqa: E402
+from turns import take_turns  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -25,11 +26,12 @@ def host_extension() -> Path | None:
 
 
 @pytest.fixture(autouse=True)
-def cuda_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+def cuda_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if parameters.get("room") != "cuda" or torch.cuda.is_available():
         yield
         return
+    take_turns(request.node, monkeypatch)
     fastattn.cuda.load_host_runner(request.getfixturevalue("host_extension"))
     yield
     fastattn.cuda.load_host_runner(None)
