@@ -227,15 +227,6 @@ class AttentionMask:
 
         return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype, hide.device), build)
 
-    def keys_per_query(self, Lq: int, Lk: int) -> float:
-        """How many keys a query sees at most, by band and lengths, or on average, by the number of packed sequences.
-
-        What the host knows without waiting for the device; tensors may hide more.
-        """
-        low, high = self.band(Lq, Lk) or (-Lq, Lk)
-        sequences = 1 if self.cu_seqlens_k is None else max(len(self.cu_seqlens_k) - 1, 1)
-        return min(high - low + 1, Lk - low, Lq + high, Lk / sequences)
-
     def intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(k_start, k_end), int32 (B or 1, Lq): query i may see only keys k_start <= j < k_end.
 

@@ -20,6 +20,13 @@ def offsets(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
+def scattered(Lq: int, Lk: int, keys: int, seed: int = 0) -> Tensor:
+    """Bool (1, 1, Lq, Lk): each query sees that many keys, anywhere."""
+    g = torch.Generator().manual_seed(seed)
+    places = torch.rand(Lq, Lk, generator=g).argsort(-1)[:, :keys]
+    return torch.zeros(1, 1, Lq, Lk, dtype=torch.bool).scatter_(3, places[None, None], True)
+
+
 def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> dict[str, Kwargs]:
     """name -> AttentionMask arguments that fit (B, H, Lq, Lk). Many leave a row, a head or a sample with nothing."""
     g = torch.Generator().manual_seed(7)

@@ -13,11 +13,12 @@
 //               it; a bias may move whole rows to where float32 is coarse (-1e4, finfo.min), where this is no small thing;
 //   delta       from its definition.
 // Rows with |lse| >= coarse_from get both: with a bias those beyond 64; all of exact float32, whose largest errors these
-// would be, and all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up; and, under dropout, all where
-// the band, the lengths or the number of packed sequences leave queries few keys, whose dP and delta cancel, and all beyond
-// 0.5. Not where a bool mask or padding leaves all queries a single key: the host does not know without waiting, and dq and dk
-// get the rounding of a 16-bit out times dout in place of 0. A block that walked twice wherever it visits few tiles would mend
-// it. From two keys a query on, errors are within what the rule of tests allows (once 1.03 of it: two keys, dropout of 0.5).
+// would be, all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up, and all under dropout beyond 0.5,
+// which scales up the few weights that it leaves, and with them that rounding.
+// Lighter dropout makes out inexact as well. Of one key, dP is delta and nothing should be left of dS, but dq and dk would
+// get that rounding times k and q, 4 times the error allowed; of two or three, in a problem of a few queries, up to 2.5 times.
+// So backward_dq takes delta from a tile of keys where that says it: where it is the only one, as in all short sequences, and
+// where a key has all the weight of its query.
 #pragma once
 #include "attention/attention.h"
 

@@ -64,8 +64,11 @@ __device__ __forceinline__ Work work_of_block(const Arguments& a) {
                                                              who.band_hi)};
 }
 
-// Whether delta and remainder are made here, from their definition, by a walk ahead of the one for dq.
-__device__ __forceinline__ bool makes_rows(const Arguments& a) { return a.p.coarse_from == 0.0f; }
+// Whether delta and remainder are made here, from their definition, by a walk ahead of the one for dq. backward.h says why
+// they are for a tile that is the only one.
+__device__ __forceinline__ bool makes_rows(const Arguments& a, const Walk& walk) {
+  return a.p.coarse_from == 0.0f || (a.p.dropout.rng_state != nullptr && walk.count == 1);
+}
 
 template <class Tiles>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
@@ -81,7 +84,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
     load_panels(tiles[ring.stage], map, full[ring.stage], work.walk.tile(i) * Tiles::kBlockN - a.key_begin, h_k, work.b);
     ring.advance();
   };
-  for (int times = makes_rows(a) ? 2 : 1; times > 0; times--) {
+  for (int times = makes_rows(a, work.walk) ? 2 : 1; times > 0; times--) {
 #pragma unroll 1
     for (int i = 0; i < work.walk.count; i++) {
       load(keys, shared.k, a.k, shared.full_k, shared.empty_k, i);
@@ -102,15 +105,17 @@ class Consumer {
     rows_.are(work_.b, work_.h, work_.m0 + group_ * kRowsOfGroup);
     shared_.full_q.wait(0);
     float dq[kHeadDim / 2];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i++) dq[i] = 0.0f;
+    clear(dq);
     if constexpr (kGeneral) {
 #pragma unroll 1
-      for (int measures = makes_rows(a_); measures >= 0; measures--) {
+      for (int measures = makes_rows(a_, walk); measures >= 0; measures--) {
 #pragma unroll 1
         for (int i = 0; i < walk.count; i++) step<true>(dq, walk.tile(i) * kBlockN, measures);
-        if (measures) rows_.correct(total_, weighted_);
+        if (!measures) continue;
+        rows_.correct(dq);
+        clear(dq);
       }
+      rows_.keep();
     } else {
       int i = 0;
 #pragma unroll 1
@@ -133,7 +138,13 @@ class Consumer {
  private:
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
 
-  // Adds the tile of keys from n0 on to dq, or, measures, to what delta and remainder follow from.
+  static __device__ __forceinline__ void clear(float (&sum)[kHeadDim / 2]) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i++) sum[i] = 0.0f;
+  }
+
+  // Adds the tile of keys from n0 on to dq, or, measures, P and P * dP to what dq then holds of the thread's two rows: two
+  // sums of each.
   template <bool kMasked>
   __device__ __forceinline__ void step(float (&dq)[kHeadDim / 2], int n0, bool measures) {
     float s[kBlockN / 2], dp[kBlockN / 2];
@@ -152,9 +163,10 @@ class Consumer {
     rows_.template finish_gradients<kMasked>(dp);
     if (kGeneral && measures) {
 #pragma unroll
-      for (int j = 0; j < kBlockN / 2; j++) total_[row_of(j)] += s[j], weighted_[row_of(j)] += s[j] * dp[j];
+      for (int j = 0; j < kBlockN / 2; j++) dq[row_of(j)] += s[j], dq[2 + row_of(j)] += s[j] * dp[j];
     } else {
       uint32_t ds[kBlockN / 16][4];
+      if (kGeneral && a_.p.dropout.rng_state != nullptr) rows_.find_delta(s, dp);
       rows_.make_score_gradients(s, dp);
 #pragma unroll
       for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
@@ -181,7 +193,6 @@ class Consumer {
   QueryRows<Tiles::kBlockN, kGeneral> rows_;
   Ring keys_;
   RingOf<Tiles::kValueStages> values_;
-  float total_[2] = {}, weighted_[2] = {};  // of the thread's two rows: the sums of P and of P * dP
 };
 
 template <class T, class Tiles, bool kGeneral>

@@ -71,24 +71,39 @@ class QueryRows {
     }
   }
 
+  // delta of the queries that this tile has a key of with all their weight.
+  __device__ __forceinline__ void find_delta(const Tile& s, const Tile& dp) {
+    attention::find_delta<kBlockN / 2>(false, [&](int j) { return s[j]; }, [&](int j) { return dp[j]; },
+                                       [&](int r, float sum) { set_delta(r, sum); });
+  }
+
   // s = dS, of the probabilities s and dP.
   __device__ __forceinline__ void make_score_gradients(Tile& s, const Tile& dp) const {
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) s[j] *= dp[j] - delta_[row_of(j)];
   }
 
-  // Of the whole rows: total, the sum of the probabilities, and weighted, that of P * dP, say remainder and delta.
-  __device__ __forceinline__ void correct(const float (&total)[2], const float (&weighted)[2]) {
+  // The sums over whole rows, of the probabilities (two rows) and of P * dP, say remainder and delta.
+  template <int kCount>
+  __device__ __forceinline__ void correct(const float (&sums)[kCount]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = quad_sum(total[r]), product = quad_sum(weighted[r]);
+      const float sum = quad_sum(sums[r]), product = quad_sum(sums[2 + r]);
       const bool blind = shift_[r] == kInfinity;
-      const int64_t row = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q + query(r);
-      remainder_[r] = blind ? 0.0f : log2f(sum);
-      delta_[r] = blind ? 0.0f : product / sum - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f);
-      if (threadIdx.x % 4 != 0) continue;
-      a_.rows.remainder[first_row(a_, b_, h_) + query(r)] = remainder_[r];
-      a_.rows.delta[first_row(a_, b_, h_) + query(r)] = delta_[r];
+      if (blind) continue;
+      remainder_[r] += log2f(sum);
+      set_delta(r, product / sum);
+    }
+  }
+
+  // For the kernels that follow.
+  __device__ __forceinline__ void keep() const {
+    if (threadIdx.x % 4 != 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int64_t row = first_row(a_, b_, h_) + query(r);
+      a_.rows.delta[row] = delta_[r];
+      if (a_.rows.remainder != nullptr) a_.rows.remainder[row] = remainder_[r];
     }
   }
 
@@ -100,6 +115,12 @@ class QueryRows {
   __device__ __forceinline__ bool is_seen(int j) const { return (bits_[row_of(j)] >> (j / 4 * 2 + j % 2) & 1) != 0; }
   __device__ __forceinline__ bool is_kept(int j) const {
     return (kept_[row_of(j)] >> (j / 4 % 4 * 8 + j / 16 * 2 + j % 2) & 1) != 0;
+  }
+
+  // sum: of P * dP.
+  __device__ __forceinline__ void set_delta(int r, float sum) {
+    const int64_t row = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q + query(r);
+    delta_[r] = sum - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f);
   }
 
   __device__ __forceinline__ void make_biased_probabilities(Tile& s) {

@@ -14,7 +14,7 @@ from fastattn.cuda import _visibility as who
 from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/attention/attention.h
-_FEW_KEYS = 4
+_HEAVY_DROPOUT = 0.5
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -92,11 +92,8 @@ def attention_bwd(
         with_keys = short.backward(q, k, v, dout, dq, dk, dv, *options, needs_dbias=missing, tf32=_tf32())
     else:
         call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward
-        # Of one key, dP equals delta, and nothing is left of dS, but an out rounded under dropout would leave 4 times
-        # the error allowed in dq and dk. Heavy dropout scales up the few weights it leaves, and with them the rounding.
-        Lq, Lk = q.shape[2], k.shape[2]
-        few_keys = (Lk if mask is None else mask.keys_per_query(Lq, Lk)) <= _FEW_KEYS
-        exact = dropout_p > 0.5 or (few_keys and dropout_p > 0)
+        # Heavy dropout scales up the few weights that it leaves, and with them the rounding of out.
+        exact = dropout_p > _HEAVY_DROPOUT
         with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing, exact=exact)
     return dq, dk, dv, with_keys.to(bias.dtype) if missing else dbias
 

@@ -24,7 +24,7 @@ from ..common.philox import dropout_keep
 from . import arguments
 from .bias_gradient import bias_gradient
 from .config import config
-from .rows import row_statistics, wants_exact_delta
+from .rows import HEAVY_DROPOUT, delta_of_tile, row_statistics
 from .tiles import (
     LOG2E,
     exponential,
@@ -111,9 +111,10 @@ def attention_dq_kernel(
     else:
         out = load_rows(out_ptr, m0, out_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
+        dlse = 0.0
         if dlse_ptr is not None:
-            delta -= tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)
-        tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
+            dlse = tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)
+        delta -= dlse
 
     unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
     shift = tl.load(lse_ptr + row, mask=m < seqlen_q, other=0.0)
@@ -155,11 +156,16 @@ def attention_dq_kernel(
             if HAS_DROPOUT:
                 kept = dropout_keep(rng_state_ptr, dropout_threshold, row, n0, BLOCK_N)
                 dp = tl.where(kept, dp * dropout_scale, 0.0)
+                if not HAS_DELTA:
+                    seen_p = tl.where(keep, p, 0.0) if HAS_BIAS or not FULL else p
+                    delta = delta_of_tile(delta, seen_p, dp, dlse, num_partial + num_full == 1)
             ds = p * (dp - delta[:, None])
             if HAS_BIAS or not FULL:
                 ds = tl.where(keep, ds, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
+    if not HAS_DELTA:
+        tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
     dq_ptr += b * dq_stride_b + h * dq_stride_h
     store_rows(dq_ptr, m0, dq_stride_m, m < seqlen_q, dq * softmax_scale, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
 
@@ -334,7 +340,7 @@ def attention_bwd(
             "q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
             **arguments.strides("m", q=q, dout=dout), **arguments.strides("n", k=k, v=v),
         }  # fmt: skip
-        rows = row_statistics(inputs, shared, dlse, wants_exact_delta(mask, Lq, Lk, dropout_p))
+        rows = row_statistics(inputs, shared, dlse, exact_delta=dropout_p > HEAVY_DROPOUT)
         shared |= {"remainder_ptr": rows.remainder, "HAS_REMAINDER": rows.remainder is not None}
         head_dim = max(Dk, Dv)
         c = config("dq", current_arch(), q.dtype, head_dim, Lq)

@@ -7,12 +7,11 @@ remainder   lse is handed out in float32, right to half a unit in its last place
 delta       sum_j P_ij dP_ij - dlse_i. It equals sum_d out_id dout_id - dlse_i, which the dq kernel takes, but for
             rounding: with this one a row of dS sums to what it should, and a query with one key gets the gradient 0.
 
-16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta, under dropout, where
-queries see few keys: of one key dP equals delta, and an out that dropout's factor has made inexact would leave 4 times
-the error allowed in dq and dk. The band, the lengths and the number of packed sequences say it; where a bool mask or
-padding does, the host would have to wait for the device to know. Dropout beyond 0.5 wants it too: it scales up the few
-weights that it leaves, and with them that rounding. Exact float32 gets both, always: what they correct would be the
-largest errors of its backward. The price is a third walk over the keys.
+16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta under dropout beyond
+0.5, which scales up the few weights that it leaves, and with them the rounding of out. Lighter dropout makes out
+inexact too, even where a query has one key, whose dP is delta: nothing should be left of dS, but dq and dk would get 4
+times the error allowed. There the dq kernel takes delta from a tile (delta_of_tile). Exact float32 gets both, always:
+what they correct would be the largest errors of its backward. The price is a third walk over the keys.
 Grid: one program per (batch, head, BLOCK_M queries), along all keys; it stops at once unless one of its lse is coarse.
 """
 
@@ -23,19 +22,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.masks import AttentionMask
-
 from ..common.launch import current_arch
 from ..common.philox import dropout_keep
 from .config import config
 from .tiles import LOG2E, exponential, keep_elements, key_interval, load_bias, load_rows, program_place
 
 _COARSE = 64.0  # to 16-bit types: half a unit in the last place of an lse beyond it is 4e-6
-_FEW_KEYS = 4
+HEAVY_DROPOUT = 0.5
+# A probability beyond it is 1: it is that exact for scores up to some hundreds.
+ALL_THE_WEIGHT = tl.constexpr(1 - 2**-13)
 _OF_THE_GRADIENT = (
     *("v_ptr", "v_stride_b", "v_stride_h", "v_stride_n"),
     *("dout_ptr", "dout_stride_b", "dout_stride_h", "dout_stride_m", "delta_ptr"),
 )  # fmt: skip
+
+
+@triton.jit
+def delta_of_tile(delta, p, dp, dlse, only_tile):
+    """delta of the rows of which a tile of keys, p and dp [BLOCK_M, BLOCK_N], says it: of all, if it is the only tile
+    that they meet, else of those that have a key with all the weight. p is 0 where a key is hidden."""
+    if only_tile:
+        delta = tl.sum(tl.where(p > 0, p * dp, 0.0), axis=1) - dlse
+    else:
+        its = tl.max(tl.where(p > ALL_THE_WEIGHT, dp, float("-inf")), axis=1)
+        delta = tl.where(its > float("-inf"), its - dlse, delta)
+    return delta
 
 
 @triton.jit
@@ -122,12 +133,6 @@ class RowStatistics(NamedTuple):
 
     remainder: Tensor | None  # (B, H, Lq) float32, in powers of two; None where it would all be 0
     has_delta: bool  # whether delta is filled
-
-
-def wants_exact_delta(mask: AttentionMask | None, Lq: int, Lk: int, dropout_p: float) -> bool:
-    """Of 16-bit types, as far as the host knows."""
-    few_keys = (Lk if mask is None else mask.keys_per_query(Lq, Lk)) <= _FEW_KEYS
-    return dropout_p > 0.5 or (few_keys and dropout_p > 0)
 
 
 def row_statistics(

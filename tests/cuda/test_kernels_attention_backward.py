@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_checks import Problem, Results, compare, make, plain
 from host_build import COMPLETIONS, ORDERS
-from mask_cases import KINDS, offsets, prefix
+from mask_cases import KINDS, offsets, prefix, scattered
 from torch import Tensor
 
 from fastattn import AttentionMask
@@ -19,13 +19,13 @@ LOW = BFLOAT16, FLOAT16
 GRADS = "dq", "dk", "dv", "dbias"
 
 
-def backward(p: Problem) -> Results:
+def backward(p: Problem, needs_dbias: bool = True) -> Results:
     """Through the room's functions, so that nobody but it chooses the kernels."""
     torch.manual_seed(p.seed)
     rng_state = philox.draw_rng_state(p.q.device) if p.dropout_p > 0 else None
     rest = (AttentionMask(**p.mask, bias=p.bias), p.scale, p.dropout_p, rng_state)
     out, lse = room.attention_fwd(p.q, p.k, p.v, *rest)
-    grads = room.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *rest, p.bias is not None)
+    grads = room.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *rest, needs_dbias and p.bias is not None)
     return Results(out, lse, None, *grads)
 
 
@@ -128,36 +128,54 @@ def test_bias_of_queries_gets_no_rounding_of_out(dtype: torch.dtype, kernels: st
     assert not check(p).dbias.any()
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
-@pytest.mark.parametrize("Lq, Lk, mask", [(70, 1, {}), (70, 70, {"window": (0, 0)}), (1, 70, {"is_causal": True})])
-@pytest.mark.parametrize("padded", [False, True])
-def test_queries_that_see_one_key(
-    Lq: int, Lk: int, mask: dict, padded: bool, capability: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["80", "90"])
+def no_short_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of any length go to the kernels for all, of this chip. (Those of short ones take delta as defined.)"""
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", request.param)  # whose kernels serve on a CPU
+    monkeypatch.setattr(short, "serves", lambda *_: False)
+
+
+SEE_ONE_KEY = [
+    ("the only one", 70, 1, {}),
+    ("its own", 70, 70, {"window": (0, 0)}),
+    ("the first", 1, 70, {"is_causal": True}),
+    ("padding", 70, 140, {"key_padding": torch.arange(140)[None] == 133}),
+    ("anywhere", 150, 270, {"attn_mask": scattered(150, 270, 1)}),
+]
+
+
+@pytest.mark.usefixtures("no_short_kernel")
+@pytest.mark.parametrize("Lq, Lk, mask", [case[1:] for case in SEE_ONE_KEY], ids=[case[0] for case in SEE_ONE_KEY])
+@pytest.mark.parametrize("biased", [False, True])
+def test_queries_that_see_one_key(Lq: int, Lk: int, mask: dict, biased: bool, device: torch.device) -> None:
     """dP equals delta but for dropout's rounding of out, which must not show."""
-    if padded:  # the band is folded into bits
-        mask = mask | {"query_padding": torch.ones(1, Lq, dtype=torch.bool, device=device)}
-        mask |= {"cu_seqlens_q": offsets(Lq).to(device), "cu_seqlens_k": offsets(Lk).to(device)} if Lq == Lk else {}
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)  # whose kernels serve on a CPU
-    monkeypatch.setattr(short, "serves", lambda *_: False)
+    mask = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in mask.items()}
     for dtype in LOW:
-        check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, dtype=dtype, mask=mask, dropout_p=0.3, device=device))
+        p = make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, dtype=dtype, mask=mask, dropout_p=0.3, device=device)
+        if biased:  # of no gradient; coarse in the first rows
+            bias = torch.randn(1, 1, Lq, 1, device=device) + 100 * (torch.arange(Lq, device=device) < 30)[:, None]
+            p = p.but(bias=bias.expand(1, 1, Lq, Lk))
+        compare(p, backward(p, needs_dbias=False), GRADS[:3])
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_tokens_alone(capability: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_short_kernel")
+@pytest.mark.parametrize("seed", range(3))
+def test_few_queries_that_see_two_keys(seed: int, device: torch.device) -> None:
+    """The same noise, beside numbers so few that none of the plain formula's errors need be large."""
+    mask = {"attn_mask": scattered(17, 33, 2, seed).to(device)}
+    check(make(B=1, H=2, Lq=17, Lk=33, D=8, dtype=FLOAT16, mask=mask, dropout_p=0.5, device=device, seed=seed))
+
+
+@pytest.mark.usefixtures("no_short_kernel")
+def test_tokens_alone(device: torch.device) -> None:
     """Most of the packed sequences are a single token: there, rounding of out is all that a coarse dS would hold."""
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)
-    monkeypatch.setattr(short, "serves", lambda *_: False)
     mask = {"cu_seqlens_q": offsets(*[1] * 100, 10).to(device)}
     check(make(B=1, H=2, Lq=110, Lk=110, D=32, dtype=BFLOAT16, mask=mask, dropout_p=0.1, device=device))
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_heavy_dropout(capability: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_short_kernel")
+def test_heavy_dropout(device: torch.device) -> None:
     """It scales up the few weights that it leaves, and with them the rounding of out."""
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)
-    monkeypatch.setattr(short, "serves", lambda *_: False)
     mask = {"window": (9, 0)}
     check(make(B=1, H=2, Lq=60, Lk=60, D=64, dtype=FLOAT16, mask=mask, dropout_p=0.97, device=device, seed=1))
 

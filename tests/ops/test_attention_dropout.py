@@ -15,7 +15,7 @@ from attention_checks import (
     solve,
     visible,
 )
-from mask_cases import offsets
+from mask_cases import offsets, scattered
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -116,8 +116,10 @@ def test_over_several_tiles(room: str, device: torch.device) -> None:
         (40, {"window": (0, 0), "query_padding": torch.ones(1, 40, dtype=torch.bool)}),
         (40, {"cu_seqlens_q": offsets(*[1] * 40)}),
         (40, {"cu_seqlens_q": offsets(*[1] * 20, 20)}),
+        (70, {"key_padding": torch.arange(70)[None] == 66}),
+        (150, {"attn_mask": scattered(40, 150, 1)}),
     ],
-    ids=["one", "window", "window beside padding", "packed", "half of them"],
+    ids=["one", "window", "window beside padding", "packed", "half of them", "padding", "anywhere"],
 )
 @pytest.mark.parametrize("room", KERNEL_ROOMS)
 def test_queries_that_see_one_key(room: str, Lk: int, mask: str | dict, device: torch.device) -> None:
@@ -125,6 +127,15 @@ def test_queries_that_see_one_key(room: str, Lk: int, mask: str | dict, device: 
     if isinstance(mask, dict):
         mask = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
     p = make(B=1, H=1, Lq=40, Lk=Lk, D=64, dtype=torch.bfloat16, mask=mask, dropout_p=0.3, device=device)
+    check(p, room_call(room, device, weights=False))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_few_queries_that_see_two_keys(room: str, seed: int, device: torch.device) -> None:
+    """The same noise, beside numbers so few that none of the plain formula's errors need be large."""
+    mask = {"attn_mask": scattered(17, 33, 2, seed).to(device)}
+    p = make(B=1, H=2, Lq=17, Lk=33, D=8, dtype=torch.float16, mask=mask, dropout_p=0.5, device=device, seed=seed)
     check(p, room_call(room, device, weights=False))
 
 
