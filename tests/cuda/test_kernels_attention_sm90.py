@@ -70,8 +70,10 @@ def check(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mask_kinds(kind: str, hopper: torch.device, calls: list[str]) -> None:
-    """Several tiles each way, the last ragged, some full, some empty."""
-    check(make(B=2, H=1, Lq=200, Lk=270, D=64, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
+    """Several tiles each way, the last ragged, some full, some empty; and all at once, without a gradient of lse."""
+    check(make(B=2, H=1, Lq=201, Lk=269, D=64, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
+    options = dict(mask=kind, bias=(1, 2, 37, 45), dropout_p=0.3, dlse=False, device=hopper)
+    check(make(B=2, H=2, Hk=1, Lq=37, Lk=45, D=8, dtype=FLOAT16, **options), hopper, calls)
 
 
 @pytest.mark.parametrize("kind", SHORT_KINDS)
@@ -92,7 +94,7 @@ def test_short_sequences(kind: str, hopper: torch.device, calls: list[str], monk
 @pytest.mark.parametrize("kind", ["none", "causal", "key_padding_holes", "attn_mask", "segments_causal", "everything"])
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_dq_as_a_sum(D: int, kind: str, hopper: torch.device, calls: list[str]) -> None:
-    check(make(B=2, H=2, Hk=1, Lq=150, Lk=270, D=D, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
+    check(make(B=1, H=2, Hk=1, Lq=151, Lk=269, D=D, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "decoder", "attn_mask", "everything"])
@@ -130,13 +132,10 @@ def test_bias(shape: tuple[int, ...], kind: str, hopper: torch.device, calls: li
     check(p, hopper, calls)
 
 
-@pytest.mark.parametrize("D", [40, 128, 256])
-def test_bias_with_dropout_and_groups(D: int, hopper: torch.device, calls: list[str]) -> None:
-    p = make(
-        B=1, H=2, Hk=1, Lq=140, Lk=150, D=D, mask="decoder", bias=(1, 2, 140, 150), dropout_p=0.2, dtype=FLOAT16,
-        device=hopper,
-    )  # fmt: skip
-    check(p, hopper, calls)
+@pytest.mark.parametrize("D, kind", [(40, "decoder"), (128, "segments_causal"), (256, "everything")])
+def test_bias_with_dropout_and_groups(D: int, kind: str, hopper: torch.device, calls: list[str]) -> None:
+    options = dict(mask=kind, bias=(1, 2, 140, 150), dropout_p=0.2, dtype=FLOAT16, device=hopper)
+    check(make(B=1, H=2, Hk=1, Lq=140, Lk=150, D=D, **options), hopper, calls)
 
 
 @pytest.mark.parametrize("offset", [-1e4, 1e4, torch.finfo(torch.float32).min])
