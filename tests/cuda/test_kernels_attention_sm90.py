@@ -14,6 +14,7 @@ from mask_cases import KINDS, prefix
 from test_kernels_attention import SHORT_KINDS, views
 from test_kernels_attention_backward import views as backward_views
 from torch import Tensor
+from turns import two_turns_on
 
 from fastattn import AttentionMask
 from fastattn.cuda import _attention_short as short
@@ -69,11 +70,12 @@ def check(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mask_kinds(kind: str, hopper: torch.device, calls: list[str]) -> None:
+def test_mask_kinds(kind: str, hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles each way, the last ragged, some full, some empty; and all at once, without a gradient of lse."""
     check(make(B=2, H=1, Lq=201, Lk=269, D=64, mask=kind, dtype=BFLOAT16, device=hopper), hopper, calls)
-    options = dict(mask=kind, bias=(1, 2, 37, 45), dropout_p=0.3, dlse=False, device=hopper)
-    check(make(B=2, H=2, Hk=1, Lq=37, Lk=45, D=8, dtype=FLOAT16, **options), hopper, calls)
+    two_turns_on(monkeypatch)
+    options = dict(mask=kind, bias=(1, 2, 37, 141), dropout_p=0.3, dlse=False, device=hopper)
+    check(make(B=2, H=2, Hk=1, Lq=37, Lk=141, D=8, dtype=FLOAT16, **options), hopper, calls)
 
 
 @pytest.mark.parametrize("kind", SHORT_KINDS)

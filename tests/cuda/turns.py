@@ -8,6 +8,8 @@ import zlib
 import pytest
 from host_build import ORDERS, SM90_COMPLETIONS
 
+VALUES = {"FASTATTN_HOST_ORDER": ORDERS, "FASTATTN_HOST_ASYNC": SM90_COMPLETIONS}
+
 
 def take_turns(node: pytest.Item, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each launch in this test, one block after the other runs in another order and with another completion.
@@ -17,11 +19,18 @@ def take_turns(node: pytest.Item, monkeypatch: pytest.MonkeyPatch) -> None:
     the test's id: it differs from test to test, and a failure repeats; its report says the settings. Tests that set
     the environment themselves, and whoever runs them with it set, have their way.
     """
-    if "FASTATTN_HOST_ORDER" in os.environ or "FASTATTN_HOST_ASYNC" in os.environ:
+    if any(name in os.environ for name in VALUES):
         return
-    turns = []
-    for name, values in (("FASTATTN_HOST_ORDER", ORDERS), ("FASTATTN_HOST_ASYNC", SM90_COMPLETIONS)):
+    for name, values in VALUES.items():
         first = zlib.crc32(node.nodeid.encode()) % len(values)
-        turns.append((name, ",".join(values[first:] + values[:first])))
-        monkeypatch.setenv(*turns[-1])
-    node.add_report_section("setup", "settings of csrc/host", " ".join(map("=".join, turns)))
+        monkeypatch.setenv(name, ",".join(values[first:] + values[:first]))
+    said = " ".join(f"{name}={os.environ[name]}" for name in VALUES)
+    node.add_report_section("setup", "settings of csrc/host", said)
+
+
+def two_turns_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on in this test, the first block has the settings that the third one had: of two launches of two blocks,
+    as Hopper's forward makes them here, the second meets the other orders and the third completion."""
+    for name in filter(os.environ.get, VALUES):
+        values = os.environ[name].split(",")
+        monkeypatch.setenv(name, ",".join(values[2:] + values[:2]))
