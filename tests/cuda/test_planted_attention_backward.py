@@ -12,6 +12,7 @@ import planting
 import pytest
 import torch
 from attention_checks import Problem, compare, make, plain
+from mask_cases import scattered
 from test_kernels_attention_backward import GRADS, backward
 
 import fastattn.cuda
@@ -37,6 +38,7 @@ def problems() -> dict[str, Problem]:
     bf16 = {"B": 1, "H": 2, "D": 40, "dtype": torch.bfloat16}
     far = torch.zeros(1, 1, 70, 20)
     far[:, :, 3] = -1e8  # float32 is in steps of 8 there, and log 20 is less than half of one
+    few = scattered(17, 33, 2, seed=13)
     return {
         "all": make(**bf16, Hk=1, Lq=70, Lk=140, mask="attn_mask_2d", bias=(1, 1, 70, 140), dropout_p=0.3),
         "band": make(**bf16, Lq=150, Lk=140, mask={"window": (40, 20)}),
@@ -45,6 +47,8 @@ def problems() -> dict[str, Problem]:
         "short": make(**bf16 | {"H": 4}, Hk=2, Lq=70, Lk=50, mask="decoder", dropout_p=0.3),
         "short dbias": make(**bf16, Lq=40, Lk=50, mask="causal", bias=(1, 2, 40, 50), bias_dtype=torch.float32),
         "short float": make(**bf16 | {"dtype": torch.float32}, Lq=40, Lk=50, mask="causal"),
+        "one key": make(**bf16, Lq=70, Lk=140, mask={"attn_mask": scattered(70, 140, 1)}, dropout_p=0.3),
+        "two keys": make(**bf16 | {"D": 8}, Hk=1, Lq=17, Lk=33, mask={"attn_mask": few}, dropout_p=0.3, seed=13),
         "poisoned": make(**bf16, Lq=150, Lk=140, mask="key_padding_holes"),
         "short poisoned": make(**bf16, Lq=40, Lk=90, mask="key_padding_holes"),
     }
@@ -73,6 +77,10 @@ BUGS = [
         "if (!BUG) __syncthreads();\n    if (kStages"),
     Bug("a tile left out", "band", DQ, "i < walk.count; i++", "i < walk.count - BUG; i++"),
     Bug("dlse forgotten", "band", SHARED, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
+    Bug("delta of one key rounded", "one key", SHARED, "some |= probability(j) > kAll;", ""),
+    Bug("delta of one key without dlse", "one key", DQ, "sum - (p.dlse != nullptr ? p.dlse[row] : 0.0f)", "sum"),
+    Bug("delta of one key kept to itself", "one key", DQ, "if (c == 0) p.delta", "if (c == 0 && !BUG) p.delta"),
+    Bug("delta of one tile rounded", "two keys", DQ, "walk.count == 1", "false"),
     Bug("element mask a column off", "all", SHARED, "(2 * j + i % 2) & 1", "(2 * j + (BUG ? 0 : i % 2)) & 1"),
     Bug("dropout a row off", "all", SHARED, "first_row + query,", "first_row + query + BUG,"),
     Bug("one head of the group", "all", DKDV,

@@ -23,6 +23,7 @@ from fastattn.cuda import _visibility
 from fastattn.cuda import attention as room
 from fastattn.ops.attention import _Attention
 from fastattn.reference import attention as reference
+from fastattn.reference import philox
 
 NAMES = ("forward", "backward_rows", "backward_dq", "backward_dkdv", "bias_gradient")
 FORWARD, ROWS, DQ, DKDV, DBIAS = SOURCES = tuple(f"attention/{name}_sm90.cu" for name in NAMES)
@@ -133,7 +134,11 @@ BUGS = [
     Bug("dq: no proxy fence before the store", DQ, FENCE_AND_LEAVE, f"{OF_GROUP}\n{LEAVE}"),
     Bug("dq: no delta", SCORES, "dp[j] - delta_[row_of(j)]", "dp[j]"),
     Bug("dq: masked keys are seen", SCORES, "if (kMasked && !is_seen(j)) s[j] = 0.0f;", ""),
-    Bug("dq: remainder of half the rows", DQ, "total_[row_of(j)] += s[j]", "total_[0] += s[j]", "bias"),
+    Bug("dq: remainder of half the rows", DQ, "dq[row_of(j)] += s[j]", "dq[0] += s[j]", "bias"),
+    Bug("dq: delta of one key rounded", SCORES, "attention::find_delta", "if (!BUG) attention::find_delta", "one key"),
+    Bug("dq: delta without dlse", SCORES, "sum - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f)", "sum", "one key"),
+    Bug("dq: delta of one key kept to itself", DQ, "      rows_.keep();\n", "", "one key"),
+    Bug("dq: delta of one tile rounded", DQ, "walk.count == 1", "false", "one tile"),
     Bug("dbias: parts not waited for", DBIAS, "    wait_for_part();\n    wgmma_fence();", "    wgmma_fence();", "bias"),
     Bug("dbias: products not waited for", DBIAS, "    wgmma_wait<kUnderWay>();\n", "", "bias"),
     Bug("dbias: parts released too early", DBIAS, "part_ - 1 - kUnderWay", "part_ - 1", "bias"),
@@ -179,20 +184,27 @@ CASES = {
     "bias": [dict(B=3, H=1, Lq=150, Lk=200, D=64, mask="causal", bias=(1, 1, 150, 200))],
 }
 CASES["sum"] = CASES["plain"]
+CASES["one key"] = [
+    dict(B=1, H=2, dropout_p=0.3, Lq=300, Lk=400, D=64, mask={"window": (0, 0), "align": "bottom_right"})
+]
+CASES["one tile"] = [dict(B=1, H=2, dropout_p=0.5, Lq=17, Lk=33, D=8, mask={"window": (1, 0)})]
 # Orders and completions: enough to catch every bug, and all that the copy as such must pass.
 TRIES = [("2", "lazy"), ("2", "crossed")]
 
 
 def attend(q, k, v, mask, dropout_p, scale):
-    """The room itself: the front desk would ask about kernels that this module lacks. Its forward takes no bias."""
-    rooms = room if mask.bias is None else SimpleNamespace(attention_fwd=formula, attention_bwd=room.attention_bwd)
-    out, lse = _Attention.apply(q, k, v, mask.bias, mask, scale, dropout_p, None, rooms)
+    """The room itself: the front desk would ask about kernels that this module lacks. The forward is there without
+    bias and dropout only."""
+    bare = mask.bias is None and dropout_p == 0
+    rooms = room if bare else SimpleNamespace(attention_fwd=formula, attention_bwd=room.attention_bwd)
+    rng_state = philox.draw_rng_state(q.device) if dropout_p > 0 else None
+    out, lse = _Attention.apply(q, k, v, mask.bias, mask, scale, dropout_p, rng_state, rooms)
     return out, lse, None
 
 
-def formula(*arguments: Any) -> tuple[Tensor, Tensor]:
-    out, lse, _ = reference.attention(*arguments)
-    return out, lse
+def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse, _ = reference.attention(q.float(), k.float(), v.float(), *rest)  # so that lse is as exact as a kernel's
+    return out.to(q.dtype), lse
 
 
 def fails(extension: Path, bug: int, on: str, monkeypatch: pytest.MonkeyPatch) -> bool:
