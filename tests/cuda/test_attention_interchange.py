@@ -50,7 +50,8 @@ def test_forward_here_backward_there(
         compare(p, Results(here, of_cuda, *[None] * 5), ("out", "lse"), low)
         assert torch.equal(of_cuda == -torch.inf, ~keep.any(-1)) and torch.equal(lse == -torch.inf, ~keep.any(-1))
         apart = (of_cuda - lse)[keep.any(-1)].abs() / lse[keep.any(-1)].abs().clamp_min(1)
-        assert (apart <= 4 * torch.finfo(FLOAT32).eps).all(), "lse differs by more than a few roundings"
+        # On either side a rounding or two of exp, of the sum, of log and of the result; 2.4 were seen on a CPU.
+        assert (apart <= 8 * torch.finfo(FLOAT32).eps).all(), "lse differs by more than its roundings"
         alone = keep.sum(-1) == 1
         assert device.type != "cpu" or wants_dbias or torch.equal(of_cuda[alone], lse[alone]), "one key has no order"
     out, lse = forwards[KINDS.index(kind) % 2 * 2]  # by the kernels of sm_80, and by Hopper's
