@@ -8,12 +8,14 @@
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 namespace fastattn::host {
 namespace {
 
 constexpr size_t kMaxSharedBytes = 227 << 10;
 constexpr size_t kGuardBytes = 4 << 10;  // before and behind a block's shared memory
+constexpr int kRegisters = 64 << 10, kMaxRegisters = 256;  // of a multiprocessor, of a thread
 constexpr unsigned char kPoison = 0xff;  // NaN in every floating-point type
 constexpr unsigned char kGuard = 0xa5;
 
@@ -66,6 +68,7 @@ Order::Order(const std::string& name, const std::string& completion) {
     state_ = static_cast<uint32_t>(std::strtoul(name.c_str(), &end, 10));
     if (name.empty() || *end != '\0')
       throw std::runtime_error("FASTATTN_HOST_ORDER must be forward, reverse or a number, got " + name);
+    groups_meet_ = state_ % 2 == 0;
   }
 }
 
@@ -108,6 +111,7 @@ Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order
   ready_.resize(warps);
   meetings_.resize(warps);
   warpgroups_.resize((alive_ + kGroupThreads - 1) / kGroupThreads);
+  for (Warpgroup& group : warpgroups_) group.registers = std::min(kRegisters / alive_ / 8 * 8, kMaxRegisters);
   warp_order_ = order.permutation(warps);
   for (int i = 0; i < alive_; i++) {
     Thread& thread = threads_[i];
@@ -196,8 +200,10 @@ void Block::barrier(Site site) {
   if (at_barrier_ > 0 && !(site == barrier_site_))
     fail("threads of one block meet at different barriers: " + barrier_site_.text() + " and " + site.text());
   barrier_site_ = site;
+  come_to(fenced_);
   if (++at_barrier_ < static_cast<int>(threads_.size())) return wait(site);
   at_barrier_ = 0;
+  check_fences(std::bitset<kMaxThreads>().set(), fenced_, site);
   for (const Thread& other : threads_) wake(other.warp(), 1u << other.lane());
 }
 
@@ -232,11 +238,13 @@ void Block::named_barrier(int id, int count, bool waits, Site site) {
       fail("lanes of one warp meet at different barriers: " + barrier.sites[warp].text() + " and " + site.text());
   barrier.sites[warp] = site;
   barrier.arrived.set(me);
+  come_to(barrier.fenced);
   if (static_cast<int>(barrier.arrived.count()) < count) {
     if (!waits) return;
     barrier.waiting.set(me);
     return wait(site);
   }
+  check_fences(barrier.arrived, barrier.fenced, site);
   for (const Thread& other : threads_)
     if (barrier.waiting[other.linear]) wake(other.warp(), 1u << other.lane());
   barrier.arrived.reset(), barrier.waiting.reset();
@@ -256,10 +264,48 @@ void Block::warpgroup_collective(void* slot, Site site, const Exchange& exchange
   for (int warp = first / kLanes; warp < first / kLanes + kGroupWarps; warp++) wake(warp, 0xffffffffu);
 }
 
-int Block::registers_given() const {
-  int count = 0;
-  for (const Warpgroup& group : warpgroups_) count += group.registers * kGroupThreads;
-  return count;
+void Block::at_products(Site site, const std::function<void(std::bitset<kGroupWarps>)>& act) {
+  if (order_.groups_meet()) return warpgroup_collective(nullptr, site, [&](void* const*) { act(0b1111); });
+  collective(0xffffffffu, nullptr, site, [&](void* const*) { act(1u << thread->warp() % kGroupWarps); });
+}
+
+void Block::wait_for_products(size_t left, Site site) {
+  Warpgroup& group = warpgroup();
+  const int first = thread->warpgroup() * kGroupWarps;
+  at_products(site, [&](std::bitset<kGroupWarps> warps) {
+    group.fenced &= ~warps;
+    if (order_.reads_early()) return group.products.wait(left);
+    group.waiting |= warps;
+    in_flight_.push_back([this, &group, warps, left, first] {
+      group.products.wait(left);
+      group.waiting &= ~warps;
+      for (int i = 0; i < kGroupWarps; i++)
+        if (warps[i]) wake(first + i, 0xffffffffu);
+    });
+  });
+  while (group.waiting[thread->warp() - first]) wait(site);
+}
+
+// The launch has given every thread as many as all can have. Who wants more waits until others have given some back.
+void Block::change_registers(int count, bool more, Site site) {
+  Warpgroup& group = warpgroup();
+  warpgroup_collective(nullptr, site, [&](void* const*) {
+    if (more ? count < group.registers : count > group.registers)
+      fail(site.text() + ": a thread has " + std::to_string(group.registers) + ", and asks for " + std::to_string(count));
+    if (more) return;
+    free_registers_ += (group.registers - count) * kGroupThreads;
+    group.registers = count;
+    wake_sleepers();
+  });
+  while (group.registers < count) {
+    const int wanted = (count - group.registers) * kGroupThreads;
+    if (free_registers_ < wanted) {
+      sleep(site);
+    } else {
+      free_registers_ -= wanted;
+      group.registers = count;
+    }
+  }
 }
 
 void Block::sleep(Site site) {
@@ -284,7 +330,32 @@ void Block::check_shared(size_t offset, size_t bytes, const char* what) {
     fail(std::string(what) + ": reaches past the end of shared memory (" + std::to_string(shared_bytes_) + " bytes)");
 }
 
-void Block::fence_async_proxy() { std::memcpy(async_view, shared, shared_bytes_); }
+void Block::fence_async_proxy() {
+  std::memcpy(async_view, shared, shared_bytes_);
+  thread->proxy_fenced = true;
+}
+
+// This thread comes to a barrier.
+void Block::come_to(std::bitset<kMaxThreads>& fenced) {
+  fenced[thread->linear] = std::exchange(thread->proxy_fenced, false);
+}
+
+// At a barrier that is complete. A fence is for its own thread's writes: a warpgroup's threads pass it all, or none does.
+void Block::check_fences(const std::bitset<kMaxThreads>& arrived, std::bitset<kMaxThreads>& fenced, Site site) {
+  for (size_t first = 0; first + kGroupThreads <= threads_.size(); first += kGroupThreads) {
+    size_t came = 0, passed = 0;
+    for (size_t i = first; i < first + kGroupThreads; i++) came += arrived[i], passed += fenced[i];
+    if (came == kGroupThreads && passed > 0 && passed < came)
+      fail(site.text() + ": only " + std::to_string(passed) + " threads of a warpgroup passed fence_async_proxy()");
+  }
+  fenced.reset();
+}
+
+void Block::check_barrier_after_fence(Site site) {
+  const size_t first = thread->warpgroup() * kGroupThreads;
+  for (size_t i = first; i < std::min(first + kGroupThreads, threads_.size()); i++)
+    if (threads_[i].proxy_fenced) fail(site.text() + ": no barrier since fence_async_proxy(): other warps may be behind it");
+}
 
 void Block::fail(const std::string& what) {
   failure_ = what;

@@ -11,6 +11,7 @@
 // past the end of shared memory, where 4 KiB on either side are watched.
 // The asynchronous proxy (TMA, wgmma) sees what threads wrote to shared memory only after fence.proxy.async: it reads a
 // second copy of shared memory, which that fence brings up to date.
+// That fence and wgmma's, barriers behind them, and registers are checked for what PTX demands, also where results are right.
 // Not modelled: other memory fences and caches (all accesses are in program order), bank conflicts, time.
 #pragma once
 #include <cuda_runtime.h>
@@ -52,6 +53,7 @@ class Order {
   size_t pick(size_t count);  // which of so many asynchronous works is done first
   size_t first_warp(size_t last, size_t count);  // the place in the permutation from which on a ready warp is looked for
   bool groups_stay();  // whether warps of one warpgroup go before others
+  bool groups_meet() const { return groups_meet_; }  // at fences and waits of wgmma: not where the seed is odd
   bool writes_early() const { return writes_early_; }
   bool reads_early() const { return reads_early_; }
 
@@ -61,7 +63,7 @@ class Order {
 
   Kind kind_ = Kind::forward;
   uint32_t state_ = 0;
-  bool writes_early_ = false, reads_early_ = false;
+  bool writes_early_ = false, reads_early_ = false, groups_meet_ = true;
 };
 
 struct Thread {
@@ -71,6 +73,7 @@ struct Thread {
   bool finished = false;
   Site waits_at = {};
   AsyncGroups copies = {}, stores = {};  // cp.async; stores from shared memory by TMA and bulk copies
+  bool proxy_fenced = false;             // by fence.proxy.async, since it last came to a barrier
 
   int warp() const { return linear / kLanes; }
   int lane() const { return linear % kLanes; }
@@ -83,14 +86,15 @@ struct Warpgroup {
   Site site = {};
   void* slots[kGroupThreads];
   AsyncGroups products = {};
-  bool fenced = false;  // by wgmma.fence, since the last wait
-  int registers = 0;    // that setmaxnreg gave to each thread
+  std::bitset<kGroupWarps> fenced = {};   // by wgmma.fence, since the warp's last wait
+  std::bitset<kGroupWarps> waiting = {};  // for products
+  int registers = 0;                      // of each thread: from the launch, and then by setmaxnreg
 };
 
 // bar.sync and bar.arrive with a number of threads.
 struct NamedBarrier {
   int count = 0;
-  std::bitset<kMaxThreads> arrived, waiting;
+  std::bitset<kMaxThreads> arrived, waiting, fenced;  // fenced: by fence.proxy.async, before they came
   std::array<Site, kMaxThreads / kLanes> sites;  // of each warp
 };
 
@@ -110,8 +114,12 @@ class Block {
   void named_barrier(int id, int count, bool waits, Site site);
   void collective(uint32_t mask, void* slot, Site site, const Exchange& exchange);
   void warpgroup_collective(void* slot, Site site, const Exchange& exchange);  // slots of its 128 threads
+  // For wgmma.fence and waits: once for each warp, or once for all four, which then meet; only some orders let them, as PTX
+  // does not say that they do. act is told which warps of the warpgroup it is for.
+  void at_products(Site site, const std::function<void(std::bitset<kGroupWarps>)>& act);
+  void wait_for_products(size_t left, Site site);  // unless reads are early, until no thread can go on without it
   Warpgroup& warpgroup() { return warpgroups_[thread->warpgroup()]; }
-  int registers_given() const;  // by setmaxnreg, to all threads together
+  void change_registers(int count, bool more, Site site);  // setmaxnreg, by a whole warpgroup
 
   // Work that writes shared memory, and ends at its group's wait or when a barrier in shared memory says so; and work that
   // reads it, and ends at its group's wait.
@@ -125,6 +133,7 @@ class Block {
   size_t shared_offset(const void* pointer, size_t bytes, const char* what);
   void check_shared(size_t offset, size_t bytes, const char* what);
   void fence_async_proxy();
+  void check_barrier_after_fence(Site site);  // of the threads of this one's warpgroup
   [[noreturn]] void fail(const std::string& what);
 
   const dim3 grid, dim;
@@ -149,6 +158,8 @@ class Block {
   void complete_one();
   Thread* next();
   void wait(Site site);
+  void come_to(std::bitset<kMaxThreads>& fenced);
+  void check_fences(const std::bitset<kMaxThreads>& arrived, std::bitset<kMaxThreads>& fenced, Site site);
   void wake(int warp, uint32_t lanes) { ready_[warp] |= lanes; }
   std::string whereabouts() const;
   std::string left_undone() const;
@@ -163,9 +174,10 @@ class Block {
   std::vector<std::vector<Meeting>> meetings_;  // of each warp
   std::vector<Warpgroup> warpgroups_;
   std::array<NamedBarrier, kNamedBarriers> named_;
+  std::bitset<kMaxThreads> fenced_;  // of those at __syncthreads()
   std::vector<Work> in_flight_;
   std::vector<Thread*> sleepers_;
-  int alive_, at_barrier_ = 0;
+  int alive_, at_barrier_ = 0, free_registers_ = 0;  // given back, and not yet given again
   bool in_fiber_ = false;
   Site barrier_site_ = {};
   std::string failure_;

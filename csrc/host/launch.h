@@ -7,6 +7,8 @@
 namespace fastattn {
 namespace host {
 
+bool has_current_context();  // the calling thread
+
 void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
 }  // namespace host

@@ -17,7 +17,7 @@ class Barrier {
     block.barriers_initialised = false;
   }
   void arrive(FASTATTN_HOST_PLACE) {
-    check(FASTATTN_HOST_SITE);
+    check(FASTATTN_HOST_SITE).thread->proxy_fenced = false;
     pending_--;
     settle();
   }
@@ -75,6 +75,7 @@ static_assert(sizeof(Barrier) == 8);
 
 inline void fence_barrier_init() { host::Block::current->barriers_initialised = true; }
 inline void fence_async_proxy() { host::Block::current->fence_async_proxy(); }
+inline void fence_async_proxy_after_reads() {}  // reads are in program order here
 
 inline void named_barrier_sync(int id, int threads, FASTATTN_HOST_PLACE) {
   host::Block::current->named_barrier(id, threads, true, FASTATTN_HOST_SITE);

@@ -28,6 +28,11 @@ static int shared_limit() {
 
 namespace fastattn::host {
 
+// Of this thread: CUDA's runtime makes one current where it needs it, and by cudaSetDevice.
+static thread_local bool has_context = false;
+
+bool has_current_context() { return has_context; }
+
 static uint64_t size_of(dim3 of) { return uint64_t{of.x} * of.y * of.z; }
 
 static void note_launch(const char* file, const void* kernel, dim3 grid, dim3 block, size_t shared_bytes) {
@@ -38,6 +43,7 @@ static void note_launch(const char* file, const void* kernel, dim3 grid, dim3 bl
 }
 
 void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body) {
+  has_context = true;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || grid.x > 0x7fffffffu)
     throw std::runtime_error("host runner: a grid has 1 to 2^31 - 1, 65535 and 65535 blocks");
   if (shared_bytes > static_cast<size_t>(shared_limit()))
@@ -62,10 +68,11 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
 extern "C" {
 
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return fastattn::host::has_context = true, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  fastattn::host::has_context = true;
   return std::memset(to, value, bytes), cudaSuccess;
 }
 const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }

@@ -2,11 +2,14 @@
 
 #include <stdexcept>
 
+#include "host/launch.h"
+
 namespace fastattn::sm90 {
 
 TensorMap make_tensor_map(const TensorLayout& layout) {
   const auto refuse = [](const char* what) { throw std::runtime_error(std::string("host runner: a tensor map ") + what); };
   const uint64_t element = layout.is_float ? 4 : 2, inner = layout.box[0] * element;
+  if (!host::has_current_context()) refuse("is made by a thread with a current context: no DeviceGuard before it");
   if (reinterpret_cast<uintptr_t>(layout.data) % 16 != 0) refuse("starts at a multiple of 16 bytes");
   for (const uint64_t size : layout.size)
     if (size == 0 || size > uint64_t{1} << 32) refuse("has sizes of 1 to 2^32");
@@ -74,12 +77,17 @@ namespace {
 size_t check_place(const void* shared, int bytes, int alignment, Site site) {
   Block& block = *Block::current;
   const size_t offset = block.shared_offset(shared, bytes, site.what);
-  if (offset % alignment != 0 || bytes % 16 != 0)
+  if (offset % alignment != 0)
     block.fail(site.text() + ": its place in shared memory is not at a multiple of " + std::to_string(alignment) + " bytes");
   return offset;
 }
 
 }  // namespace
+
+void check_bulk(const void* global, int bytes, Site site) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0)
+    Block::current->fail(site.text() + ": copies whole multiples of 16 bytes at multiples of 16 bytes");
+}
 
 void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site site, std::function<void(size_t)> copy) {
   Block& block = barrier.check(site);
@@ -93,6 +101,7 @@ void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site
 
 void start_store(const void* from, int bytes, int alignment, Site site, std::function<void(size_t)> copy) {
   const size_t offset = check_place(from, bytes, alignment, site);
+  Block::current->check_barrier_after_fence(site);
   Block::current->start_reading(Block::current->thread->stores, [copy = std::move(copy), offset] { copy(offset); });
 }
 

@@ -13,6 +13,7 @@ inline size_t swizzle_128(size_t offset) { return offset ^ (offset >> 7 & 7) << 
 // The work of one TMA instruction: every element of the box.
 void move_box(Direction direction, const sm90::TensorMap& map, size_t shared_offset, const std::array<int, 4>& corner);
 int box_bytes(const sm90::TensorMap& map);
+void check_bulk(const void* global, int bytes, Site site);  // of a bulk copy
 
 void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site site, std::function<void(size_t)> copy);
 void start_store(const void* from, int bytes, int alignment, Site site, std::function<void(size_t)> copy);
@@ -43,6 +44,7 @@ inline void tma_add(const TensorMap& map, const void* from, int c0, int c1, int 
 }
 
 inline void bulk_load(void* to, const void* from, int bytes, Barrier& barrier, FASTATTN_HOST_PLACE) {
+  host::check_bulk(from, bytes, FASTATTN_HOST_SITE);
   host::start_load(to, bytes, 16, barrier, FASTATTN_HOST_SITE, [from, bytes](size_t offset) {
     auto& block = *host::Block::current;
     std::memcpy(block.shared + offset, from, bytes);
@@ -51,12 +53,14 @@ inline void bulk_load(void* to, const void* from, int bytes, Barrier& barrier, F
 }
 
 inline void bulk_store(void* to, const void* from, int bytes, FASTATTN_HOST_PLACE) {
+  host::check_bulk(to, bytes, FASTATTN_HOST_SITE);
   host::start_store(from, bytes, 16, FASTATTN_HOST_SITE, [to, bytes](size_t offset) {
     std::memcpy(to, host::Block::current->async_view + offset, bytes);
   });
 }
 
 inline void bulk_add(float* to, const float* from, int bytes, FASTATTN_HOST_PLACE) {
+  host::check_bulk(to, bytes, FASTATTN_HOST_SITE);
   host::start_store(from, bytes, 16, FASTATTN_HOST_SITE, [to, bytes](size_t offset) {
     for (int i = 0; i < bytes / 4; i++) {
       float term;

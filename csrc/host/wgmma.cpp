@@ -36,6 +36,15 @@ float element(uint64_t descriptor, bool transposed, int line, int k, bool is_hal
   return to_float(bits, is_half);
 }
 
+// Without a base offset the pattern of the swizzle, eight lines, begins at a multiple of 1024 bytes. An operand begins with
+// its first line; anywhere in it, if its columns are what is summed.
+void check_descriptor(uint64_t descriptor, bool transposed, Site site) {
+  if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
+    Block::current->fail(site.text() + ": a descriptor has a 128-byte swizzle and no base offset");
+  if ((descriptor << 4) % 1024 >= (transposed ? 1 : 128))
+    Block::current->fail(site.text() + ": an operand does not start with the first of eight swizzled lines");
+}
+
 // Where a thread's i-th number of a 64 x n accumulator stands.
 int row_of(int thread, int i) { return thread / kLanes * 16 + thread % kLanes / 4 + i / 2 % 2 * 8; }
 int column_of(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
@@ -75,19 +84,11 @@ void start_product(Product product, Site site) {
         block.fail(site.text() + ": the threads of a warpgroup give different operands");
       registers.d[i] = other.d, registers.a[i] = other.a_words;
     }
-    if (!block.warpgroup().fenced) block.fail(site.text() + ": no wgmma_fence() since the last wait");
-    for (const uint64_t descriptor : {product.a, product.b})
-      if ((descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) && descriptor != 0)
-        block.fail(site.text() + ": a descriptor has a 128-byte swizzle and no base offset");
+    if (!block.warpgroup().fenced.all()) block.fail(site.text() + ": no wgmma_fence() since the last wait");
+    block.check_barrier_after_fence(site);
+    if (product.a_words == nullptr) check_descriptor(product.a, product.transpose_a, site);
+    check_descriptor(product.b, product.transpose_b, site);
     block.start_reading(block.warpgroup().products, [product, registers] { multiply(product, registers); });
-  });
-}
-
-void set_registers(int count, Site site) {
-  Block& block = *Block::current;
-  block.warpgroup_collective(nullptr, site, [&](void* const*) {
-    block.warpgroup().registers = count;
-    if (block.registers_given() > 64 << 10) block.fail(site.text() + ": the warpgroups have more than 64 K registers");
   });
 }
 

@@ -18,7 +18,6 @@ struct Product {
 };
 
 void start_product(Product product, Site site);
-void set_registers(int count, Site site);
 void store_matrices(void* row, const uint32_t* words, Site site);
 
 }  // namespace fastattn::host
@@ -26,12 +25,15 @@ void store_matrices(void* row, const uint32_t* words, Site site);
 namespace fastattn::sm90 {
 
 inline uint32_t descriptor_address(const void* at) {
-  return static_cast<uint32_t>(host::Block::current->shared_offset(at, 1, "descriptor"));
+  auto& block = *host::Block::current;
+  const size_t offset = block.shared_offset(at, 1, "descriptor");
+  if (offset % 16 != 0) block.fail("descriptor: an operand does not start at a multiple of 16 bytes");
+  return static_cast<uint32_t>(offset);
 }
 
 inline void wgmma_fence(FASTATTN_HOST_PLACE) {
   auto& block = *host::Block::current;
-  block.warpgroup_collective(nullptr, FASTATTN_HOST_SITE, [&](void* const*) { block.warpgroup().fenced = true; });
+  block.at_products(FASTATTN_HOST_SITE, [&](auto warps) { block.warpgroup().fenced |= warps; });
 }
 inline void wgmma_commit(FASTATTN_HOST_PLACE) {
   auto& block = *host::Block::current;
@@ -40,10 +42,7 @@ inline void wgmma_commit(FASTATTN_HOST_PLACE) {
 template <int kUnderWay>
 void wgmma_wait(FASTATTN_HOST_PLACE) {
   auto& block = *host::Block::current;
-  block.warpgroup_collective(nullptr, FASTATTN_HOST_SITE, [&](void* const*) {
-    block.warpgroup().products.wait(kUnderWay);
-    block.warpgroup().fenced = false;
-  });
+  block.wait_for_products(kUnderWay, FASTATTN_HOST_SITE);
 }
 
 template <class T, int kN, bool kTransposeA, bool kTransposeB>
@@ -59,12 +58,12 @@ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumula
 template <int kRegisters>
 void more_registers(FASTATTN_HOST_PLACE) {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
-  host::set_registers(kRegisters, FASTATTN_HOST_SITE);
+  host::Block::current->change_registers(kRegisters, true, FASTATTN_HOST_SITE);
 }
 template <int kRegisters>
 void fewer_registers(FASTATTN_HOST_PLACE) {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
-  host::set_registers(kRegisters, FASTATTN_HOST_SITE);
+  host::Block::current->change_registers(kRegisters, false, FASTATTN_HOST_SITE);
 }
 
 inline void stmatrix(void* row, const uint32_t (&words)[4], FASTATTN_HOST_PLACE) {

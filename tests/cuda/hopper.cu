@@ -27,6 +27,7 @@ enum Bug {
   kOperandOverwritten,
   kNoProductFence,
   kNoProxyFence,
+  kFenceBehindBarrier,
   kNoStoreBarrier,
   kNoReadWait,
   kNoStoreWait,
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
     }
     return;
   }
-  more_registers<240>();
+  more_registers<256>();
   const int thread = threadIdx.x - 128, warp = thread / 32, lane = thread % 32;
   for (int head = 0, i = 0; head < p.heads; head++) {
     float out[D / 2], s[N / 2];
@@ -127,9 +128,10 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
       const int line = warp * 16 + lane % 16, chunk = column % 64 / 8 + lane / 16;
       stmatrix(shared.out + column / 64 * kRows * 128 + swizzled(line, chunk), four);
     }
-    if (kBug != kNoProxyFence) fence_async_proxy();
+    if (kBug != kNoProxyFence && kBug != kFenceBehindBarrier) fence_async_proxy();
     if (kBug != kNoStoreBarrier) named_barrier_sync(2, 128);
     if (thread == 0) {
+      if (kBug == kFenceBehindBarrier) fence_async_proxy();
       for (int panel = 0; panel < S::kPanels; panel++)
         tma_store(p.out, shared.out + panel * kRows * 128, 64 * panel, 0, head, 0);
       bulk_commit();
@@ -139,7 +141,47 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
   if (thread == 0 && kBug != kNoStoreWait) bulk_wait<0>();
 }
 
-__global__ void __launch_bounds__(384, 1) too_many_registers() { more_registers<240>(); }
+// 384 threads start with 168 registers each, 64512 in all.
+template <int kFewer, int kMore>
+__global__ void __launch_bounds__(384, 1) registers() {
+  if (threadIdx.x < 128) return fewer_registers<kFewer>();
+  more_registers<kMore>();
+}
+template <int kFewer, int kMore>
+void run_registers() {
+  launch(registers<kFewer, kMore>, dim3(1), dim3(384), 0, nullptr);
+}
+
+// A product of a tile that the threads have written, and a word from each warp to the next one: out[i] = 0.
+enum Slip { kNone, kNoBarrier, kOneFence, kWaitIsNoBarrier, kInsideAPattern, kUnevenOperand };
+struct alignas(1024) SlipShared {
+  unsigned char tile[72 * 128];
+  float row[128];
+};
+template <Slip kSlip>
+__global__ void __launch_bounds__(128, 1) slip(float* out) {
+  SlipShared& shared = shared_memory<SlipShared>();
+  const int thread = threadIdx.x;
+  for (int i = thread; i < 72 * 8; i += 128) *reinterpret_cast<uint4*>(shared.tile + 16 * i) = make_uint4(0, 0, 0, 0);
+  if (kSlip != kOneFence || thread == 0) fence_async_proxy();
+  if (kSlip != kNoBarrier) __syncthreads();
+  const uint64_t x = along_columns<72>(shared.tile, kSlip == kInsideAPattern ? 1 : 0, kSlip == kUnevenOperand ? 4 : 0);
+  float d[32];
+  wgmma_fence();
+  wgmma<__nv_bfloat16, 64, false, false>(d, x, along_columns<72>(shared.tile, 0, 0), false);
+  wgmma_commit();
+  shared.row[thread] = static_cast<float>(thread);
+  wgmma_wait<0>();
+  if (kSlip != kWaitIsNoBarrier) __syncthreads();
+  const int other = (thread + 32) % 128;
+  out[thread] = d[0] + shared.row[other] - static_cast<float>(other);
+}
+template <Slip kSlip>
+void run_slip(float* out) {
+  launch(slip<kSlip>, dim3(1), dim3(128), sizeof(SlipShared), nullptr, out);
+}
+constexpr void (*kSlips[])(float*) = {run_slip<kNone>,           run_slip<kNoBarrier>,      run_slip<kOneFence>,
+                                      run_slip<kWaitIsNoBarrier>, run_slip<kInsideAPattern>, run_slip<kUnevenOperand>};
 
 // What named barriers are misused for, by the first warp of two.
 enum Misuse { kTwice, kDiverged, kNoSuchBarrier, kNotWholeWarps };
@@ -243,6 +285,7 @@ constexpr Named kKernels[] = {
     {"operand overwritten", run<B, 64, 64, kOperandOverwritten>},
     {"no product fence", run<B, 64, 64, kNoProductFence>},
     {"no proxy fence", run<B, 64, 64, kNoProxyFence>},
+    {"fence behind barrier", run<B, 64, 64, kFenceBehindBarrier>},
     {"no store barrier", run<B, 64, 64, kNoStoreBarrier>},
     {"no read wait", run<B, 64, 64, kNoReadWait>},
     {"no store wait", run<B, 64, 64, kNoStoreWait>},
@@ -251,7 +294,9 @@ constexpr Named kKernels[] = {
     {"not initialised", run<B, 64, 64, kNotInitialised>},
     {"half a barrier", run<B, 64, 64, kHalfABarrier>},
     {"two counts", run<B, 64, 64, kTwoCounts>},
-    {"too many registers", [](const Problem&) { launch(too_many_registers, dim3(1), dim3(384), 0, nullptr); }},
+    {"too many registers", [](const Problem&) { run_registers<32, 240>(); }},
+    {"more is fewer", [](const Problem&) { run_registers<24, 160>(); }},
+    {"no context", run<B, 64, 64>},
     {"arrives twice", run_misuse<kTwice>},
     {"diverged", run_misuse<kDiverged>},
     {"no such barrier", run_misuse<kNoSuchBarrier>},
@@ -286,6 +331,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_products(const
   return said(
       [](const void* argument) {
         const Call& call = *static_cast<const Call*>(argument);
+        if (call.name != "no context") cudaSetDevice(0);
         for (const Named& kernel : kKernels)
           if (call.name == kernel.name) return kernel.run(call.problem);
         throw std::runtime_error("no kernel " + call.name);
@@ -304,6 +350,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_transposed(voi
   return said(
       [](const void* argument) {
         const Call& call = *static_cast<const Call*>(argument);
+        cudaSetDevice(0);
         const TensorMap x = make_tensor_map({static_cast<char*>(call.x) + call.offset, {64, 64, 1, 1}, {128, 8192, 8192},
                                              {64, 64, 1, 1}, false, true});
         const TensorMap sums =
@@ -312,4 +359,15 @@ extern "C" __attribute__((visibility("default"))) const char* run_transposed(voi
         launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr, p);
       },
       &call);
+}
+
+extern "C" __attribute__((visibility("default"))) const char* run_slip(int which, float* out) {
+  const struct Call {
+    int which;
+    float* out;
+  } call{which, out};
+  return said([](const void* argument) {
+    const Call& call = *static_cast<const Call*>(argument);
+    kSlips[call.which](call.out);
+  }, &call);
 }

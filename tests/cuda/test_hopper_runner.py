@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
     """hopper.cu, as this processor and as others compile it."""
     source = Path(__file__).with_name("hopper.cu")
     library = ctypes.CDLL(str(host_build.build("hopper", [source], build_folder, *request.param)))
-    library.run_products.restype = library.run_transposed.restype = ctypes.c_char_p
+    for function in (library.run_products, library.run_transposed, library.run_slip):
+        function.restype = ctypes.c_char_p
     return library
 
 
@@ -83,9 +85,28 @@ def test_transposed_operands_and_adds(values: tuple[str, str], library: ctypes.C
 
 
 def test_refuses_a_tensor_that_tma_cannot_read(library: ctypes.CDLL) -> None:
-    x = torch.zeros(65, 64, dtype=torch.bfloat16)
+    x = torch.zeros(260, 64, dtype=torch.bfloat16)  # room for all four
     pointers = [ctypes.c_void_p(x.data_ptr())] * 4
     assert b"starts at a multiple of 16 bytes" in library.run_transposed(*pointers, 8)
+    pointers[1] = ctypes.c_void_p(x.data_ptr() + 8)  # where a bulk copy begins
+    assert b"at multiples of 16 bytes" in library.run_transposed(*pointers, 0)
+
+
+def test_refuses_tensor_maps_without_a_context(library: ctypes.CDLL) -> None:
+    """As the driver does, on a thread that has not used CUDA. The next call brings a context, and is served."""
+    said = []
+
+    def run() -> None:
+        for name in ("no context", "bf16 64 64", "no context"):
+            try:
+                said.append(products(library, name, torch.bfloat16, 64))
+            except RuntimeError as error:
+                said.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "current context" in said[0] and said[1] == said[2] < 0.1, said
 
 
 RACES = {  # what shows the error: a wrong result, or what the runner says
@@ -99,6 +120,7 @@ RACES = {  # what shows the error: a wrong result, or what the runner says
     "operand overwritten": "",
     "no product fence": "no wgmma_fence()",
     "no proxy fence": "",
+    "fence behind barrier": "no barrier since fence_async_proxy()",
     "no store barrier": "",
     "no read wait": "",
     "no store wait": "nobody waited for",
@@ -111,7 +133,8 @@ RACES = {  # what shows the error: a wrong result, or what the runner says
     "diverged": "lanes of one warp meet at different barriers",
     "no such barrier": "barriers 1 to 15 have a name, got 16",
     "not whole warps": "a barrier is for whole warps, got 40",
-    "too many registers": "registers",
+    "too many registers": "threads wait at more_registers",
+    "more is fewer": "a thread has 168, and asks for 160",
     "descriptor outside": "shared memory",
 }
 
@@ -128,3 +151,27 @@ def test_catches(name: str, library: ctypes.CDLL, setting: Setting) -> None:
             found.append(str(error))
     assert found
     assert all(RACES[name] in what for what in found if RACES[name]), found
+
+
+SLIPS = {  # in the order of hopper.cu's Slip: what shows them
+    "none": None,
+    "no barrier behind a proxy fence": "no barrier since fence_async_proxy()",
+    "one thread's fence for all": "only 1 threads of a warpgroup passed",
+    "a wait for products is no barrier": "a wrong result",
+    "inside a pattern of the swizzle": "the first of eight swizzled lines",
+    "uneven operand": "not start at a multiple of 16 bytes",
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_catches_slips(name: str, library: ctypes.CDLL, setting: Setting) -> None:
+    """Around a product of what threads have written."""
+    found = []
+    for values in SETTINGS:
+        setting(values)
+        out = torch.full((128,), torch.nan)
+        message = library.run_slip(list(SLIPS).index(name), ctypes.c_void_p(out.data_ptr())).decode()
+        if message or not torch.equal(out, torch.zeros(128)):
+            found.append(message or "a wrong result")
+    assert bool(found) == (SLIPS[name] is not None)
+    assert all(SLIPS[name] in what for what in found), found
