@@ -6,11 +6,13 @@ namespace fastattn {
 
 // Makes `device` the calling thread's current device while in scope, as a launch needs when it is another one's turn.
 // This is the only guard: the Python side passes tensors of any device and sets nothing.
+// Also where it is current: a thread that has not used CUDA yet has a device but no context, which the driver's functions want
+// (that for tensor maps is one); cudaSetDevice() makes it current.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : device_(device) {
     FASTATTN_CHECK(cudaGetDevice(&previous_));
-    if (previous_ != device_) FASTATTN_CHECK(cudaSetDevice(device_));
+    FASTATTN_CHECK(cudaSetDevice(device_));
   }
   ~DeviceGuard() {
     if (previous_ != device_) cudaSetDevice(previous_);
