@@ -96,6 +96,7 @@ class Consumer {
 
     wgmma_wait<kDk ? 1 : 0>();
     make_probabilities<kMasked>(s, h, m0, sees_bits);
+    if constexpr (!kDk) fence_async_proxy_after_reads();  // of the queries' numbers; all warps', as wgmma takes all four
     if constexpr (kDv && kBeside) {
       pack(p, s);
       wgmma_fence();
@@ -114,6 +115,7 @@ class Consumer {
     if constexpr (kSumsDq) {
       add_dq(dk, ds, h, m0);
     } else if constexpr (kDk) {
+      fence_async_proxy_after_reads();
       wgmma_fence();
       add_lines<T, kHeadDim>(dk, ds, q);
     }

@@ -46,6 +46,9 @@ __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarr
 // Makes this thread's writes to shared memory visible to the asynchronous proxy: to wgmma, TMA and bulk copies.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same instruction, where this thread has read what TMA or a bulk copy is to overwrite: its reads come first.
+__device__ __forceinline__ void fence_async_proxy_after_reads() { fence_async_proxy(); }
+
 // Named barrier `id` (1 to 15) of `threads` threads, whole warps: waits for all of them, or arrives and goes on.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
