@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -295,6 +296,15 @@ def test_backends_of_two_architectures_are_interchangeable(
         with monkeypatch.context() as changed:
             changed.setattr(sm90, "serves", lambda *t, n=tensors_of_one: len(t) == n and serves(*t))
             compare(p, solve(p, room_call("cuda", hopper, weights=False)), Results._fields)
+
+
+def test_a_thread_that_has_not_used_cuda(hopper: torch.device) -> None:
+    """Tensor maps want a context: the runner refuses to make them without."""
+    p, found = make(Lq=70, Lk=140, D=64, dtype=BFLOAT16, device=hopper), []
+    thread = threading.Thread(target=lambda: found.append(solve(p, room_call("cuda", hopper, weights=False))))
+    thread.start()
+    thread.join()
+    compare(p, found[0], Results._fields)
 
 
 def test_other_devices_are_left_alone(device: torch.device, calls: list[str]) -> None:
