@@ -231,6 +231,11 @@ def _mask(byte_per_pair: float) -> Callable[[str], Work]:
     return lambda case: Work("float32", 0, 4 * 4096**2 * byte_per_pair)
 
 
+def _spans(_: str) -> Work:
+    """Two numbers for each of (4, 4096) rows, and whether it is padding."""
+    return Work("float32", 0, 4 * 4096 * (8 + 1))
+
+
 _BITS = 1 / 8  # of a byte, for each element of a mask
 _TILE = 64 * 64
 _NORM_FORWARD = {"1": 256, "2": 512, "4": 1024}
@@ -258,6 +263,7 @@ CUDA: dict[str, Callable[[str], Work]] = {
     "attention::short_backward_kernel": _of_cuda(_attention(products=5, matrices=8, rows=1, batch=128, length=128)),
     "attention::weights_kernel": _of_cuda(_attention(products=1, matrices=2, rows=1, square=1)),
     "attention::alignment_kernel": _of_cuda(_attention(products=1, matrices=2, rows=2, special=0)),  # a key: 8 bytes
+    "attention::make_spans_kernel": _spans,
     "attention::pack_bits_kernel": _mask(1 + _BITS),
     "attention::transpose_bits_kernel": _mask(2 * _BITS),
     "attention::classify_tiles_kernel": _mask(_BITS + 1 / _TILE),

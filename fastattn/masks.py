@@ -135,6 +135,11 @@ class AttentionMask:
         return all(t is None for t in self._structure())
 
     @property
+    def bands(self) -> tuple[Band, Band]:
+        """(low, high) of the band that counts from the first query and key, and of that from the last."""
+        return self._bands["top_left"], self._bands["bottom_right"]
+
+    @property
     def counts_from_the_end(self) -> bool:
         """Whether a band counts from the last query and key, of the whole or of each packed sequence."""
         return self._bands["bottom_right"] != FREE

@@ -108,6 +108,18 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
 KINDS = tuple(mask_kinds(2, 2, 4, 4))
 
 
+def packed_and_padded(Lq: int, Lk: int, device: torch.device | str = "cpu") -> Kwargs:
+    """All but an attn_mask at once, for two samples; in one of them only padded queries might see some of the keys."""
+    tensors = {
+        "key_padding": torch.arange(Lk).expand(2, Lk) % 7 != 3,
+        "query_padding": prefix([Lq, Lq // 2], Lq),
+        "cu_seqlens_q": offsets(Lq // 2, 0, Lq // 3),
+        "cu_seqlens_k": offsets(Lk // 3, Lk // 5, Lk // 3),
+    }
+    window = {"window": (Lk // 4, 2), "align": "bottom_right"}
+    return {name: t.to(device) for name, t in tensors.items()} | window
+
+
 def sees(kwargs: Kwargs, b: int, h: int, i: int, j: int, Lq: int, Lk: int) -> bool:
     """May query i of head h of sample b see key j? Written from the docstring of AttentionMask, one pair at a time."""
     if kwargs.get("cu_seqlens_q") is not None:

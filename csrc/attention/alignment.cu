@@ -71,7 +71,7 @@ alignment_kernel(const Alignment p) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (i < walk.partial)
-        hide(s, half, sees<kBlockN, true>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
+        hide(s, half, sees<kBlockN>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
 #pragma unroll
       for (int j = 0; j < kTiles * 2; j++) {
         const float score = s[j / 2][2 * half + j % 2];

@@ -37,7 +37,7 @@ struct Shape {
 };
 
 // The tiles that hold work, for each batch, head and tile of the other axis; made by `prepare`. Of list i, the first
-// counts[i].x entries are partial tiles, whose bits must be read, and the next, up to counts[i].y, full ones.
+// counts[i].x entries are partial tiles, of which some is hidden, and the next, up to counts[i].y, full ones.
 // A stride of 0 broadcasts.
 struct TileLists {
   const int2* counts;          // (b, h, lists)
@@ -46,15 +46,20 @@ struct TileLists {
   int64_t stride_b, stride_h;  // in lists
 };
 
-// Who sees whom. Two kinds: bits == null, where query m sees key n if band_lo <= n - m <= band_hi (an absent band is
-// -seqlen_q, seqlen_k); else the bits say it, into which everything was folded, the band too. Kernels that want no lists,
-// those of short sequences among them, take key padding without bits: there a key that is not `seen` is hidden as well.
+// Who sees whom. A row sees a column if its interval holds it and its bits have it. Rows are queries and columns keys, or,
+// for a kernel whose rows are keys, the other way round.
+//   interval  the band, band_lo <= n - m <= band_hi (an absent one is -seqlen_q, seqlen_k); or, where there are spans, that
+//             of the row: for packed sequences, inside of which bands count, and where padding hides rows
+//   bits      one row for all: the columns that padding leaves; or, of a bool matrix alone, a row each, into which
+//             everything was folded. Nothing else takes memory of the size of the scores.
 struct Visibility {
   int band_lo, band_hi;
-  const uint32_t* bits;    // (b, h, rows, ceil(columns / 128), 4): a kernel whose rows are keys is given the transpose
-  int64_t bits_stride_b, bits_stride_h;  // in words
+  const int2* spans;  // (b, rows): columns x <= c < y; or null
+  int64_t spans_stride_b;
+  const uint32_t* bits;  // (b, h, rows or 1, ceil(columns / 128), 4); or null
+  int64_t bits_stride_b, bits_stride_h, bits_stride;  // in words; a stride of 0 broadcasts
   TileLists lists;
-  const uint32_t* seen;    // (b, h, ceil(seqlen_k / 32)): bit n % 32 of word n / 32, does some query see key n; or null
+  const uint32_t* seen;  // (b, h, ceil(seqlen_k / 128), 4): bits of the keys that some query sees, bias included; or null
   int64_t seen_stride_b, seen_stride_h;  // in words
 };
 

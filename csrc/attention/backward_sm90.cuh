@@ -59,13 +59,9 @@ template <class Tile>
 __device__ __forceinline__ bool clear_unseen_lines(Tile& tile, const Visibility& who, int b, int h, int n0, int keys,
                                                    int thread) {
   constexpr int kLines = sizeof tile[0] / kLineBytes;
-  if (who.seen == nullptr) return false;
-  const uint32_t* const seen = who.seen + b * who.seen_stride_b + h * who.seen_stride_h;
-  uint32_t all = ~0u;
-  for (int n = n0; n < min(n0 + kLines, keys); n += 32) all &= seen[n / 32];
-  if (all == ~0u) return false;
+  if (who.seen == nullptr || every_key_is_seen<kLines>(who, b, h, n0)) return false;
   const int n = n0 + thread;
-  if (thread < kLines && n < keys && (seen[n / 32] >> n % 32 & 1) == 0) clear_line(tile, thread);
+  if (thread < kLines && n < keys && !key_is_seen(who, b, h, n)) clear_line(tile, thread);
   return true;
 }
 

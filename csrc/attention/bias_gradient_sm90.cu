@@ -45,14 +45,10 @@ __device__ __forceinline__ Work work_of_block(const Shape& shape, const Sum& sum
 __device__ __forceinline__ bool holds_some(const Backward& p, int b, int h, int m0, int n0) {
   const Visibility& who = p.by_query;
   const int rows = min(kBlock, p.shape.seqlen_q - m0), lane = threadIdx.x % 32;
-  if (who.bits == nullptr) return n0 + kBlock - 1 - m0 >= who.band_lo && n0 - (m0 + rows - 1) <= who.band_hi;
   bool some = false;
-  for (int row = lane; row < rows; row += 32) {
-    const int64_t block = static_cast<int64_t>(m0 + row) * blocks_of(p.shape.seqlen_k, kBitBlock) + n0 / kBitBlock;
-    const uint32_t* words = who.bits + b * who.bits_stride_b + h * who.bits_stride_h + block * kBitWords;
-    const uint4 four = *reinterpret_cast<const uint4*>(words);
-    some |= (four.x | four.y | four.z | four.w) != 0;
-  }
+  for (int row = lane; row < rows; row += 32)
+    for (int c = 0; c < kBitWords; c++)
+      some |= seen_word<kBlock>(who, b, h, m0 + row, n0, p.shape.seqlen_k, who.band_lo, who.band_hi, c) != 0;
   return __ballot_sync(0xffffffffu, some) != 0;
 }
 

@@ -11,11 +11,22 @@ inline BitMatrix bit_matrix(const Integers<4>& t) {
   return {pointer<uint32_t>(t[0]), static_cast<int>(t[1]), static_cast<int>(t[2]), static_cast<int>(t[3])};
 }
 
-// mask: (start, end, stride, key_padding, stride, attn_mask, its strides)
-inline void pack_bits(const Integers<10>& mask, int heads, const Integers<4>& bits, int device, int64_t stream) {
+// sizes: (batch, rows, columns, sequences); bounds: low, high, from the start and from the end; offsets: of rows, of
+// columns; padding: (address, its stride)
+inline void make_spans(int64_t spans, const std::array<int, 4>& sizes, const Integers<4>& bounds, const Integers<2>& offsets,
+                       const Integers<2>& padding, int device, int64_t stream) {
   const DeviceGuard guard(device);
-  attention::pack_bits({pointer<int32_t>(mask[0]), pointer<int32_t>(mask[1]), mask[2], pointer<bool>(mask[3]), mask[4],
-                        pointer<bool>(mask[5]), mask[6], mask[7], mask[8], mask[9]},
+  attention::make_spans({pointer<int2>(spans), sizes[0], sizes[1], sizes[2], bounds[0], bounds[1], bounds[2], bounds[3],
+                         pointer<int32_t>(offsets[0]), pointer<int32_t>(offsets[1]), sizes[3], pointer<bool>(padding[0]),
+                         padding[1]},
+                        pointer<CUstream_st>(stream));
+}
+
+// mask: (spans, stride, key_padding, stride, attn_mask, its strides)
+inline void pack_bits(const Integers<9>& mask, int heads, const Integers<4>& bits, int device, int64_t stream) {
+  const DeviceGuard guard(device);
+  attention::pack_bits({pointer<int2>(mask[0]), mask[1], pointer<bool>(mask[2]), mask[3], pointer<bool>(mask[4]), mask[5],
+                        mask[6], mask[7], mask[8]},
                        heads, bit_matrix(bits), pointer<CUstream_st>(stream));
 }
 
@@ -24,9 +35,13 @@ inline void transpose_bits(const Integers<4>& bits, int64_t transposed, int devi
   attention::transpose_bits(bit_matrix(bits), pointer<uint32_t>(transposed), pointer<CUstream_st>(stream));
 }
 
-inline void classify_tiles(const Integers<4>& bits, int block_m, int block_n, int64_t classes, int device, int64_t stream) {
+// sizes: (batch, heads, seqlen_q, seqlen_k) of classes
+inline void classify_tiles(int64_t classes, const std::array<int, 4>& sizes, int block_m, int block_n, const Who& who,
+                           int device, int64_t stream) {
   const DeviceGuard guard(device);
-  attention::classify_tiles(bit_matrix(bits), block_m, block_n, pointer<uint8_t>(classes), pointer<CUstream_st>(stream));
+  attention::classify_tiles({pointer<uint8_t>(classes), sizes[0], sizes[1], sizes[2], sizes[3], block_m, block_n,
+                             visibility(who)},
+                            pointer<CUstream_st>(stream));
 }
 
 inline void list_tiles(int64_t classes, int matrices, int row_tiles, int column_tiles, bool by_key, int64_t counts,
@@ -36,19 +51,20 @@ inline void list_tiles(int64_t classes, int matrices, int row_tiles, int column_
                         pointer<int32_t>(tiles), pointer<CUstream_st>(stream));
 }
 
-// sizes: (batch, heads, seqlen_q, seqlen_k) of seen; band: (band_lo, band_hi); bits: (address, its strides);
-// padding: (address, its stride)
-inline void seen_keys(int64_t seen, const std::array<int, 4>& sizes, const std::array<int, 2>& band, const Integers<3>& bits,
-                      const Integers<2>& padding, const Integers<6>& added, int device, int64_t stream) {
+// sizes: (batch, heads, seqlen_q, seqlen_k) of seen; band: (band_lo, band_hi); what follows as (address, its strides)
+inline void seen_keys(int64_t seen, const std::array<int, 4>& sizes, const std::array<int, 2>& band, const Integers<2>& spans,
+                      const Integers<3>& bits, const Integers<2>& queries, const Integers<2>& padding,
+                      const Integers<6>& added, int device, int64_t stream) {
   const DeviceGuard guard(device);
   attention::seen_keys({pointer<uint32_t>(seen), sizes[0], sizes[1], sizes[2], sizes[3], band[0], band[1],
-                        pointer<uint32_t>(bits[0]), bits[1], bits[2], pointer<bool>(padding[0]), padding[1], bias(added)},
+                        pointer<int2>(spans[0]), spans[1], pointer<uint32_t>(bits[0]), bits[1], bits[2],
+                        pointer<uint32_t>(queries[0]), queries[1], pointer<bool>(padding[0]), padding[1], bias(added)},
                        pointer<CUstream_st>(stream));
 }
 
 // Each tensor as (address, its strides but the last, which is 1); dropout as (rng_state, threshold, scale).
 inline void forward(const Integers<4>& q, const Integers<4>& k, const Integers<4>& v, const Integers<4>& out, int64_t lse,
-                    const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who, const Integers<6>& added,
+                    const std::array<int, 7>& sizes, float softmax_scale, const Who& who, const Integers<6>& added,
                     int64_t rng_state, uint32_t threshold, float scale, int dtype, bool tf32, int device, int64_t stream) {
   const DeviceGuard guard(device);
   attention::forward({rows(q), rows(k), rows(v), rows(out), pointer<float>(lse), shape(sizes), softmax_scale, visibility(who),
@@ -64,7 +80,7 @@ inline std::array<int, 2> forward_tile(const std::array<int, 7>& sizes, int dtyp
 // out: (address, its stride along the batch); heads: (first, step, count)
 inline void weights(const Integers<4>& q, const Integers<4>& k, int64_t lse, int64_t totals, const Integers<2>& out,
                     const std::array<int, 3>& heads, bool mean, const std::array<int, 7>& sizes, float softmax_scale,
-                    const Integers<13>& who, const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale,
+                    const Who& who, const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale,
                     int dtype, bool tf32, int device, int64_t stream) {
   const DeviceGuard guard(device);
   attention::weights({rows(q), rows(k), pointer<float>(lse), pointer<float>(totals), pointer<void>(out[0]), out[1], heads[0],
@@ -74,7 +90,7 @@ inline void weights(const Integers<4>& q, const Integers<4>& k, int64_t lse, int
 }
 
 inline void alignment(const Integers<4>& q, const Integers<4>& k, int64_t keys, const std::array<int, 7>& sizes,
-                      float softmax_scale, const Integers<13>& who, const Integers<6>& added, int dtype, bool tf32,
+                      float softmax_scale, const Who& who, const Integers<6>& added, int dtype, bool tf32,
                       int device, int64_t stream) {
   const DeviceGuard guard(device);
   attention::alignment({rows(q), rows(k), pointer<int64_t>(keys), shape(sizes), softmax_scale, visibility(who), bias(added),
@@ -84,7 +100,7 @@ inline void alignment(const Integers<4>& q, const Integers<4>& k, int64_t keys, 
 
 // matrices: q, k, v, out, dout, dq, dk, dv; rows: lse, dlse, delta, remainder, dbias_keys; dbias: (address, batch, heads)
 inline void backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>& vectors, const std::array<int, 7>& sizes,
-                     float softmax_scale, float coarse_from, const Integers<13>& by_query, const Integers<13>& by_key,
+                     float softmax_scale, float coarse_from, const Who& by_query, const Who& by_key,
                      const Integers<6>& added, const Integers<3>& dbias, int64_t rng_state, uint32_t threshold, float scale,
                      int dtype, bool tf32, int device, int64_t stream_) {
   const DeviceGuard guard(device);
@@ -107,7 +123,7 @@ inline bool is_short(const std::array<int, 7>& sizes, int dtype, int device) {
 
 // matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse, dbias
 inline void short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<3>& vectors,
-                           const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who,
+                           const std::array<int, 7>& sizes, float softmax_scale, const Who& who,
                            const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale, int dtype,
                            bool tf32, int device, int64_t stream) {
   const DeviceGuard guard(device);
@@ -126,6 +142,7 @@ inline std::array<int, 2> backward_tile(const std::array<int, 7>& sizes, int dty
 }
 
 inline void bind(pybind11::module_& m) {
+  m.def("attention_make_spans", make_spans);
   m.def("attention_pack_bits", pack_bits);
   m.def("attention_transpose_bits", transpose_bits);
   m.def("attention_classify_tiles", classify_tiles);

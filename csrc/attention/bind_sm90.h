@@ -8,7 +8,7 @@ namespace fastattn::attention::bindings_sm90 {
 
 // Each tensor as (address, its strides but the last, which is 1); dropout as (rng_state, threshold, scale).
 inline void forward(const Integers<4>& q, const Integers<4>& k, const Integers<4>& v, const Integers<4>& out, int64_t lse,
-                    const std::array<int, 7>& sizes, float softmax_scale, const Integers<13>& who, const Integers<6>& added,
+                    const std::array<int, 7>& sizes, float softmax_scale, const Who& who, const Integers<6>& added,
                     int64_t rng_state, uint32_t threshold, float scale, int dtype, int64_t next_work, int device,
                     int64_t stream) {
   const DeviceGuard guard(device);
@@ -21,7 +21,7 @@ inline void forward(const Integers<4>& q, const Integers<4>& k, const Integers<4
 // sum: dq's, or null; dbias: (address or null, its batch, its heads)
 inline void backward(const std::array<Integers<4>, 8>& matrices, const Integers<5>& vectors, const Integers<3>& padded,
                      int64_t sum, const std::array<int, 7>& sizes, float softmax_scale, float coarse_from,
-                     const Integers<13>& by_query, const Integers<13>& by_key, const Integers<6>& added,
+                     const Who& by_query, const Who& by_key, const Integers<6>& added,
                      const Integers<3>& dbias, int64_t rng_state, uint32_t threshold, float scale, int dtype, int device,
                      int64_t stream_) {
   const DeviceGuard guard(device);

@@ -7,9 +7,9 @@
 //   of the other runs; blocks of one multiprocessor fill each other's waits.
 // Short sequences, Lq and Lk up to 128, of 16-bit types and head dimensions up to 128: one block a (batch, head), with as
 //   many warps as 16 queries want, so that k and v are read once. They want no lists: a block sees for itself how far keys
-//   are padding, and a band with key padding needs no bits either: nothing of the size of the scores is in memory. Up to
-//   head dimension 64 a kernel of their own takes 32 keys a tile: its 128 registers leave room for 16 warps, two blocks of
-//   128 queries, where 64 keys would leave room for one block. float32 goes the way of long ones, by blocks of 64 queries.
+//   are padding. Up to head dimension 64 a kernel of their own takes 32 keys a tile: its 128 registers leave room for 16
+//   warps, two blocks of 128 queries, where 64 keys would leave room for one block. float32 goes the way of long ones, by
+//   blocks of 64 queries.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
   // Keys that no query of the tile sees are left out: what they hold is nobody's business.
   Walk walk = plan_walk<kBlockN>(who, b, h, m0, block_m, Lq, Lk, who.band_lo, who.band_hi);
   if (kThreads == 0 && mask_every_tile(walk, who))  // a tail of padding need not be visited
-    while (walk.count > 0 && !tile_is_seen<kBlockN>(who, b, h, walk.tile(walk.count - 1) * kBlockN, Lk))
+    while (walk.count > 0 && !some_key_is_seen<kBlockN>(who, b, h, walk.tile(walk.count - 1) * kBlockN))
       walk.partial = --walk.count;
   const int first_key = m0 + who.band_lo, last_key = min(m0 + block_m, Lq) - 1 + who.band_hi;
   const auto load_keys = [&](unsigned char* tile, const Rows& of, int columns, int i) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (i < walk.partial)
-        hide(s, half, sees<kBlockN, kThreads == 0>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
+        hide(s, half, sees<kBlockN>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
       float max = row_max[half];
 #pragma unroll
       for (int j = 0; j < kTiles * 2; j++) max = fmaxf(max, s[j / 2][2 * half + j % 2]);

@@ -9,8 +9,7 @@
 //   that everything is read once, in one launch. At head dimension 64, 128 queries and keys, a tile reads and writes 64 KiB,
 //   2.1 us of a multiprocessor's share of 4 TB/s; k and v of the tile after, 32 KiB, are copied meanwhile, q after the product
 //   of the scores. The sm_80 kernel reads the same bytes in blocks of their own, two a multiprocessor, with mma.sync at half the
-//   rate: nothing says that it would be faster, and a record must decide. Where keys are one tile there are no lists, and key
-//   padding has no bits: it is read from the seen keys, as in the sm_80 kernel.
+//   rate: nothing says that it would be faster, and a record must decide. Where keys are one tile there are no lists.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
 // Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), the sum (kHeadDim / 2).
 // Shared memory: the queries, two stages of keys and of values, the output on its way out.
@@ -20,7 +19,7 @@
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and the exponentials of a tile, 64 a thread and two
 //   factors, stand between the wait for its scores and the wait for the last P V. test_compile_sm90.py asserts both.
 // Dropped: 240 registers for a consumer and 24 for the producer, which then spills 32 to 44 bytes; a template parameter for
-//   the kind of mask, as a band and bits are one word a row once they are looked up, and full tiles have no mask code.
+//   the kind of mask, as band, spans and bits are one word a row once they are looked up, and full tiles have no mask code.
 #include "attention/forward_sm90.cuh"
 #include "common/check.h"
 #include "common/mma.cuh"
@@ -184,8 +183,8 @@ class Consumer {
     const Visibility& who = a_.p.visibility;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      rows[r].sees = sees<kBlockN, true>(who, work.b, work.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k,
-                                         who.band_lo, who.band_hi);
+      rows[r].sees = sees<kBlockN>(who, work.b, work.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k,
+                                   who.band_lo, who.band_hi);
   }
 
   // Scaled scores, the bias added.
@@ -210,14 +209,10 @@ class Consumer {
   // Values of keys that no query sees may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
   __device__ __forceinline__ void clean_values(const Work& work, int n0) {
     const Visibility& who = a_.p.visibility;
-    if (who.seen == nullptr) return;
-    const uint32_t* const seen = who.seen + work.b * who.seen_stride_b + work.h * who.seen_stride_h;
-    uint32_t all = ~0u;
-    for (int n = n0; n < min(n0 + kBlockN, a_.p.shape.seqlen_k); n += 32) all &= seen[n / 32];
-    if (all == ~0u) return;
+    if (who.seen == nullptr || every_key_is_seen<kBlockN>(who, work.b, work.h, n0)) return;
     shared_.full_v[values_.stage].wait(values_.phase);
     const int line = thread_, n = n0 + line;
-    if (line < kBlockN && n < a_.p.shape.seqlen_k && (seen[n / 32] >> n % 32 & 1) == 0)
+    if (line < kBlockN && n < a_.p.shape.seqlen_k && !key_is_seen(who, work.b, work.h, n))
       clear_line(shared_.v[values_.stage], line);
     fence_async_proxy();
     named_barrier_sync(kOfGroup + group_, kGroup);

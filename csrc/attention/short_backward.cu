@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     for (int half = 0; half < 2; half++) {
       const int m = m0 + row + g + 8 * half;
       shift[half] = exponent.shift(m < shape.seqlen_q ? p.lse[row0 + m] : -kInfinity);
-      bits[half] = sees<32, true>(who, b, h, m, shape.seqlen_q, key, shape.seqlen_k, who.band_lo, who.band_hi);
+      bits[half] = sees<32>(who, b, h, m, shape.seqlen_q, key, shape.seqlen_k, who.band_lo, who.band_hi);
     }
     i == 0 ? cp_async_wait<1>() : cp_async_wait<0>();
     __syncthreads();

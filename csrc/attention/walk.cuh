@@ -39,65 +39,41 @@ __device__ __forceinline__ Walk plan_walk(const Visibility& who, int64_t b, int6
   return walk;
 }
 
-// Without lists nobody knows in which tiles bits, or keys that nobody sees, hide something: then every tile is a partial one.
+// Without lists nobody knows in which tiles something is hidden, but by a band alone: then every tile is a partial one.
 __device__ __forceinline__ bool mask_every_tile(Walk& walk, const Visibility& who) {
   if (walk.list != nullptr || who.seen == nullptr) return false;
   walk.left = walk.partial = walk.count;
   return true;
 }
 
-// How many of a lane's columns, 8j + 2c + {0, 1} with c = lane % 4, lie before column `end` of a tile.
-__device__ __forceinline__ int columns_before(int end) {
-  return end / 8 * 2 + min(max(end % 8 - 2 * static_cast<int>(threadIdx.x % 4), 0), 2);
-}
-
-__device__ __forceinline__ uint32_t first_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
-
-// Of a word of 32 columns, those of this lane: bit 2j + e is column 8j + 2c + e.
-__device__ __forceinline__ uint32_t columns_of_lane(uint32_t word) {
-  word = word >> threadIdx.x % 4 * 2 & 0x03030303u;
-  word = (word | word >> 6) & 0x000f000fu;
-  return (word | word >> 12) & 0xffu;
-}
-
-// Which of its columns in a tile of kColumns from `column` on a row sees: bit 2j + e is column 8j + 2c + e.
-// columns: how many there are; low, high: as in plan_walk. kBySeen: without bits, columns are keys that `seen` may hide.
-template <int kColumns, bool kBySeen = false>
+// Which of this lane's columns in a tile of kColumns from `column` on a row sees: bit 2j + e is column
+// 8j + 2 (lane % 4) + e. columns: how many there are; low, high: as in plan_walk.
+template <int kColumns>
 __device__ __forceinline__ uint32_t sees(const Visibility& who, int64_t b, int64_t h, int row, int rows, int column,
                                          int columns, int low, int high) {
-  static_assert(kBitBlock % kColumns == 0, "a tile lies in one block of bits");
-  if (row >= rows) return 0;
-  if (who.bits != nullptr) {
-    const int64_t block = static_cast<int64_t>(row) * blocks_of(columns, kBitBlock) + column / kBitBlock;
-    const uint32_t* words = who.bits + b * who.bits_stride_b + h * who.bits_stride_h + block * kBitWords;
-    return words[threadIdx.x % 4] >> (column % kBitBlock / 4);
-  }
-  const int begin = min(max(row + low - column, 0), kColumns), end = min(min(row + high + 1, columns) - column, kColumns);
-  uint32_t inside = end > begin ? first_bits(columns_before(end)) & ~first_bits(columns_before(begin)) : 0;
-  if (kBySeen && who.seen != nullptr) {
-    const uint32_t* seen = who.seen + b * who.seen_stride_b + h * who.seen_stride_h + column / 32;
-    uint32_t kept = 0;
-#pragma unroll
-    for (int i = 0; i < kColumns / 32; i++)
-      if (column + 32 * i < columns) kept |= columns_of_lane(seen[i]) << 8 * i;
-    inside &= kept;
-  }
-  return inside;
+  return row < rows ? seen_word<kColumns>(who, b, h, row, column, columns, low, high, threadIdx.x % 4) : 0;
 }
 
 // Does the mask, bias included, leave key n to some query? Keys that a band hides are not asked for.
 __device__ __forceinline__ bool key_is_seen(const Visibility& who, int64_t b, int64_t h, int n) {
-  return who.seen == nullptr || (who.seen[b * who.seen_stride_b + h * who.seen_stride_h + n / 32] >> n % 32 & 1) != 0;
+  return who.seen == nullptr || has_bit(who.seen + b * who.seen_stride_b + h * who.seen_stride_h, n);
 }
 
-// The same of any of the keys n0 .. n0 + kKeys - 1; n0 is a multiple of 32.
+// The same of some, or of every one, of the tile of kKeys keys from n0 on, where who.seen is not null. Past the last key
+// nothing is seen.
+__device__ __forceinline__ uint4 seen_words(const Visibility& who, int64_t b, int64_t h, int n0) {
+  const uint32_t* row = who.seen + b * who.seen_stride_b + h * who.seen_stride_h;
+  return *reinterpret_cast<const uint4*>(row + n0 / kBitBlock * kBitWords);
+}
 template <int kKeys>
-__device__ __forceinline__ bool tile_is_seen(const Visibility& who, int64_t b, int64_t h, int n0, int keys) {
-  uint32_t some = 0;
-#pragma unroll
-  for (int n = n0; n < n0 + kKeys; n += 32)
-    if (n < keys) some |= who.seen[b * who.seen_stride_b + h * who.seen_stride_h + n / 32];
-  return some != 0;
+__device__ __forceinline__ bool some_key_is_seen(const Visibility& who, int64_t b, int64_t h, int n0) {
+  const uint4 words = seen_words(who, b, h, n0);
+  return ((words.x | words.y | words.z | words.w) >> n0 % kBitBlock / 4 & first_bits(kKeys / 4)) != 0;
+}
+template <int kKeys>
+__device__ __forceinline__ bool every_key_is_seen(const Visibility& who, int64_t b, int64_t h, int n0) {
+  const uint4 words = seen_words(who, b, h, n0);
+  return (~(words.x & words.y & words.z & words.w) >> n0 % kBitBlock / 4 & first_bits(kKeys / 4)) == 0;
 }
 
 }  // namespace fastattn::attention

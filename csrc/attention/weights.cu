@@ -83,7 +83,7 @@ weights_kernel(const Weights p, bool adds_up) {
       const bool inside = m + 8 * half < Lq;
       const float lse = inside ? p.lse[row + 8 * half] : -kInfinity;
       const float shift = lse == -kInfinity ? 0.0f : exponent.folded ? lse * kLog2e : lse;  // without, all scores are -inf
-      hide(s, half, sees<kBlockN, true>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
+      hide(s, half, sees<kBlockN>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
       exponent.apply(s, half, shift);
       if (dropout.active() && !adds_up) drop(s, half, dropout, row + 8 * half, n0);
       const float total = p.totals != nullptr && !adds_up && inside ? p.totals[row + 8 * half] : 1.0f;

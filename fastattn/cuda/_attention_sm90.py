@@ -55,7 +55,7 @@ def forward(
     """Fills out and lse."""
     module = extension(q.device)
     block_m, block_n = module.attention_fwd_sm90_tile(max(q.shape[3], v.shape[3]))
-    if k.shape[2] <= block_n:  # one tile of keys: no lists, and no bits for key padding
+    if k.shape[2] <= block_n:  # one tile of keys: no lists
         block_m = 0
     who, kept = _visibility.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
     next_work = torch.empty(1, dtype=torch.int32, device=q.device)

@@ -1,7 +1,7 @@
 """From an AttentionMask to what the CUDA kernels read: csrc/attention/attention.h says the formats.
 
-Bits, their transpose and tile lists are made once a mask, on the device, and kept with it; the keys that somebody sees
-too, unless a bias, which may be another one at every call, has a say.
+All of it is made once a mask, on the device, and kept with it; but the keys that somebody sees only where no bias,
+which may be another one at every call, has a say.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fastattn.cuda import DTYPES, address, device_index, extension, stream
 from fastattn.masks import AttentionMask
 
 BIT_BLOCK, BIT_WORDS = 128, 4  # kBitBlock and kBitWords
+_FAR = 2**40  # no bound, among those of a band
 
 
 class TileLists(NamedTuple):
@@ -24,22 +25,50 @@ class TileLists(NamedTuple):
     tiles: Tensor
 
 
+def spans(mask: AttentionMask, Lq: int, Lk: int, by_key: bool, device: torch.device) -> Tensor:
+    """int32 (B or 1, Lq, 2): query i sees only keys [i, 0] <= j < [i, 1]. Band, packed sequences and query padding are
+    folded in. Or, by_key, (B or 1, Lk, 2), the same of the mask transposed: which queries a key is seen by."""
+
+    def build() -> Tensor:
+        sides = [(Lq, mask.cu_seqlens_q), (Lk, mask.cu_seqlens_k)]
+        padding, bounds = mask.query_padding, mask.bands
+        if by_key:
+            sides.reverse()
+            padding, bounds = mask.key_padding, [(_minus(high), _minus(low)) for low, high in bounds]
+        (rows, of_rows), (columns, of_columns) = sides
+        batch = 1 if padding is None else len(padding)
+        out = torch.empty(batch, rows, 2, dtype=torch.int32, device=device)
+        sequences = 0 if of_rows is None else len(of_rows) - 1
+        limits = [_limit(n, far) for band in bounds for n, far in zip(band, (-_FAR, _FAR), strict=True)]
+        offsets = [None if t is None else t.contiguous() for t in (of_rows, of_columns)]
+        extension(device).attention_make_spans(
+            address(out), (batch, rows, columns, sequences), limits, [*map(address, offsets)],
+            _with_strides(padding, 1), *_place(out),
+        )  # fmt: skip
+        return out
+
+    return mask.cached(("spans", Lq, Lk, by_key, device), build)
+
+
+def real_queries(mask: AttentionMask, device: torch.device) -> Tensor | None:
+    """int32 (B or 1, 1, ceil(Lq / 128), 4): bits of the queries that are no padding; None: all are."""
+    padding = mask.query_padding
+    if padding is None:
+        return None
+    sees_one = AttentionMask(key_padding=padding)  # of one query, which sees these
+    return mask.cached(("real_queries", device), lambda: seen_keys(sees_one, 1, padding.shape[1], device))
+
+
 def bits(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> Tensor:
-    """int32 (B or 1, H or 1, Lq, ceil(Lk / 128), 4): everything but the bias. Not for a mask that is band_only."""
+    """int32 (B or 1, H or 1, Lq, ceil(Lk / 128), 4): everything but the bias, of a mask that has an attn_mask."""
     return mask.cached(("bits", Lq, Lk, device), lambda: _build_bits(mask, Lq, Lk, device))
 
 
 def _build_bits(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> Tensor:
-    start, end = (t.contiguous() for t in mask.intervals(Lq, Lk, device))
-    padding, dense = mask.key_padding, mask.attn_mask
-    B = max(len(t) for t in (start, padding, dense) if t is not None)
-    H = 1 if dense is None else dense.shape[1]
+    intervals, padding, dense = spans(mask, Lq, Lk, False, device), mask.key_padding, mask.attn_mask
+    B, H = max(len(t) for t in (intervals, padding, dense) if t is not None), dense.shape[1]
     words = torch.empty(B, H, Lq, _blocks(Lk, BIT_BLOCK), BIT_WORDS, dtype=torch.int32, device=device)
-    given = (
-        *(address(start), address(end), broadcast_strides(start, 1)[0]),
-        *(address(padding), 0 if padding is None else broadcast_strides(padding, 1)[0]),
-        *(address(dense), *((0,) * 4 if dense is None else broadcast_strides(dense, 4))),
-    )
+    given = (*_spans_with_stride(intervals), *_with_strides(padding, 1), *_with_strides(dense, 4))
     extension(device).attention_pack_bits(given, H, _bit_matrix(words, Lk), *_place(words))
     return words
 
@@ -62,11 +91,12 @@ def tile_lists(
     """The tiles of block_m queries by block_n keys that hold work: a list for each query tile or, by_key, key tile."""
 
     def classify() -> Tensor:
-        words = bits(mask, Lq, Lk, device)
-        shape = (*words.shape[:2], _blocks(Lq, block_m), _blocks(Lk, block_n))
-        classes = torch.empty(shape, dtype=torch.uint8, device=device)
-        matrix = _bit_matrix(words, Lk)
-        extension(device).attention_classify_tiles(matrix, block_m, block_n, address(classes), *_place(words))
+        who, kept = _who_sees(mask, Lq, Lk, False, device)
+        B, H = max(map(len, kept), default=1), 1 if mask.attn_mask is None else mask.attn_mask.shape[1]
+        classes = torch.empty(B, H, _blocks(Lq, block_m), _blocks(Lk, block_n), dtype=torch.uint8, device=device)
+        extension(device).attention_classify_tiles(
+            address(classes), (B, H, Lq, Lk), block_m, block_n, (*who, *(0,) * 8), *_place(classes)
+        )
         return classes
 
     def build() -> TileLists:
@@ -85,20 +115,25 @@ def tile_lists(
 
 
 def seen_keys(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> Tensor:
-    """int32 (B or 1, H or 1, ceil(Lk / 32)): bit n % 32 of word n / 32, does some query see key n."""
+    """int32 (B or 1, H or 1, ceil(Lk / 128), 4): bits of the keys that some query sees, the bias included."""
 
     def build() -> Tensor:
-        words = None if keys_alone(mask) else bits(mask, Lq, Lk, device)
-        padding = mask.key_padding if words is None else None
-        rows = None if padding is None else padding[:, None]
-        shapes = [t.shape for t in (words, rows, mask.bias) if t is not None]
-        B, H = (max(shape[i] for shape in shapes) for i in range(2))
-        seen = torch.empty(B, H, _blocks(Lk, 32), dtype=torch.int32, device=device)
+        words = by_key = queries = None
+        if mask.attn_mask is not None:
+            words = bits(mask, Lq, Lk, device)
+        else:
+            queries = real_queries(mask, device)
+            by_key = None if mask.cu_seqlens_k is None else spans(mask, Lq, Lk, True, device)
+        padding = mask.key_padding
+        given = (t for t in (words, by_key, queries, padding, mask.bias) if t is not None)
+        heads = (t.shape[1] for t in (words, mask.bias) if t is not None)
+        B, H = max(map(len, given), default=1), max(heads, default=1)
+        seen = torch.empty(B, H, _blocks(Lk, BIT_BLOCK), BIT_WORDS, dtype=torch.int32, device=device)
         if Lq == 0:
             return seen.zero_()
         extension(device).attention_seen_keys(
-            address(seen), (B, H, Lq, Lk), band(mask, Lq, Lk), _with_strides(words, 2), _with_strides(padding, 1),
-            bias(mask), *_place(seen),
+            address(seen), (B, H, Lq, Lk), band(mask, Lq, Lk), _spans_with_stride(by_key), _with_strides(words, 2),
+            _with_strides(queries, 1), _with_strides(padding, 1), bias(mask), *_place(seen),
         )  # fmt: skip
         return seen
 
@@ -107,29 +142,48 @@ def seen_keys(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> Te
 
 def visibility(
     mask: AttentionMask | None, Lq: int, Lk: int, block_m: int, block_n: int, by_key: bool, device: torch.device
-) -> tuple[tuple[int, ...], list[Tensor | None]]:
+) -> tuple[tuple[int, ...], list[Tensor]]:
     """The integers of struct Visibility, and the tensors whose addresses are among them: keep those until the launch.
 
-    by_key: for a kernel that walks along the queries of a key tile; its bits are the transposed ones. block_m 0: for a
-    kernel that wants no lists, and takes key padding without bits.
+    by_key: for a kernel that walks along the queries of a key tile, whose rows are keys. block_m 0: for a kernel that
+    wants no lists.
     """
 
-    def build() -> tuple[tuple[int, ...], list[Tensor | None]]:
-        seen = None if mask is None or (mask.band_only and mask.bias is None) else seen_keys(mask, Lq, Lk, device)
-        if mask is None or mask.band_only or (block_m == 0 and keys_alone(mask)):
-            return (*band(mask, Lq, Lk), *(0,) * 8, *_with_strides(seen, 2)), [seen]
-        words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
+    def build() -> tuple[tuple[int, ...], list[Tensor]]:
+        if mask is None or (mask.band_only and mask.bias is None):
+            return (*band(mask, Lq, Lk), *(0,) * 14), []
+        who, kept = _who_sees(mask, Lq, Lk, by_key, device)
+        seen = seen_keys(mask, Lq, Lk, device)
         lists, listed = (), (0,) * 5
-        if block_m > 0:
+        if block_m > 0 and not mask.band_only:
             lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
             list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
             listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
-        numbers = (-Lq, Lk, *_with_strides(words, 2), *listed, *_with_strides(seen, 2))
-        return numbers, [seen, words, *lists]
+        return (*who, *listed, *_with_strides(seen, 2)), [seen, *kept, *lists]
 
     if mask is None or mask.bias is not None:
         return build()
     return mask.cached(("visibility", Lq, Lk, block_m, block_n, by_key, device), build)
+
+
+def _who_sees(
+    mask: AttentionMask, Lq: int, Lk: int, by_key: bool, device: torch.device
+) -> tuple[tuple[int, ...], list[Tensor]]:
+    """Band, spans and bits of struct Visibility, without the bias."""
+    intervals = words = None
+    if mask.attn_mask is not None:
+        words = (transposed_bits if by_key else bits)(mask, Lq, Lk, device)
+    else:
+        of_rows, of_columns = mask.query_padding, mask.key_padding
+        if by_key:
+            of_rows, of_columns = of_columns, of_rows
+        if of_rows is not None or mask.cu_seqlens_q is not None:
+            intervals = spans(mask, Lq, Lk, by_key, device)
+        if of_columns is not None:
+            row = real_queries(mask, device) if by_key else seen_keys(mask.with_bias(None), Lq, Lk, device)
+            words = row[:, :, None]
+    numbers = (*band(mask, Lq, Lk), *_spans_with_stride(intervals), *_with_strides(words, 3))
+    return numbers, [t for t in (intervals, words) if t is not None]
 
 
 def elements(
@@ -139,15 +193,9 @@ def elements(
     return visibility(mask, Lq, Lk, 0, 0, False, device)
 
 
-def keys_alone(mask: AttentionMask) -> bool:
-    """Whether a band and key padding, nothing else, say who sees whom: query m sees key n if the band lets it, and n is
-    seen at all."""
-    return all(t is None for t in (mask.attn_mask, mask.query_padding, mask.cu_seqlens_q))
-
-
 def band(mask: AttentionMask | None, Lq: int, Lk: int) -> tuple[int, int]:
     """(band_lo, band_hi) of struct Visibility, in 32 bits: query m sees no key n but by band_lo <= n - m <= band_hi."""
-    low, high = (None if mask is None or not keys_alone(mask) else mask.band(Lq, Lk)) or (-Lq, Lk)
+    low, high = (None if mask is None or mask.cu_seqlens_q is not None else mask.band(Lq, Lk)) or (-Lq, Lk)
     return max(min(low, Lk), -Lq), max(min(high, Lk), -Lq)
 
 
@@ -175,6 +223,20 @@ def broadcast_strides(t: Tensor, dims: int) -> tuple[int, ...]:
 
 def _with_strides(t: Tensor | None, dims: int) -> tuple[int, ...]:
     return (0,) * (dims + 1) if t is None else (address(t), *broadcast_strides(t, dims))
+
+
+def _spans_with_stride(t: Tensor | None) -> tuple[int, int]:
+    """The stride is in pairs."""
+    given, stride_b = _with_strides(t, 1)
+    return given, stride_b // 2
+
+
+def _limit(bound: int | None, far: int) -> int:
+    return far if bound is None else max(-_FAR, min(bound, _FAR))
+
+
+def _minus(bound: int | None) -> int | None:
+    return None if bound is None else -bound
 
 
 def _bit_matrix(words: Tensor, columns: int) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_checks import Problem, make
-from mask_cases import KINDS, prefix
+from mask_cases import KINDS, mask_kinds, prefix
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import fastattn.cuda
 from fastattn import AttentionMask
 from fastattn.cuda import _attention_short as short
+from fastattn.cuda import _visibility
 from fastattn.cuda import attention as room
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -96,12 +97,12 @@ SHORT = [(dtype, D) for dtype in (BFLOAT16, FLOAT16) for D in (40, 64, 128)] + [
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"is_causal": True, "key_padding": prefix([90, 40, 0], 90)}])
 def test_short_sequences_take_one_launch_each_way(mask: dict[str, Any], capability: str, noted: Noted) -> None:
     """A block for each (batch, head), but for the forward of float32 beyond 64 queries and Hopper's, whose blocks take
-    one after the other. Nothing is as large as the scores, of which 16-bit types have no bits for padding either; of dq
-    there is no copy in float32."""
+    one after the other. Nothing is as large as the scores, of which padding has no bits either; of dq there is no copy
+    in float32."""
     for (dtype, D), Lq in itertools.product(SHORT, (128, 60)):
         calls = Calls(make(B=3, H=2, Lq=Lq, Lk=90, D=D, dtype=dtype, mask=mask, dropout_p=0.1))
         prepared = len(noted(capability, calls.forward)) - 1  # once a mask
-        assert prepared == ("key_padding" in mask) * (4 if dtype == FLOAT32 else 1), "16 bits: the seen keys alone"
+        assert prepared == ("key_padding" in mask) * (3 if dtype == FLOAT32 else 1), "seen keys; float32: tiles, lists"
         with Watch() as forward:
             (launch,) = noted(capability, calls.forward)
         hopper = capability == "90" and dtype != FLOAT32
@@ -131,8 +132,11 @@ def test_99_kib_of_shared_memory(dtype: torch.dtype, noted: Noted, monkeypatch: 
 
 @pytest.mark.parametrize("capability", ["80", "90"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_host_asks_for_no_answer(kind: str, capability: str, noted: Noted) -> None:
-    """Masks are prepared, and kernels launched, without a look at a value on the device."""
+def test_the_host_asks_for_no_answer(kind: str, capability: str, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are prepared, and kernels launched, without a look at a value on the device. Nothing but an attn_mask takes
+    bits of the size of the scores."""
+    if "attn_mask" not in mask_kinds(1, 1, 4, 4)[kind]:
+        monkeypatch.setattr(_visibility, "_build_bits", None)
     for L in (40, 200):
         calls = Calls(make(Lq=L, Lk=L + 50, D=16, mask=kind, bias=(1, 2, L, L + 50), dtype=BFLOAT16, dropout_p=0.1))
         for call in (calls.forward, calls.backward, calls.weights):

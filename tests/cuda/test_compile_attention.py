@@ -22,7 +22,8 @@ ARCHS = ("sm_80", "sm_90a")
 TENSOR_TYPES, TYPES = ("__half", "__nv_bfloat16", "Tf32"), ("__half", "__nv_bfloat16", "Tf32", "float")
 HEAD_DIMS = (64, 128, 256)
 PREPARATION = {
-    f"attention::{name}_kernel" for name in ("pack_bits", "transpose_bits", "classify_tiles", "list_tiles", "seen_keys")
+    f"attention::{name}_kernel"
+    for name in ("make_spans", "pack_bits", "transpose_bits", "classify_tiles", "list_tiles", "seen_keys")
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from attention_checks import Problem, Results, compare, exact, make, plain, room_call, solve
 from helpers import assert_close_as_torch, round_tf32
 from host_build import COMPLETIONS, ORDERS
-from mask_cases import KINDS, prefix
+from mask_cases import KINDS, packed_and_padded, prefix
 from torch import Tensor
 
 from fastattn import AttentionMask, explain
@@ -64,7 +64,7 @@ SHORT_KINDS = ["none", "window", "key_padding", "key_padding_holes", "padded win
 @pytest.mark.parametrize("kind", SHORT_KINDS)
 def test_short_sequences(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp for every 16 queries; keys that are padding to the end are not visited. Padding needs no bits."""
-    if kind not in ("attn_mask", "decoder"):
+    if kind != "attn_mask":
         monkeypatch.setattr(_visibility, "_build_bits", None)
     if kind == "padded window":
         kind = {"window": (30, 9), "key_padding": prefix([80, 23], 100).to(device)}
@@ -144,11 +144,21 @@ def test_memory_orders(dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize("garbage, Lk", [(torch.nan, 150), (torch.inf, 120)], ids=["nan", "inf, short"])
 @pytest.mark.parametrize(
-    "kind", ["window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder", "bias"]
+    "kind",
+    [
+        "window_bottom_right",
+        "key_padding_holes",
+        "attn_mask",
+        "segments_with_strays",
+        "decoder",
+        "bias",
+        "packed and padded",
+    ],
 )
 def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, Lk: int, device: torch.device) -> None:
     """Unseen keys and values, and queries that see nothing, may hold anything."""
-    p = make(B=2, H=2, Lq=40, Lk=Lk, D=16, dtype=BFLOAT16, mask="none" if kind == "bias" else kind, device=device)
+    mask = {"bias": "none", "packed and padded": packed_and_padded(40, Lk, device)}.get(kind, kind)
+    p = make(B=2, H=2, Lq=40, Lk=Lk, D=16, dtype=BFLOAT16, mask=mask, device=device)
     if kind == "bias":
         bias = torch.zeros(2, 1, 40, Lk, device=device)
         bias[0, :, :, 70:] = bias[1, :, :, 3] = bias[1, :, 17] = -torch.inf

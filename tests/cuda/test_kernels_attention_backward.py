@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_checks import Problem, Results, compare, make, plain
 from host_build import COMPLETIONS, ORDERS
-from mask_cases import KINDS, offsets, prefix, scattered
+from mask_cases import KINDS, offsets, packed_and_padded, prefix, scattered
 from torch import Tensor
 
 from fastattn import AttentionMask
@@ -255,11 +255,24 @@ def test_writes_nowhere_else(
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
-    "kind", ["window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder", "bias"]
+    "kind",
+    [
+        "window_bottom_right",
+        "key_padding_holes",
+        "attn_mask",
+        "segments_with_strays",
+        "decoder",
+        "bias",
+        "packed and padded",
+    ],
 )
 def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, kernels: str, device: torch.device) -> None:
-    """Unseen keys and values, and queries that see nothing with all that flows back to them, may hold anything."""
-    p = make(B=2, H=2, Lq=40, Lk=100, D=16, dtype=BFLOAT16, mask="none" if kind == "bias" else kind, device=device)
+    """Unseen keys and values, queries that see nothing with all that flows back to them, and a bias of hidden scores,
+    may hold anything."""
+    packed = kind == "packed and padded"
+    mask = packed_and_padded(40, 100, device) if packed else "none" if kind == "bias" else kind
+    bias = (2, 2, 40, 100) if packed else None
+    p = make(B=2, H=2, Lq=40, Lk=100, D=16, dtype=BFLOAT16, mask=mask, bias=bias, device=device)
     if kind == "bias":
         bias = torch.zeros(2, 2, 40, 100, device=device)
         bias[0, :, :, 70:] = bias[1, :, :, 3] = bias[1, :, 17] = -torch.inf
@@ -275,6 +288,7 @@ def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, kernels: st
         v=p.v.where(seen, garbage),
         dout=p.dout.where(sees, garbage),
         dlse=p.dlse.where(sees[..., 0], garbage),
+        bias=p.bias.where(keep, garbage) if packed else p.bias,
     )
     for name, a, b in zip(GRADS, backward(dirty)[3:], clean[3:], strict=True):
         assert a is None or torch.equal(a, b), name

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attention_checks import Problem, Results, compare, make, plain, room_call, solve
 from host_build import ORDERS, SM90_COMPLETIONS
-from mask_cases import KINDS, prefix
+from mask_cases import KINDS, packed_and_padded, prefix
 from test_kernels_attention import SHORT_KINDS, views
 from test_kernels_attention_backward import views as backward_views
 from torch import Tensor
@@ -83,7 +83,7 @@ def test_mask_kinds(kind: str, hopper: torch.device, calls: list[str], monkeypat
 def test_short_sequences(kind: str, hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As shipped, with the backward of short sequences. One tile of keys has no list, and padding no bits."""
     monkeypatch.setattr(short, "serves", SHORT_SERVES)
-    if kind not in ("attn_mask", "decoder"):
+    if kind != "attn_mask":
         monkeypatch.setattr(_visibility, "_build_bits", None)
     if kind == "padded window":
         kind = {"window": (30, 9), "key_padding": prefix([80, 23], 100).to(hopper)}
@@ -211,10 +211,15 @@ def test_nothing_is_written_elsewhere(
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kind", ["window_bottom_right", "key_padding_holes", "attn_mask", "decoder", "bias"])
+@pytest.mark.parametrize(
+    "kind", ["window_bottom_right", "key_padding_holes", "attn_mask", "decoder", "bias", "packed and padded"]
+)
 def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, hopper: torch.device) -> None:
-    """Unseen keys and values, and queries that see nothing, may hold anything."""
-    p = make(B=2, H=2, Lq=150, Lk=300, D=64, dtype=BFLOAT16, mask="none" if kind == "bias" else kind, device=hopper)
+    """Unseen keys and values, and queries that see nothing, may hold anything, and so may a bias of hidden scores."""
+    packed = kind == "packed and padded"
+    mask = packed_and_padded(150, 300, hopper) if packed else "none" if kind == "bias" else kind
+    bias = (2, 2, 150, 300) if packed else None
+    p = make(B=2, H=2, Lq=150, Lk=300, D=64, dtype=BFLOAT16, mask=mask, bias=bias, device=hopper)
     if kind == "bias":
         bias = torch.zeros(2, 1, 150, 300, device=hopper)
         bias[0, :, :, 70:] = bias[1, :, :, 3] = bias[1, :, 17] = -torch.inf
@@ -225,6 +230,7 @@ def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, hopper: tor
     assert not seen.all(), "this mask hides no key"
     dirty = {name: getattr(p, name).where(seen, garbage) for name in ("k", "v")}
     dirty |= {name: getattr(p, name).where(sees, garbage) for name in ("q", "dout")}
+    dirty["bias"] = p.bias.where(keep, garbage) if packed else p.bias
     compare(p, solve(p.but(**dirty), room_call("cuda", hopper, weights=False)), Results._fields)
 
 

@@ -12,7 +12,7 @@ import planting
 import pytest
 import torch
 from attention_checks import Problem, compare, make, plain
-from mask_cases import scattered
+from mask_cases import packed_and_padded, scattered
 from test_kernels_attention_backward import GRADS, backward
 
 import fastattn.cuda
@@ -20,6 +20,7 @@ from fastattn.cuda import attention as room
 
 DQ, DKDV, SHORT = (f"attention/{name}.cu" for name in ("backward_dq", "backward_dkdv", "short_backward"))
 ROWS, BIAS, SHARED = "attention/backward_rows.cu", "attention/bias_gradient.cu", "attention/backward.cuh"
+MASK = "attention/mask.cuh"
 DISPATCH = [
     ("attention/tile.cuh", "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
     ("attention/tile.cuh", "return f(Tf32{});", "return;"),
@@ -49,6 +50,7 @@ def problems() -> dict[str, Problem]:
         "short float": make(**bf16 | {"dtype": torch.float32}, Lq=40, Lk=50, mask="causal"),
         "one key": make(**bf16, Lq=70, Lk=140, mask={"attn_mask": scattered(70, 140, 1)}, dropout_p=0.3),
         "two keys": make(**bf16 | {"D": 8}, Hk=1, Lq=17, Lk=33, mask={"attn_mask": few}, dropout_p=0.3, seed=13),
+        "packed": make(**bf16 | {"B": 2}, Lq=150, Lk=140, mask=packed_and_padded(150, 140)),
         "poisoned": make(**bf16, Lq=150, Lk=140, mask="key_padding_holes"),
         "short poisoned": make(**bf16, Lq=40, Lk=90, mask="key_padding_holes"),
     }
@@ -102,7 +104,10 @@ BUGS = [
     Bug("dbias of one head", "short dbias", SHORT, "<float>(dbias, row0", "<float>(dbias, BUG ? 0 : row0"),
     Bug("dS's keys in another order", "short float", SHORT, "(n + lane % 4 * 2)", "(n + lane % 4 * (2 - BUG))"),
     Bug("queries in another order", "short float", SHORT, "(from + lane % 4 * 2)", "(from + lane % 4 * (2 - BUG))"),
-    Bug("padding forgotten", "short poisoned", SHORT, "sees<32, true>(", "(BUG ? sees<32> : sees<32, true>)("),
+    Bug("padding forgotten", "short poisoned", MASK, "who.bits != nullptr", "false"),
+    Bug("a span without its first row", "packed", MASK, "begin = span.x", "begin = span.x + BUG"),
+    Bug("a span without its last row", "packed", MASK, "end = span.y;", "end = span.y - BUG;"),
+    Bug("spans of queries for keys", "packed", DKDV, "p.by_key;", "BUG ? p.by_query : p.by_key;"),
     Bug("unseen keys loaded", "poisoned", DQ, "key_is_seen(who, b, h, n)", "true"),
     Bug("unseen keys loaded at all", "short poisoned", SHORT, "some |= key_is_seen(who, b, h, n)", "some = true"),
     Bug("dk of the wrong keys", "short", SHORT, "shared.ds, own_key", "shared.ds, BUG ? key : own_key"),

@@ -12,7 +12,7 @@ import planting
 import pytest
 import torch
 from attention_checks import Problem, compare, make, room_call, solve, visible
-from mask_cases import prefix
+from mask_cases import packed_and_padded, prefix
 from weights_checks import ask, check
 
 import fastattn.cuda
@@ -40,6 +40,8 @@ def problems() -> dict[str, Problem]:
         "band": make(**bf16, Lq=150, Lk=200, mask={"window": (40, 20)}),
         "full": make(**bf16, Lq=70, Lk=200, mask={}),
         "lists": make(**bf16, Lq=150, Lk=280, mask="segments_causal"),
+        "bits": make(**bf16, Lq=50, Lk=140, mask="everything"),
+        "spans": make(B=2, H=1, D=40, Lq=60, Lk=140, dtype=torch.bfloat16, mask=packed_and_padded(60, 140)),
         "padding": make(**bf16, Lq=70, Lk=280, mask={"key_padding": prefix([200], 280)}),
         "far": make(**bf16, Lq=70, Lk=90).but(bias=far),
         "short": make(**bf16, Lq=100, Lk=120, mask={"key_padding": prefix([70], 120)}),
@@ -72,6 +74,7 @@ class Bug(NamedTuple):
 
 FORWARD, PREPARE, SCORES = "attention/forward.cu", "attention/prepare.cu", "attention/scores.cuh"
 WALK, WEIGHTS, ALIGNMENT = "attention/walk.cuh", "attention/weights.cu", "attention/alignment.cu"
+MASK = "attention/mask.cuh"
 K_IS_THERE = "    __syncthreads();  // k is there, and v was read\n"
 QUAD_MAX = "fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2))"
 BUGS = [
@@ -88,8 +91,16 @@ BUGS = [
     Bug("unseen keys loaded", "unseen", FORWARD, "key_is_seen(who, b, h, n)", "true"),
     Bug("a tail that is seen left out", "short", FORWARD, "walk.tile(walk.count - 1)", "walk.tile(walk.count)"),
     Bug("tiles without a list called full", "short", WALK, "  walk.left = walk.partial = walk.count;\n", ""),
-    Bug("padding of another lane", "unseen", WALK, "word >> threadIdx.x % 4 * 2", "word"),
-    Bug("padding of the first keys", "unseen", WALK, "columns_of_lane(seen[i])", "columns_of_lane(seen[0])"),
+    Bug("padding forgotten", "unseen", MASK, "who.bits != nullptr", "false"),
+    Bug("padding of another lane", "unseen", MASK, " + c] >>", " + (BUG ? 0 : c)] >>"),
+    Bug("padding of the first keys", "unseen", MASK, "column % kBitBlock / 4", "0"),
+    Bug("a span without its first key", "spans", MASK, "begin = span.x", "begin = span.x + BUG"),
+    Bug("a span without its last key", "spans", MASK, "end = span.y;", "end = span.y - BUG;"),
+    Bug("the sequence before", "spans", PREPARE, "offsets[middle] <= position", "offsets[middle] < position"),
+    Bug("a window from the start", "spans", PREPARE, "row - own.y + other.y", "at"),
+    Bug("queries of padding see", "spans", PREPARE, "p.padding[b * p.padding_stride_b + row]", "true"),
+    Bug("a key seen by padding alone", "spans", PREPARE, "has_some(queries, from, to)", "true"),
+    Bug("a key seen by other sequences", "spans", PREPARE, "to = span.y;", "to = BUG ? p.seqlen_q : span.y;"),
     Bug("queries of another warp", "short", FORWARD, "+ own * kTile", "+ (BUG ? 0 : own) * kTile"),
     Bug("a row's maximum over two lanes", "full", "common/softmax.cuh", QUAD_MAX, "value"),
     Bug("calls of a quad swapped", "all", "common/philox.cuh", "<< 8 * lane;", "<< 8 * (lane ^ BUG);"),
@@ -110,9 +121,9 @@ BUGS = [
     Bug("columns of a quad mixed up", "some heads", ALIGNMENT, "n0 + j / 2 * 8 + 2 * c", "n0 + j / 2 * 8 + c"),
     Bug("half a quad compared", "some heads", ALIGNMENT, "apart < 4", "apart < 2"),
     Bug("the last of equal keys", "equal weights", ALIGNMENT, "its_key < key", "its_key > key"),
-    Bug("bits in another order", "lists", "attention/mask.cuh", "bit / 2 * 8 + word * 2", "bit / 2 * 8 + word"),
+    Bug("bits in another order", "bits", MASK, "bit / 2 * 8 + word * 2", "bit / 2 * 8 + word"),
     Bug("lists without the class before", "padding", PREPARE, "+ total + __popc", "+ (BUG ? 0 : total) + __popc"),
-    Bug("the end of an interval", "lists", PREPARE, "n < end", "n <= end"),
+    Bug("the end of an interval", "bits", PREPARE, "n < span.y", "n <= span.y"),
     Bug("partial tiles called full", "lists", PREPARE, "every &= word == inside;", ""),
     Bug("a bias hides nothing", "hidden by a bias", PREPARE, "bias(query, n) != -kInfinity", "true"),
 ]  # fmt: skip

@@ -238,7 +238,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def every_key(_: AttentionMask, _Lq: int, Lk: int, device: torch.device) -> Tensor:
     """seen_keys() of a mask and a bias that hide none."""
-    return torch.full((1, 1, -(-Lk // 32)), -1, dtype=torch.int32, device=device)
+    return torch.full((1, 1, -(-Lk // 128), 4), -1, dtype=torch.int32, device=device)
 
 
 @pytest.fixture(scope="module")
