@@ -112,7 +112,7 @@ def packed_and_padded(Lq: int, Lk: int, device: torch.device | str = "cpu") -> K
     """All but an attn_mask at once, for two samples; in one of them only padded queries might see some of the keys."""
     tensors = {
         "key_padding": torch.arange(Lk).expand(2, Lk) % 7 != 3,
-        "query_padding": prefix([Lq, Lq // 2], Lq),
+        "query_padding": prefix([Lq, Lq * 2 // 3], Lq),
         "cu_seqlens_q": offsets(Lq // 2, 0, Lq // 3),
         "cu_seqlens_k": offsets(Lk // 3, Lk // 5, Lk // 3),
     }

@@ -142,7 +142,7 @@ BUGS = [
     Bug("dbias: parts not waited for", DBIAS, "    wait_for_part();\n    wgmma_fence();", "    wgmma_fence();", "bias"),
     Bug("dbias: products not waited for", DBIAS, "    wgmma_wait<kUnderWay>();\n", "", "bias"),
     Bug("dbias: parts released too early", DBIAS, "part_ - 1 - kUnderWay", "part_ - 1", "bias"),
-    Bug("dbias: a tile left out", DBIAS, "n0 - (m0 + rows - 1) <= who.band_hi", "n0 - m0 < who.band_hi", "bias"),
+    Bug("dbias: a tile left out", DBIAS, "m0 + row, n0,", "m0 + row, n0 + BUG * kBlock,", "bias"),
     Bug("queries not waited for", DKDV, "    shared_.full_q[queries_.stage].wait(queries_.phase);\n", ""),
     Bug("gradients not waited for", DKDV, WAIT_FOR_DOUT, f"if (!BUG) {WAIT_FOR_DOUT}"),
     Bug(
