@@ -189,7 +189,7 @@ CASES["one key"] = [
 ]
 CASES["one tile"] = [dict(B=1, H=2, dropout_p=0.5, Lq=17, Lk=33, D=8, mask={"window": (1, 0)})]
 # Orders and completions: enough to catch every bug, and all that the copy as such must pass.
-TRIES = [("2", "lazy"), ("2", "crossed")]
+TRIES = [("2", "lazy"), ("2", "crossed"), ("3", "lazy")]
 
 
 def attend(q, k, v, mask, dropout_p, scale):
