@@ -28,7 +28,7 @@ struct Backward {
   Rows q, k, v, out, dout;   // in
   Rows dq, dk, dv;           // out
   const float *lse, *dlse;   // in   (B, H, Lq) contiguous; dlse may be null
-  float *delta, *remainder;  //      (B, H, Lq) of backward_rows and backward_dq, for the others; remainder null: all 0
+  float *delta, *remainder;  //      (B, H, Lq) of whoever comes first, for the others; remainder null: all 0
   float* dbias_keys;         // out  (B, H, Lk), or null: dS summed over the queries
   Shape shape;
   float softmax_scale, coarse_from;

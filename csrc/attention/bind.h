@@ -121,9 +121,10 @@ inline bool is_short(const std::array<int, 7>& sizes, int dtype, int device) {
   return attention::is_short(shape(sizes), DType(dtype), device);
 }
 
-// matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse, dbias
-inline void short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<3>& vectors,
-                           const std::array<int, 7>& sizes, float softmax_scale, const Who& who,
+// matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse, and of a dbias that is a sum delta and remainder;
+// dbias: (address, batch, heads)
+inline void short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<4>& vectors,
+                           const Integers<3>& dbias, const std::array<int, 7>& sizes, float softmax_scale, const Who& who,
                            const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale, int dtype,
                            bool tf32, int device, int64_t stream) {
   const DeviceGuard guard(device);
@@ -131,9 +132,13 @@ inline void short_backward(const std::array<Integers<4>, 7>& matrices, const Int
   Rows* const targets[7] = {&p.q, &p.k, &p.v, &p.dout, &p.dq, &p.dk, &p.dv};
   for (int i = 0; i < 7; i++) *targets[i] = rows(matrices[i]);
   p.lse = pointer<float>(vectors[0]), p.dlse = pointer<float>(vectors[1]);
+  p.delta = pointer<float>(vectors[2]), p.remainder = pointer<float>(vectors[3]);
   p.shape = shape(sizes), p.softmax_scale = softmax_scale, p.by_query = visibility(who), p.bias = bias(added);
   p.dropout = dropout(rng_state, threshold, scale), p.dtype = DType(dtype), p.tf32 = tf32;
-  attention::short_backward(p, pointer<void>(vectors[2]), pointer<CUstream_st>(stream));
+  void* const gradient = pointer<void>(dbias[0]);
+  attention::short_backward(p, p.delta == nullptr ? gradient : nullptr, pointer<CUstream_st>(stream));
+  if (p.delta != nullptr)
+    bias_gradient(p, gradient, static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), pointer<CUstream_st>(stream));
 }
 
 inline std::array<int, 2> backward_tile(const std::array<int, 7>& sizes, int dtype) {

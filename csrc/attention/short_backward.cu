@@ -19,7 +19,8 @@
 // Bytes: q, k, v and dout once, dq, dk and dv once.
 // dbias: of a bias (B, H, Lq, Lk) each element is dS of one block, which writes it before it is rounded. One that is shared
 //   by batches or heads is a sum over blocks, which without atomics needs memory of the size of all dS and a second pass:
-//   bias_gradient.cu computes dS once more instead. One that queries share is a by-product of backward_dkdv.cu.
+//   bias_gradient.cu computes dS once more instead, for which this kernel leaves delta and remainder. One that queries share
+//   is a by-product of backward_dkdv.cu.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
 //   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8;
 //   of float32 shared memory leaves room for one, on Hopper for two of 4 warps; 242 at 128, 244 on sm_90. Tried and
@@ -277,9 +278,12 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
       total[half] = delta[half] = 0.0f;
       for (int w = 0; w < warps / 2; w++)
         total[half] += shared.total[w][row + g + 8 * half], delta[half] += shared.delta[w][row + g + 8 * half];
-      total[half] = total[half] > 0.0f ? 1.0f / total[half] : 0.0f;  // 0 for a query that sees nothing
+      const float sum = total[half];
+      total[half] = sum > 0.0f ? 1.0f / sum : 0.0f;  // 0 for a query that sees nothing
       delta[half] *= total[half];
       if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
+      if (p.delta != nullptr && warp < 2 && c == 0 && m < shape.seqlen_q)
+        p.delta[row0 + m] = delta[half], p.remainder[row0 + m] = sum > 0.0f ? log2f(sum) : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
