@@ -193,17 +193,16 @@ class Consumer {
     for (int j = 0; j < kBlockN / 2; j++) s[j] *= a_.p.softmax_scale;
     if (a_.p.bias.data == nullptr) return;
     const int first = n0 + thread_ % 4 * 2;
-    with_bias(a_.p.bias, work.b, work.h, [&](auto bias) {
+    const BiasMatrix bias(a_.p.bias, work.b, work.h);
 #pragma unroll
-      for (int j = 0; j < kBlockN / 2; j++) {
-        const int column = j / 4 * 8 + j % 2, bit = j / 4 * 2 + j % 2;
-        RowState& row = rows[row_of(j)];
-        if ((row.sees >> bit & 1) == 0) continue;
-        const float term = bias(row.m, first + column);
-        if (term == -kInfinity) row.sees &= ~(1u << bit);
-        s[j] += term;
-      }
-    });
+    for (int j = 0; j < kBlockN / 2; j++) {
+      const int column = j / 4 * 8 + j % 2, bit = j / 4 * 2 + j % 2;
+      RowState& row = rows[row_of(j)];
+      if ((row.sees >> bit & 1) == 0) continue;
+      const float term = bias(row.m, first + column);
+      if (term == -kInfinity) row.sees &= ~(1u << bit);
+      s[j] += term;
+    }
   }
 
   // Values of keys that no query sees may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.

@@ -68,10 +68,4 @@ struct BiasMatrix {
   }
 };
 
-// Calls f with the BiasMatrix of (b, h).
-template <class Function>
-__device__ __forceinline__ void with_bias(const Bias& bias, int64_t b, int64_t h, Function&& f) {
-  f(BiasMatrix(bias, b, h));
-}
-
 }  // namespace fastattn::attention

@@ -189,18 +189,17 @@ __global__ void seen_keys_kernel(const Seen p) {
       if (m < from || m >= to || (queries != nullptr && !has_bit(queries, m))) return false;
       return p.bits == nullptr || has_bit(bits + static_cast<int64_t>(m) * words, column);
     };
-    with_bias(p.bias, b, h, [&](auto bias) {
-      const int rows = p.bias.stride_m == 0 ? 1 : p.seqlen_q;  // then all rows mask alike
-      for (int m = warp / kParts; m < rows && found != wanted; m += kTurn * kWarps / kParts) {
-        bool mine = false;
+    const BiasMatrix bias(p.bias, b, h);
+    const int rows = p.bias.stride_m == 0 ? 1 : p.seqlen_q;  // then all rows mask alike
+    for (int m = warp / kParts; m < rows && found != wanted; m += kTurn * kWarps / kParts) {
+      bool mine = false;
 #pragma unroll
-        for (int i = 0; i < kTurn; i++) {
-          const int query = m + i * kWarps / kParts;
-          if (visible && query < rows && (rows == 1 || sees(query))) mine |= bias(query, n) != -kInfinity;
-        }
-        found |= __ballot_sync(kAll, mine);
+      for (int i = 0; i < kTurn; i++) {
+        const int query = m + i * kWarps / kParts;
+        if (visible && query < rows && (rows == 1 || sees(query))) mine |= bias(query, n) != -kInfinity;
       }
-    });
+      found |= __ballot_sync(kAll, mine);
+    }
   }
   if (lane == 0) shared.found[warp] = found;
   __syncthreads();
