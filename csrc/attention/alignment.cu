@@ -6,8 +6,8 @@
 // Bytes: q once, k once a query tile, 8 a query; nothing of the size of the scores. Work: 2 * Dk FLOPs a visited score.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90, nothing spills:
 //   head_dim 64    128 / 128 registers, 27.0 KiB of shared memory, 4 blocks a multiprocessor
-//   head_dim 128   112 / 114            51.0 KiB                   3 on sm_80, 4 on sm_90
-//   head_dim 256    78 /  82            66.0 KiB                   2 on sm_80, 3 on sm_90
+//   head_dim 128   108 / 110            51.0 KiB                   3 on sm_80, 4 on sm_90
+//   head_dim 256    74 /  78            66.0 KiB                   2 on sm_80, 3 on sm_90
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/walk.cuh"

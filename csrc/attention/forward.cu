@@ -14,10 +14,10 @@
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
-//   head_dim 64    164 / 162 registers, 27.0 KiB of shared memory, 3 blocks a multiprocessor
-//     short        128 / 128            27.0 KiB of 128 queries,   2
-//   head_dim 128   208 / 210            51.0 KiB                   2; of 128 queries 68.0 KiB, 1
-//   head_dim 256   244 / 248            66.0 KiB                   2
+//   head_dim 64    161 / 161 registers, 27.0 KiB of shared memory, 3 blocks a multiprocessor
+//     short        127 / 127            27.0 KiB of 128 queries,   2
+//   head_dim 128   202 / 206            51.0 KiB                   2; of 128 queries 68.0 KiB, 1
+//   head_dim 256   242 / 242            66.0 KiB                   2
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each type
 //   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
 //   compile; short sequences with 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.

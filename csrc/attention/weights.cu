@@ -9,7 +9,7 @@
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90, nothing spills:
 //   head_dim 64    128 / 128 registers, 36.0 KiB of shared memory, 4 blocks a multiprocessor
 //   head_dim 128   128 / 128            34.0 KiB                   4
-//   head_dim 256   122 / 122            49.5 KiB                   3 on sm_80, 4 on sm_90
+//   head_dim 256   126 / 128            49.5 KiB                   3 on sm_80, 4 on sm_90
 // lse is right to half a unit in its last place, and so would be the weights. Where that is no small thing, for exact
 //   float32 and for rows that a bias has moved to where float32 is coarse, the kernel runs twice: first it walks along all
 //   keys of a (batch, head, kBlockM queries) and adds up what the weights would be, then it divides by that.
