@@ -51,7 +51,8 @@ def backward(
         dq.zero_()
     extension(q.device).attention_bwd_short(
         [*map(_visibility.rows, (q, k, v, dout, dq, dk, dv))], (*map(address, (lse, dlse, *statistics)),),
-        (0, 0, 0) if dbias is None else (address(dbias), *dbias.shape[:2]), _visibility.shape(q, k, v), softmax_scale, who, _visibility.bias(mask),
+        (0, 0, 0) if dbias is None else (address(dbias), *dbias.shape[:2]),
+        _visibility.shape(q, k, v), softmax_scale, who, _visibility.bias(mask),
         address(rng_state), *dropout_constants(dropout_p), DTYPES[q.dtype], tf32, device_index(q), stream(q),
     )  # fmt: skip
     return dbias
