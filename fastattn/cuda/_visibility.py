@@ -152,11 +152,12 @@ def visibility(
     def build() -> tuple[tuple[int, ...], list[Tensor]]:
         if mask is None or (mask.band_only and mask.bias is None):
             return (*band(mask, Lq, Lk), *(0,) * 14), []
-        who, kept = _who_sees(mask, Lq, Lk, by_key, device)
-        seen = seen_keys(mask, Lq, Lk, device)
+        plain = without_a_row(mask, Lk)
+        who, kept = _who_sees(plain, Lq, Lk, by_key, device)
+        seen = seen_keys(plain, Lq, Lk, device)
         lists, listed = (), (0,) * 5
-        if block_m > 0 and not mask.band_only:
-            lists = tile_lists(mask, Lq, Lk, block_m, block_n, by_key, device)
+        if block_m > 0 and not plain.band_only:
+            lists = tile_lists(plain, Lq, Lk, block_m, block_n, by_key, device)
             list_strides = tuple(n // 2 for n in broadcast_strides(lists.counts, 2))
             listed = (*map(address, lists), lists.tiles.shape[3], *list_strides)
         return (*who, *listed, *_with_strides(seen, 2)), [seen, *kept, *lists]
@@ -164,6 +165,20 @@ def visibility(
     if mask is None or mask.bias is not None:
         return build()
     return mask.cached(("visibility", Lq, Lk, block_m, block_n, by_key, device), build)
+
+
+def without_a_row(mask: AttentionMask, Lk: int) -> AttentionMask:
+    """The same mask; an attn_mask that all heads and queries share, (B or 1, 1, 1, Lk), is key padding."""
+    dense = mask.attn_mask
+    if dense is None or dense.numel() == 0 or any(dense.shape[i] > 1 and dense.stride(i) > 0 for i in (1, 2)):
+        return mask
+
+    def build() -> AttentionMask:
+        (_, padding, *others), bounds = mask.flatten()
+        row = dense[:, 0, 0].expand(-1, Lk).contiguous()
+        return AttentionMask.unflatten([None, row if padding is None else row & padding, *others], bounds, None)
+
+    return mask.cached(("without_a_row", Lk), build).with_bias(mask.bias)
 
 
 def _who_sees(

@@ -52,6 +52,8 @@ def test_it_is_the_mask(Lq: int, Lk: int, kind: str, device: torch.device, monke
     """Both ways; without an attn_mask from what is of the size of the sequences."""
     mask = AttentionMask(**given(kind, Lq, Lk, device, 3))
     keep = mask.dense(2, 3, Lq, Lk, device).cpu()
+    mask = made.without_a_row(mask, Lk)
+    assert mask.attn_mask is None or kind not in ("attn_mask_keys", "attn_mask_expanded", "nothing")
     with monkeypatch.context() as patched:
         if mask.attn_mask is None:
             patched.setattr(made, "_build_bits", None)
