@@ -23,8 +23,8 @@
 //   is a by-product of backward_dkdv.cu.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
 //   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8;
-//   of float32 shared memory leaves room for one, on Hopper for two of 4 warps; 242 at 128, 244 on sm_90. Tried and
-//   dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled.
+//   of float32 shared memory leaves room for one, on Hopper for two of 4 warps; 244 at 128. Tried and dropped:
+//   128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled.
 #include "attention/short_backward.h"
 
 #include "attention/backward.cuh"
