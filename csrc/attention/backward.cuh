@@ -129,8 +129,8 @@ __device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& 
 }
 
 // delta, from a tile of which element j < kCount belongs to row j % 4 / 2 of a lane's two; probability(j) and gradient(j) are
-// its P and dP. Calls found(row, sum of P dP) for the rows that the tile says it of: all, if it is the only tile that they
-// meet, else those of which one key has all the weight. backward.h says why.
+// its P and dP. Calls found(row, sum of P dP / sum of P) for the rows that the tile says it of: all, if it is the only tile
+// that they meet, else those of which one key has all the weight. backward.h says why.
 template <int kCount, class Probability, class Gradient, class Found>
 __device__ __forceinline__ void find_delta(bool only_tile, Probability probability, Gradient gradient, Found found) {
   constexpr float kAll = 1.0f - 1.0f / 8192;  // P itself is that exact for scores up to some hundreds
@@ -141,14 +141,12 @@ __device__ __forceinline__ void find_delta(bool only_tile, Probability probabili
   const float from = only_tile ? 0.0f : kAll;
 #pragma unroll
   for (int row = 0; row < 2; row++) {
-    float sum = 0.0f, most = 0.0f;
+    float sum = 0.0f, weight = 0.0f;
 #pragma unroll
-    for (int j = 2 * row; j < kCount; j += j % 2 == 0 ? 1 : 3) {
-      most = fmaxf(most, probability(j));
-      if (probability(j) > from) sum += probability(j) * gradient(j);
-    }
-    sum = quad_sum(sum);
-    if (quad_max(most) > from) found(row, sum);
+    for (int j = 2 * row; j < kCount; j += j % 2 == 0 ? 1 : 3)
+      if (probability(j) > from) sum += probability(j) * gradient(j), weight += probability(j);
+    sum = quad_sum(sum), weight = quad_sum(weight);
+    if (weight > 0.0f) found(row, sum / weight);
   }
 }
 

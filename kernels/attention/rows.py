@@ -42,7 +42,8 @@ def delta_of_tile(delta, p, dp, dlse, only_tile):
     """delta of the rows of which a tile of keys, p and dp [BLOCK_M, BLOCK_N], says it: of all, if it is the only tile
     that they meet, else of those that have a key with all the weight. p is 0 where a key is hidden."""
     if only_tile:
-        delta = tl.sum(tl.where(p > 0, p * dp, 0.0), axis=1) - dlse
+        weight = tl.sum(p, axis=1)
+        delta = tl.sum(tl.where(p > 0, p * dp, 0.0), axis=1) / tl.where(weight > 0, weight, 1.0) - dlse
     else:
         its = tl.max(tl.where(p > ALL_THE_WEIGHT, dp, float("-inf")), axis=1)
         delta = tl.where(its > float("-inf"), its - dlse, delta)
