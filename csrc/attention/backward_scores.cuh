@@ -31,7 +31,8 @@ __device__ __forceinline__ bool any_of_block(ScoreShared<T>& shared, bool mine) 
   return shared.any != 0;
 }
 
-// product = rows m0 .. of x times the transpose of rows n0 .. of y.
+// product = rows m0 .. of x times the transpose of rows n0 .. of y, summed in the order of a product that is not in parts: then
+// scores are equal to those of the other kernels, bit for bit.
 template <class T, class RowTakesPart, class ColumnTakesPart>
 __device__ __forceinline__ void multiply_parts(ScoreShared<T>& shared, ScoreTile& product, Matrix<T> x, Matrix<T> y, int m0,
                                                int n0, RowTakesPart row_takes_part, ColumnTakesPart column_takes_part) {
@@ -45,13 +46,7 @@ __device__ __forceinline__ void multiply_parts(ScoreShared<T>& shared, ScoreTile
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    ScoreTile part;
-    multiply_rows<T, kPart<T>>(part, shared.a, threadIdx.x / 32 * 16, shared.b);
-#pragma unroll
-    for (int j = 0; j < kScoreTile / 8; j++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) product[j][e] += part[j][e];
-    }
+    multiply_rows<T, kPart<T>>(product, shared.a, threadIdx.x / 32 * 16, shared.b, true);
   }
 }
 

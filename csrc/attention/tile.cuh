@@ -109,13 +109,14 @@ __device__ __forceinline__ void store_tile(const Matrix<T>& x, int first, unsign
 template <class T>
 constexpr int kUnrolled = std::is_same_v<T, float> ? 1 : 4;
 
-// product (16 x 8 kTiles) = rows row .. row + 15 of tile a times the transpose of the first 8 kTiles rows of tile b.
+// product (16 x 8 kTiles) = rows row .. row + 15 of tile a times the transpose of the first 8 kTiles rows of tile b; adds: +=.
 template <class T, int kHeadDim, int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&product)[kTiles][4], const unsigned char* a, int row,
-                                              const unsigned char* b) {
+                                              const unsigned char* b, bool adds = false) {
   constexpr int kStride = kTileStride<T, kHeadDim>;
 #pragma unroll
-  for (int j = 0; j < kTiles; j++) product[j][0] = product[j][1] = product[j][2] = product[j][3] = 0.0f;
+  for (int j = 0; j < kTiles; j++)
+    if (!adds) product[j][0] = product[j][1] = product[j][2] = product[j][3] = 0.0f;
 #pragma unroll(kUnrolled<T>)
   for (int from = 0; from < kHeadDim * static_cast<int>(sizeof(T)); from += 32) {
     uint32_t words[4];
