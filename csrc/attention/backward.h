@@ -19,6 +19,8 @@
 // get that rounding times k and q, 4 times the error allowed; of two or three, in a problem of a few queries, up to 2.5 times.
 // So backward_dq takes delta from a tile of keys where that says it: where it is the only one, as in all short sequences, and
 // where a key has all the weight of its query.
+// What is left: two or three keys in different tiles. A problem of three queries had 3.2 times the error allowed; from 200 on,
+// where the plain formula's own errors count, at most 0.87 of it was seen.
 #pragma once
 #include "attention/attention.h"
 
