@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
       }
       const auto probability = [&](int j) { return s[j / 4][j % 4]; };
       const auto gradient = [&](int j) { return dp[j / 4][j % 4]; };
-      find_delta<kStream / 2>(walk.count == 1, probability, gradient, [&](int half, float sum) {
+      find_delta<kStream / 2>(walk.count == 1, probability, gradient, [&](int half, float mean) {
         const int64_t row = row0 + m0 + warp_row + g + 8 * half;
-        delta[half] = sum - (p.dlse != nullptr ? p.dlse[row] : 0.0f);
+        delta[half] = mean - (p.dlse != nullptr ? p.dlse[row] : 0.0f);
         if (c == 0) p.delta[row] = delta[half];
       });
     }

@@ -74,7 +74,7 @@ class QueryRows {
   // delta of the queries that this tile has a key of with all their weight.
   __device__ __forceinline__ void find_delta(const Tile& s, const Tile& dp) {
     attention::find_delta<kBlockN / 2>(false, [&](int j) { return s[j]; }, [&](int j) { return dp[j]; },
-                                       [&](int r, float sum) { set_delta(r, sum); });
+                                       [&](int r, float mean) { set_delta(r, mean); });
   }
 
   // s = dS, of the probabilities s and dP.
@@ -117,10 +117,10 @@ class QueryRows {
     return (kept_[row_of(j)] >> (j / 4 % 4 * 8 + j / 16 * 2 + j % 2) & 1) != 0;
   }
 
-  // sum: of P * dP.
-  __device__ __forceinline__ void set_delta(int r, float sum) {
+  // mean: of dP, weighted by P.
+  __device__ __forceinline__ void set_delta(int r, float mean) {
     const int64_t row = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q + query(r);
-    delta_[r] = sum - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f);
+    delta_[r] = mean - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f);
   }
 
   __device__ __forceinline__ void make_biased_probabilities(Tile& s) {

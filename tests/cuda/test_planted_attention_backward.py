@@ -81,7 +81,7 @@ BUGS = [
     Bug("a tile left out", "band", DQ, "i < walk.count; i++", "i < walk.count - BUG; i++"),
     Bug("dlse forgotten", "band", SHARED, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
     Bug("delta of one key rounded", "one key", SHARED, "some |= probability(j) > kAll;", ""),
-    Bug("delta of one key without dlse", "one key", DQ, "sum - (p.dlse != nullptr ? p.dlse[row] : 0.0f)", "sum"),
+    Bug("delta of one key without dlse", "one key", DQ, "mean - (p.dlse != nullptr ? p.dlse[row] : 0.0f)", "mean"),
     Bug("delta of one key kept to itself", "one key", DQ, "if (c == 0) p.delta", "if (c == 0 && !BUG) p.delta"),
     Bug("delta of one tile rounded", "two keys", DQ, "walk.count == 1", "false"),
     Bug("element mask a column off", "all", SHARED, "(2 * j + i % 2) & 1", "(2 * j + (BUG ? 0 : i % 2)) & 1"),

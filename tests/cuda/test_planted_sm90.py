@@ -136,7 +136,7 @@ BUGS = [
     Bug("dq: masked keys are seen", SCORES, "if (kMasked && !is_seen(j)) s[j] = 0.0f;", ""),
     Bug("dq: remainder of half the rows", DQ, "dq[row_of(j)] += s[j]", "dq[0] += s[j]", "bias"),
     Bug("dq: delta of one key rounded", SCORES, "attention::find_delta", "if (!BUG) attention::find_delta", "one key"),
-    Bug("dq: delta without dlse", SCORES, "sum - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f)", "sum", "one key"),
+    Bug("dq: delta without dlse", SCORES, "mean - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f)", "mean", "one key"),
     Bug("dq: delta of one key kept to itself", DQ, "      rows_.keep();\n", "", "one key"),
     Bug("dq: delta of one tile rounded", DQ, "walk.count == 1", "false", "one tile"),
     Bug("dbias: parts not waited for", DBIAS, "    wait_for_part();\n    wgmma_fence();", "    wgmma_fence();", "bias"),
