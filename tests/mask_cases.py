@@ -160,3 +160,10 @@ def brute_force(kwargs: Kwargs, B: int, H: int, Lq: int, Lk: int) -> Tensor:
                 for j in range(Lk):
                     keep[b, h, i, j] = sees(kwargs, b, h, i, j, Lq, Lk)
     return keep
+
+
+# Kinds that hide some key from all queries, or a query from all keys; the last two are no names of mask_kinds().
+HIDING = (
+    *("window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder"),
+    *("bias", "packed and padded"),
+)

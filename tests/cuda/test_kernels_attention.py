@@ -7,7 +7,7 @@ import torch
 from attention_checks import Problem, Results, compare, exact, make, plain, room_call, solve
 from helpers import assert_close_as_torch, round_tf32
 from host_build import COMPLETIONS, ORDERS
-from mask_cases import KINDS, packed_and_padded, prefix
+from mask_cases import HIDING, KINDS, packed_and_padded, prefix
 from torch import Tensor
 
 from fastattn import AttentionMask, explain
@@ -143,18 +143,7 @@ def test_memory_orders(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("garbage, Lk", [(torch.nan, 150), (torch.inf, 120)], ids=["nan", "inf, short"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "window_bottom_right",
-        "key_padding_holes",
-        "attn_mask",
-        "segments_with_strays",
-        "decoder",
-        "bias",
-        "packed and padded",
-    ],
-)
+@pytest.mark.parametrize("kind", HIDING)
 def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, Lk: int, device: torch.device) -> None:
     """Unseen keys and values, and queries that see nothing, may hold anything."""
     mask = {"bias": "none", "packed and padded": packed_and_padded(40, Lk, device)}.get(kind, kind)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_checks import Problem, Results, compare, make, plain
 from host_build import COMPLETIONS, ORDERS
-from mask_cases import KINDS, offsets, packed_and_padded, prefix, scattered
+from mask_cases import HIDING, KINDS, offsets, packed_and_padded, prefix, scattered
 from torch import Tensor
 
 from fastattn import AttentionMask
@@ -256,18 +256,7 @@ def test_writes_nowhere_else(
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "window_bottom_right",
-        "key_padding_holes",
-        "attn_mask",
-        "segments_with_strays",
-        "decoder",
-        "bias",
-        "packed and padded",
-    ],
-)
+@pytest.mark.parametrize("kind", HIDING)
 def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, kernels: str, device: torch.device) -> None:
     """Unseen keys and values, queries that see nothing with all that flows back to them, and a bias of hidden scores,
     may hold anything."""
