@@ -261,6 +261,9 @@ CUDA: dict[str, Callable[[str], Work]] = {
     "attention::bias_gradient_sm90_kernel": _of_cuda(_attention(products=2, matrices=4, rows=3, bias=2), ", bias"),
     "attention::backward_round_sm90_kernel": _of_cuda(_attention(products=0, matrices=3, rows=0)),  # the sum is float32
     "attention::short_backward_kernel": _of_cuda(_attention(products=5, matrices=8, rows=1, batch=128, length=128)),
+    "attention::short_backward_wide_kernel": _of_cuda(
+        _attention(products=5, matrices=8, rows=1, batch=128, length=128)
+    ),
     "attention::weights_kernel": _of_cuda(_attention(products=1, matrices=2, rows=1, square=1)),
     "attention::alignment_kernel": _of_cuda(_attention(products=1, matrices=2, rows=2, special=0)),  # a key: 8 bytes
     "attention::make_spans_kernel": _spans,

@@ -29,7 +29,7 @@ def _is_served(device: torch.device) -> bool:
 
 
 def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
-    """The backward of short sequences, which has a kernel of its own up to 128; and on Hopper the one for long ones,
+    """The backward of short sequences, which has kernels of its own up to 128; and on Hopper the one for long ones,
     which may add dq up in memory instead of computing the scores once more for it."""
     if not _is_served(device):
         return
@@ -50,7 +50,7 @@ def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             candidates=[(0,), (1,)], use=lambda tile: use(tile[0]), paste=lambda tile: paste(tile[0]),
         )  # fmt: skip
 
-    for length, head_dim in ((32, 64), (64, 64), (128, 64), (128, 128)):
+    for length, head_dim in ((32, 64), (64, 64), (128, 64), (128, 128), (128, 256)):
         yield row(
             "1: the kernel of short sequences, 0: those of all lengths", length, head_dim,
             use=lambda taken: mock.patch.object(short, "serves", lambda *_: bool(taken)), current=1,

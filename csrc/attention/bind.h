@@ -117,13 +117,15 @@ inline void backward(const std::array<Integers<4>, 8>& matrices, const Integers<
   if (dbias[0] != 0) bias_gradient(p, pointer<void>(dbias[0]), static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), stream);
 }
 
-inline bool is_short(const std::array<int, 7>& sizes, int dtype, int device) {
-  return attention::is_short(shape(sizes), DType(dtype), device);
+inline bool is_short(const std::array<int, 7>& sizes) { return attention::is_short(shape(sizes)); }
+
+inline int64_t short_backward_sums(const std::array<int, 7>& sizes, int dtype, int device) {
+  return attention::short_backward_sums(shape(sizes), DType(dtype), device);
 }
 
-// matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse, and of a dbias that is a sum delta and remainder;
-// dbias: (address, batch, heads)
-inline void short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<4>& vectors,
+// matrices: q, k, v, dout, dq, dk, dv; vectors: lse, dlse, of a dbias that is a sum delta and remainder, dbias_keys, and
+// memory for sums; dbias: (address, batch, heads)
+inline void short_backward(const std::array<Integers<4>, 7>& matrices, const Integers<6>& vectors,
                            const Integers<3>& dbias, const std::array<int, 7>& sizes, float softmax_scale, const Who& who,
                            const Integers<6>& added, int64_t rng_state, uint32_t threshold, float scale, int dtype,
                            bool tf32, int device, int64_t stream) {
@@ -132,11 +134,12 @@ inline void short_backward(const std::array<Integers<4>, 7>& matrices, const Int
   Rows* const targets[7] = {&p.q, &p.k, &p.v, &p.dout, &p.dq, &p.dk, &p.dv};
   for (int i = 0; i < 7; i++) *targets[i] = rows(matrices[i]);
   p.lse = pointer<float>(vectors[0]), p.dlse = pointer<float>(vectors[1]);
-  p.delta = pointer<float>(vectors[2]), p.remainder = pointer<float>(vectors[3]);
+  p.delta = pointer<float>(vectors[2]), p.remainder = pointer<float>(vectors[3]), p.dbias_keys = pointer<float>(vectors[4]);
   p.shape = shape(sizes), p.softmax_scale = softmax_scale, p.by_query = visibility(who), p.bias = bias(added);
   p.dropout = dropout(rng_state, threshold, scale), p.dtype = DType(dtype), p.tf32 = tf32;
   void* const gradient = pointer<void>(dbias[0]);
-  attention::short_backward(p, p.delta == nullptr ? gradient : nullptr, pointer<CUstream_st>(stream));
+  attention::short_backward(p, p.delta == nullptr ? gradient : nullptr, pointer<float>(vectors[5]), device,
+                            pointer<CUstream_st>(stream));
   if (p.delta != nullptr)
     bias_gradient(p, gradient, static_cast<int>(dbias[1]), static_cast<int>(dbias[2]), pointer<CUstream_st>(stream));
 }
@@ -156,6 +159,7 @@ inline void bind(pybind11::module_& m) {
   m.def("attention_bwd", backward);
   m.def("attention_bwd_tile", backward_tile);
   m.def("attention_is_short", is_short);
+  m.def("attention_bwd_short_sums", short_backward_sums);
   m.def("attention_bwd_short", short_backward);
   m.def("attention_fwd", forward);
   m.def("attention_fwd_tile", forward_tile);

@@ -1,9 +1,11 @@
-// dq, dk and dv of sequences so short that a block holds all keys.   Limits: short_backward.h, formulas: backward.h
+// dq, dk and dv of sequences so short that a block holds all keys: 16-bit types, head dimensions up to 128.
+//   Interface: short_backward.h, formulas: backward.h
 //
-// Grid: one block per (batch, key head), and in it the query heads of the group one after the other, in chunks of 32 queries.
-//   A block has two warps for 32 keys. All of a row's scores are in the block, so that its sum and its delta come from the
-//   probabilities themselves: out is not read, no pass goes before, and lse need not be exact. S and dP are computed once,
-//   5 products where kernels that own their tiles need 7, and nothing but the results goes to memory.
+// Grid: one block per (batch, key head), and in it the query heads of the group one after the other, in chunks of 32
+//   queries; backward_dkdv.cu has no more blocks either. A block has two warps for 32 keys. All of a row's scores are in the
+//   block, so that its sum and its delta come from the probabilities themselves: out is not read, no pass goes before, and
+//   lse need not be exact. S and dP are computed once, 5 products where kernels that own their tiles need 7, and nothing but
+//   the results goes to memory.
 // A chunk: (1) warp w takes queries 16 (w % 2) .. and keys 32 (w / 2) .., makes S and dP, and adds up its share of each row;
 //   (2) it makes P and dS and leaves them in shared memory, rounded to T; (3) it takes keys 16 w .. for dk and dv, with P^T
 //   and dS^T read transposed, and queries 16 (w % 2) .. for its share of the columns of dq, which is then complete. Where
@@ -13,36 +15,32 @@
 //   keys                           64    128
 //   16 bits, head dimension 64     55     73
 //   16 bits, head dimension 128    87    121
-//   float32, head dimension 64    103    137
-//   float32 at 128 would take 167 KiB for 64 keys, 233 for 128: of the chips it is for, Hopper alone could hold the first,
-//   and two more kernels would take as long to compile as four of 16 bits. The kernels for any length serve there.
+//   What a chip cannot hold, and wider heads and elements, goes to short_backward_wide.cu.
 // Bytes: q, k, v and dout once, dq, dk and dv once.
 // dbias: of a bias (B, H, Lq, Lk) each element is dS of one block, which writes it before it is rounded. One that is shared
 //   by batches or heads is a sum over blocks, which without atomics needs memory of the size of all dS and a second pass:
-//   bias_gradient.cu computes dS once more instead, for which this kernel leaves delta and remainder. One that queries share
-//   is a by-product of backward_dkdv.cu.
+//   bias_gradient.cu computes dS once more instead, for which this kernel leaves delta and remainder. Of one that queries
+//   share, dbias_keys, the chunks add up their columns of dS.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
 //   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8;
-//   of float32 shared memory leaves room for one, on Hopper for two of 4 warps; 244 at 128. Tried and dropped:
-//   128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled.
-#include "attention/short_backward.h"
+//   245 at 128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled; float32 here, which
+//   took 103 to 137 KiB at head dimension 64 and would take 233 at 128, more than any chip has.
+#include <limits>
 
-#include "attention/backward.cuh"
+#include "attention/short_backward.cuh"
 #include "common/device.h"
 
 namespace fastattn::attention {
 namespace {
 
 constexpr int kChunkRows = 32, kMaxWarps = kMaxShort / 16;
-template <class T>
-constexpr int kScoreStride = kMaxShort * static_cast<int>(sizeof(T)) + 16;  // bytes of a row of P and dS
-
 template <class T, int kHeadDim>
 struct ShortShared {
   using Chunk = unsigned char[kChunkRows * kTileStride<T, kHeadDim>];
   alignas(16) Chunk q[2], dout[2];
   alignas(16) unsigned char p[kChunkRows * kScoreStride<T>], ds[kChunkRows * kScoreStride<T>];
   float total[kMaxWarps / 2][kChunkRows], delta[kMaxWarps / 2][kChunkRows];  // of each 32 keys
+  float key_sum[2][kMaxShort];  // of dS, over queries 16 i .. of the chunks
   unsigned char kept[kChunkRows][kMaxShort / 8];
   bool visible[kMaxWarps / 2][2];  // do queries 16 i .. of the chunk see any of these 32 keys
   // Behind it: k and v, of as many rows as there are keys.
@@ -53,125 +51,6 @@ int warps_of(int seqlen_k) { return 2 * blocks_of(seqlen_k, 32); }
 template <class T, int kHeadDim>
 size_t shared_bytes(int seqlen_k) {
   return sizeof(ShortShared<T, kHeadDim>) + 2 * 16 * warps_of(seqlen_k) * kTileStride<T, kHeadDim>;
-}
-
-// Two neighbours of a row, rounded to T.
-template <class T>
-__device__ __forceinline__ void store_pair(void* to, float low, float high) {
-  if constexpr (sizeof(T) == 2)
-    *static_cast<uint32_t*>(to) = pack_word<T>(low, high);
-  else
-    *static_cast<float2*>(to) = make_float2(low, high);
-}
-
-// The warp's 16 x 32 scores, rounded to T, to rows of P or dS.
-template <class T>
-__device__ __forceinline__ void keep_scores(unsigned char* rows, int row, int key, const float (&s)[4][4]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      store_pair<T>(rows + (row + lane / 4 + 8 * half) * kScoreStride<T> + (key + 8 * j + lane % 4 * 2) * sizeof(T),
-                    s[j][2 * half], s[j][2 * half + 1]);
-  }
-}
-
-// A, from P or dS: 16 queries from `row` on, the depth of a product of keys from n on. Of floats, depth comes in the order of
-// load_b_columns: accumulator_as_a().
-template <class T>
-__device__ __forceinline__ void load_scores(uint32_t (&words)[4], const unsigned char* rows, int row, int n) {
-  if constexpr (sizeof(T) == 2) {
-    load_a<T, kScoreStride<T>>(words, rows, row, n * 2);
-  } else {
-    const int lane = threadIdx.x % 32;
-    const unsigned char* const from = rows + (row + lane / 4) * kScoreStride<T> + (n + lane % 4 * 2) * 4;
-#pragma unroll
-    for (int i = 0; i < 4; i++) memcpy(&words[i], from + i % 2 * 8 * kScoreStride<T> + i / 2 * 4, 4);
-    round_words<T>(words);
-  }
-}
-
-// The same of the transpose: 16 keys from `key` on, queries from `from` on.
-template <class T>
-__device__ __forceinline__ void load_transposed_scores(uint32_t (&words)[4], const unsigned char* rows, int key, int from) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (sizeof(T) == 2) {
-    ldmatrix<true>(words, rows + (from + lane % 8 + lane / 16 * 8) * kScoreStride<T> + (key + lane / 8 % 2 * 8) * 2);
-  } else {
-    const unsigned char* const at = rows + (from + lane % 4 * 2) * kScoreStride<T> + (key + lane / 4) * 4;
-#pragma unroll
-    for (int i = 0; i < 4; i++) memcpy(&words[i], at + i / 2 * kScoreStride<T> + i % 2 * 32, 4);
-    round_words<T>(words);
-  }
-}
-
-// sum (16 x kHeadDim) += the transpose of columns key .. key + 15 of P or dS, times the chunk's rows of tile b.
-template <class T, int kHeadDim>
-__device__ __forceinline__ void add_transposed(float (&sum)[kHeadDim / 8][4], const unsigned char* rows, int key,
-                                               const unsigned char* b) {
-#pragma unroll(kUnrolled<T>)
-  for (int from = 0; from < kChunkRows; from += kMmaDepth<T>) {
-    uint32_t words[4];
-    load_transposed_scores<T>(words, rows, key, from);
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 8; j += 2) {
-      uint32_t pair[2][2];
-      load_b_columns<T, kTileStride<T, kHeadDim>>(pair, b, from, 8 * j);
-      mma<T>(sum[j], words, pair[0]);
-      mma<T>(sum[j + 1], words, pair[1]);
-    }
-  }
-}
-
-// Rows m .. of dq, columns column .. column + 15: 16 rows of dS from `row` on times the keys that they see.
-template <class T, int kHeadDim>
-__device__ __forceinline__ void write_dq(const Matrix<T>& dq, int m, int column, const ShortShared<T, kHeadDim>& shared,
-                                         int row, const unsigned char* k, int keys, float scale) {
-  float sum[2][4] = {};
-#pragma unroll 2
-  for (int n = 0; n < keys; n += kMmaDepth<T>) {
-    if (!shared.visible[n / 32][row / 16]) continue;
-    uint32_t words[4], pair[2][2];
-    load_scores<T>(words, shared.ds, row, n);
-    load_b_columns<T, kTileStride<T, kHeadDim>>(pair, k, n, column);
-    mma<T>(sum[0], words, pair[0]);
-    mma<T>(sum[1], words, pair[1]);
-  }
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int at = m + lane / 4 + 8 * half;
-    if (at >= dq.rows) continue;
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int first = column + 8 * j + lane % 4 * 2;
-      Element<T>* const to = dq.row(at) + first;
-      const float low = sum[j][2 * half] * scale, high = sum[j][2 * half + 1] * scale;
-      if (dq.vectors) {
-        if (first < dq.columns) store_pair<T>(to, low, high);
-      } else {
-        if (first < dq.columns) to[0] = Element<T>(low);
-        if (first + 1 < dq.columns) to[1] = Element<T>(high);
-      }
-    }
-  }
-}
-
-// The warp's 16 x 32 of dS, of queries m .. and keys n .., to its place in dbias (B, H, Lq, Lk), whose matrix begins at row0.
-template <class To>
-__device__ __forceinline__ void write_dbias(void* dbias, int64_t row0, int m, int n, const Shape& shape,
-                                            const float (&ds)[4][4]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int query = m + lane / 4 + e / 2 * 8, key = n + 8 * j + lane % 4 * 2 + e % 2;
-      if (query < shape.seqlen_q && key < shape.seqlen_k)
-        static_cast<To*>(dbias)[(row0 + query) * shape.seqlen_k + key] = To(ds[j][e]);
-    }
-  }
 }
 
 template <class T, int kHeadDim>
@@ -188,13 +67,8 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
   const DropoutMask dropout(p.dropout);
   const ScoreExponent exponent = exponent_of<T>(p);
 
-  // A key that nobody sees may hold anything: it is not loaded. If one head of the group sees it, it is there for all.
-  const auto seen = [&](int n) {
-    if (max(n - who.band_hi, 0) > min(n - who.band_lo, shape.seqlen_q - 1)) return false;
-    bool some = false;
-    for (int h = h_k * group; h < (h_k + 1) * group; h++) some |= key_is_seen(who, b, h, n);
-    return some;
-  };
+  const auto seen = [&](int n) { return group_sees(who, shape, b, h_k, n); };
+  const auto all = [](int) { return true; };
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
   load_tile<T, 16, kHeadDim, 32>(k_tile + own_key * kStride, k, own_key, seen);
   load_tile<T, 16, kHeadDim, 32>(v_tile + own_key * kStride, v, own_key, seen);
@@ -296,18 +170,33 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     }
     if (dbias != nullptr)
       p.bias.dtype == DType::float32 ? write_dbias<float>(dbias, row0, m0 + row, key, shape, dp)
-                                     : write_dbias<Element<T>>(dbias, row0, m0 + row, key, shape, dp);
+                                     : write_dbias<T>(dbias, row0, m0 + row, key, shape, dp);
+    if (p.dbias_keys != nullptr) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const float sum = column_sum(dp, j / 2, j % 2);
+        float& total_of_key = shared.key_sum[warp % 2][key + j / 2 * 8 + 2 * c + j % 2];
+        if (g == 0) total_of_key = m0 == 0 ? sum : total_of_key + sum;
+      }
+    }
     keep_scores<T>(shared.p, row, key, s);
     keep_scores<T>(shared.ds, row, key, dp);
     __syncthreads();
 
     if (shared.visible[warp / 2][0] || shared.visible[warp / 2][1]) {
-      add_transposed<T, kHeadDim>(dv, shared.p, own_key, shared.dout[i % 2]);
-      add_transposed<T, kHeadDim>(dk, shared.ds, own_key, shared.q[i % 2]);
+      add_transposed<T, kStride>(dv, shared.p, own_key, shared.dout[i % 2], kChunkRows, all);
+      add_transposed<T, kStride>(dk, shared.ds, own_key, shared.q[i % 2], kChunkRows, all);
     }
     const Matrix<T> dq(p.dq, b, h, shape.seqlen_q, shape.head_dim_k);
-    for (int column = warp / 2 * 16; column < shape.head_dim_k; column += 8 * warps)
-      write_dq<T, kHeadDim>(dq, m0 + row, column, shared, row, k_tile, keys, p.softmax_scale);
+    for (int column = warp / 2 * 16; column < shape.head_dim_k; column += 8 * warps) {
+      float sum[2][4] = {};
+      add_rows<T, kStride>(sum, shared.ds, row, k_tile, column, keys,
+                           [&](int n) { return shared.visible[n / 32][row / 16]; });
+      store_accumulators(dq, m0 + row, column, sum, p.softmax_scale);
+    }
+    if (p.dbias_keys != nullptr && m0 + kChunkRows >= shape.seqlen_q && threadIdx.x < shape.seqlen_k)
+      p.dbias_keys[(static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_k + threadIdx.x] =
+          shared.key_sum[0][threadIdx.x] + shared.key_sum[1][threadIdx.x];
   }
   cp_async_wait<0>();
   __syncthreads();
@@ -317,34 +206,40 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
                           dropout.active() ? dropout.scale() : 1.0f);
 }
 
-// Calls f(T, kHeadDim), as values that carry them in their types.
+// Calls f(T, kHeadDim), as values that carry them in their types, where there is such a kernel.
 template <class Function>
-void with_short_kernel(const Shape& shape, DType dtype, bool tf32, Function&& f) {
-  if (dtype == DType::float32) return tf32 ? f(Tf32{}, Int<64>{}) : f(0.0f, Int<64>{});
+void with_short_kernel(const Shape& shape, DType dtype, Function&& f) {
+  const int head_dim = std::max(shape.head_dim_k, shape.head_dim_v);
   const auto with_head_dim = [&](auto t) {
-    std::max(shape.head_dim_k, shape.head_dim_v) <= 64 ? f(t, Int<64>{}) : f(t, Int<128>{});
+    if (head_dim <= 64) return f(t, Int<64>{});
+    if (head_dim <= 128) f(t, Int<128>{});
   };
-  dtype == DType::bfloat16 ? with_head_dim(__nv_bfloat16{}) : with_head_dim(__half{});
+  if (dtype == DType::bfloat16) with_head_dim(__nv_bfloat16{});
+  if (dtype == DType::float16) with_head_dim(__half{});
 }
 
-}  // namespace
-
-bool is_short(const Shape& shape, DType dtype, int device) {
-  if (std::max(shape.seqlen_q, shape.seqlen_k) > kMaxShort) return false;
-  if (std::max(shape.head_dim_k, shape.head_dim_v) > (dtype == DType::float32 ? 64 : 128)) return false;
-  const int64_t blocks = static_cast<int64_t>(shape.batch) * shape.key_heads;
-  if (shape.heads != shape.key_heads && blocks < device_attribute(cudaDevAttrMultiProcessorCount, device)) return false;
-  size_t bytes = 0;
-  with_short_kernel(shape, dtype, false, [&](auto t, auto head_dim) {
+// Can a block of the device hold all keys?
+bool holds_keys(const Shape& shape, DType dtype, int device) {
+  size_t bytes = std::numeric_limits<size_t>::max();
+  with_short_kernel(shape, dtype, [&](auto t, auto head_dim) {
     bytes = shared_bytes<decltype(t), head_dim()>(shape.seqlen_k);
   });
   return bytes <= static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
 }
 
-void short_backward(const Backward& p, void* dbias, cudaStream_t stream) {
+}  // namespace
+
+bool is_short(const Shape& shape) { return std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort; }
+
+int64_t short_backward_sums(const Shape& shape, DType dtype, int device) {
+  return shape.heads == shape.key_heads || holds_keys(shape, dtype, device) ? 0 : short_backward_wide_sums(shape, dtype);
+}
+
+void short_backward(const Backward& p, void* dbias, float* sums, int device, cudaStream_t stream) {
   const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.key_heads;
   if (blocks == 0 || p.shape.seqlen_k == 0) return;
-  with_short_kernel(p.shape, p.dtype, p.tf32, [&](auto t, auto head_dim) {
+  if (!holds_keys(p.shape, p.dtype, device)) return short_backward_wide(p, dbias, sums, stream);
+  with_short_kernel(p.shape, p.dtype, [&](auto t, auto head_dim) {
     using T = decltype(t);
     launch(short_backward_kernel<T, head_dim()>, dim3(static_cast<unsigned>(blocks)), dim3(32 * warps_of(p.shape.seqlen_k)),
            shared_bytes<T, head_dim()>(p.shape.seqlen_k), stream, p, dbias);

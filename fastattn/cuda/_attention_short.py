@@ -1,9 +1,11 @@
-"""Attention's backward of short sequences, csrc/attention/short_backward.cu: when, and how.
+"""Attention's backward of short sequences, csrc/attention/short_backward.h: when, and how.
 
 One launch; a bias that batches or heads share takes a second one for its gradient, which is a sum over blocks.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -12,14 +14,9 @@ from fastattn.cuda import DTYPES, _visibility, address, device_index, dropout_co
 from fastattn.masks import AttentionMask
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether a block holds all keys of a head, and there are enough of them: csrc/attention/short_backward.h.
-
-    bias: of which a gradient is wanted that only kernels can make; served unless queries share it.
-    """
-    if bias is not None and bias.shape[2:] != (q.shape[2], k.shape[2]):
-        return False
-    return extension(q.device).attention_is_short(_visibility.shape(q, k, v), DTYPES[q.dtype], device_index(q))
+def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether these sequences are short ones: up to 128 queries and keys."""
+    return extension(q.device).attention_is_short(_visibility.shape(q, k, v))
 
 
 def backward(
@@ -40,19 +37,29 @@ def backward(
     needs_dbias: bool,
     tf32: bool,
 ) -> Tensor | None:
-    """Fills dq, dk and dv; returns the gradient, if needed, of the bias. lse and dlse are contiguous."""
+    """Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys. lse and dlse are contiguous."""
+    module, sizes, dtype, device = extension(q.device), _visibility.shape(q, k, v), DTYPES[q.dtype], device_index(q)
     who, kept = _visibility.elements(mask, q.shape[2], k.shape[2], q.device)
-    dbias, statistics = None, (None, None)
-    if needs_dbias:
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    dbias = key_sums = None
+    statistics = (None, None)
+    if needs_dbias and mask.bias.shape[2] == 1:  # shared by all queries: a by-product
+        key_sums = floats(*q.shape[:2], k.shape[2])
+    elif needs_dbias:
         dbias = torch.empty_like(mask.bias, memory_format=torch.contiguous_format)
         if dbias.shape[:2] != q.shape[:2]:
-            statistics = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
+            statistics = floats(2, *lse.shape)
     if k.shape[2] == 0:
         dq.zero_()
-    extension(q.device).attention_bwd_short(
-        [*map(_visibility.rows, (q, k, v, dout, dq, dk, dv))], (*map(address, (lse, dlse, *statistics)),),
+    of_groups = module.attention_bwd_short_sums(sizes, dtype, device)
+    sums = floats(of_groups) if of_groups > 0 else None
+    module.attention_bwd_short(
+        [*map(_visibility.rows, (q, k, v, dout, dq, dk, dv))],
+        [*map(address, (lse, dlse, *statistics, key_sums, sums))],
         (0, 0, 0) if dbias is None else (address(dbias), *dbias.shape[:2]),
-        _visibility.shape(q, k, v), softmax_scale, who, _visibility.bias(mask),
-        address(rng_state), *dropout_constants(dropout_p), DTYPES[q.dtype], tf32, device_index(q), stream(q),
+        sizes, softmax_scale, who, _visibility.bias(mask),
+        address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device, stream(q),
     )  # fmt: skip
-    return dbias
+    if key_sums is None:
+        return dbias
+    return key_sums.sum_to_size(*mask.bias.shape[:2], k.shape[2]).unsqueeze(2).to(mask.bias.dtype)

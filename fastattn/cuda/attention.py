@@ -88,7 +88,7 @@ def attention_bwd(
     if missing and bias.dtype not in (q.dtype, torch.float32):  # kernels write no third type
         mask = mask.with_bias(bias.float())
     options = (lse, dlse, mask, softmax_scale, dropout_p, rng_state)
-    if short.serves(q, k, v, bias if missing else None):
+    if short.serves(q, k, v):
         with_keys = short.backward(q, k, v, dout, dq, dk, dv, *options, needs_dbias=missing, tf32=_tf32())
     else:
         call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward

@@ -27,7 +27,8 @@ KERNELS = {
     "backward_dkdv_kernel": ALL,
     "backward_rows_kernel": {(kind,) for kind in TYPES},
     "bias_gradient_kernel": {(kind,) for kind in TYPES},
-    "short_backward_kernel": {(kind, "64") for kind in TYPES} | {(kind, "128") for kind in LOW},
+    "short_backward_kernel": {(kind, head_dim) for kind in LOW for head_dim in ("64", "128")},
+    "short_backward_wide_kernel": {(kind,) for kind in TYPES},
 }
 
 

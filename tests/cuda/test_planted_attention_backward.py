@@ -18,7 +18,8 @@ from test_kernels_attention_backward import GRADS, backward
 import fastattn.cuda
 from fastattn.cuda import attention as room
 
-DQ, DKDV, SHORT = (f"attention/{name}.cu" for name in ("backward_dq", "backward_dkdv", "short_backward"))
+DQ, DKDV = (f"attention/{name}.cu" for name in ("backward_dq", "backward_dkdv"))
+SHORT, WIDE, BOTH = (f"attention/short_backward{end}" for end in (".cu", "_wide.cu", ".cuh"))
 ROWS, BIAS, SHARED = "attention/backward_rows.cu", "attention/bias_gradient.cu", "attention/backward.cuh"
 MASK = "attention/mask.cuh"
 DISPATCH = [
@@ -26,10 +27,13 @@ DISPATCH = [
     ("attention/tile.cuh", "return f(Tf32{});", "return;"),
     (SHARED, "with_head_dim(shape, [&](auto head_dim) {", "[&](auto head_dim) {"),
     (SHARED, "f(t, head_dim); }); });", "f(t, head_dim); }); }(Int<64>{});"),
-    (SHORT, " : f(t, Int<128>{});", " : void();"),
-    (SHORT, " : with_head_dim(__half{});", " : void();"),
-    (SHORT, "tf32 ? f(Tf32{}, Int<64>{}) : f(0.0f, Int<64>{});", "f(0.0f, Int<64>{});"),
-    (SHORT, "DType dtype, bool tf32, Function&& f) {", "DType dtype, bool, Function&& f) {"),
+    (SHORT, "    if (head_dim <= 128) f(t, Int<128>{});\n", ""),
+    (SHORT, "  if (dtype == DType::float16) with_head_dim(__half{});\n", ""),
+    (
+        WIDE,
+        "with_type(p.dtype, p.tf32, [&](auto t) {",
+        "[&](auto f) { p.dtype == DType::float32 ? f(0.0f) : f(__nv_bfloat16{}); }([&](auto t) {",
+    ),
 ]
 # Orders and completions: enough to catch every bug, and all that the copy as such must pass.
 TRIES = [("forward", "lazy"), ("reverse", "eager")]
@@ -48,7 +52,11 @@ def problems() -> dict[str, Problem]:
         "short far": make(**bf16, Lq=70, Lk=20).but(bias=far),
         "short": make(**bf16 | {"H": 4}, Hk=2, Lq=70, Lk=50, mask="decoder", dropout_p=0.3),
         "short dbias": make(**bf16, Lq=40, Lk=50, mask="causal", bias=(1, 2, 40, 50), bias_dtype=torch.float32),
-        "short float": make(**bf16 | {"dtype": torch.float32}, Lq=40, Lk=50, mask="causal"),
+        "short keys": make(**bf16, Lq=70, Lk=50, bias=(1, 2, 1, 50)),
+        "wide": make(**bf16 | {"H": 4, "D": 80}, Hk=2, Lq=70, Lk=50, mask="decoder", dropout_p=0.3),
+        "wide keys": make(**bf16 | {"D": 80}, Lq=40, Lk=50, bias=(1, 2, 1, 50)),
+        "wide poisoned": make(**bf16 | {"D": 80}, Lq=40, Lk=90, mask="key_padding_holes"),
+        "wide float": make(**bf16 | {"dtype": torch.float32}, Lq=40, Lk=50, mask="causal"),
         "one key": make(**bf16, Lq=70, Lk=140, mask={"attn_mask": scattered(70, 140, 1)}, dropout_p=0.3),
         "two keys": make(**bf16 | {"D": 8}, Hk=1, Lq=17, Lk=33, mask={"attn_mask": few}, dropout_p=0.3, seed=13),
         "packed": make(**bf16 | {"B": 2}, Lq=150, Lk=140, mask=packed_and_padded(150, 140)),
@@ -101,18 +109,34 @@ BUGS = [
         ": cp_async_wait<0>();",
         ": BUG ? cp_async_wait<1>() : cp_async_wait<0>();"),
     Bug("columns of dq left out", "short", SHORT, "column += 8 * warps", "column += 16 * warps"),
-    Bug("dbias of one half", "short dbias", SHORT, "+ e / 2 * 8, key = n", "+ (BUG ? 0 : e / 2 * 8), key = n"),
+    Bug("sums of one half of the queries", "short keys", SHORT,
+        "+ shared.key_sum[1]",
+        "+ shared.key_sum[BUG ? 0 : 1]"),
+    Bug("sums of the last queries", "short keys", SHORT, "= m0 == 0 ? sum", "= BUG || m0 == 0 ? sum"),
+    Bug("dbias of one half", "short dbias", BOTH, "+ e / 2 * 8, key = n", "+ (BUG ? 0 : e / 2 * 8), key = n"),
     Bug("dbias of one head", "short dbias", SHORT, "<float>(dbias, row0", "<float>(dbias, BUG ? 0 : row0"),
     Bug("no remainder for dbias", "short far", SHORT, "sum > 0.0f ? log2f(sum) : 0.0f", "0.0f"),
     Bug("delta of half the queries for dbias", "short far", SHORT, "warp < 2 &&", "warp < (BUG ? 1 : 2) &&"),
-    Bug("dS's keys in another order", "short float", SHORT, "(n + lane % 4 * 2)", "(n + lane % 4 * (2 - BUG))"),
-    Bug("queries in another order", "short float", SHORT, "(from + lane % 4 * 2)", "(from + lane % 4 * (2 - BUG))"),
+    Bug("dS's keys in another order", "wide float", BOTH, "(key + lane % 4 * 2)", "(key + lane % 4 * (2 - BUG))"),
+    Bug("queries in another order", "wide float", BOTH, "(row + lane % 4 * 2)", "(row + lane % 4 * (2 - BUG))"),
+    Bug("slice not waited for", "wide", WIDE,
+        "step++) {\n        cp_async_wait<0>();",
+        "step++) {\n        if (!BUG) cp_async_wait<0>();"),
+    Bug("scores in the place of slices", "wide", WIDE,
+        "__syncthreads();  // the slices",
+        "if (!BUG) __syncthreads();  // the slices"),
+    Bug("dS read too early", "wide", WIDE, "own, 0, dp);\n        __sync", "own, 0, dp);\n        if (!BUG) __sync"),
+    Bug("a head before its time", "wide", WIDE, "__syncthreads();  // also", "if (!BUG) __syncthreads();  // also"),
+    Bug("sums of the last head", "wide", WIDE, "if (!is_first)", "if (!BUG && !is_first)"),
+    Bug("keys that other queries see", "wide", WIDE, "shared.visible[m / 16]", "shared.visible[BUG ? 0 : m / 16]"),
+    Bug("sums of one warp", "wide keys", WIDE, "w < rows / 16", "w < (BUG ? 1 : rows / 16)"),
+    Bug("unseen keys loaded in slices", "wide poisoned", WIDE, "return takes_part[row]", "return BUG || takes_part[row]"),
     Bug("padding forgotten", "short poisoned", MASK, "who.bits != nullptr", "false"),
     Bug("a span without its first row", "packed", MASK, "begin = span.x", "begin = span.x + BUG"),
     Bug("a span without its last row", "packed", MASK, "end = span.y;", "end = span.y - BUG;"),
     Bug("spans of queries for keys", "packed", DKDV, "p.by_key;", "BUG ? p.by_query : p.by_key;"),
     Bug("unseen keys loaded", "poisoned", DQ, "key_is_seen(who, b, h, n)", "true"),
-    Bug("unseen keys loaded at all", "short poisoned", SHORT, "some |= key_is_seen(who, b, h, n)", "some = true"),
+    Bug("unseen keys loaded at all", "short poisoned", BOTH, "some |= key_is_seen(who, b, h, n)", "some = true"),
     Bug("dk of the wrong keys", "short", SHORT, "shared.ds, own_key", "shared.ds, BUG ? key : own_key"),
 ]  # fmt: skip
 
@@ -121,7 +145,7 @@ BUGS = [
 def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("planted") / "csrc"
     planting.plant(copy, DISPATCH, [bug[2:] for bug in BUGS])
-    return planting.build(build_folder, copy, [DQ, DKDV, SHORT, ROWS, BIAS])
+    return planting.build(build_folder, copy, [DQ, DKDV, SHORT, WIDE, ROWS, BIAS])
 
 
 def fails(extension: Path, bug: int, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -129,6 +153,8 @@ def fails(extension: Path, bug: int, name: str, monkeypatch: pytest.MonkeyPatch)
     fastattn.cuda.load_host_runner(extension)
     planting.choose(extension, bug)
     monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
+    short = name.startswith(("short", "wide"))
+    monkeypatch.setattr(room.short, "serves", lambda *_: short)
     p = problems()[name]
     try:
         for order, completion in TRIES:
