@@ -75,14 +75,19 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def _is_under_autocast(device: torch.device) -> bool:
+    """torch refuses to answer for a device type, such as meta, that has no autocast."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast asks for on this device, None outside of it."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return torch.get_autocast_dtype(device.type) if _is_under_autocast(device) else None
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
     """The inputs were cast: below the front desk, formulas run in the dtypes they are given."""
-    if torch.is_autocast_enabled(device.type):
+    if _is_under_autocast(device):
         return torch.autocast(device.type, enabled=False)
     return _AS_IT_IS
 

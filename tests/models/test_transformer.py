@@ -253,6 +253,15 @@ def test_copies_and_pickles(batch):
         assert twin.trg_word_prj.weight is twin.encoder.src_word_emb.weight, "sharing is lost"
 
 
+def test_shapes_alone(batch):
+    """On the meta device, whose tensors hold nothing: for who counts operations, or memory, of a large model."""
+    model = fused().to("meta")
+    logits = model(*(t.to("meta") for t in batch[:2]))
+    logits.sum().backward()
+    assert logits.shape == (3 * 9, VOCAB) and logits.is_meta
+    assert all(p.grad.shape == p.shape for p in model.parameters() if p.requires_grad)
+
+
 def test_backend_is_given_to_every_op(batch):
     with pytest.raises(RuntimeError, match="cuda"):
         fused(backend="cuda")(*batch)
