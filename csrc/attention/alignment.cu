@@ -6,8 +6,8 @@
 // Bytes: q once, k once a query tile, 8 a query; nothing of the size of the scores. Work: 2 * Dk FLOPs a visited score.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90, nothing spills:
 //   head_dim 64    128 / 128 registers, 27.0 KiB of shared memory, 4 blocks a multiprocessor
-//   head_dim 128   108 / 110            51.0 KiB                   3 on sm_80, 4 on sm_90
-//   head_dim 256    74 /  78            66.0 KiB                   2 on sm_80, 3 on sm_90
+//   head_dim 128   106 / 110            51.0 KiB                   3 on sm_80, 4 on sm_90
+//   head_dim 256    74 /  76            66.0 KiB                   2 on sm_80, 3 on sm_90
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/walk.cuh"
@@ -47,7 +47,7 @@ alignment_kernel(const Alignment p) {
   const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k);
   const Matrix<T> k(p.k, b, h / (p.shape.heads / p.shape.key_heads), Lk, p.shape.head_dim_k);
   Walk walk = plan_walk<kBlockN>(who, b, h, m0, kBlockM, Lq, Lk, who.band_lo, who.band_hi);
-  mask_every_tile(walk, who);
+  mask_every_tile<kBlockN>(walk, who, b, h);
   const auto load = [&](int i) {
     load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(shared.k[i % 2], k, walk.tile(i) * kBlockN, [](int) { return true; });
   };

@@ -5,25 +5,29 @@
 //   longest way. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
 // Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the copy
 //   of the other runs; blocks of one multiprocessor fill each other's waits.
-// Short sequences, Lq and Lk up to 128, of 16-bit types and head dimensions up to 128: one block a (batch, head), with as
-//   many warps as 16 queries want, so that k and v are read once. They want no lists: a block sees for itself how far keys
-//   are padding. Up to head dimension 64 a kernel of their own takes 32 keys a tile: its 128 registers leave room for 16
-//   warps, two blocks of 128 queries, where 64 keys would leave room for one block. float32 goes the way of long ones, by
-//   blocks of 64 queries.
+// Short sequences, Lq and Lk up to 128: one block a (batch, head), with a warp for every 16 queries, so that k and v are read
+//   once. They want no lists: a block sees for itself how far keys are padding. Of float32 beyond head dimension 128 all 128
+//   queries find room on Hopper alone; elsewhere blocks share a head, 2 on sm_80, 4 on chips of 99 KiB. The kernels are those
+//   of long sequences, but for 16-bit types up to head dimension 64. These have one that takes 32 keys a tile: its 128
+//   registers leave room for 16 warps, two blocks of 128 queries, where 64 keys would leave room for one block.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
-// Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
-//   head_dim 64    161 / 161 registers, 27.0 KiB of shared memory, 3 blocks a multiprocessor
-//     short        127 / 127            27.0 KiB of 128 queries,   2
-//   head_dim 128   202 / 206            51.0 KiB                   2; of 128 queries 68.0 KiB, 1
-//   head_dim 256   242 / 242            66.0 KiB                   2
+// Compiled offline with nvcc 13.0, sm_80 / sm_90 (no GPU has timed it yet), nothing spills; blocks of a multiprocessor:
+//   bfloat16, head_dim 64     161 / 161 registers, 27.0 KiB of shared memory, 3 blocks
+//                 short       126 / 128            27.0 KiB of 128 queries,   2
+//             head_dim 128    202 / 204            51.0 KiB                   2; of 128 queries  68.0 KiB, 1
+//             head_dim 256    242 / 244            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
+//   float32,  head_dim 64     up to 128            34.0 KiB                   4; of 128 queries  51.0 KiB, 2
+//             head_dim 128    168 to 179           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
+//             head_dim 256    227 to 240           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each type
 //   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
 //   compile; short sequences with 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/walk.cuh"
+#include "common/device.h"
 
 namespace fastattn::attention {
 namespace {
@@ -33,7 +37,7 @@ struct alignas(16) ForwardShared {
   unsigned char k[kBlockN * kTileStride<T, kHeadDim>], v[kBlockN * kTileStride<T, kHeadDim>];
   // Behind it: q, 16 rows a warp.
 
-  static size_t bytes(int warps) { return sizeof(ForwardShared) + warps * 16 * kTileStride<T, kHeadDim>; }
+  static constexpr size_t kBytesOfWarp = 16 * kTileStride<T, kHeadDim>;
 };
 
 // A block of kThreads threads, or, 0, of any number: 16 queries a warp.
@@ -54,9 +58,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
 
   // Keys that no query of the tile sees are left out: what they hold is nobody's business.
   Walk walk = plan_walk<kBlockN>(who, b, h, m0, block_m, Lq, Lk, who.band_lo, who.band_hi);
-  if (kThreads == 0 && mask_every_tile(walk, who))  // a tail of padding need not be visited
-    while (walk.count > 0 && !some_key_is_seen<kBlockN>(who, b, h, walk.tile(walk.count - 1) * kBlockN))
-      walk.partial = --walk.count;
+  if (kThreads == 0) mask_every_tile<kBlockN>(walk, who, b, h);
   const int first_key = m0 + who.band_lo, last_key = min(m0 + block_m, Lq) - 1 + who.band_hi;
   const auto load_keys = [&](unsigned char* tile, const Rows& of, int columns, int i) {
     const Matrix<T> x(of, b, key_head, Lk, columns);  // made where it is used: registers are scarce
@@ -123,44 +125,60 @@ __device__ __forceinline__ void attend(const Forward& p) {
   store_tile<T, kHeadDim>(Matrix<T>(p.out, b, h, Lq, p.shape.head_dim_v), m0 + own, own_q, sum, 1.0f);
 }
 
+constexpr int kShortThreads = kMaxShort / 16 * 32;
+
+// Whether short sequences have a kernel of their own.
 template <class T, int kHeadDim>
-__global__ void __launch_bounds__(kHeadDim > 64 ? 256 : 128, kHeadDim > 64 ? 1 : 3) forward_kernel(const Forward p) {
-  using Tile = ForwardTile<T, kHeadDim>;
-  attend<T, kHeadDim, Tile::kBlockN, kHeadDim == 128 ? 0 : Tile::kThreads>(p);
+constexpr bool kShortApart = sizeof(T) == 2 && kHeadDim == 64;
+
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(kShortApart<T, kHeadDim> ? 128 : kShortThreads,
+                                  kShortApart<T, kHeadDim> ? 3 : kHeadDim == 64 ? 2 : 1)
+forward_kernel(const Forward p) {
+  attend<T, kHeadDim, ForwardTile<T, kHeadDim>::kBlockN, kShortApart<T, kHeadDim> ? 128 : 0>(p);
 }
 
-// Of short sequences, head dimension up to 64.
 template <class T>
-__global__ void __launch_bounds__(256, 2) short_forward_kernel(const Forward p) {
+__global__ void __launch_bounds__(kShortThreads, 2) short_forward_kernel(const Forward p) {
   attend<T, 64, 32, 0>(p);
 }
 
-bool is_short_forward(const Shape& shape, DType dtype) {
-  return dtype != DType::float32 && std::max(shape.head_dim_k, shape.head_dim_v) <= 128 &&
-         std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort;
+bool is_short_forward(const Shape& shape) { return std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort; }
+
+// Warps of a block: all that a short sequence wants, or an equal share of them, that finds room.
+template <class Shared>
+int short_warps(int seqlen_q) {
+  int device;
+  FASTATTN_CHECK(cudaGetDevice(&device));
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int fitting = (bytes - static_cast<int>(sizeof(Shared))) / static_cast<int>(Shared::kBytesOfWarp);
+  const int wanted = blocks_of(seqlen_q, 16);
+  return blocks_of(wanted, blocks_of(wanted, fitting));
 }
 
 template <class T, int kHeadDim>
 void launch_forward(const Forward& p, cudaStream_t stream) {
   using Tile = ForwardTile<T, kHeadDim>;
-  const auto run = [&](auto kernel, auto block_n, int warps) {
-    const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.heads * blocks_of(p.shape.seqlen_q, 16 * warps);
-    if (blocks > 0)
-      launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(32 * warps),
-             ForwardShared<T, kHeadDim, block_n()>::bytes(warps), stream, p);
+  const int64_t heads = static_cast<int64_t>(p.shape.batch) * p.shape.heads;
+  if (heads == 0 || p.shape.seqlen_q == 0) return;
+  const bool is_short = is_short_forward(p.shape);
+  const auto run = [&](auto kernel, auto block_n) {
+    using Shared = ForwardShared<T, kHeadDim, block_n()>;
+    const int warps = is_short ? short_warps<Shared>(p.shape.seqlen_q) : Tile::kWarps;
+    launch(kernel, dim3(static_cast<unsigned>(heads * blocks_of(p.shape.seqlen_q, 16 * warps))), dim3(32 * warps),
+           sizeof(Shared) + warps * Shared::kBytesOfWarp, stream, p);
   };
-  const bool is_short = is_short_forward(p.shape, p.dtype);
-  if constexpr (sizeof(T) == 2 && kHeadDim == 64) {
-    if (is_short) return run(short_forward_kernel<T>, Int<32>{}, blocks_of(p.shape.seqlen_q, 16));
+  if constexpr (kShortApart<T, kHeadDim>) {
+    if (is_short) return run(short_forward_kernel<T>, Int<32>{});
   }
-  run(forward_kernel<T, kHeadDim>, Int<Tile::kBlockN>{}, is_short ? blocks_of(p.shape.seqlen_q, 16) : Tile::kWarps);
+  run(forward_kernel<T, kHeadDim>, Int<Tile::kBlockN>{});
 }
 
 }  // namespace
 
 TileSize forward_tile(const Shape& shape, DType dtype) {
   TileSize size = {};
-  if (is_short_forward(shape, dtype)) return size;
+  if (is_short_forward(shape)) return size;
   with_head_dim(shape, [&](auto head_dim) {
     with_type(dtype, false, [&](auto t) {
       using Tile = ForwardTile<decltype(t), head_dim()>;

@@ -9,7 +9,8 @@
 //   that everything is read once, in one launch. At head dimension 64, 128 queries and keys, a tile reads and writes 64 KiB,
 //   2.1 us of a multiprocessor's share of 4 TB/s; k and v of the tile after, 32 KiB, are copied meanwhile, q after the product
 //   of the scores. The sm_80 kernel reads the same bytes in blocks of their own, two a multiprocessor, with mma.sync at half the
-//   rate: nothing says that it would be faster, and a record must decide. Where keys are one tile there are no lists.
+//   rate: nothing says that it would be faster, and a record must decide. Beyond head dimension 128 keys are two tiles. Up to
+//   128 keys there are no lists: a block sees for itself what is hidden, and how far keys are padding.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
 // Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), the sum (kHeadDim / 2).
 // Shared memory: the queries, two stages of keys and of values, the output on its way out.
@@ -326,7 +327,7 @@ void run(const Forward& p, int* next_work, cudaStream_t stream) {
   FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   const int works = s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM), blocks = std::min(works, multiprocessors);
   // Of equal ones, a (batch, head) each, blocks take every so many, which saves the launch that clears the count.
-  const bool alike = s.seqlen_q <= Tiles::kBlockM && s.seqlen_k <= Tiles::kBlockN;
+  const bool alike = s.seqlen_q <= Tiles::kBlockM && s.seqlen_k <= kMaxShort;
   const Arguments a{p,
                     map_of(p.q, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, Tiles::kBlockM),
                     map_of(p.k, s.head_dim_k, keys.first, keys.count, s.key_heads, s.batch, Tiles::kBlockN),

@@ -53,8 +53,11 @@ __device__ __forceinline__ Work work_at(const Arguments& a, int index) {
   const int head = first + rest % heads, b = head / shape.heads, h = head % shape.heads;
   const int m0 = (tiles - 1 - rest / heads) * Tiles::kBlockM;
   const Visibility& who = a.p.visibility;
-  return {b, h, m0, plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
-                                                             who.band_hi)};
+  Work work = {b, h, m0, plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
+                                                   who.band_hi)};
+  // What is hidden in a single tile is looked up in any case.
+  if (Tiles::kBlockN < kMaxShort) mask_every_tile<Tiles::kBlockN>(work.walk, who, b, h);
+  return work;
 }
 
 template <class Tiles>

@@ -48,12 +48,16 @@ __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& 
   const int threads = kThreads > 0 ? kThreads : static_cast<int>(blockDim.x), thread = threadIdx.x % threads;
   const auto inside = [&](int row) { return first + row < x.rows && takes_part(first + row); };
   if (x.vectors) {
-#pragma unroll 4
-    for (int i = 0; i < kRows * kVectors; i += threads) {
-      const int at = i + thread, row = at / kVectors, column = at % kVectors * kVector;
-      if (kRows * kVectors % threads != 0 && at >= kRows * kVectors) break;
-      cp_async(tile + row * kTileStride<T, kHeadDim> + column * sizeof(T), x.row(first + row) + column,
-               column < x.columns && inside(row));
+    constexpr int kTogether = kThreads > 0 ? 1 : 4;  // an unknown number of steps, unrolled, would leave a remainder
+#pragma unroll(4 / kTogether)
+    for (int i = 0; i < kRows * kVectors; i += kTogether * threads) {
+#pragma unroll
+      for (int j = 0; j < kTogether; j++) {
+        const int at = i + j * threads + thread, row = at / kVectors, column = at % kVectors * kVector;
+        if ((kThreads == 0 || kRows * kVectors % threads != 0) && at >= kRows * kVectors) break;
+        cp_async(tile + row * kTileStride<T, kHeadDim> + column * sizeof(T), x.row(first + row) + column,
+                 column < x.columns && inside(row));
+      }
     }
   } else {
 #pragma unroll 1

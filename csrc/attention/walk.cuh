@@ -39,13 +39,6 @@ __device__ __forceinline__ Walk plan_walk(const Visibility& who, int64_t b, int6
   return walk;
 }
 
-// Without lists nobody knows in which tiles something is hidden, but by a band alone: then every tile is a partial one.
-__device__ __forceinline__ bool mask_every_tile(Walk& walk, const Visibility& who) {
-  if (walk.list != nullptr || who.seen == nullptr) return false;
-  walk.left = walk.partial = walk.count;
-  return true;
-}
-
 // Which of this lane's columns in a tile of kColumns from `column` on a row sees: bit 2j + e is column
 // 8j + 2 (lane % 4) + e. columns: how many there are; low, high: as in plan_walk.
 template <int kColumns>
@@ -74,6 +67,15 @@ template <int kKeys>
 __device__ __forceinline__ bool every_key_is_seen(const Visibility& who, int64_t b, int64_t h, int n0) {
   const uint4 words = seen_words(who, b, h, n0);
   return (~(words.x & words.y & words.z & words.w) >> n0 % kBitBlock / 4 & first_bits(kKeys / 4)) == 0;
+}
+
+// Without lists nobody knows in which tiles something is hidden, but by a band alone: then every tile is a partial one.
+// Those at the end of which no key is seen need no visit.
+template <int kKeys>
+__device__ __forceinline__ void mask_every_tile(Walk& walk, const Visibility& who, int64_t b, int64_t h) {
+  if (walk.list != nullptr || who.seen == nullptr) return;
+  while (walk.count > 0 && !some_key_is_seen<kKeys>(who, b, h, (walk.first + walk.count - 1) * kKeys)) walk.count--;
+  walk.left = walk.partial = walk.count;
 }
 
 }  // namespace fastattn::attention

@@ -19,6 +19,7 @@ from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM_SUM = 128  # kMaxHeadDimSum
 ROW_BLOCK = 128  # kRowBlock
+MAX_SHORT = 128  # kMaxShort
 COARSE = 64.0  # an lse beyond it is coarse to 16-bit types: half a unit in its last place is 4e-6
 # Whether dq may be the sum of what blocks add in any order, which does not repeat bit for bit, in place of a kernel of
 # its own. Only a record that shows it to be faster (benchmarks/results/) turns it on; until then it is turned on by
@@ -55,7 +56,7 @@ def forward(
     """Fills out and lse."""
     module = extension(q.device)
     block_m, block_n = module.attention_fwd_sm90_tile(max(q.shape[3], v.shape[3]))
-    if k.shape[2] <= block_n:  # one tile of keys: no lists
+    if k.shape[2] <= MAX_SHORT:  # no lists
         block_m = 0
     who, kept = _visibility.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
     next_work = torch.empty(1, dtype=torch.int32, device=q.device)

@@ -95,17 +95,16 @@ SHORT = [(dtype, D) for dtype in (BFLOAT16, FLOAT16) for D in (40, 64, 128)] + [
 @pytest.mark.parametrize("capability", ["80", "90"])
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"is_causal": True, "key_padding": prefix([90, 40, 0], 90)}])
 def test_short_sequences_take_one_launch_each_way(mask: dict[str, Any], capability: str, noted: Noted) -> None:
-    """A block for each (batch, head), but for the forward of float32 beyond 64 queries and Hopper's, whose blocks take
-    one after the other. Nothing is as large as the scores, of which padding has no bits either; of dq there is no copy
-    in float32."""
+    """A block for each (batch, head), but for Hopper's forward, whose blocks take one after the other. Nothing is as
+    large as the scores, of which padding has no bits either; of dq there is no copy in float32."""
     for (dtype, D), Lq in itertools.product(SHORT, (128, 60)):
         calls = Calls(make(B=3, H=2, Lq=Lq, Lk=90, D=D, dtype=dtype, mask=mask, dropout_p=0.1))
-        prepared = len(noted(capability, calls.forward)) - 1  # once a mask
-        assert prepared == ("key_padding" in mask) * (3 if dtype == FLOAT32 else 1), "seen keys; float32: tiles, lists"
+        prepared = len(noted(capability, calls.forward)) - 1
+        assert prepared == ("key_padding" in mask), "which keys are seen, once a mask"
         with Watch() as forward:
             (launch,) = noted(capability, calls.forward)
         hopper = capability == "90" and dtype != FLOAT32
-        assert launch.blocks == (2 if hopper else 12 if dtype == FLOAT32 and Lq > 64 else 6)
+        assert launch.blocks == (2 if hopper else 6)
         with Watch() as backward:
             (launch,) = noted(capability, calls.backward)
         assert launch.blocks == 6
@@ -125,6 +124,22 @@ def test_backward_of_short_sequences_is_one_launch(dtype: torch.dtype, capabilit
         noted(capability, calls.backward)  # prepares the mask, but for a bias, which may hide other keys at every call
         launches = noted(capability, calls.backward)[bias is not None :]
         assert len(launches) == count and launches[0].blocks == 3 * Hk, (D, Hk, bias)
+
+
+@pytest.mark.parametrize("capability, most", [("80", 2), ("86", 4), ("90", 1)])
+def test_short_forward_of_any_head_dim(capability: str, most: int, noted: Noted) -> None:
+    """Of float32 beyond head dimension 128, `most` blocks share a head, as shared memory wants. Only the keys that are
+    seen are prepared, once a mask."""
+    mask = {"is_causal": True, "key_padding": prefix([90, 40, 0], 128)}
+    for dtype, D in itertools.product(DTYPES, (40, 96, 136, 256)):
+        calls = Calls(make(B=3, H=2, Lq=128, Lk=128, D=D, dtype=dtype, mask=mask))
+        assert len(noted(capability, calls.forward)) == 2
+        (launch,) = noted(capability, calls.forward)
+        if capability == "90" and dtype != FLOAT32:
+            assert launch.blocks == 2
+        else:
+            blocks = most if dtype == FLOAT32 and D > 128 else 1
+            assert (launch.blocks, launch.threads) == (6 * blocks, 256 // blocks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,6 +73,13 @@ def test_short_sequences(kind: str, device: torch.device, monkeypatch: pytest.Mo
     check(make(H=1, Lq=120, Lk=100, D=72, dtype=FLOAT16, **options), device)
 
 
+@pytest.mark.parametrize("dtype, D", [(FLOAT32, 40), (FLOAT32, 96), (FLOAT32, 256), (BFLOAT16, 136)])
+@pytest.mark.parametrize("kind", ["key_padding", "decoder", "attn_mask", "segments_causal"])
+def test_short_sequences_of_any_head_dim(kind: str, dtype: torch.dtype, D: int, device: torch.device) -> None:
+    """float32 of head dimension 256 has two blocks of queries, the second of which is not full."""
+    check(make(B=2, H=1, Lq=110, Lk=100, D=D, dtype=dtype, mask=kind, dropout_p=0.2, device=device), device)
+
+
 @pytest.mark.parametrize("D", [1, 8, 16, 33, 40, 64, 72, 80, 96, 127, 128, 160, 256])
 @pytest.mark.parametrize("dtype, kind", [(FLOAT32, "causal"), (BFLOAT16, "everything"), (FLOAT16, "decoder")])
 def test_head_dims(D: int, dtype: torch.dtype, kind: str, device: torch.device) -> None:
@@ -99,11 +106,12 @@ def test_nothing_to_do(B: int, H: int, Lq: int, Lk: int, kind: str, device: torc
         "key_padding": {"key_padding": torch.ones(1, Lk, dtype=torch.bool, device=device)},
         "attn_mask_2d": {"attn_mask": torch.ones(Lq, Lk, dtype=torch.bool, device=device)},
     }[kind]
-    q, k, v = (torch.randn(B, H, n, 8, device=device) for n in (Lq, Lk, Lk))
     room_call("cuda", device)
-    out, lse, weights = SDPA(q, k, v, AttentionMask(**mask), return_lse=True, return_weights=True, backend="cuda")
-    assert out.shape == q.shape and lse.shape == (B, H, Lq) and weights.shape == (B, H, Lq, Lk)
-    assert not out.any() and (lse == -torch.inf).all()
+    for dtype in (FLOAT32, BFLOAT16):
+        q, k, v = (torch.randn(B, H, n, 8, dtype=dtype, device=device) for n in (Lq, Lk, Lk))
+        out, lse, weights = SDPA(q, k, v, AttentionMask(**mask), return_lse=True, return_weights=True, backend="cuda")
+        assert out.shape == q.shape and lse.shape == (B, H, Lq) and weights.shape == (B, H, Lq, Lk)
+        assert not out.any() and (lse == -torch.inf).all()
 
 
 def views(p: Problem) -> dict[str, Problem]:

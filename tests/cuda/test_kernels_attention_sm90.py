@@ -81,7 +81,8 @@ def test_mask_kinds(kind: str, hopper: torch.device, calls: list[str], monkeypat
 
 @pytest.mark.parametrize("kind", SHORT_KINDS)
 def test_short_sequences(kind: str, hopper: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As shipped, with the backward of short sequences. One tile of keys has no list, and padding no bits."""
+    """As shipped, with the backward of short sequences. Padding has no bits; the forward has no lists, of two tiles
+    of keys neither, as head dimension 200 has them."""
     monkeypatch.setattr(short, "serves", SHORT_SERVES)
     if kind != "attn_mask":
         monkeypatch.setattr(_visibility, "_build_bits", None)
@@ -91,6 +92,7 @@ def test_short_sequences(kind: str, hopper: torch.device, calls: list[str], monk
     check(make(Lq=100, D=40, dtype=BFLOAT16, **options), hopper, calls, expected=("forward",))
     general = make(Lq=120, D=72, dtype=FLOAT16, dropout_p=0.2, bias=(2, 1, 120, 100), **options)
     check(general, hopper, calls, expected=("forward",))
+    check(make(Lq=40, D=200, dtype=BFLOAT16, **options), hopper, calls)
 
 
 @pytest.mark.usefixtures("sum_of_dq")
