@@ -116,7 +116,7 @@ def test_short_sequences_take_one_launch_each_way(mask: dict[str, Any], capabili
 @pytest.mark.parametrize("capability", ["80", "86", "90"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backward_of_short_sequences_is_one_launch(dtype: torch.dtype, capability: str, noted: Noted) -> None:
-    """Whatever the heads, their dimension and the bias; of one that batches or heads share, the gradient is a second."""
+    """Whatever the heads, their dimension, the bias; of one that batches or heads share, the gradient is a second."""
     shapes = {None: 1, (3, 4, 128, 90): 1, (1, 1, 1, 90): 1, (3, 4, 1, 90): 1, (1, 1, 128, 1): 1, (1, 4, 128, 90): 2}
     for D, Hk, (bias, count) in itertools.product((64, 128, 256), (1, 4), shapes.items()):
         p = make(B=3, H=4, Hk=Hk, Lq=128, Lk=90, D=D, dtype=dtype, mask="causal", bias=bias, dropout_p=0.1)

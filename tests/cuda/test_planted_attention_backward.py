@@ -130,7 +130,7 @@ BUGS = [
     Bug("sums of the last head", "wide", WIDE, "if (!is_first)", "if (!BUG && !is_first)"),
     Bug("keys that other queries see", "wide", WIDE, "shared.visible[m / 16]", "shared.visible[BUG ? 0 : m / 16]"),
     Bug("sums of one warp", "wide keys", WIDE, "w < rows / 16", "w < (BUG ? 1 : rows / 16)"),
-    Bug("unseen keys loaded in slices", "wide poisoned", WIDE, "return takes_part[row]", "return BUG || takes_part[row]"),
+    Bug("unseen keys in slices", "wide poisoned", WIDE, "return takes_part[row]", "return BUG || takes_part[row]"),
     Bug("padding forgotten", "short poisoned", MASK, "who.bits != nullptr", "false"),
     Bug("a span without its first row", "packed", MASK, "begin = span.x", "begin = span.x + BUG"),
     Bug("a span without its last row", "packed", MASK, "end = span.y;", "end = span.y - BUG;"),
