@@ -20,12 +20,13 @@ ALLOWED = {
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},
     "aten": {"aten", "reference", "masks"},  # the specification's dropout bits and activations
-    "kernels": {"kernels", "masks", "_cross_entropy_products"},
-    "cuda": {"cuda", "masks", "_C", "_cross_entropy_products"},
+    "kernels": {"kernels", "masks", "_attention_delta", "_cross_entropy_products"},
+    "cuda": {"cuda", "masks", "_C", "_attention_delta", "_cross_entropy_products"},
     "masks": {"_mask_arguments", "_mask_tiles"},
     "_mask_arguments": set(),
     "_mask_tiles": set(),
     "_dispatch": set(),
+    "_attention_delta": set(),
     "_cross_entropy_products": set(),
 }
 

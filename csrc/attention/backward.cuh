@@ -128,23 +128,33 @@ __device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& 
   return delta;
 }
 
+// Whether dropout asks for a walk that makes delta, ahead of the one for dq: backward.h says why. sees_some(row): of the
+// block's kRows queries. Whole warps ask, all with the same answer.
+template <int kRows, class SeesSome>
+__device__ __forceinline__ bool measures_delta(const Backward& p, const Walk& walk, SeesSome sees_some) {
+  constexpr int kFew = 16;
+  if (p.dropout.rng_state == nullptr) return false;
+  int count = 0;
+#pragma unroll
+  for (int row = threadIdx.x % 32; row < kRows; row += 32) count += __popc(__ballot_sync(0xffffffffu, sees_some(row)));
+  return count <= kFew || walk.count == 1;
+}
+
 // delta, from a tile of which element j < kCount belongs to row j % 4 / 2 of a lane's two; probability(j) and gradient(j) are
-// its P and dP. Calls found(row, sum of P dP / sum of P) for the rows that the tile says it of: all, if it is the only tile
-// that they meet, else those of which one key has all the weight. backward.h says why.
+// its P and dP. Calls found(row, dP) for the rows of which one key has all the weight. backward.h says why.
 template <int kCount, class Probability, class Gradient, class Found>
-__device__ __forceinline__ void find_delta(bool only_tile, Probability probability, Gradient gradient, Found found) {
+__device__ __forceinline__ void find_delta(Probability probability, Gradient gradient, Found found) {
   constexpr float kAll = 1.0f - 1.0f / 8192;  // P itself is that exact for scores up to some hundreds
-  bool some = only_tile;
+  bool some = false;
 #pragma unroll
   for (int j = 0; j < kCount; j++) some |= probability(j) > kAll;
   if (__ballot_sync(0xffffffffu, some) == 0) return;
-  const float from = only_tile ? 0.0f : kAll;
 #pragma unroll
   for (int row = 0; row < 2; row++) {
     float sum = 0.0f, weight = 0.0f;
 #pragma unroll
     for (int j = 2 * row; j < kCount; j += j % 2 == 0 ? 1 : 3)
-      if (probability(j) > from) sum += probability(j) * gradient(j), weight += probability(j);
+      if (probability(j) > kAll) sum += probability(j) * gradient(j), weight += probability(j);
     sum = quad_sum(sum), weight = quad_sum(weight);
     if (weight > 0.0f) found(row, sum / weight);
   }

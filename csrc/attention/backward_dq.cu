@@ -7,6 +7,7 @@
 // Shared memory: q and dout, read once; k and v, kStages deep.
 // Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a query
 //   tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are branches that a block takes as one.
+//   Under dropout some blocks walk twice, the first time for delta (measures_delta): 2 * (Dk + Dv) FLOPs a score more.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
 //   head_dim 64    228 / 233 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   187 / 186            68 KiB                   2
@@ -64,10 +65,17 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
       delta[half] = p.delta[row0 + m], remainder[half] = p.remainder[row0 + m];
   }
 
+  // Steps ahead of those for dq only measure, for delta.
+  const bool measures = p.coarse_from != 0.0f && measures_delta<kOwn>(p, walk, [&](int row) {
+    return m0 + row < shape.seqlen_q && sees_some(m0 + row);
+  });
+  const int ahead = measures ? walk.count : 0, steps = ahead + walk.count;
+  const auto place = [&](int i) { return i < ahead ? i : i - ahead; };
+
   const auto load = [&](int i) {
-    const int n0 = walk.tile(i) * kStream, stage = i % kStages;
+    const int n0 = walk.tile(place(i)) * kStream, stage = i % kStages;
     // A key that no query of the tile sees may hold anything too.
-    const bool some_unseen = i < walk.partial || p.bias.data != nullptr;
+    const bool some_unseen = place(i) < walk.partial || p.bias.data != nullptr;
     const auto seen = [&](int n) {
       return !some_unseen || (n >= m0 + who.band_lo && n <= last_m + who.band_hi && key_is_seen(who, b, h, n));
     };
@@ -76,12 +84,12 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
   };
 
   float dq[kHeadDim / 8][4] = {};
-  if (walk.count > 0) load(0);
+  if (steps > 0) load(0);
   cp_async_commit();
-  for (int i = 0; i < walk.count; i++) {
-    const int n0 = walk.tile(i) * kStream, stage = i % kStages;
+  for (int i = 0; i < steps; i++) {
+    const int n0 = walk.tile(place(i)) * kStream, stage = i % kStages;
     if (kStages > 1) {
-      if (i + 1 < walk.count) load(i + 1);
+      if (i + 1 < steps) load(i + 1);
       cp_async_commit();
     }
     if (dropout.active()) shared.kept.draw(dropout, row0 + m0, n0);
@@ -93,13 +101,18 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
     multiply_rows<T, kHeadDim>(dp, shared.dout, warp_row, shared.v[stage]);
     make_probabilities<false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; },
                               [&](int, int e) { return remainder[e / 2]; });
-    if (i < walk.partial) {
+    if (place(i) < walk.partial) {
       const auto bits = [&](int half) {
         return sees<kStream>(who, b, h, m0 + warp_row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k, who.band_lo,
                              who.band_hi);
       };
       clear_unseen(s, bits(0), bits(1));
     }
+    const auto found = [&](int half, float mean) {
+      const int64_t row = row0 + m0 + warp_row + g + 8 * half;
+      delta[half] = mean - (p.dlse != nullptr ? p.dlse[row] : 0.0f);
+      if (c == 0) p.delta[row] = delta[half];
+    };
     if (dropout.active()) {
 #pragma unroll
       for (int j = 0; j < kStream / 8; j++) {
@@ -109,23 +122,34 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
           dp[j][e] = kept ? dp[j][e] * dropout.scale() : 0.0f;
         }
       }
-      const auto probability = [&](int j) { return s[j / 4][j % 4]; };
-      const auto gradient = [&](int j) { return dp[j / 4][j % 4]; };
-      find_delta<kStream / 2>(walk.count == 1, probability, gradient, [&](int half, float mean) {
-        const int64_t row = row0 + m0 + warp_row + g + 8 * half;
-        delta[half] = mean - (p.dlse != nullptr ? p.dlse[row] : 0.0f);
-        if (c == 0) p.delta[row] = delta[half];
-      });
+      if (!measures)
+        find_delta<kStream / 2>([&](int j) { return s[j / 4][j % 4]; }, [&](int j) { return dp[j / 4][j % 4]; }, found);
     }
+    if (i < ahead) {  // sums of P and P * dP, where dq will be
 #pragma unroll
-    for (int j = 0; j < kStream / 8; j++) {
+      for (int j = 0; j < kStream / 8; j++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[j][e] *= dp[j][e] - delta[e / 2];
+        for (int e = 0; e < 4; e++) dq[0][e / 2] += s[j][e], dq[0][2 + e / 2] += s[j][e] * dp[j][e];
+      }
+      if (i + 1 == ahead) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float sum = quad_sum(dq[0][half]), product = quad_sum(dq[0][2 + half]);
+          if (sum > 0.0f) found(half, product / sum);
+          dq[0][half] = dq[0][2 + half] = 0.0f;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kStream / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[j][e] *= dp[j][e] - delta[e / 2];
+      }
+      add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
     }
-    add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
     __syncthreads();
     if (kStages == 1) {
-      if (i + 1 < walk.count) load(i + 1);
+      if (i + 1 < steps) load(i + 1);
       cp_async_commit();
     }
   }

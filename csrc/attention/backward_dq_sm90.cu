@@ -52,6 +52,7 @@ struct alignas(1024) Shared {
 struct Work {
   int b, h, m0;
   Walk walk;
+  bool makes_rows;  // delta and remainder, from their definition, by a walk ahead of the one for dq
 };
 
 template <class Tiles>
@@ -60,20 +61,18 @@ __device__ __forceinline__ Work work_of_block(const Arguments& a) {
   const int heads = shape.batch * shape.heads, head = blockIdx.x % heads, b = head / shape.heads, h = head % shape.heads;
   const int m0 = (blocks_of(shape.seqlen_q, Tiles::kBlockM) - 1 - static_cast<int>(blockIdx.x) / heads) * Tiles::kBlockM;
   const Visibility& who = a.p.by_query;
-  return {b, h, m0, plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
-                                                             who.band_hi)};
-}
-
-// Whether delta and remainder are made here, from their definition, by a walk ahead of the one for dq. backward.h says why
-// they are for a tile that is the only one.
-__device__ __forceinline__ bool makes_rows(const Arguments& a, const Walk& walk) {
-  return a.p.coarse_from == 0.0f || (a.p.dropout.rng_state != nullptr && walk.count == 1);
+  const Walk walk = plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
+                                              who.band_hi);
+  const float* shift = a.rows.shift + first_row(a, b, h) + m0;
+  const bool makes_rows =
+      a.p.coarse_from == 0.0f ||
+      measures_delta<Tiles::kBlockM>(a.p, walk, [&](int row) { return shift[row] != kInfinity; });
+  return {b, h, m0, walk, makes_rows};
 }
 
 template <class Tiles>
-__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
+__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared, const Work& work) {
   for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq}) prefetch(*map);
-  const Work work = work_of_block<Tiles>(a);
   const int h_k = work.h / (a.p.shape.heads / a.p.shape.key_heads);
   load_panels(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
   load_panels(shared.dout, a.dout, shared.full_q, work.m0, work.h, work.b);
@@ -84,7 +83,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
     load_panels(tiles[ring.stage], map, full[ring.stage], work.walk.tile(i) * Tiles::kBlockN - a.key_begin, h_k, work.b);
     ring.advance();
   };
-  for (int times = makes_rows(a, work.walk) ? 2 : 1; times > 0; times--) {
+  for (int times = work.makes_rows ? 2 : 1; times > 0; times--) {
 #pragma unroll 1
     for (int i = 0; i < work.walk.count; i++) {
       load(keys, shared.k, a.k, shared.full_k, shared.empty_k, i);
@@ -96,8 +95,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
 template <class T, class Tiles, bool kGeneral>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
-      : a_(a), shared_(shared), work_(work_of_block<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
+  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared, const Work& work)
+      : a_(a), shared_(shared), work_(work), group_(threadIdx.x / kGroup - 1),
         thread_(threadIdx.x % kGroup), rows_(a) {}
 
   __device__ __forceinline__ void run() {
@@ -108,7 +107,7 @@ class Consumer {
     clear(dq);
     if constexpr (kGeneral) {
 #pragma unroll 1
-      for (int measures = makes_rows(a_, walk); measures >= 0; measures--) {
+      for (int measures = work_.makes_rows; measures >= 0; measures--) {
 #pragma unroll 1
         for (int i = 0; i < walk.count; i++) step<true>(dq, walk.tile(i) * kBlockN, measures);
         if (!measures) continue;
@@ -208,10 +207,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1) backward_dq_sm90_kernel(const
   __syncthreads();
   if (threadIdx.x < kGroup) {
     fewer_registers<24>();
-    if (threadIdx.x == 0) produce<Tiles>(a, shared);
+    const Work work = work_of_block<Tiles>(a);
+    if (threadIdx.x == 0) produce<Tiles>(a, shared, work);
   } else {
     more_registers<240>();
-    Consumer<T, Tiles, kGeneral>(a, shared).run();
+    Consumer<T, Tiles, kGeneral>(a, shared, work_of_block<Tiles>(a)).run();
   }
 }
 

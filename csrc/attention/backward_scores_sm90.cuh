@@ -73,7 +73,7 @@ class QueryRows {
 
   // delta of the queries that this tile has a key of with all their weight.
   __device__ __forceinline__ void find_delta(const Tile& s, const Tile& dp) {
-    attention::find_delta<kBlockN / 2>(false, [&](int j) { return s[j]; }, [&](int j) { return dp[j]; },
+    attention::find_delta<kBlockN / 2>([&](int j) { return s[j]; }, [&](int j) { return dp[j]; },
                                        [&](int r, float mean) { set_delta(r, mean); });
   }
 

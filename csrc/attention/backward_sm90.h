@@ -7,7 +7,7 @@
 //   bias_gradient_sm90   where it is wanted, dbias of a bias that has queries and keys
 // Some rows want delta and remainder from their definitions (backward.h says which, and why). Where all do, coarse_from is 0
 // and backward_dq_sm90 makes them, by a walk ahead of its own; p.delta and p.remainder are null. Under dropout it does so
-// where the walk is a single tile, too. Else, with a bias, backward_rows(), which looks for coarse ones, comes first and
+// in some blocks, too: measures_delta(). Else, with a bias, backward_rows(), which looks for coarse ones, comes first and
 // fills them.
 // These are 7 products of all visited pairs, 2 D FLOPs a score each. One kernel needs 5 for all three gradients, but adds up
 // dq in memory, in an order that no one fixes, so that runs differ in the last bits:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fastattn._attention_delta import wants_exact_delta
 from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
 from fastattn.cuda import _attention_short as short
 from fastattn.cuda import _attention_sm90 as sm90
@@ -14,7 +15,6 @@ from fastattn.cuda import _visibility as who
 from fastattn.masks import AttentionMask
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/attention/attention.h
-_HEAVY_DROPOUT = 0.5
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -92,8 +92,7 @@ def attention_bwd(
         with_keys = short.backward(q, k, v, dout, dq, dk, dv, *options, needs_dbias=missing, tf32=_tf32())
     else:
         call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward
-        # Heavy dropout scales up the few weights that it leaves, and with them the rounding of out.
-        exact = dropout_p > _HEAVY_DROPOUT
+        exact = wants_exact_delta(q, dropout_p)
         with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing, exact=exact)
     return dq, dk, dv, with_keys.to(bias.dtype) if missing else dbias
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn._attention_delta import wants_exact_delta
 from fastattn.masks import AttentionMask
 
 from ..common.launch import current_arch, on_device
@@ -24,7 +25,7 @@ from ..common.philox import dropout_keep
 from . import arguments
 from .bias_gradient import bias_gradient
 from .config import config
-from .rows import HEAVY_DROPOUT, delta_of_tile, row_statistics
+from .rows import delta_of_tile, row_statistics
 from .tiles import (
     LOG2E,
     exponential,
@@ -342,7 +343,7 @@ def attention_bwd(
             "q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
             **arguments.strides("m", q=q, dout=dout), **arguments.strides("n", k=k, v=v),
         }  # fmt: skip
-        rows = row_statistics(inputs, shared, dlse, exact_delta=dropout_p > HEAVY_DROPOUT)
+        rows = row_statistics(inputs, shared, dlse, exact_delta=wants_exact_delta(q, dropout_p))
         shared |= {"remainder_ptr": rows.remainder, "HAS_REMAINDER": rows.remainder is not None}
         head_dim = max(Dk, Dv)
         c = config("dq", current_arch(), q.dtype, head_dim, Lq)

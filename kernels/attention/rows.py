@@ -7,11 +7,13 @@ remainder   lse is handed out in float32, right to half a unit in its last place
 delta       sum_j P_ij dP_ij - dlse_i. It equals sum_d out_id dout_id - dlse_i, which the dq kernel takes, but for
             rounding: with this one a row of dS sums to what it should, and a query with one key gets the gradient 0.
 
-16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta under dropout beyond
-0.5, which scales up the few weights that it leaves, and with them the rounding of out. Lighter dropout makes out
-inexact too, even where a query has one key, whose dP is delta: nothing should be left of dS, but dq and dk would get 4
-times the error allowed. There the dq kernel takes delta from a tile (delta_of_tile). Exact float32 gets both, always:
-what they correct would be the largest errors of its backward. The price is a third walk over the keys.
+16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta under heavy dropout,
+and under any dropout of few queries: fastattn/_attention_delta.py. Among more queries dropout makes out inexact too,
+even where a query has one key, whose dP is delta: nothing should be left of dS, but dq and dk would get 4 times the
+error allowed. There the dq kernel takes delta from a tile (delta_of_tile). Exact float32 gets both, always: what they
+correct would be the largest errors of its backward. The price is a third walk over the keys.
+What is left: problems of many queries of which masks leave few, with keys in different tiles. The CUDA kernels walk
+twice in blocks with few such queries; here that spilled 17 to 35 stores in every problem with dropout and a bias.
 Grid: one program per (batch, head, BLOCK_M queries), along all keys; it stops at once unless one of its lse is coarse.
 """
 
@@ -28,7 +30,6 @@ from .config import config
 from .tiles import LOG2E, exponential, keep_elements, key_interval, load_bias, load_rows, program_place
 
 _COARSE = 64.0  # to 16-bit types: half a unit in the last place of an lse beyond it is 4e-6
-HEAVY_DROPOUT = 0.5
 # A probability beyond it is 1: it is that exact for scores up to some hundreds.
 ALL_THE_WEIGHT = tl.constexpr(1 - 2**-13)
 _OF_THE_GRADIENT = (

@@ -19,7 +19,7 @@ from mask_cases import offsets, scattered
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn import AttentionMask, _attention_delta, scaled_dot_product_attention
 from fastattn.reference import philox
 
 
@@ -108,6 +108,13 @@ def test_over_several_tiles(room: str, device: torch.device) -> None:
         assert torch.equal((results.weights == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
 
 
+@pytest.fixture
+def among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few the queries are, delta comes from tiles and out, as among many."""
+    monkeypatch.setattr(_attention_delta, "FEW_QUERIES", 0)
+
+
+@pytest.mark.usefixtures("among_many")
 @pytest.mark.parametrize(
     "Lk, mask",
     [
@@ -130,6 +137,7 @@ def test_queries_that_see_one_key(room: str, Lk: int, mask: str | dict, device: 
     check(p, room_call(room, device, weights=False))
 
 
+@pytest.mark.usefixtures("among_many")
 @pytest.mark.parametrize("seed, dropout_p", [(47, 0.5), (72, 0.3), (76, 0.5)])
 @pytest.mark.parametrize("room", KERNEL_ROOMS)
 def test_few_queries_that_see_two_keys(room: str, seed: int, dropout_p: float, device: torch.device) -> None:
@@ -138,6 +146,14 @@ def test_few_queries_that_see_two_keys(room: str, seed: int, dropout_p: float, d
     p = make(
         B=1, H=2, Lq=17, Lk=33, D=8, dtype=torch.bfloat16, mask=mask, dropout_p=dropout_p, device=device, seed=seed
     )
+    check(p, room_call(room, device, weights=False))
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_few_queries_whose_keys_are_far_apart(room: str, device: torch.device) -> None:
+    """No tile of keys says what delta is."""
+    mask = {"attn_mask": scattered(40, 300, 2, seed=8).to(device)}
+    p = make(B=1, H=1, Lq=40, Lk=300, D=16, dtype=torch.float16, mask=mask, dropout_p=0.5, device=device, seed=8)
     check(p, room_call(room, device, weights=False))
 
 
