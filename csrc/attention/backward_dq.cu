@@ -9,9 +9,9 @@
 //   tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are branches that a block takes as one.
 //   Under dropout some blocks walk twice, the first time for delta (measures_delta): 2 * (Dk + Dv) FLOPs a score more.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
-//   head_dim 64    228 / 233 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
-//   head_dim 128   187 / 186            68 KiB                   2
-//   head_dim 256   246 / 248            83 KiB                   1 on sm_80, 2 on sm_90
+//   head_dim 64    231 / 236 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
+//   head_dim 128   189 / 187            68 KiB                   2
+//   head_dim 256   244 / 244            83 KiB                   1 on sm_80, 2 on sm_90
 // At head_dim 64 tiles are those of the forward, so that both share their lists. 32 keys a tile would take 165 registers,
 // three blocks; 64 with three blocks spill 4 to 64 bytes.
 #include "attention/backward.cuh"
