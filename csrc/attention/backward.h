@@ -16,7 +16,7 @@
 // would be, all where dbias is wanted, in whose sums the rounding of a 16-bit out adds up, and all under dropout beyond 0.5,
 // which scales up the few weights that it leaves, and with them that rounding.
 // Lighter dropout makes out inexact as well. Of one key, dP is delta and nothing should be left of dS, but dq and dk would
-// get that rounding times k and q, 4 times the error allowed; of two or three, in a problem of a few queries, up to 33 times. So
+// get that rounding times k and q, 4 times the error allowed; of two or three, in a problem of few queries, up to 33 times. So
 //   all rows of a problem of few queries get delta and remainder as above: fastattn/_attention_delta.py;
 //   a block of backward_dq of which at most 16 queries see anything, or which meets a single tile of keys, walks twice, the
 //     first time for delta alone: 5 products in place of 3. Such blocks are rare, but where sequences have no more queries;
