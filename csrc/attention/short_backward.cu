@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
         total[half] += shared.total[w][row + g + 8 * half], delta[half] += shared.delta[w][row + g + 8 * half];
       const float sum = total[half];
       total[half] = sum > 0.0f ? 1.0f / sum : 0.0f;  // 0 for a query that sees nothing
-      delta[half] *= total[half];
+      delta[half] = sum > 0.0f ? delta[half] / sum : 0.0f;  // of a single key its dP, to the last bit
       if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
       if (p.delta != nullptr && warp < 2 && c == 0 && m < shape.seqlen_q)
         p.delta[row0 + m] = delta[half], p.remainder[row0 + m] = sum > 0.0f ? log2f(sum) : 0.0f;

@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(2 * kMaxShort) short_backward_wide_kernel(cons
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int m = own + g + 8 * half;
-      const float sum = quad_sum(total[half]);
+      const float sum = quad_sum(total[half]), product = quad_sum(delta[half]);
       total[half] = sum > 0.0f ? 1.0f / sum : 0.0f;  // 0 for a query that sees nothing
-      delta[half] = quad_sum(delta[half]) * total[half];
+      delta[half] = sum > 0.0f ? product / sum : 0.0f;  // of a single key its dP, to the last bit
       if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
       if (p.delta != nullptr && c == 0 && m < Lq)
         p.delta[row0 + m] = delta[half], p.remainder[row0 + m] = sum > 0.0f ? log2f(sum) : 0.0f;

@@ -328,6 +328,19 @@ def test_bits_do_not_depend_on_the_run(
         assert all(torch.equal(a, b) for a, b in zip(results[0][3:], other[3:], strict=True))
 
 
+@pytest.mark.parametrize("kernels", ["short"], indirect=True)
+@pytest.mark.parametrize("D", [40, 136])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("Lk", [1, 70])
+def test_of_a_single_key_nothing_is_left(
+    Lk: int, dtype: torch.dtype, D: int, kernels: str, device: torch.device
+) -> None:
+    """Its weight is 1, whatever the scores: dq and dk are 0 to the last bit, as in the formula."""
+    mask = {"attn_mask": scattered(100, Lk, 1).to(device)}
+    actual = check(make(B=1, H=2, Lq=100, Lk=Lk, D=D, dtype=dtype, mask=mask, dropout_p=0.1, dlse=False, device=device))
+    assert not actual.dq.any() and not actual.dk.any()
+
+
 def test_who_serves(device: torch.device) -> None:
     """The short kernels take all that is short."""
     for Lq, Lk, served in ((128, 128, True), (1, 1, True), (129, 64, False), (64, 129, False)):
