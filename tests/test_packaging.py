@@ -55,14 +55,14 @@ def test_wheel(checkout: Path, dist: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     rooms = {f"fastattn/{name}" for name in files(checkout, "kernels/**/*.py")}
-    assert rooms and names == files(checkout, "fastattn/**/*.py") | rooms
+    assert rooms and names == files(checkout, "fastattn/**/*.py", "fastattn/py.typed") | rooms
 
 
 def test_sdist(checkout: Path, dist: Path) -> None:
     """The sdist holds what a build with CUDA and the tests need."""
     (sdist,) = dist.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
-    assert files(checkout, "*.*", "csrc/**/*.*", "kernels/**/*.py", "fastattn/**/*.py", "tests/**/*.*") <= names
+    assert files(checkout, "*.*", "csrc/**/*.*", "kernels/**/*.py", "fastattn/**/*.*", "tests/**/*.*") <= names
 
 
 def test_installed_away_from_the_checkout(dist: Path, tmp_path: Path) -> None:
