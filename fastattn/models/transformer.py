@@ -20,6 +20,7 @@ from fastattn.masks import AttentionMask
 from fastattn.models.packing import Packed, worth_it
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.recompute import recomputed
+from fastattn.ops import _arguments as arguments
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
 SCALE_MODES = ("emb", "prj", "none")
@@ -155,11 +156,11 @@ class FusedTransformer(nn.Module):
         _check_sequences(src_seq, trg_seq)
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be one of mean, sum, got {reduction!r}")
-        if not isinstance(gold, Tensor):
-            raise TypeError(f"gold must be a Tensor, got {type(gold).__name__}")
+        arguments.check_indices("gold", gold, "trg_seq", trg_seq)
         if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
             expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
             raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
+        arguments.check_range("gold", gold, self.trg_word_prj.out_features, "a row of the output projection")
         gold, pack = gold.reshape(trg_seq.shape), self.pack_padding
         if pack is None:
             pads = (self.src_pad_idx, self.trg_pad_idx)

@@ -110,5 +110,9 @@ def test_bad_gold_and_reduction_are_named(batch):
         model.loss(src, trg, trg[:, 1:])
     with pytest.raises(ValueError, match="gold has shape"):
         model.loss(src, trg, trg.T)
+    with pytest.raises(TypeError, match="gold has dtype torch.float32"):
+        model.loss(src, trg, trg.float())
+    with pytest.raises(ValueError, match="gold has the value -100, expected 0 to"):
+        model.loss(src, trg, trg.masked_fill(trg == PAD_TRG, -100))
     with pytest.raises(ValueError, match="reduction"):
         model.loss(src, trg, trg, reduction="none")
