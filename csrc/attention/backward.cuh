@@ -117,6 +117,24 @@ __device__ __forceinline__ float row_product(const Matrix<T>& out, const Matrix<
   return quad_sum(whole ? sum_of(std::true_type{}) : sum_of(std::false_type{}));
 }
 
+// Exact float32 keeps dlse apart, and delta is then the mean of dP alone: of their difference, where the mean is the larger
+// one, the last bits of dlse are gone, and of a query of one key dlse is all that is left of dS.
+template <class T>
+constexpr bool kDlseApart = std::is_same_v<T, float>;
+
+// dlse of a row of lse, where it is kept apart.
+template <class T>
+__device__ __forceinline__ float dlse_apart(const Backward& p, int64_t row, float lse) {
+  return kDlseApart<T> && p.dlse != nullptr && lse != -kInfinity ? p.dlse[row] : 0.0f;
+}
+
+// dS of an element. dlse: as dlse_apart() gives it.
+template <class T>
+__device__ __forceinline__ float score_gradient(float probability, float dp, float delta, float dlse) {
+  const float gradient = probability * (dp - delta);
+  return kDlseApart<T> ? gradient + probability * dlse : gradient;
+}
+
 // delta of query m, whose lse is given, from out; the four lanes of a quad share the row. Writes it, too.
 template <class T>
 __device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& out, const Matrix<T>& dout, int64_t row0,

@@ -24,7 +24,7 @@ struct DkdvShared : Tiling<T, kHeadDim> {
   alignas(16) typename Size::Own k, v;
   alignas(16) typename Size::Stream q[Size::kStages], dout[Size::kStages];
   alignas(16) float shift[Size::kStages][Size::kStream], delta[Size::kStages][Size::kStream];
-  float remainder[Size::kStages][Size::kStream];
+  float remainder[Size::kStages][Size::kStream], dlse[Size::kStages][kDlseApart<T> ? Size::kStream : 1];
   KeptBits<Size::kStream, Size::kOwn> kept;
 };
 
@@ -74,13 +74,14 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
     };
     // What is to be known of a tile's queries, one of them a thread, on its way to shared memory.
     struct {
-      float lse, delta, remainder;
+      float lse, delta, remainder, dlse;
     } of_query = {};
     const auto ask = [&](int i) {
       const int m = walk.tile(i) * kStream + static_cast<int>(threadIdx.x);
       const bool inside = threadIdx.x < kStream && m < shape.seqlen_q;
       of_query.lse = inside ? p.lse[row0 + m] : -kInfinity;
       of_query.delta = inside ? p.delta[row0 + m] : 0.0f;
+      of_query.dlse = dlse_apart<T>(p, row0 + m, of_query.lse);
       of_query.remainder = inside && p.remainder != nullptr ? p.remainder[row0 + m] : 0.0f;
     };
     const auto write_down = [&](int i) {
@@ -88,6 +89,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       shared.shift[i % kStages][threadIdx.x] = exponent.shift(of_query.lse);
       shared.delta[i % kStages][threadIdx.x] = of_query.delta;
       shared.remainder[i % kStages][threadIdx.x] = of_query.remainder;
+      if (kDlseApart<T>) shared.dlse[i % kStages][threadIdx.x] = of_query.dlse;
     };
 
     float key_sum[2] = {};  // of dS over the queries
@@ -127,7 +129,8 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
-            dp[j][e] = s[j][e] * (dp[j][e] - shared.delta[stage][query(j, e)]);
+            dp[j][e] = score_gradient<T>(s[j][e], dp[j][e], shared.delta[stage][query(j, e)],
+                                         kDlseApart<T> ? shared.dlse[stage][query(j, e)] : 0.0f);
             key_sum[e / 2] += dp[j][e];
           }
         }

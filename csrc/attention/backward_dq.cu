@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
   load_tile<T, kOwn, kHeadDim, kThreads>(shared.dout, dout, m0, sees_some);
 
   // What a lane must know of its two rows.
-  float shift[2], delta[2], remainder[2] = {};
+  float shift[2], delta[2], dlse[2], remainder[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int m = m0 + warp_row + g + 8 * half;
     const float lse = m < shape.seqlen_q ? p.lse[row0 + m] : -kInfinity;
-    shift[half] = exponent.shift(lse), delta[half] = 0.0f;
+    shift[half] = exponent.shift(lse), delta[half] = 0.0f, dlse[half] = dlse_apart<T>(p, row0 + m, lse);
     if (p.remainder == nullptr)
       delta[half] = make_delta(p, Matrix<T>(p.out, b, h, shape.seqlen_q, shape.head_dim_v), dout, row0, m, lse);
     else if (m < shape.seqlen_q)
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
     }
     const auto found = [&](int half, float mean) {
       const int64_t row = row0 + m0 + warp_row + g + 8 * half;
-      delta[half] = mean - (p.dlse != nullptr ? p.dlse[row] : 0.0f);
+      delta[half] = mean - (p.dlse != nullptr && !kDlseApart<T> ? p.dlse[row] : 0.0f);
       if (c == 0) p.delta[row] = delta[half];
     };
     if (dropout.active()) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
 #pragma unroll
       for (int j = 0; j < kStream / 8; j++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) s[j][e] *= dp[j][e] - delta[e / 2];
+        for (int e = 0; e < 4; e++) s[j][e] = score_gradient<T>(s[j][e], dp[j][e], delta[e / 2], dlse[e / 2]);
       }
       add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
     }

@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kScoreThreads, 2) backward_rows_kernel(const B
     if (c != 0 || m >= shape.seqlen_q) return;
     const bool sees_some = its != -kInfinity;
     p.remainder[row0 + m] = sees_some ? log2f(sum) : 0.0f;
-    p.delta[row0 + m] = sees_some ? weighted / sum - (p.dlse != nullptr ? p.dlse[row0 + m] : 0.0f) : 0.0f;
+    const float dlse = p.dlse != nullptr && !kDlseApart<T> ? p.dlse[row0 + m] : 0.0f;
+    p.delta[row0 + m] = sees_some ? weighted / sum - dlse : 0.0f;
   });
 }
 

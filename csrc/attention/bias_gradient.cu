@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(kScoreThreads, 2) bias_gradient_kernel(const B
   for (int b = first_b; b < shape.batch; b += batch) {
     for (int h = first_h; h < shape.heads; h += heads) {
       const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
-      float lse[2], delta[2], remainder[2];
+      float lse[2], delta[2], dlse[2], remainder[2];
       for_rows(p, row0, m0, [&](int half, int m, float its) {
-        lse[half] = its;
+        lse[half] = its, dlse[half] = dlse_apart<T>(p, row0 + m, its);
         delta[half] = m < shape.seqlen_q ? p.delta[row0 + m] : 0.0f;
         remainder[half] = m < shape.seqlen_q && p.remainder != nullptr ? p.remainder[row0 + m] : 0.0f;
       });
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kScoreThreads, 2) bias_gradient_kernel(const B
 #pragma unroll
       for (int j = 0; j < kScoreTile / 8; j++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) sum[j][e] += s[j][e] * (dp[j][e] - delta[e / 2]);
+        for (int e = 0; e < 4; e++) sum[j][e] += score_gradient<T>(s[j][e], dp[j][e], delta[e / 2], dlse[e / 2]);
       }
     }
   }

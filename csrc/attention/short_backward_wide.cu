@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(2 * kMaxShort) short_backward_wide_kernel(cons
     load_slice(0);
 
     // (2)
-    float total[2] = {}, delta[2] = {};
+    float total[2] = {}, delta[2] = {}, dlse[2] = {};
     make_probabilities<false>(s, exponent, p, b, h, own, 0, [&](int, int e) { return shift[e / 2]; },
                               [](int, int) { return 0.0f; });
     clear_unseen(s, bits[0], bits[1]);
@@ -143,7 +143,10 @@ __global__ void __launch_bounds__(2 * kMaxShort) short_backward_wide_kernel(cons
       const float sum = quad_sum(total[half]), product = quad_sum(delta[half]);
       total[half] = sum > 0.0f ? 1.0f / sum : 0.0f;  // 0 for a query that sees nothing
       delta[half] = sum > 0.0f ? product / sum : 0.0f;  // of a single key its dP, to the last bit
-      if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
+      if (p.dlse != nullptr && shift[half] != kInfinity) {
+        dlse[half] = p.dlse[row0 + m];
+        if (!kDlseApart<T>) delta[half] -= dlse[half];
+      }
       if (p.delta != nullptr && c == 0 && m < Lq)
         p.delta[row0 + m] = delta[half], p.remainder[row0 + m] = sum > 0.0f ? log2f(sum) : 0.0f;
     }
@@ -152,7 +155,7 @@ __global__ void __launch_bounds__(2 * kMaxShort) short_backward_wide_kernel(cons
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         s[j][e] *= total[e / 2];
-        dp[j][e] = s[j][e] * (dp[j][e] - delta[e / 2]);
+        dp[j][e] = score_gradient<T>(s[j][e], dp[j][e], delta[e / 2], dlse[e / 2]);
         if (dropout.active()) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
       }
     }

@@ -341,6 +341,14 @@ def test_of_a_single_key_nothing_is_left(
     assert not actual.dq.any() and not actual.dk.any()
 
 
+@pytest.mark.parametrize("B", [1, 2])
+def test_gradient_of_lse_where_little_else_is_left(B: int, kernels: str, device: torch.device) -> None:
+    """One query that sees one key: dS is dlse, of which dP, the larger one, takes no digits where float32 is exact."""
+    one = torch.zeros(1, 1, 2, 2, dtype=torch.bool, device=device)
+    one[..., 1, 0] = True
+    check(make(B=B, H=1, Lq=2, Lk=2, D=40, mask={"attn_mask": one}, bias=(1, 1, 2, 2), seed=6, device=device))
+
+
 def test_who_serves(device: torch.device) -> None:
     """The short kernels take all that is short."""
     for Lq, Lk, served in ((128, 128, True), (1, 1, True), (129, 64, False), (64, 129, False)):

@@ -91,7 +91,7 @@ BUGS = [
     Bug("a tile left out", "band", DQ, "i < steps; i++", "i < steps - BUG; i++"),
     Bug("dlse forgotten", "band", SHARED, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
     Bug("delta of one key rounded", "one key", SHARED, "some |= probability(j) > kAll;", ""),
-    Bug("delta of one key without dlse", "one key", DQ, "mean - (p.dlse != nullptr ? p.dlse[row] : 0.0f)", "mean"),
+    Bug("delta of one key without dlse", "one key", DQ, "p.dlse != nullptr && !kDlseApart<T>", "false"),
     Bug("delta of one key kept to itself", "one key", DQ, "if (c == 0) p.delta", "if (c == 0 && !BUG) p.delta"),
     Bug("delta of one tile rounded", "two keys", SHARED, "walk.count == 1", "false"),
     Bug("delta of few queries rounded", "few queries", SHARED, "count <= kFew", "false"),
