@@ -82,7 +82,9 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    Bug("no delta", "band", DQ, "dp[j][e] - delta[e / 2]", "dp[j][e]"),
+    Bug("no delta", "band", DQ,
+        "dp[j][e], delta[e / 2], dlse[e / 2])",
+        "dp[j][e], BUG ? 0.0f : delta[e / 2], dlse[e / 2])"),
     Bug("no scale", "band", DQ, "dq, p.softmax_scale)", "dq, BUG ? 1.0f : p.softmax_scale)"),
     Bug("waits for too few copies", "band", DQ, "cp_async_wait<kStages - 1>()", "cp_async_wait<kStages>()"),
     Bug("overwrites what is read", "band", DQ,
@@ -90,6 +92,7 @@ BUGS = [
         "if (!BUG) __syncthreads();\n    if (kStages"),
     Bug("a tile left out", "band", DQ, "i < steps; i++", "i < steps - BUG; i++"),
     Bug("dlse forgotten", "band", SHARED, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
+    Bug("dlse of float32 forgotten", "wide float", SHARED, "gradient + probability * dlse", "gradient"),
     Bug("delta of one key rounded", "one key", SHARED, "some |= probability(j) > kAll;", ""),
     Bug("delta of one key without dlse", "one key", DQ, "p.dlse != nullptr && !kDlseApart<T>", "false"),
     Bug("delta of one key kept to itself", "one key", DQ, "if (c == 0) p.delta", "if (c == 0 && !BUG) p.delta"),
