@@ -33,7 +33,8 @@ MULTIPROCESSORS = 132  # of the GPU that launches believe in
 
 @dataclass(frozen=True)
 class Attention:
-    """flags: "causal" needs no tensor; "lists" reads tile lists and element masks; "dropout", "bias" on top."""
+    """flags: "causal" needs no tensor; "lists" reads tile lists and element masks; "dropout", "bias" on top, and "dlse",
+    a gradient of lse."""
 
     arch: str
     dtype: str
@@ -63,7 +64,8 @@ class Attention:
         attention.attention_fwd(q, k, v, *options)
         if self.backward:
             lse = torch.zeros(B, H, L)
-            attention.attention_bwd(dout, None, q, k, v, out, lse, *options, bias is not None)
+            dlse = torch.zeros(B, H, L) if "dlse" in self.flags else None
+            attention.attention_bwd(dout, dlse, q, k, v, out, lse, *options, bias is not None)
             for wanted in ((range(H),), "argmax"):
                 attention.attention_weights(q, k, lse, *options, wanted)
 
@@ -218,7 +220,8 @@ CASES: tuple[Case, ...] = (
     Attention("sm_90a", "bfloat16", 256, "causal"),
     Attention("sm_90a", "float16", 128, "lists, dropout, bias"),
     Attention("sm_90a", "float32", 64, "causal"),
-    Attention("sm_80", "bfloat16", 64, "lists, dropout, bias"),
+    Attention("sm_90a", "float32", 64, "lists, bias, dlse"),
+    Attention("sm_80", "bfloat16", 64, "lists, dropout, bias, dlse"),
     Attention("sm_80", "float16", 128, "causal"),
     Attention("sm_90a", "bfloat16", 128, "causal, dropout", backward=False),
     Attention("sm_90a", "bfloat16", 128, "lists", backward=False),

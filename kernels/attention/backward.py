@@ -43,7 +43,7 @@ from .tiles import (
 @triton.jit
 def attention_dq_kernel(
     # dout and out (B, H, Lq, Dv), dq as q; lse, dlse, remainder (or None) and delta (B, H, Lq) float32,
-    # contiguous.
+    # contiguous. HAS_DELTA: dlse is what delta lacks of it, all or None.
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, remainder_ptr, dlse_ptr, dq_ptr, delta_ptr,
     q_stride_b, q_stride_h, q_stride_m,
     k_stride_b, k_stride_h, k_stride_n,
@@ -109,6 +109,8 @@ def attention_dq_kernel(
     dout = load_rows(dout_ptr, m0, dout_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
+        if dlse_ptr is not None:
+            dlse_apart = tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)[:, None]
     else:
         out = load_rows(out_ptr, m0, out_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
@@ -163,6 +165,8 @@ def attention_dq_kernel(
                     seen_p = tl.where(keep, p, 0.0) if HAS_BIAS or not FULL else p
                     delta = delta_of_tile(delta, seen_p, dp, dlse, num_partial + num_full == 1)
             ds = p * (dp - delta[:, None])
+            if HAS_DELTA and dlse_ptr is not None:
+                ds += p * dlse_apart
             if HAS_BIAS or not FULL:
                 ds = tl.where(keep, ds, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -175,7 +179,8 @@ def attention_dq_kernel(
 
 @triton.jit
 def attention_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, remainder_ptr, delta_ptr, dk_ptr, dv_ptr,
+    # dlse: what delta lacks of it, all or None.
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, remainder_ptr, dlse_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_stride_b, q_stride_h, q_stride_m,
     k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n,
@@ -263,6 +268,8 @@ def attention_dkv_kernel(
                     lse = tl.load(lse_ptr + row0 + m, mask=m < seqlen_q, other=float("-inf"))
                     sees = lse != float("-inf")
                     delta = tl.load(delta_ptr + row0 + m, mask=sees, other=0.0)
+                if dlse_ptr is not None:
+                    dlse_apart = tl.load(dlse_ptr + row0 + m, mask=lse != float("-inf"), other=0.0)[None, :]
                 shift = lse * LOG2E if FOLD_SCALE else lse
                 remainder = 0.0
                 if HAS_REMAINDER:
@@ -297,6 +304,8 @@ def attention_dkv_kernel(
                     dp = tl.where(kept, dp * dropout_scale, 0.0)
                 dv = tl.dot(z.to(dout.dtype), dout, dv, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
+                if dlse_ptr is not None:
+                    ds += p * dlse_apart
                 if HAS_BIAS or not FULL:
                     ds = tl.where(keep, ds, 0.0)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -350,7 +359,7 @@ def attention_bwd(
         programs = B * H * triton.cdiv(Lq, c.BLOCK_M)
         if programs > 0:
             attention_dq_kernel[(programs,)](
-                out_ptr=out, dlse_ptr=dlse, dq_ptr=dq, HAS_DELTA=rows.has_delta,
+                out_ptr=out, dlse_ptr=rows.dlse_apart if rows.has_delta else dlse, dq_ptr=dq, HAS_DELTA=rows.has_delta,
                 **arguments.strides("m", out=out, dq=dq),
                 **inputs, **shared, **arguments.visits(mask, q, k, c, by_key=False), **c._asdict(),
             )  # fmt: skip
@@ -358,9 +367,9 @@ def attention_bwd(
         programs = B * Hk * triton.cdiv(Lk, c.BLOCK_N)
         if programs > 0:
             attention_dkv_kernel[(programs,)](
-                dk_ptr=dk, dv_ptr=dv, **arguments.strides("n", dk=dk, dv=dv),
+                dlse_ptr=rows.dlse_apart, dk_ptr=dk, dv_ptr=dv, **arguments.strides("n", dk=dk, dv=dv),
                 **inputs, **shared, **arguments.visits(mask, q, k, c, by_key=True), **c._asdict(),
             )  # fmt: skip
         if needs_dbias:
-            dbias = bias_gradient(mask.bias, dlse, inputs, shared)
+            dbias = bias_gradient(mask.bias, dlse, rows.dlse_apart, inputs, shared)
     return dq, dk, dv, dbias

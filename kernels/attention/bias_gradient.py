@@ -30,8 +30,9 @@ from .tiles import LOG2E, exponential, keep_elements, key_interval, load_bias, l
 
 @triton.jit
 def attention_dbias_kernel(
-    # dbias (B or 1, H or 1, Lq or 1, Lk), contiguous, its number of heads and rows in `bias_*`.
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, remainder_ptr, delta_ptr, dbias_ptr,
+    # dbias (B or 1, H or 1, Lq or 1, Lk), contiguous, its number of heads and rows in `bias_*`; dlse: what delta lacks
+    # of it, all or None.
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, remainder_ptr, dlse_ptr, delta_ptr, dbias_ptr,
     q_stride_b, q_stride_h, q_stride_m,
     k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n,
@@ -106,7 +107,10 @@ def attention_dbias_kernel(
             if HAS_DROPOUT:
                 kept = dropout_keep(rng_state_ptr, dropout_threshold, row, n0, BLOCK_N)
                 dp = tl.where(kept, dp * dropout_scale, 0.0)
-            total += tl.where(keep, p * (dp - delta[:, None]), 0.0)
+            ds = p * (dp - delta[:, None])
+            if dlse_ptr is not None:
+                ds += p * tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)[:, None]
+            total += tl.where(keep, ds, 0.0)
 
     dbias_ptr += (bias_b * bias_heads + bias_h) * bias_rows * seqlen_k
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -117,9 +121,11 @@ def attention_dbias_kernel(
     tl.store(ptrs, total.to(dbias_ptr.dtype.element_ty), mask=inside)
 
 
-def bias_gradient(bias: Tensor, dlse: Tensor | None, inputs: dict[str, Any], shared: dict[str, Any]) -> Tensor:
-    """dbias, shaped and typed as bias. dlse (B, H, Lq) float32 or None. inputs, shared: arguments that all kernels of
-    the backward take; delta is there by now."""
+def bias_gradient(
+    bias: Tensor, dlse: Tensor | None, dlse_apart: Tensor | None, inputs: dict[str, Any], shared: dict[str, Any]
+) -> Tensor:
+    """dbias, shaped and typed as bias. dlse (B, H, Lq) float32 or None; dlse_apart: as in RowStatistics. inputs,
+    shared: arguments that all kernels of the backward take; delta is there by now."""
     q, k, v = inputs["q_ptr"], inputs["k_ptr"], inputs["v_ptr"]
     if bias.shape[3] == 1:
         if dlse is None:
@@ -135,7 +141,7 @@ def bias_gradient(bias: Tensor, dlse: Tensor | None, inputs: dict[str, Any], sha
     programs = math.prod(owned) * triton.cdiv(k.shape[2], c.BLOCK_N)
     if programs > 0:
         attention_dbias_kernel[(programs,)](
-            dbias_ptr=dbias, bias_heads=bias.shape[1], bias_rows=bias.shape[2],
+            dbias_ptr=dbias, dlse_ptr=dlse_apart, bias_heads=bias.shape[1], bias_rows=bias.shape[2],
             **dict(zip(("loop_b", "loop_h", "loop_m"), loops, strict=True)),
             SUM_ROWS=bias.shape[2] == 1, **inputs, **shared, **c._asdict(),
         )  # fmt: skip

@@ -11,7 +11,9 @@ delta       sum_j P_ij dP_ij - dlse_i. It equals sum_d out_id dout_id - dlse_i, 
 and under any dropout of few queries: fastattn/_attention_delta.py. Among more queries dropout makes out inexact too,
 even where a query has one key, whose dP is delta: nothing should be left of dS, but dq and dk would get 4 times the
 error allowed. There the dq kernel takes delta from a tile (delta_of_tile). Exact float32 gets both, always: what they
-correct would be the largest errors of its backward. The price is a third walk over the keys.
+correct would be the largest errors of its backward. The price is a third walk over the keys. And it keeps dlse apart,
+dS = P * (dP - delta) + P * dlse: of their difference, where the mean of dP is the larger one, the last bits of dlse are
+gone, and of a query of one key dlse is all that is left of dS.
 What is left: problems of many queries of which masks leave few, with keys in different tiles. The CUDA kernels walk
 twice in blocks with few such queries; here that spilled 17 to 35 stores in every problem with dropout and a bias.
 Grid: one program per (batch, head, BLOCK_M queries), along all keys; it stops at once unless one of its lse is coarse.
@@ -53,7 +55,7 @@ def delta_of_tile(delta, p, dp, dlse, only_tile):
 
 @triton.jit
 def attention_rows_kernel(
-    # lse, dlse (or None), remainder, delta (B, H, Lq) float32, contiguous; delta only HAS_DELTA.
+    # lse, dlse (None, or what delta gets of it), remainder, delta (B, H, Lq) float32, contiguous; delta only HAS_DELTA.
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, dlse_ptr, remainder_ptr, delta_ptr,
     q_stride_b, q_stride_h, q_stride_m,
     k_stride_b, k_stride_h, k_stride_n,
@@ -135,6 +137,7 @@ class RowStatistics(NamedTuple):
 
     remainder: Tensor | None  # (B, H, Lq) float32, in powers of two; None where it would all be 0
     has_delta: bool  # whether delta is filled
+    dlse_apart: Tensor | None = None  # dlse, where delta was filled without it
 
 
 def row_statistics(
@@ -143,7 +146,8 @@ def row_statistics(
     """inputs, shared: the arguments that the kernels of a launch have in common. Without delta_ptr among them, there is
     no gradient and the remainder is all."""
     q, lse = inputs["q_ptr"], inputs["lse_ptr"]
-    exact = exact_delta or (q.dtype == torch.float32 and shared["PRECISION"] == "ieee")
+    is_exact_type = q.dtype == torch.float32 and shared["PRECISION"] == "ieee"
+    exact = exact_delta or is_exact_type
     if not exact and not shared["HAS_BIAS"]:
         return RowStatistics(None, False)
     has_delta = exact and "delta_ptr" in inputs
@@ -152,7 +156,8 @@ def row_statistics(
     programs = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], c.BLOCK_M)
     if programs > 0:
         attention_rows_kernel[(programs,)](
-            remainder_ptr=remainder, dlse_ptr=dlse, coarse_from=0.0 if exact else _COARSE, HAS_DELTA=has_delta,
+            remainder_ptr=remainder, dlse_ptr=None if is_exact_type else dlse,
+            coarse_from=0.0 if exact else _COARSE, HAS_DELTA=has_delta,
             **{**dict.fromkeys(_OF_THE_GRADIENT), **inputs}, **{**shared, "FOLD_SCALE": False}, **c._asdict(),
         )  # fmt: skip
-    return RowStatistics(remainder, has_delta)
+    return RowStatistics(remainder, has_delta, dlse if has_delta and is_exact_type else None)

@@ -135,6 +135,16 @@ def test_bias_of_rows_that_see_nothing(room: str, shape: tuple[int, ...], device
     assert torch.equal(clean, poisoned)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_gradient_of_lse_where_little_else_is_left(room: str, seed: int, device: torch.device) -> None:
+    """One query that sees one key: dS is dlse, of which dP, the larger one, takes no digits where float32 is exact."""
+    one = torch.zeros(1, 1, 2, 2, dtype=torch.bool, device=device)
+    one[..., 1, 0] = True
+    p = make(B=1, H=1, Lq=2, Lk=2, D=40, mask={"attn_mask": one}, bias=(1, 1, 2, 2), seed=seed, device=device)
+    check(p, room_call(room, device, weights=False))
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_infinite_bias_masks(room: str, device: torch.device) -> None:
     """-inf in a bias: the entry is masked, a whole row of it sees nothing, and no gradient is NaN."""
