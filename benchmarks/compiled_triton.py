@@ -33,8 +33,8 @@ MULTIPROCESSORS = 132  # of the GPU that launches believe in
 
 @dataclass(frozen=True)
 class Attention:
-    """flags: "causal" needs no tensor; "lists" reads tile lists and element masks; "dropout", "bias" on top, and "dlse",
-    a gradient of lse."""
+    """flags: "causal" needs no tensor; "lists" reads tile lists and element masks; "dropout" and "bias" on top, and
+    "dlse", a gradient of lse."""
 
     arch: str
     dtype: str
