@@ -43,6 +43,16 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def among_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests have few queries where users have many, so that here delta of attention is made as among many, unless a
+    test is marked few_queries."""
+    from fastattn import _attention_delta
+
+    if request.node.get_closest_marker("few_queries") is None:
+        monkeypatch.setattr(_attention_delta, "FEW_QUERIES", 0)
+
+
+@pytest.fixture(autouse=True)
 def one_seed() -> None:
     torch.manual_seed(20170612)
 

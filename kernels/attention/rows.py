@@ -7,11 +7,11 @@ remainder   lse is handed out in float32, right to half a unit in its last place
 delta       sum_j P_ij dP_ij - dlse_i. It equals sum_d out_id dout_id - dlse_i, which the dq kernel takes, but for
             rounding: with this one a row of dS sums to what it should, and a query with one key gets the gradient 0.
 
-16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta under heavy dropout,
-and under any dropout of few queries: fastattn/_attention_delta.py. Among more queries dropout makes out inexact too,
-even where a query has one key, whose dP is delta: nothing should be left of dS, but dq and dk would get 4 times the
-error allowed. There the dq kernel takes delta from a tile (delta_of_tile). Exact float32 gets both, always: what they
-correct would be the largest errors of its backward. The price is a third walk over the keys. And it keeps dlse apart,
+16-bit types need the remainder alone, with a bias, and only of rows with a coarse lse; and delta under heavy dropout
+and of few queries: fastattn/_attention_delta.py. Among more queries dropout makes out inexact too, even where a query
+has one key, whose dP is delta: nothing should be left of dS, but dq and dk would get 4 times the error allowed. There
+the dq kernel takes delta from a tile (delta_of_tile). Exact float32 gets both, always: what they correct would be the
+largest errors of its backward. The price is a third walk over the keys. And it keeps dlse apart,
 dS = P * (dP - delta) + P * dlse: of their difference, where the mean of dP is the larger one, the last bits of dlse are
 gone, and of a query of one key dlse is all that is left of dS.
 What is left: problems of many queries of which masks leave few, with keys in different tiles. The CUDA kernels walk

@@ -10,7 +10,7 @@ from mask_cases import HIDING, KINDS, offsets, packed_and_padded, prefix, scatte
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastattn import AttentionMask, _attention_delta
+from fastattn import AttentionMask
 from fastattn.cuda import _attention_short as short
 from fastattn.cuda import attention as room
 from fastattn.reference import philox
@@ -148,12 +148,6 @@ def no_short_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(short, "serves", lambda *_: False)
 
 
-@pytest.fixture
-def among_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few the queries are, delta comes from tiles and out, as among many."""
-    monkeypatch.setattr(_attention_delta, "FEW_QUERIES", 0)
-
-
 SEE_ONE_KEY = [
     ("the only one", 70, 1, {}),
     ("its own", 70, 70, {"window": (0, 0)}),
@@ -163,7 +157,7 @@ SEE_ONE_KEY = [
 ]
 
 
-@pytest.mark.usefixtures("no_short_kernel", "among_many")
+@pytest.mark.usefixtures("no_short_kernel")
 @pytest.mark.parametrize("Lq, Lk, mask", [case[1:] for case in SEE_ONE_KEY], ids=[case[0] for case in SEE_ONE_KEY])
 def test_queries_that_see_one_key(Lq: int, Lk: int, mask: dict, device: torch.device) -> None:
     """dP equals delta but for dropout's rounding of out, which must not show."""
@@ -172,7 +166,7 @@ def test_queries_that_see_one_key(Lq: int, Lk: int, mask: dict, device: torch.de
         check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, dtype=dtype, mask=mask, dropout_p=0.3, device=device))
 
 
-@pytest.mark.usefixtures("no_short_kernel", "among_many")
+@pytest.mark.usefixtures("no_short_kernel")
 @pytest.mark.parametrize("seed, dropout_p", [(47, 0.5), (72, 0.3), (76, 0.5)])
 def test_few_queries_that_see_two_keys(seed: int, dropout_p: float, device: torch.device) -> None:
     """The same noise, beside numbers so few that none of the plain formula's errors need be large."""
@@ -180,17 +174,24 @@ def test_few_queries_that_see_two_keys(seed: int, dropout_p: float, device: torc
     check(make(B=1, H=2, Lq=17, Lk=33, D=8, dtype=BFLOAT16, mask=mask, dropout_p=dropout_p, device=device, seed=seed))
 
 
+@pytest.mark.few_queries
 @pytest.mark.usefixtures("no_short_kernel")
-@pytest.mark.parametrize("Lq, padding, D, seed", [(40, 0, 16, 8), (3, 300, 64, 101)], ids=["few", "few that see any"])
-def test_few_queries_whose_keys_are_far_apart(Lq: int, padding: int, D: int, seed: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "Lq, padding, D, dropout_p, seed",
+    [(40, 0, 16, 0.5, 8), (5, 0, 16, 0.0, 26), (3, 300, 64, 0.5, 101)],
+    ids=["few", "few without dropout", "few that see any"],
+)
+def test_few_queries_whose_keys_are_far_apart(
+    Lq: int, padding: int, D: int, dropout_p: float, seed: int, device: torch.device
+) -> None:
     """No tile of keys says what delta is. The host knows how few queries there are, a block how few of its own see."""
-    p = make(B=1, H=1, Lq=Lq, Lk=300, D=D, dtype=FLOAT16, dropout_p=0.5, device=device, seed=seed)
+    p = make(B=1, H=1, Lq=Lq, Lk=300, D=D, dtype=FLOAT16, dropout_p=dropout_p, device=device, seed=seed)
     keep = pad(scattered(Lq, 300, 2, seed), (0, 0, 0, padding))
     queries = {name: pad(getattr(p, name), (0, 0, 0, padding)) for name in ("q", "dout")}
     check(p.but(mask={"attn_mask": keep.to(device)}, dlse=pad(p.dlse, (0, padding)), **queries))
 
 
-@pytest.mark.usefixtures("no_short_kernel", "among_many")
+@pytest.mark.usefixtures("no_short_kernel")
 def test_tokens_alone(device: torch.device) -> None:
     """Most of the packed sequences are a single token: there, rounding of out is all that a coarse dS would hold."""
     mask = {"cu_seqlens_q": offsets(*[1] * 100, 10).to(device)}

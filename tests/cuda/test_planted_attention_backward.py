@@ -16,7 +16,6 @@ from mask_cases import packed_and_padded, scattered
 from test_kernels_attention_backward import GRADS, backward
 
 import fastattn.cuda
-from fastattn import _attention_delta
 from fastattn.cuda import attention as room
 
 DQ, DKDV = (f"attention/{name}.cu" for name in ("backward_dq", "backward_dkdv"))
@@ -162,7 +161,6 @@ def fails(extension: Path, bug: int, name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
     short = name.startswith(("short", "wide"))
     monkeypatch.setattr(room.short, "serves", lambda *_: short)
-    monkeypatch.setattr(_attention_delta, "FEW_QUERIES", 0)  # these problems are small
     p = problems()[name]
     try:
         for order, completion in TRIES:

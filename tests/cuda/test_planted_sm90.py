@@ -17,7 +17,7 @@ from attention_checks import compare, make, solve
 from torch import Tensor
 
 import fastattn.cuda
-from fastattn import AttentionMask, _attention_delta
+from fastattn import AttentionMask
 from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import _visibility
 from fastattn.cuda import attention as room
@@ -211,7 +211,6 @@ def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 def fails(extension: Path, bug: int, on: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Does a check fail, in one of TRIES?"""
     monkeypatch.setattr(sm90, "ACCUMULATE_DQ", on == "sum")
-    monkeypatch.setattr(_attention_delta, "FEW_QUERIES", 0)  # these problems are small
     fastattn.cuda.load_host_runner(extension)
     planting.choose(extension, bug)
     try:

@@ -19,7 +19,7 @@ from mask_cases import offsets, scattered
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import AttentionMask, _attention_delta, scaled_dot_product_attention
+from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.reference import philox
 
 
@@ -108,13 +108,6 @@ def test_over_several_tiles(room: str, device: torch.device) -> None:
         assert torch.equal((results.weights == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
 
 
-@pytest.fixture
-def among_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few the queries are, delta comes from tiles and out, as among many."""
-    monkeypatch.setattr(_attention_delta, "FEW_QUERIES", 0)
-
-
-@pytest.mark.usefixtures("among_many")
 @pytest.mark.parametrize(
     "Lk, mask",
     [
@@ -137,7 +130,6 @@ def test_queries_that_see_one_key(room: str, Lk: int, mask: str | dict, device: 
     check(p, room_call(room, device, weights=False))
 
 
-@pytest.mark.usefixtures("among_many")
 @pytest.mark.parametrize("seed, dropout_p", [(47, 0.5), (72, 0.3), (76, 0.5)])
 @pytest.mark.parametrize("room", KERNEL_ROOMS)
 def test_few_queries_that_see_two_keys(room: str, seed: int, dropout_p: float, device: torch.device) -> None:
@@ -149,11 +141,15 @@ def test_few_queries_that_see_two_keys(room: str, seed: int, dropout_p: float, d
     check(p, room_call(room, device, weights=False))
 
 
+@pytest.mark.few_queries
+@pytest.mark.parametrize("Lq, dropout_p, seed", [(40, 0.5, 8), (5, 0.0, 26)])
 @pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_few_queries_whose_keys_are_far_apart(room: str, device: torch.device) -> None:
+def test_few_queries_whose_keys_are_far_apart(
+    room: str, Lq: int, dropout_p: float, seed: int, device: torch.device
+) -> None:
     """No tile of keys says what delta is."""
-    mask = {"attn_mask": scattered(40, 300, 2, seed=8).to(device)}
-    p = make(B=1, H=1, Lq=40, Lk=300, D=16, dtype=torch.float16, mask=mask, dropout_p=0.5, device=device, seed=8)
+    options = dict(mask={"attn_mask": scattered(Lq, 300, 2, seed).to(device)}, dropout_p=dropout_p, device=device)
+    p = make(B=1, H=1, Lq=Lq, Lk=300, D=16, dtype=torch.float16, seed=seed, **options)
     check(p, room_call(room, device, weights=False))
 
 
