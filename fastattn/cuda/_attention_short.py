@@ -1,6 +1,8 @@
 """Attention's backward of short sequences, csrc/attention/short_backward.h: when, and how.
 
-One launch; a bias that batches or heads share takes a second one for its gradient, which is a sum over blocks.
+One launch; a bias that batches or heads share takes a second one for its gradient, which is a sum over blocks. Any bias
+takes one before, forward and backward, that looks for keys which it hides from all: of a bias that samples share it is
+read once there, where each block would have to read its own part twice.
 """
 
 from __future__ import annotations
