@@ -83,9 +83,15 @@ def extension(device: torch.device) -> ModuleType:
     return module
 
 
+@torch.compiler.assume_constant_result  # torch.compile traces neither imports nor C++, and warns of caches
+def _refuse_gpu(index: int) -> str | None:
+    return _gpu_problem(index)
+
+
 @cache
-def _device_problem(index: int) -> str | None:
-    return extension(torch.device("cuda")).device_problem(index) or None
+def _gpu_problem(index: int) -> str | None:
+    module = _compiled()
+    return module if isinstance(module, str) else module.device_problem(index) or None
 
 
 def refuse_device(x: Tensor) -> str | None:
@@ -96,9 +102,7 @@ def refuse_device(x: Tensor) -> str | None:
         return None
     if x.device.type != "cuda":
         return f"CUDA kernels serve GPU tensors, got device {x.device}"
-    if isinstance(missing := _compiled(), str):
-        return missing
-    return _device_problem(device_index(x))
+    return _refuse_gpu(device_index(x))
 
 
 def device_index(x: Tensor) -> int:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ..common.launch import refuse_device
-from ..common.norm import DTYPES, MAX_HIDDEN
+from ..common.launch import DTYPES, refuse_device
+from ..common.norm import MAX_HIDDEN
 from ..common.norm import TICKETS as TICKETS
 from .backward import add_layer_norm_bwd as add_layer_norm_bwd
 from .forward import add_layer_norm_fwd as add_layer_norm_fwd

@@ -12,33 +12,24 @@ Who sees whom is decided from an AttentionMask in tiles.py, for every kernel ali
 arguments.py turns tensors into kernel arguments; config.py holds the tile sizes.
 """
 
-import torch
 from torch import Tensor
 
 from fastattn.masks import AttentionMask
 
-from ..common import INTERPRETED
-from ..common.launch import refuse_device
+from ..common.launch import DTYPES, refuse_device
 from .backward import attention_bwd
 from .forward import attention_fwd
 from .weights import attention_weights
 
 __all__ = ["attention_bwd", "attention_fwd", "attention_weights", "why_not"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
-_MIN_CAPABILITY = (8, 0)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
     """Why these kernels cannot serve, or None. Looks at dtype, device and shape alone."""
-    if q.dtype not in _DTYPES:
+    if q.dtype not in DTYPES:
         return f"attention in Triton takes float32, bfloat16 and float16, got {q.dtype}"
     if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
         return f"attention in Triton takes head dimensions up to {_MAX_HEAD_DIM}, got {q.shape[3]} and {v.shape[3]}"
-    refusal = refuse_device(q)
-    if refusal is None and not INTERPRETED:
-        capability = torch.cuda.get_device_capability(q.device)
-        if capability < _MIN_CAPABILITY:
-            return f"attention in Triton needs compute capability 8.0, got {'.'.join(map(str, capability))}"
-    return refusal
+    return refuse_device(q)

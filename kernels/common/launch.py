@@ -9,12 +9,29 @@ from triton.runtime import driver
 
 from . import INTERPRETED
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels take
+
 
 def refuse_device(x: Tensor) -> str | None:
-    """Why Triton cannot run where x lies, or None."""
-    if x.is_cuda or INTERPRETED:
+    """Why the kernels cannot run where x lies, or None."""
+    if INTERPRETED:
         return None
-    return f"Triton runs on a GPU (on a CPU only under TRITON_INTERPRET=1), got tensors on {x.device}"
+    if not x.is_cuda:
+        return f"Triton runs on a GPU (on a CPU only under TRITON_INTERPRET=1), got tensors on {x.device}"
+    return _refuse_gpu(x.device.index)
+
+
+@torch.compiler.assume_constant_result  # torch.compile would write the question into its graph
+def _refuse_gpu(index: int) -> str | None:
+    return _gpu_problem(index)
+
+
+@functools.cache
+def _gpu_problem(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return f"the Triton kernels need an NVIDIA GPU, got {torch.cuda.get_device_name(index)}"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"the Triton kernels need compute capability 8.0, got {major}.{minor}"
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:

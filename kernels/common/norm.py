@@ -13,7 +13,6 @@ from torch import Tensor
 from .launch import multiprocessors
 
 MAX_HIDDEN = 16384  # a row lives in the registers of one program
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPAN = 16  # programs whose sums the last of them adds
 TICKETS = 33  # one for each SPAN programs, and one for all
 FINISH_HIDDEN = 1024  # widest row whose weight gradients are finished in the same launch

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..common.launch import refuse_device
-from ..common.norm import DTYPES, MAX_HIDDEN
+from ..common.launch import DTYPES, refuse_device
+from ..common.norm import MAX_HIDDEN
 from ..common.norm import TICKETS as TICKETS
 from .backward import embed_layer_norm_bwd as embed_layer_norm_bwd
 from .forward import embed_layer_norm_fwd as embed_layer_norm_fwd

@@ -1,14 +1,11 @@
 """The Triton room of the feed-forward network: forward.py and backward.py hold kernels and launches."""
 
-import torch
 from torch import Tensor
 
-from ..common.launch import refuse_device
+from ..common.launch import DTYPES, refuse_device
 from .backward import feed_forward_bwd as feed_forward_bwd
 from .forward import feed_forward_fwd as feed_forward_fwd
 from .forward import feed_forward_hidden as feed_forward_hidden
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not(

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn import _cross_entropy_products as products
 
-from ..common.launch import refuse_device
+from ..common.launch import DTYPES, refuse_device
 from .rows import cross_entropy_rows, empty_logits
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = products.Rows(cross_entropy_rows, empty_logits)
 
 

@@ -1,0 +1,78 @@
+"""What torch.compile traces for a GPU, tried on any machine: tensors on a GPU that have no memory."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastattn import _problems, cuda
+
+launch = importlib.import_module("fastattn.kernels.common.launch")
+GPU = torch.device("cuda", 0)
+PROBLEMS = {problem.op: problem for problem in _problems.problems(torch.device("cpu"), large=False)}  # the last of each
+
+
+@pytest.fixture
+def gpu(room: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What the rooms believe to be a GPU, also where none is; and that fastattn._C was built."""
+    properties = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    if room == "cuda" and not torch.cuda.is_available():
+        if cuda._host_runner is None:
+            pytest.skip("there is no fastattn._C on this machine")
+        monkeypatch.setitem(sys.modules, "fastattn._C", cuda._host_runner)
+    answers = cuda._compiled, cuda._gpu_problem, launch._gpu_problem
+    for answer in answers:
+        answer.cache_clear()
+    yield properties
+    for answer in answers:
+        answer.cache_clear()
+
+
+@pytest.mark.parametrize("room", ["triton", "cuda"])
+@pytest.mark.parametrize("op", PROBLEMS)
+def test_one_graph(op: str, room: str, gpu: SimpleNamespace) -> None:
+    """No graph break, and nothing in the graph that asks for the device."""
+    torch.compiler.reset()  # of the same lines for the ops before
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append({getattr(node.target, "__name__", str(node.target)) for node in graph.graph.nodes})
+        return graph
+
+    @torch.compile(fullgraph=True, backend=keep)
+    def call(tensors, options):
+        return PROBLEMS[op].function(**tensors, **options, backend=room)
+
+    with FakeTensorMode() as mode:
+
+        def on_gpu(value: object) -> object:
+            return mode.from_tensor(value).to(GPU) if isinstance(value, torch.Tensor) else value
+
+        tensors = {name: on_gpu(t).bfloat16() for name, t in PROBLEMS[op].tensors.items()}
+        outputs = call(tensors, {name: on_gpu(value) for name, value in PROBLEMS[op].options.items()})
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert all(out.device == GPU for out in outputs)
+    assert len(graphs) == 1
+    assert not any("device" in target for target in graphs[0]), graphs[0]
+
+
+@pytest.mark.parametrize("room", ["triton"])
+def test_triton_wants_tensor_cores_of_nvidia(room: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older GPUs and other vendors' are named, by every op's room alike."""
+    x = SimpleNamespace(is_cuda=True, device=GPU)
+    assert launch.refuse_device(x) is None
+    gpu.major, gpu.minor = 7, 5
+    launch._gpu_problem.cache_clear()
+    assert launch.refuse_device(x) == "the Triton kernels need compute capability 8.0, got 7.5"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    gpu.name = "some accelerator"
+    launch._gpu_problem.cache_clear()
+    assert launch.refuse_device(x) == "the Triton kernels need an NVIDIA GPU, got some accelerator"
