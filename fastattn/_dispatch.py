@@ -18,23 +18,21 @@ from typing import Any
 
 import torch
 
+import fastattn
+
 BACKENDS = ("reference", "aten", "triton", "cuda")
 # A kernel becomes a default for a GPU only after its speed was recorded on one (benchmarks/results/).
 DEFAULT_ORDER = {"cuda": ("triton", "aten", "reference")}
 OTHER_ORDER = ("aten", "reference")
 
-_PACKAGE = {
-    "reference": "fastattn.reference",
-    "aten": "fastattn.aten",
-    "triton": "fastattn.kernels",
-    "cuda": "fastattn.cuda",
-}
+# Of fastattn. A room that was imported is an attribute of its package: these torch.compile reads afresh, where it would
+# take a dictionary as it was before the first import of a trace.
+_PACKAGE = {"reference": "reference", "aten": "aten", "triton": "kernels", "cuda": "cuda"}
 # How a kernel serves CPU tensors, when it does.
 _ON_A_CPU = {
     "triton": "interpreted on the CPU: slow, for checking only",
     "cuda": "run on the CPU by csrc/host: slow, for checking only",
 }
-_rooms: dict[tuple[str, str], ModuleType] = {}
 _contexts: list[str | None] = []  # of use_backend, innermost last; a plain list, which torch.compile can guard
 
 
@@ -98,14 +96,15 @@ def default_order(device: torch.device) -> tuple[str, ...]:
     return DEFAULT_ORDER.get(device.type, OTHER_ORDER)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # torch.compile traces no import
 def absence(stem: str, backend: str) -> str | None:
     """Import the room unless done. Why there is none, or None; a room that is broken, rather than absent, raises."""
-    if (stem, backend) in _rooms:
+    package = _PACKAGE[backend]
+    if hasattr(getattr(fastattn, package, None), stem):
         return None
-    name = f"{_PACKAGE[backend]}.{stem}"
+    name = f"fastattn.{package}.{stem}"
     try:
-        _rooms[stem, backend] = importlib.import_module(name)
+        importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name:
             return f"there is no {backend} kernel for this op yet"
@@ -115,17 +114,17 @@ def absence(stem: str, backend: str) -> str | None:
     return None
 
 
-def load_room(stem: str, backend: str) -> Any:
+def load_room(stem: str, backend: str) -> ModuleType:
     """The room's module. RuntimeError if there is none."""
     if (reason := absence(stem, backend)) is not None:
         raise RuntimeError(reason)
-    return _rooms[stem, backend]
+    return getattr(getattr(fastattn, _PACKAGE[backend]), stem)
 
 
 def refusal(stem: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
     """Why this backend cannot serve the call, or None if it can."""
     reason = absence(stem, backend)
-    return _rooms[stem, backend].why_not(*arguments) if reason is None else reason
+    return load_room(stem, backend).why_not(*arguments) if reason is None else reason
 
 
 def choose(stem: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:

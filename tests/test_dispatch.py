@@ -65,8 +65,7 @@ def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_named_backend_that_cannot_serve_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "_rooms", {})
-    monkeypatch.setitem(_dispatch._PACKAGE, "cuda", "fastattn.models")  # where there is no room
+    monkeypatch.setitem(_dispatch._PACKAGE, "cuda", "models")  # where there is no room
     x, weight = torch.zeros(2, 4), torch.zeros(4, 4)
     with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) cannot serve this call: there is no cuda kernel"):
         fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
@@ -105,8 +104,9 @@ def test_a_missing_module_is_a_reason_only_if_it_is_triton(missing: str, monkeyp
     def fail(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
+    _dispatch.absence("attention", "triton")
+    monkeypatch.delattr(fastattn.kernels, "attention", raising=False)
     monkeypatch.setattr(_dispatch.importlib, "import_module", fail)
-    monkeypatch.setattr(_dispatch, "_rooms", {})
     if missing == "triton":
         assert _dispatch.absence("attention", "triton") == "triton is not installed (it has wheels for Linux only)"
     else:
@@ -136,9 +136,27 @@ def test_torch_compile_follows_use_backend() -> None:
 
 def _in_new_process(code: str, **environment: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_torch_compile_of_a_model_before_its_first_call() -> None:
+    """One graph, though every room is imported while it is traced."""
+    _in_new_process("""
+import torch
+from fastattn import FusedTransformer
+
+sizes = dict(d_word_vec=16, d_model=16, d_inner=32, n_layers=2, n_head=2, d_k=8, d_v=8)
+model = FusedTransformer(n_src_vocab=9, n_trg_vocab=9, src_pad_idx=0, trg_pad_idx=0, **sizes).eval()  # no dropout
+src, trg = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]), torch.tensor([[1, 2, 3], [4, 0, 0]])
+losses, grads = [], []
+for loss in (torch.compile(model.loss, backend="aot_eager", fullgraph=True), model.loss):
+    losses.append(loss(src, trg[:, :-1], trg[:, 1:]))
+    grads.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+torch.testing.assert_close(*losses)
+torch.testing.assert_close(*grads)
+""")
 
 
 def test_import_needs_neither_triton_nor_the_extension() -> None:
