@@ -136,7 +136,7 @@ def test_torch_compile_follows_use_backend() -> None:
 
 def _in_new_process(code: str, **environment: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -30,7 +30,7 @@ from fastattn._problems import Problem  # noqa: E402
 def gpu_check(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", BENCHMARKS / "gpu_check.sh", *arguments]
     given = {"PYTHON": sys.executable} | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | given)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | given)
 
 
 def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
