@@ -14,6 +14,9 @@ Environment
   CUDA_HOME, CUDA_PATH    the toolkit to use; else nvcc on PATH, in /usr/local/cuda, in PyPI's nvidia-cuda-nvcc
   CXX                     nvcc's host compiler
   MAX_JOBS                how many compilers run at once
+
+Where ccache is installed, compiles go through it, so that what another checkout compiled is not compiled again; hence
+relative paths.
 """
 
 import importlib.util
@@ -69,16 +72,17 @@ def gencode(archs: str) -> str:
 
 
 def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> str:
-    """The build of `target` from the CUDA and C++ sources, as the text of a build.ninja."""
+    """The build of `target` from the CUDA and C++ sources, as the text of a build.ninja for ninja in ROOT."""
     import pybind11  # a requirement of the build, absent when only the metadata is asked for
 
     archs = gencode(os.environ.get("FASTATTN_CUDA_ARCHS", "80;90+PTX"))
-    include = " ".join(f"-I{path}" for path in (ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include")))
+    include = " ".join(f"-I{path}" for path in ("csrc", pybind11.get_include(), sysconfig.get_path("include")))
     ccbin = f"-ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
     lines = [
+        f"builddir = {build_dir}",
         f"nvcc = {nvcc} {ccbin} -std=c++17 -O2 -Xcompiler -fPIC,-fvisibility=hidden",
         "rule compile",
-        f"  command = $nvcc $arch {include} -MD -MF $out.d -c $in -o $out",
+        f"  command = {shutil.which('ccache') or ''} $nvcc $arch {include} -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
@@ -89,7 +93,7 @@ def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> 
     for source in sources:
         objects.append(build_dir / (source.replace("/", "_") + ".o"))
         arch = gencode("90a") if source.endswith("_sm90.cu") else archs if source.endswith(".cu") else ""
-        lines += [f"build {objects[-1]}: compile {ROOT / source}", f"  arch = {arch}"]
+        lines += [f"build {objects[-1]}: compile {source}", f"  arch = {arch}"]
     return "\n".join([*lines, f"build {target}: link {' '.join(map(str, objects))}", ""])
 
 
@@ -111,9 +115,10 @@ class BuildExtension(build_ext):
         for folder in (build_dir, target.parent):
             folder.mkdir(parents=True, exist_ok=True)
         nvcc = find_nvcc()
-        (build_dir / "build.ninja").write_text(ninja_file(nvcc, ext.sources, target, build_dir))
+        file = build_dir / "build.ninja"
+        file.write_text(ninja_file(nvcc, ext.sources, target, build_dir))
         jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
-        subprocess.run([sys.executable, "-m", "ninja", "-C", str(build_dir), *jobs], check=True)
+        subprocess.run([sys.executable, "-m", "ninja", "-f", str(file), *jobs], cwd=ROOT, check=True)
 
 
 class BuildWheel(bdist_wheel):

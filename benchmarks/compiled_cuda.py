@@ -101,17 +101,17 @@ def kernels(binary: Path, launches: Mapping[str, Launch]) -> list[Kernel]:
     return sorted(found, key=lambda kernel: (kernel.arch, kernel.name, kernel.case))
 
 
-def functions(binary: Path) -> Iterator[tuple[str, str, str]]:
-    """(architecture, mangled name, disassembly) of every kernel."""
-    for arch, section in _by_arch(binary, "-sass"):
+def functions(binary: Path, *options: str) -> Iterator[tuple[str, str, str]]:
+    """(architecture, mangled name, disassembly) of every kernel. options: of cuobjdump, such as ("-arch", "sm_90a")."""
+    for arch, section in _by_arch(binary, *options, "-sass"):
         _, *parts = re.split(r"^\s*Function : (\S+)$", section, flags=re.MULTILINE)
         for symbol, sass in zip(parts[::2], parts[1::2], strict=True):
             yield arch, symbol, sass
 
 
-def _by_arch(binary: Path, what: str) -> Iterator[tuple[str, str]]:
+def _by_arch(binary: Path, *what: str) -> Iterator[tuple[str, str]]:
     """(architecture, output) of cuobjdump for each part of a file that we compiled; not for those of CUDA's runtime."""
-    _, *sections = _ELF.split(_run(_cuobjdump(), what, str(binary)))
+    _, *sections = _ELF.split(_run(_cuobjdump(), *what, str(binary)))
     for arch, section in zip(sections[::2], sections[1::2], strict=True):
         if "fastattn" in section:
             yield arch, section

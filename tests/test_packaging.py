@@ -141,3 +141,18 @@ def test_failed_compile_is_an_install_without_the_extension(checkout: Path, tmp_
     assert [path.name.endswith("-py3-none-any.whl") for path in tmp_path.glob("*.whl")] == [True]
     done = subprocess.run(command, cwd=checkout, capture_output=True, env=settings | {"FASTATTN_FORCE_CUDA": "1"})
     assert done.returncode != 0
+
+
+def test_compiles_go_through_ccache(checkout: Path, tmp_path: Path) -> None:
+    """Where it is installed; with paths of sources and headers that are the same in every checkout."""
+    for name in ("nvcc", "ccache"):
+        tool = tmp_path / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f"#!/bin/sh\necho $0 $@ >> {tmp_path}/said\nexit 1\n")
+        tool.chmod(0o755)
+    settings = {"CUDA_HOME": str(tmp_path), "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"}
+    folders = ("--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp")
+    call(sys.executable, "setup.py", "build_ext", *folders, cwd=checkout, **settings)
+    words = (tmp_path / "said").read_text().splitlines()[0].split()
+    assert words[:2] == [f"{tmp_path}/bin/ccache", f"{tmp_path}/bin/nvcc"]
+    assert "-Icsrc" in words and words[words.index("-c") + 1].startswith("csrc/")

@@ -1,7 +1,8 @@
 """Builds CUDA sources for the CPU with g++ and csrc/host. Needs CUDA's headers, not the toolkit.
 
 Objects and libraries are kept in a folder and named by a hash of what they are made of, so that a session compiles only
-what changed, and several test processes share the work.
+what changed, and several test processes share the work. Where ccache is installed, compiles go through it, so that
+checkouts share the work too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pybind11
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KEPT = CSRC.parent / "build" / "host"  # where tests and benchmarks share what is built
 CXX = os.environ.get("CXX", "g++")
+CCACHE = shutil.which("ccache")
 HOST_SOURCES = tuple(sorted((CSRC / "host").glob("*.cpp")))
 ORDERS = ("forward", "reverse", "1", "2")  # of warps, lanes and blocks, for FASTATTN_HOST_ORDER: csrc/host/block.h
 COMPLETIONS = ("lazy", "eager")  # of asynchronous work, for FASTATTN_HOST_ASYNC: csrc/host/async.h
@@ -62,38 +64,37 @@ def why_not() -> str | None:
 def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
     """A shared library `name`.so of `sources`, in a subfolder of `folder`.
 
-    options: further ones for the compiler. A source includes headers from its own csrc/, which may be a changed copy,
-    and from the real one.
+    options: further ones for the compiler. A source includes headers from its own csrc/, which may be a changed copy.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: _compile(source, folder, options), [*sources, *HOST_SOURCES]))
     library = folder / _digest(*map(str, objects)) / f"{name}.so"
     library.parent.mkdir(exist_ok=True)
-    _make(library, [CXX, "-shared", "-Wl,-Bsymbolic", *map(str, objects)])
+    _make(library, [CXX, "-shared", "-Wl,-Bsymbolic", *map(str, objects)], folder)
     return library
 
 
 def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
-    roots = [path for path in source.parents if path.name == "csrc"][:1]
-    roots += [CSRC] if CSRC not in roots else []
-    contents = [path.read_bytes() for path in _headers(source, roots)]
+    csrc = next((path for path in source.parents if path.name == "csrc"), CSRC)
+    contents = [path.read_bytes() for path in _headers(source, csrc)]
     bindings = source.suffix == ".cpp" and source not in HOST_SOURCES  # small, and slow to optimise
     options = [*FLAGS, "-O0" if bindings else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
     target = folder / f"{source.stem}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
-    include = [*roots, pybind11.get_include(), sysconfig.get_path("include")]
+    include = [csrc, pybind11.get_include(), sysconfig.get_path("include")]
     system = [f"-isystem{path}" for path in cuda_include()]
-    _make(target, [CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source)])
+    command = [CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source)]
+    _make(target, [CCACHE, *command] if CCACHE else command, csrc.parent)
     return target
 
 
-def _headers(source: Path, roots: list[Path]) -> list[Path]:
+def _headers(source: Path, csrc: Path) -> list[Path]:
     """The headers of csrc/ that a source includes, directly or not."""
     found, left = {}, [source]
     while left:
         for name in re.findall(r'^#include "(.*)"', left.pop().read_text(), re.MULTILINE):
-            path = next((root / name for root in roots if (root / name).is_file()), None)
-            if path is not None and path not in found:
+            path = csrc / name
+            if path.is_file() and path not in found:
                 found[path] = None
                 left.append(path)
     return sorted(found)
@@ -105,14 +106,16 @@ def extension_sources(kernels: Path = CSRC) -> list[Path]:
     return [*sorted(kernels.rglob("*.cu")), *bindings]
 
 
-def _make(target: Path, command: list[str]) -> None:
-    """Makes a missing target by `command -o target`; other processes that want the same one wait for it."""
+def _make(target: Path, command: list[str], root: Path) -> None:
+    """Makes a missing target by `command -o target` in the folder root; other processes that want it wait for it."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return
         partial = target.with_suffix(".partial")
-        done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
+        environment = os.environ | {"CCACHE_BASEDIR": str(root)}  # paths below it are the same in every checkout
+        command = [*command, "-o", str(partial)]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
         partial.rename(target)

@@ -27,7 +27,7 @@ __attribute__((weak, visibility("default"))) int planted_bug = 0;
 
 def plant(copy: Path, changes: Iterable[tuple[str, str, str]], bugs: Iterable[tuple[str, str, str]]) -> None:
     """Makes a copy of csrc/ with changes (file, right, wrong) that are always there, and bugs, numbered from 1 on."""
-    shutil.copytree(CSRC, copy, ignore=shutil.ignore_patterns("host", "*.cpp"))
+    shutil.copytree(CSRC, copy, ignore=shutil.ignore_patterns("*.cpp"))
     (copy / "planted.h").write_text(VARIABLE)
     for file, right, wrong in changes:
         _replace(copy / file, right, wrong)
