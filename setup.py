@@ -118,7 +118,7 @@ class BuildExtension(build_ext):
         file = build_dir / "build.ninja"
         file.write_text(ninja_file(nvcc, ext.sources, target, build_dir))
         jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
-        environment = os.environ | {"CCACHE_NOHASHDIR": "1"}  # ccache takes -gencode for -g, and would hash ROOT
+        environment = os.environ | {"CCACHE_NOHASHDIR": "1"}  # else ccache keyed *_sm90.cu by ROOT too
         subprocess.run([sys.executable, "-m", "ninja", "-f", str(file), *jobs], cwd=ROOT, env=environment, check=True)
 
 
