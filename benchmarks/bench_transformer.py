@@ -115,9 +115,9 @@ def providers(device: torch.device) -> list[Provider]:
     if on_gpu:  # where it is never dropped unasked
         found.append(provider("default, pack_padding", models.packed))
     found.append(provider("plain PyTorch", models.plain))
-    for stem in MODEL_OPS:
-        notes = {"without": stem, "against": KEPT}
-        found.append(provider(f"default, {stem} by reference", models.padded, left_out=stem, **notes))
+    for op_name in MODEL_OPS:
+        notes = {"without": op_name, "against": KEPT}
+        found.append(provider(f"default, {op_name} by reference", models.padded, left_out=op_name, **notes))
     found += [provider(backend, models.padded, backend) for backend in (("aten", "triton") if on_gpu else ())]
     found.append(provider("torch.compile of plain", models.plain, compiled="default"))
     found.append(provider("torch.compile of reference", models.padded, backend="reference", compiled="default"))

@@ -90,15 +90,15 @@ def fused_loss(model: nn.Module, src_seq: Tensor, trg_seq: Tensor, gold: Tensor)
 
 
 @contextmanager
-def by_reference(stem: str | None) -> Iterator[None]:
+def by_reference(op_name: str | None) -> Iterator[None]:
     """Every call of this one op is served by the reference path; all others as they would be."""
-    if stem is None:
+    if op_name is None:
         yield
         return
     choose = _dispatch.choose
 
     def switched(op: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
-        return choose(op, device, arguments, "reference" if op == stem else backend)
+        return choose(op, device, arguments, "reference" if op == op_name else backend)
 
     with patch.object(_dispatch, "choose", switched):
         yield

@@ -33,9 +33,9 @@ def compiling(capability: int) -> Iterator[None]:
 
     driver.set_active(NoDriver(capability))
     with contextlib.ExitStack() as stack:
-        for rooms in {op.rooms for op in OPS.values()}:
+        for served_by in {op.served_by for op in OPS.values()}:
             with contextlib.suppress(ImportError):  # an op may have no Triton room
-                stack.enter_context(mock.patch(f"fastattn.kernels.{rooms}.why_not", lambda *_: None))
+                stack.enter_context(mock.patch(f"fastattn.kernels.{served_by}.why_not", lambda *_: None))
         stack.enter_context(compile_only())
         yield
 

@@ -27,12 +27,12 @@ import timing  # before torch: it sets what torch reads when imported
 import torch
 import tune_cuda
 from precompile import every, over_cores
-from tune_tables import ROOMS as TRITON_ROOMS
+from tune_tables import BACKENDS as TRITON_BACKENDS
 from tune_tables import Row, call
 
 from fastattn.doctor import check, devices, usable_device, versions
 
-ROOMS = TRITON_ROOMS | {"cuda_attention": tune_cuda.attention, "cuda_feed_forward": tune_cuda.feed_forward}
+BACKENDS = TRITON_BACKENDS | {"cuda_attention": tune_cuda.attention, "cuda_feed_forward": tune_cuda.feed_forward}
 BUDGET_S = 0.2  # of a candidate's samples
 
 
@@ -125,14 +125,16 @@ def candidates_jobs(only: Sequence[str], arch: int) -> list[Callable[[], Any]]:
 
         return compile_it
 
-    rows = [row for name in only for row in ROOMS[name](torch.device("cpu"), arch, False)]
+    rows = [row for name in only for row in BACKENDS[name](torch.device("cpu"), arch, False)]
     return [job(row, tile) for row in rows for tile in row.candidates]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--only", nargs="+", choices=ROOMS, default=list(ROOMS), metavar="ROOM", help=", ".join(ROOMS))
+    parser.add_argument(
+        "--only", nargs="+", choices=BACKENDS, default=list(BACKENDS), metavar="ROOM", help=", ".join(BACKENDS)
+    )
     parser.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
     parser.add_argument("--minutes", type=float, default=25.0, metavar="N", help="stop after this long (default 25)")
     parser.add_argument("--quick", action="store_true", help="tiny problems and two candidates, to see that it runs")
@@ -156,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     record: dict[str, Any] = {"versions": versions(), "devices": devices(), "device": str(device), "rows": []}
     lost = None
-    for row in (row for name in arguments.only for row in ROOMS[name](device, arch, arguments.quick)):
+    for row in (row for name in arguments.only for row in BACKENDS[name](device, arch, arguments.quick)):
         if time.monotonic() > deadline:
             print(f"\n{row.name}: not reached in {arguments.minutes} minutes")
             continue

@@ -1,4 +1,4 @@
-"""The tile tables that tune.py searches: a function a room gives its rows. A room's table is added to ROOMS.
+"""The tile tables that tune.py searches: a function a room gives its rows. A room's table is added to BACKENDS.
 
 A row is tried by replacing what the room looks up while it launches. `checked` is a small problem with ragged tiles,
 `timed` the one to be fast at. Both have equal flags, head dimensions and widths, and other sizes that Triton
@@ -197,7 +197,7 @@ def _replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 # tune_cuda.py has those of the CUDA rooms.
-ROOMS: dict[str, Callable[[torch.device, int, bool], Iterator[Row]]] = {
+BACKENDS: dict[str, Callable[[torch.device, int, bool], Iterator[Row]]] = {
     "attention": attention,
     "feed_forward": feed_forward,
     "add_layer_norm": add_layer_norm,

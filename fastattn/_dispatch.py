@@ -40,25 +40,25 @@ _contexts: list[str | None] = []  # of use_backend, innermost last; a plain list
 class Op:
     """An op as the dispatcher knows it. ``query`` checks a call's arguments and gives (device, why_not's arguments).
 
-    rooms: the stem of its rooms, its own or, for a variant of another op, that op's.
+    served_by: the op_name of its served_by, its own or, for a variant of another op, that op's.
     """
 
-    stem: str
+    op_name: str
     function: Callable[..., Any]
     query: Callable[..., tuple[torch.device, tuple[Any, ...]]]
-    rooms: str
+    served_by: str
 
 
 OPS: dict[str, Op] = {}
 
 
 def register(
-    stem: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]]], rooms: str | None = None
+    op_name: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]]], served_by: str | None = None
 ) -> Callable[[Any], Any]:
     """Decorator of an op's public function: makes it known to ``explain`` and the doctor."""
 
     def note(function: Any) -> Any:
-        OPS[stem] = Op(stem, function, query, rooms or stem)
+        OPS[op_name] = Op(op_name, function, query, served_by or op_name)
         return function
 
     return note
@@ -97,12 +97,12 @@ def default_order(device: torch.device) -> tuple[str, ...]:
 
 
 @torch.compiler.assume_constant_result  # torch.compile traces no import
-def absence(stem: str, backend: str) -> str | None:
+def absence(op_name: str, backend: str) -> str | None:
     """Import the room unless done. Why there is none, or None; a room that is broken, rather than absent, raises."""
     package = _PACKAGE[backend]
-    if hasattr(getattr(fastattn, package, None), stem):
+    if hasattr(getattr(fastattn, package, None), op_name):
         return None
-    name = f"fastattn.{package}.{stem}"
+    name = f"fastattn.{package}.{op_name}"
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -114,31 +114,31 @@ def absence(stem: str, backend: str) -> str | None:
     return None
 
 
-def load_room(stem: str, backend: str) -> ModuleType:
+def load_backend(op_name: str, backend: str) -> ModuleType:
     """The room's module. RuntimeError if there is none."""
-    if (reason := absence(stem, backend)) is not None:
+    if (reason := absence(op_name, backend)) is not None:
         raise RuntimeError(reason)
-    return getattr(getattr(fastattn, _PACKAGE[backend]), stem)
+    return getattr(getattr(fastattn, _PACKAGE[backend]), op_name)
 
 
-def refusal(stem: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
+def refusal(op_name: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
     """Why this backend cannot serve the call, or None if it can."""
-    reason = absence(stem, backend)
-    return load_room(stem, backend).why_not(*arguments) if reason is None else reason
+    reason = absence(op_name, backend)
+    return load_backend(op_name, backend).why_not(*arguments) if reason is None else reason
 
 
-def choose(stem: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
+def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
     """The backend's name and its room for this call. RuntimeError with the reason if the one asked for cannot serve."""
     name, source = requested(backend)
-    rooms = OPS[stem].rooms
+    served_by = OPS[op_name].served_by
     if name is not None:
-        if (reason := refusal(rooms, name, arguments)) is not None:
-            op = OPS[stem].function.__name__
+        if (reason := refusal(served_by, name, arguments)) is not None:
+            op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) cannot serve this call: {reason}")
-        return name, load_room(rooms, name)
+        return name, load_backend(served_by, name)
     for name in default_order(device):
-        if refusal(rooms, name, arguments) is None:
-            return name, load_room(rooms, name)
+        if refusal(served_by, name, arguments) is None:
+            return name, load_backend(served_by, name)
     raise AssertionError("unreachable: the reference serves everything")
 
 
@@ -165,9 +165,9 @@ class Explanation:
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which backend ``op(*args, **kwargs)`` would use here, and every other backend's reason. Launches nothing.
 
-    op: a public function of fastattn, its name, or its stem ("attention").
+    op: a public function of fastattn, its name, or its op_name ("attention").
     """
-    found = next((o for o in OPS.values() if op in (o.function, o.function.__name__, o.stem)), None)
+    found = next((o for o in OPS.values() if op in (o.function, o.function.__name__, o.op_name)), None)
     if found is None:
         raise ValueError(f"op must be one of {', '.join(o.function.__name__ for o in OPS.values())}, got {op!r}")
     inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
@@ -175,7 +175,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     device, arguments = found.query(*args, **kwargs)
     order = default_order(device)
     order += tuple(b for b in BACKENDS if b not in order)
-    refusals = {b: refusal(found.rooms, b, arguments) for b in order}
+    refusals = {b: refusal(found.served_by, b, arguments) for b in order}
     asked = name is not None
     if not asked:
         name = next(b for b in default_order(device) if refusals[b] is None)

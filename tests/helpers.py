@@ -9,9 +9,9 @@ from fastattn._dispatch import BACKENDS, absence
 from fastattn.doctor import judge
 
 
-def rooms(stem: str, *, kernels_only: bool = False) -> tuple[str, ...]:
-    """The backends that have a room for this op. Whether one can serve on this machine, its why_not says."""
-    there = (b for b in BACKENDS if not (absence(stem, b) or "").startswith("there is no"))
+def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
+    """The backends that have a backend for this op. Whether one can serve on this machine, its why_not says."""
+    there = (b for b in BACKENDS if not (absence(op_name, b) or "").startswith("there is no"))
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 
 

@@ -65,13 +65,13 @@ def test_imports_run_one_way(part: str, path: Path) -> None:
     for name in _imports(path, _package(part, path)):
         target = name.split(".")[0]
         assert target in ALLOWED[part], f"{path.relative_to(ROOT)} imports fastattn.{name}"
-        if part == "kernels" and target == "kernels":  # a room and the common one, never another room
-            room = path.relative_to(ROOT / "kernels").parts[0]
-            assert name.split(".")[1] in (room, "common"), f"{path.relative_to(ROOT)} imports fastattn.{name}"
+        if part == "kernels" and target == "kernels":  # a backend and the common one, never another backend
+            backend = path.relative_to(ROOT / "kernels").parts[0]
+            assert name.split(".")[1] in (backend, "common"), f"{path.relative_to(ROOT)} imports fastattn.{name}"
 
 
 def test_the_import_check_sees_relative_imports(tmp_path: Path) -> None:
-    file = tmp_path / "room.py"
+    file = tmp_path / "backend.py"
     file.write_text("from ..ops import attention\nfrom fastattn import masks\nimport fastattn.nn\nimport torch\n")
     assert list(_imports(file, "fastattn.reference")) == ["ops", "masks", "nn"]
 
@@ -80,19 +80,19 @@ def _stems() -> list[str]:
     return sorted(path.stem for path in (FASTATTN / "ops").glob("[!_]*.py"))
 
 
-@pytest.mark.parametrize("stem", _stems())
-def test_every_op_is_whole(stem: str) -> None:
+@pytest.mark.parametrize("op_name", _stems())
+def test_every_op_is_whole(op_name: str) -> None:
     for needed in (
-        FASTATTN / "reference" / f"{stem}.py",
-        FASTATTN / "aten" / f"{stem}.py",
-        ROOT / "kernels" / stem / "__init__.py",
-        ROOT / "tests" / "ops" / f"test_{stem}.py",
-        ROOT / "benchmarks" / f"bench_{stem}.py",
+        FASTATTN / "reference" / f"{op_name}.py",
+        FASTATTN / "aten" / f"{op_name}.py",
+        ROOT / "kernels" / op_name / "__init__.py",
+        ROOT / "tests" / "ops" / f"test_{op_name}.py",
+        ROOT / "benchmarks" / f"bench_{op_name}.py",
     ):
         assert needed.is_file(), f"{needed.relative_to(ROOT)} is missing"
 
 
-def test_rooms_are_packages() -> None:
+def test_backends_are_packages() -> None:
     loose = [path.name for path in (ROOT / "kernels").glob("*.py")]
     assert not loose, f"{loose} would be importable in a checkout and absent from the wheel"
 

@@ -148,7 +148,7 @@ def test_every_op_of_the_loss_can_be_left_out(load: Any) -> None:
     asked = set()
     choose = _dispatch.choose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_dispatch, "choose", lambda stem, *rest: (asked.add(stem), choose(stem, *rest))[1])
+        patch.setattr(_dispatch, "choose", lambda op_name, *rest: (asked.add(op_name), choose(op_name, *rest))[1])
         models.fused_loss(
             models.fused(case, 0.1, case.length), fixed["src_seq"], fixed["trg_seq"][:, :-1], fixed["trg_seq"][:, 1:]
         )
@@ -161,10 +161,10 @@ def test_one_op_by_reference_leaves_the_others(load: Any) -> None:
     asked = []
     choose = _dispatch.choose
 
-    def noting(stem: str, *rest: Any) -> Any:
-        name, room = choose(stem, *rest)
-        asked.append((stem, name))
-        return name, room
+    def noting(op_name: str, *rest: Any) -> Any:
+        name, backend = choose(op_name, *rest)
+        asked.append((op_name, name))
+        return name, backend
 
     x = torch.ones(1, 1, 4, 8)
     with pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,7 @@ def test_kernels_are_as_recorded(language: str, record: dict[str, Any]) -> None:
 
 
 def written() -> set[tuple[str, str]]:
-    """(language, name) of every kernel of the sources; names of CUDA kernels with their room."""
+    """(language, name) of every kernel of the sources; names of CUDA kernels with their backend."""
     triton = r"^@triton\.jit\b[^\n]*\ndef (\w+_kernel)\("
     cuda = r"__global__ void\s+(?:__launch_bounds__\([^;{]*?\)\s+)?(\w+_kernel)\("
     found = {

@@ -65,7 +65,7 @@ def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_named_backend_that_cannot_serve_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_dispatch._PACKAGE, "cuda", "models")  # where there is no room
+    monkeypatch.setitem(_dispatch._PACKAGE, "cuda", "models")  # where there is no backend
     x, weight = torch.zeros(2, 4), torch.zeros(4, 4)
     with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) cannot serve this call: there is no cuda kernel"):
         fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
@@ -75,7 +75,7 @@ def test_a_named_backend_that_cannot_serve_raises_its_reason(monkeypatch: pytest
     assert "there is no cuda kernel for this op yet" in str(explanation)
 
 
-def test_explain_takes_function_name_and_stem() -> None:
+def test_explain_takes_function_name() -> None:
     call = _call()
     texts = {
         str(fastattn.explain(op, **call))
@@ -142,7 +142,7 @@ def _in_new_process(code: str, **environment: str) -> str:
 
 
 def test_torch_compile_of_a_model_before_its_first_call() -> None:
-    """One graph, though every room is imported while it is traced."""
+    """One graph, though every backend is imported while it is traced."""
     _in_new_process("""
 import torch
 from fastattn import FusedTransformer

@@ -186,7 +186,7 @@ def test_a_device_that_differs_is_seen(host_runner: None) -> None:
     assert not well and said.startswith("host: out")
 
 
-def test_what_the_room_refuses_is_told(host_runner: None) -> None:
+def test_what_the_backend_refuses_is_told(host_runner: None) -> None:
     problem = norm_problem()
     wide = {"x": (2, 20000), "residual": (2, 20000), "weight": (20000,), "bias": (20000,)}
     problem = problem._replace(tensors={name: torch.zeros(shape) for name, shape in wide.items()})

@@ -50,12 +50,12 @@ def dist(checkout: Path) -> Path:
 
 
 def test_wheel(checkout: Path, dist: Path) -> None:
-    """Without _C the wheel fits every platform; it holds the package and every Triton room, and no sources of CUDA."""
+    """Without _C the wheel fits every platform; it holds the package and every Triton backend, and no sources of CUDA."""
     (wheel,) = dist.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    rooms = {f"fastattn/{name}" for name in files(checkout, "kernels/**/*.py")}
-    assert rooms and names == files(checkout, "fastattn/**/*.py", "fastattn/py.typed") | rooms
+    backends = {f"fastattn/{name}" for name in files(checkout, "kernels/**/*.py")}
+    assert backends and names == files(checkout, "fastattn/**/*.py", "fastattn/py.typed") | backends
 
 
 def test_sdist(checkout: Path, dist: Path) -> None:
@@ -68,7 +68,7 @@ def test_sdist(checkout: Path, dist: Path) -> None:
 def test_installed_away_from_the_checkout(dist: Path, tmp_path: Path) -> None:
     """In a virtual environment that sees this one's packages, from another folder.
 
-    It computes, its rooms import, it says why there is no CUDA kernel, and a foreign package `kernels` stays itself.
+    It computes, its backends import, it says why there is no CUDA kernel, and a foreign package `kernels` stays itself.
     """
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"

@@ -148,12 +148,12 @@ def test_a_tile_reaches_the_launch(kernel: str, device: torch.device) -> None:
     from fastattn.kernels.attention import weights as attention_weights
     from fastattn.kernels.feed_forward import forward as feed_forward_forward
 
-    room, module, name = {
+    backend, module, name = {
         "attention forward": ("attention", attention_forward, "attention_forward_kernel"),
         "attention weights": ("attention", attention_weights, "attention_weights_kernel"),
         "feed-forward": ("feed_forward", feed_forward_forward, "feed_forward_fwd_kernel"),
     }[kernel]
-    row = next(row for row in tune_tables.ROOMS[room](device, 90, True) if row.name.startswith(kernel))
+    row = next(row for row in tune_tables.BACKENDS[backend](device, 90, True) if row.name.startswith(kernel))
     launched: list[dict[str, Any]] = []
     kernel = getattr(module, name)
 
@@ -170,7 +170,7 @@ def test_a_tile_reaches_the_launch(kernel: str, device: torch.device) -> None:
 
 
 def test_a_row_is_pasted_into_its_column() -> None:
-    row = next(tune_tables.ROOMS["attention"](CPU, 80, False))
+    row = next(tune_tables.BACKENDS["attention"](CPU, 80, False))
     line = row.paste((1, 2, 3, 4))
     assert line == '    ("forward", 16, 64): (Config(128, 64, 8, 3), Config(1, 2, 3, 4), Config(128, 64, 8, 2)),'
 
@@ -194,9 +194,9 @@ CHOICES = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="notes launches on a CPU")
 @pytest.mark.skipif(host_build.why_not() is not None, reason=str(host_build.why_not()))
-@pytest.mark.parametrize("room", CHOICES)
-def test_a_choice_of_the_cuda_rooms_reaches_the_launch(
-    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", CHOICES)
+def test_a_choice_of_the_cuda_backend_reaches_the_launch(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Hopper; csrc/host notes the launches instead of running them."""
     library = host_build.build("_C", host_build.extension_sources(), host_build.KEPT)
@@ -207,8 +207,8 @@ def test_a_choice_of_the_cuda_rooms_reaches_the_launch(
     fastattn.cuda.load_host_runner(library)
     torch.use_deterministic_algorithms(False)  # as where one tunes; dq that is added up in memory gives way under it
     try:
-        rows = list(getattr(tune_cuda, room)(CPU, 90, True))
-        for part, chosen, kernel in CHOICES[room]:
+        rows = list(getattr(tune_cuda, backend)(CPU, 90, True))
+        for part, chosen, kernel in CHOICES[backend]:
             row = next(row for row in rows if part in row.name)
             for tile in row.candidates:
                 file.write_text("")
@@ -221,6 +221,6 @@ def test_a_choice_of_the_cuda_rooms_reaches_the_launch(
         fastattn.cuda.load_host_runner(None)
 
 
-def test_where_no_cuda_room_serves_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_cuda_backend_serves_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(tune_cuda.attention(CPU, 90, True)) == list(tune_cuda.feed_forward(CPU, 90, True)) == []
     assert "choices are left out: CUDA kernels serve GPU tensors" in capsys.readouterr().out

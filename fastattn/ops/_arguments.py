@@ -1,4 +1,4 @@
-"""Checks and casts that the front desks share. Messages name the argument, what came and what was expected."""
+"""Checks and casts that the public ops share. Messages name the argument, what came and what was expected."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
-    """The inputs were cast: below the front desk, formulas run in the dtypes they are given."""
+    """The inputs were cast: below the public op, formulas run in the dtypes they are given."""
     if _is_under_autocast(device):
         return torch.autocast(device.type, enabled=False)
     return _AS_IT_IS

@@ -1,7 +1,7 @@
 """The kernels as torch.library operators, for torch.compile, torch.export and opcheck.
 
 Eager calls do not pass here: they go from autograd.Function straight to the launch, which costs a third of the time on
-the host. Each operator calls the same room functions, named by ``backend``; its fake says shapes, dtypes and strides.
+the host. Each operator calls the same functions of a backend, named by ``backend``; its fake says shapes, dtypes and strides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._dispatch import load_room
+from fastattn._dispatch import load_backend
 from fastattn.masks import AttentionMask
 from fastattn.ops._weights import Wanted, ranges
 
@@ -79,7 +79,7 @@ def attention_op(
 ) -> tuple[Tensor, Tensor]:
     masks = (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k)
     mask = AttentionMask.unflatten(masks, bounds, bias)
-    return load_room("attention", backend).attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
+    return load_backend("attention", backend).attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
 
 
 @attention_op.register_fake
@@ -117,8 +117,8 @@ def attention_weights_op(
     masks = (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k)
     mask = AttentionMask.unflatten(masks, bounds, bias)
     wanted = ranges(heads) if made == "heads" else made
-    room = load_room("attention", backend)
-    return room.attention_weights(q, k, lse, mask, softmax_scale, dropout_p, rng_state, wanted)
+    module = load_backend("attention", backend)
+    return module.attention_weights(q, k, lse, mask, softmax_scale, dropout_p, rng_state, wanted)
 
 
 @attention_weights_op.register_fake
@@ -154,7 +154,7 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     masks = (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k)
     mask = AttentionMask.unflatten(masks, bounds, bias)
-    dq, dk, dv, dbias = load_room("attention", backend).attention_bwd(
+    dq, dk, dv, dbias = load_backend("attention", backend).attention_bwd(
         dout, dlse, q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state, needs_dbias
     )
     return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
@@ -217,14 +217,14 @@ def add_layer_norm_op(
     x_bias: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    room = load_room("add_layer_norm", backend)
-    out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
+    module = load_backend("add_layer_norm", backend)
+    out, z, statistics = module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
     return out, z.clone() if z is x else z, statistics  # an operator's output must not be its input
 
 
 @add_layer_norm_op.register_fake
 def _(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias, backend):
-    statistics = x.new_empty(2 * x.shape[0] + load_room("add_layer_norm", backend).TICKETS, dtype=torch.float32)
+    statistics = x.new_empty(2 * x.shape[0] + load_backend("add_layer_norm", backend).TICKETS, dtype=torch.float32)
     return torch.empty_like(x), torch.empty_like(x), statistics
 
 
@@ -242,8 +242,8 @@ def add_layer_norm_backward_op(
     x_bias: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    room = load_room("add_layer_norm", backend)
-    dx, dresidual, *sums = room.add_layer_norm_bwd(
+    module = load_backend("add_layer_norm", backend)
+    dx, dresidual, *sums = module.add_layer_norm_bwd(
         dout, dz, z, weight, bias, statistics, dropout_p, rng_state, has_residual, x_bias
     )
     dresidual = z.new_empty(0) if dresidual is None else dresidual.clone() if dresidual is dx else dresidual
@@ -312,8 +312,8 @@ def feed_forward_op(
     recompute: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    room = load_room("feed_forward", backend)
-    out, (kept,) = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
+    module = load_backend("feed_forward", backend)
+    out, (kept,) = module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
     return out, x.new_empty(0, weight1.shape[0]) if recompute else kept
 
 
@@ -338,10 +338,10 @@ def feed_forward_backward_op(
     kept: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    room = load_room("feed_forward", backend)
+    module = load_backend("feed_forward", backend)
     if len(kept) < len(x):
-        kept = room.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
-    grads = room.feed_forward_bwd(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, (kept,))
+        kept = module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
+    grads = module.feed_forward_bwd(dout, x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, (kept,))
     dx, dweight1, dbias1, dweight2, dbias2 = (x.new_empty(0) if grad is None else grad for grad in grads)
     return dx, dweight1, dbias1, dweight2, dbias2
 

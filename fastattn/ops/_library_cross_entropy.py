@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._dispatch import load_room
+from fastattn._dispatch import load_backend
 
 
 def made_in_forward(dtype: torch.dtype, reduction: str) -> bool:
@@ -62,10 +62,10 @@ def linear_cross_entropy_op(
     asked: list[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    room = load_room("linear_cross_entropy", backend)
+    module = load_backend("linear_cross_entropy", backend)
     needs = asked if made_in_forward(x.dtype, reduction) else [False] * 3
     options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-    loss, grads = room.linear_cross_entropy_fwd(x, weight, bias, target, *options)
+    loss, grads = module.linear_cross_entropy_fwd(x, weight, bias, target, *options)
     return loss, *_or_empty(grads, x)
 
 
@@ -91,9 +91,9 @@ def linear_cross_entropy_backward_op(
     asked: list[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    room = load_room("linear_cross_entropy", backend)
+    module = load_backend("linear_cross_entropy", backend)
     options = (label_smoothing, ignore_index, logit_scale, reduction, asked)
-    return _or_empty(room.linear_cross_entropy_bwd(dloss, x, weight, bias, target, *options), x)
+    return _or_empty(module.linear_cross_entropy_bwd(dloss, x, weight, bias, target, *options), x)
 
 
 @linear_cross_entropy_backward_op.register_fake

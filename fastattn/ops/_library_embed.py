@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._dispatch import load_room
+from fastattn._dispatch import load_backend
 
 
 def embed_layer_norm(*inputs: Any) -> Tensor:
@@ -51,15 +51,15 @@ def embed_layer_norm_op(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    room = load_room("embed_layer_norm", backend)
+    module = load_backend("embed_layer_norm", backend)
     places = (tokens, position_table, position, length)
-    return room.embed_layer_norm_fwd(embedding, weight, bias, *places, scale, eps, dropout_p, rng_state, dtype)
+    return module.embed_layer_norm_fwd(embedding, weight, bias, *places, scale, eps, dropout_p, rng_state, dtype)
 
 
 @embed_layer_norm_op.register_fake
 def _(embedding, weight, bias, tokens, *options):
     *_, dtype, backend = options
-    rows, tickets = tokens.shape[0], load_room("embed_layer_norm", backend).TICKETS
+    rows, tickets = tokens.shape[0], load_backend("embed_layer_norm", backend).TICKETS
     statistics = embedding.new_empty(2 * rows + tickets, dtype=torch.float32)
     return embedding.new_empty(rows, embedding.shape[1], dtype=dtype), statistics
 
@@ -82,9 +82,9 @@ def embed_layer_norm_backward_op(
     needs_dembedding: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    room = load_room("embed_layer_norm", backend)
+    module = load_backend("embed_layer_norm", backend)
     inputs = (dout, embedding, weight, bias, tokens, position_table, position, length, scale, statistics)
-    drows, index, dweight, dbias = room.embed_layer_norm_bwd(*inputs, dropout_p, rng_state)
+    drows, index, dweight, dbias = module.embed_layer_norm_bwd(*inputs, dropout_p, rng_state)
     dembedding = add_rows(drows, index, embedding, padding_idx) if needs_dembedding else embedding.new_empty(0)
     return dembedding, dweight, dbias
 

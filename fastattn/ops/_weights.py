@@ -1,4 +1,4 @@
-"""What attention's argument return_weights asks for, checked and brought into the form that rooms take."""
+"""What attention's argument return_weights asks for, checked and brought into the form that backends take."""
 
 from __future__ import annotations
 

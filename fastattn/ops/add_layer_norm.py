@@ -1,6 +1,6 @@
-"""Front desk of dropout + residual + layer normalisation, and of the same with RMSNorm.
+"""Public op: dropout + residual + layer normalisation, and of the same with RMSNorm.
 
-To the rooms RMSNorm is a call without bias: neither it nor the mean is there.
+To the backends RMSNorm is a call without bias: neither it nor the mean is there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _query(
     x_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.device, Call]:
-    """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
+    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
     arguments.check_float("bias", bias)
     return _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias)
 
@@ -124,7 +124,7 @@ def dropout_add_layer_norm(
     return _serve("add_layer_norm", device, call, eps, return_sum, backend)
 
 
-@_dispatch.register("add_rms_norm", _rms_query, rooms="add_layer_norm")
+@_dispatch.register("add_rms_norm", _rms_query, served_by="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -146,15 +146,15 @@ def dropout_add_rms_norm(
 
 
 def _serve(
-    stem: str, device: torch.device, call: Call, eps: float, return_sum: bool, backend: str | None
+    op_name: str, device: torch.device, call: Call, eps: float, return_sum: bool, backend: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    name, room = _dispatch.choose(stem, device, call, backend)
+    name, module = _dispatch.choose(op_name, device, call, backend)
     x, residual, weight, bias, dropout_p, x_bias = call
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
     with arguments.no_autocast(device):
-        if hasattr(room, "add_layer_norm"):
-            out, z = room.add_layer_norm(x, residual, weight, bias, *options, x_bias)
+        if hasattr(module, "add_layer_norm"):
+            out, z = module.add_layer_norm(x, residual, weight, bias, *options, x_bias)
         else:
             rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
             bias, x_bias = (None if t is None else t.contiguous() for t in (bias, x_bias))
@@ -162,13 +162,13 @@ def _serve(
             if torch.compiler.is_compiling():
                 out, z = _library.add_layer_norm(*inputs, name)
             else:
-                out, z = _AddLayerNorm.apply(*inputs, room)
+                out, z = _AddLayerNorm.apply(*inputs, module)
             out, z = out.view(x.shape), z.view(x.shape)
     return (out, z) if return_sum else out
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """Straight from autograd to the launch. `statistics` is what the room's forward leaves for its backward."""
+    """Straight from autograd to the launch. `statistics` is what the backend's forward leaves for its backward."""
 
     @staticmethod
     def forward(
@@ -181,12 +181,12 @@ class _AddLayerNorm(torch.autograd.Function):
         dropout_p: float,
         rng_state: Tensor | None,
         x_bias: Tensor | None,
-        room: Any,
+        module: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, z, statistics = room.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
+        out, z, statistics = module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
         z = z.view_as(z) if z is x else z  # an input must not be returned as it is
         ctx.save_for_backward(z, weight, bias, statistics, rng_state, x_bias)
-        ctx.options = (dropout_p, residual is not None, room)
+        ctx.options = (dropout_p, residual is not None, module)
         ctx.set_materialize_grads(False)
         return out, z
 
@@ -194,9 +194,9 @@ class _AddLayerNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         z, weight, bias, statistics, rng_state, x_bias = ctx.saved_tensors
-        dropout_p, has_residual, room = ctx.options
+        dropout_p, has_residual, module = ctx.options
         dout = torch.zeros_like(z) if dout is None else dout.contiguous()
         dz = None if dz is None else dz.contiguous()
         options = (dropout_p, rng_state, has_residual, x_bias)
-        *grads, dx_bias = room.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+        *grads, dx_bias = module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
         return *grads, None, None, None, dx_bias, None

@@ -1,4 +1,4 @@
-"""Front desk of masked scaled dot-product attention."""
+"""Public op: masked scaled dot-product attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _query(
     enable_gqa: bool = False,
     **options: Any,
 ) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
-    """Check a call's arguments and bring them into the form that rooms take: (device, (q, k, v, mask, dropout_p))."""
+    """Check a call's arguments and bring them into the form that backends take: (device, (q, k, v, mask, dropout_p))."""
     arguments.check_float("query", query)
     dtype = arguments.autocast_dtype(query.device)
     if dtype is not None:
@@ -105,26 +105,26 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
     """
     device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    name, room = _dispatch.choose("attention", device, call, backend)
+    name, module = _dispatch.choose("attention", device, call, backend)
     q, k, v, mask, dropout_p = call
     wanted = _weights.wanted(return_weights, q.shape[1])
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
     with arguments.no_autocast(device):
-        if hasattr(room, "attention"):
-            out, lse, weights = room.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
+        if hasattr(module, "attention"):
+            out, lse, weights = module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
         else:
             traced = torch.compiler.is_compiling()
             if traced:
                 out, lse = _library.attention(q, k, v, mask, *options, name)
             else:
-                out, lse = _Attention.apply(q, k, v, None if mask is None else mask.bias, mask, *options, room)
+                out, lse = _Attention.apply(q, k, v, None if mask is None else mask.bias, mask, *options, module)
             weights = None
             if wanted is not None:
                 with torch.no_grad():
                     given = (q, k, lse.detach(), mask, *options, wanted)
-                    weights = _library.attention_weights(*given, name) if traced else room.attention_weights(*given)
+                    weights = _library.attention_weights(*given, name) if traced else module.attention_weights(*given)
     if not return_lse and wanted is None:
         return out
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if wanted is not None else ())
@@ -144,12 +144,12 @@ class _Attention(torch.autograd.Function):
         softmax_scale: float,
         dropout_p: float,
         rng_state: Tensor | None,
-        room: Any,
+        module: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = room.attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
+        out, lse = module.attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
         ctx.save_for_backward(q, k, v, bias, out, lse, rng_state)
         ctx.mask = None if mask is None else mask.with_bias(None)
-        ctx.options = (softmax_scale, dropout_p, room)
+        ctx.options = (softmax_scale, dropout_p, module)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -157,11 +157,11 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bias, out, lse, rng_state = ctx.saved_tensors
-        softmax_scale, dropout_p, room = ctx.options
+        softmax_scale, dropout_p, module = ctx.options
         mask = None if ctx.mask is None else ctx.mask.with_bias(bias)
         dout = torch.zeros_like(out) if dout is None else dout
         options = (softmax_scale, dropout_p, rng_state, ctx.needs_input_grad[3])
-        grads = room.attention_bwd(dout, dlse, q, k, v, out, lse, mask, *options, _gradients_as_one(q, k, v))
+        grads = module.attention_bwd(dout, dlse, q, k, v, out, lse, mask, *options, _gradients_as_one(q, k, v))
         return *grads, None, None, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Front desk of the way into a Transformer: embedding * scale + positions, dropout, layer normalisation."""
+"""Public op: the way into a Transformer: embedding * scale + positions, dropout, layer normalisation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _query(
     padding_idx: int | None = None,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
+    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
     arguments.check_float("embedding", embedding)
     if embedding.dim() != 2 or 0 in embedding.shape:
         raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (tokens of the vocabulary, d)")
@@ -113,12 +113,12 @@ def embed_layer_norm(
     """
     options = {"scale": scale, "position": position, "padding_idx": padding_idx}
     device, call = _query(tokens, embedding, position_table, weight, bias, eps, dropout_p, **options)
-    name, room = _dispatch.choose("embed_layer_norm", device, call, backend)
+    name, module = _dispatch.choose("embed_layer_norm", device, call, backend)
     *tensors, scale, padding_idx, dropout_p, dtype = call
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     with arguments.no_autocast(device):
-        if hasattr(room, "embed_layer_norm"):
-            return room.embed_layer_norm(*tensors, scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
+        if hasattr(module, "embed_layer_norm"):
+            return module.embed_layer_norm(*tensors, scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
         tokens, embedding, position_table, weight, bias, position = (
             t if t is None else t.contiguous() for t in tensors
         )
@@ -127,7 +127,7 @@ def embed_layer_norm(
         if torch.compiler.is_compiling():
             out = _library.embed_layer_norm(*inputs, rng_state, dtype, name)
         else:
-            out = _EmbedLayerNorm.apply(*inputs, rng_state, dtype, room)
+            out = _EmbedLayerNorm.apply(*inputs, rng_state, dtype, module)
     return out.view(*tokens.shape, out.shape[-1])
 
 
@@ -150,20 +150,20 @@ class _EmbedLayerNorm(torch.autograd.Function):
         dropout_p: float,
         rng_state: Tensor | None,
         dtype: torch.dtype,
-        room: Any,
+        module: Any,
     ) -> Tensor:
         inputs = (embedding, weight, bias, tokens, position_table, position, length, scale)
-        out, statistics = room.embed_layer_norm_fwd(*inputs, eps, dropout_p, rng_state, dtype)
+        out, statistics = module.embed_layer_norm_fwd(*inputs, eps, dropout_p, rng_state, dtype)
         ctx.save_for_backward(*inputs[:6], statistics, rng_state)
-        ctx.options = (length, scale, padding_idx, dropout_p, room)
+        ctx.options = (length, scale, padding_idx, dropout_p, module)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, statistics, rng_state = ctx.saved_tensors
-        length, scale, padding_idx, dropout_p, room = ctx.options
-        drows, index, dweight, dbias = room.embed_layer_norm_bwd(
+        length, scale, padding_idx, dropout_p, module = ctx.options
+        drows, index, dweight, dbias = module.embed_layer_norm_bwd(
             dout.contiguous(), *inputs, length, scale, statistics, dropout_p, rng_state
         )
         needs = ctx.needs_input_grad[0]  # a frozen embedding saves the largest gradient of all

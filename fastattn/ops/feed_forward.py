@@ -1,4 +1,4 @@
-"""Front desk of the position-wise feed-forward network."""
+"""Public op: the position-wise feed-forward network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _query(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
+    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
     arguments.check_float("x", x)
     if activation not in ACTIVATIONS and activation not in GATED:
         raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
@@ -86,24 +86,24 @@ def feed_forward(
     Source: Vaswani et al. 2017, section 3.3; Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
     device, call = _query(x, weight1, bias1, weight2, bias2, activation, dropout_p)
-    name, room = _dispatch.choose("feed_forward", device, call, backend)
+    name, module = _dispatch.choose("feed_forward", device, call, backend)
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     with arguments.no_autocast(device):
-        if hasattr(room, "feed_forward"):
+        if hasattr(module, "feed_forward"):
             if recompute and torch.is_grad_enabled():  # dropout's draw is an argument: no generator has to be kept
-                return checkpoint(room.feed_forward, *call, rng_state, use_reentrant=False, preserve_rng_state=False)
-            return room.feed_forward(*call, rng_state)
+                return checkpoint(module.feed_forward, *call, rng_state, use_reentrant=False, preserve_rng_state=False)
+            return module.feed_forward(*call, rng_state)
         x, *options = call
         inputs = (arguments.as_matrix(x), *options, rng_state)
         if torch.compiler.is_compiling():
             out = _library.feed_forward(*inputs, recompute, name)
         else:
-            out = _FeedForward.apply(*inputs, recompute, room)
+            out = _FeedForward.apply(*inputs, recompute, module)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _FeedForward(torch.autograd.Function):
-    """Straight from autograd to the launch. The room says what it saves; no dropout mask is among it."""
+    """Straight from autograd to the launch. The backend says what it saves; no dropout mask is among it."""
 
     @staticmethod
     def forward(
@@ -117,21 +117,21 @@ class _FeedForward(torch.autograd.Function):
         dropout_p: float,
         rng_state: Tensor | None,
         recompute: bool,
-        room: Any,
+        module: Any,
     ) -> Tensor:
-        out, saved = room.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
+        out, saved = module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
         ctx.save_for_backward(x, weight1, bias1, weight2, bias2, rng_state, *(() if recompute else saved))
-        ctx.options = (activation, dropout_p, room)
+        ctx.options = (activation, dropout_p, module)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight1, bias1, weight2, bias2, rng_state, *saved = ctx.saved_tensors
-        activation, dropout_p, room = ctx.options
+        activation, dropout_p, module = ctx.options
         if not saved:
-            saved = room.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1:]
-        grads = room.feed_forward_bwd(
+            saved = module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1:]
+        grads = module.feed_forward_bwd(
             dout.contiguous(), x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, tuple(saved)
         )
         return *grads, None, None, None, None, None

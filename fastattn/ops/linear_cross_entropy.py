@@ -1,4 +1,4 @@
-"""Front desk of the output projection and its label-smoothed cross-entropy."""
+"""Public op: the output projection and its label-smoothed cross-entropy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _query(
     reduction: str = "mean",
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that rooms take: (device, why_not's arguments)."""
+    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
     arguments.check_float("x", x)
     dtype = arguments.autocast_dtype(x.device)
     x = arguments.cast(x, dtype)
@@ -130,17 +130,17 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         reduction=reduction,
     )
-    name, room = _dispatch.choose("linear_cross_entropy", device, call, backend)
+    name, module = _dispatch.choose("linear_cross_entropy", device, call, backend)
     with arguments.no_autocast(device):
-        if hasattr(room, "linear_cross_entropy"):
-            return room.linear_cross_entropy(*call)
+        if hasattr(module, "linear_cross_entropy"):
+            return module.linear_cross_entropy(*call)
         x, weight, bias, target, *options = call
         inputs = (arguments.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
         asked = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3]]
         if torch.compiler.is_compiling():
             loss = _library.linear_cross_entropy(*inputs, asked, name)
         else:
-            loss = _LinearCrossEntropy.apply(*inputs, asked, room)
+            loss = _LinearCrossEntropy.apply(*inputs, asked, module)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -159,24 +159,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logit_scale: float,
         reduction: str,
         asked: list[bool],
-        room: Any,
+        module: Any,
     ) -> Tensor:
         options = (label_smoothing, ignore_index, logit_scale, reduction)
         now = _library.made_in_forward(x.dtype, reduction)
         needs = tuple(asked) if now else (False, False, False)
-        loss, grads = room.linear_cross_entropy_fwd(x, weight, bias, target, *options, needs)
+        loss, grads = module.linear_cross_entropy_fwd(x, weight, bias, target, *options, needs)
         ctx.save_for_backward(*(grads if now else (x, weight, bias, target)))
-        ctx.options = (now, options, tuple(asked), room)
+        ctx.options = (now, options, tuple(asked), module)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        now, options, asked, room = ctx.options
+        now, options, asked, module = ctx.options
         if now:
             grads = tuple(_times(grad, dloss) for grad in ctx.saved_tensors)
         else:
-            grads = room.linear_cross_entropy_bwd(dloss.contiguous(), *ctx.saved_tensors, *options, asked)
+            grads = module.linear_cross_entropy_bwd(dloss.contiguous(), *ctx.saved_tensors, *options, asked)
         return *grads, None, None, None, None, None, None, None
 
 

@@ -13,7 +13,7 @@ from turns import take_turns
 
 import fastattn.cuda
 
-sys.path.append(str(Path(__file__).parents[1] / "ops"))  # the checks that every room is held to
+sys.path.append(str(Path(__file__).parents[1] / "ops"))  # the checks that every backend is held to
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 

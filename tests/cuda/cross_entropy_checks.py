@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_close_as_torch
 from torch import Tensor
 
-from fastattn.cuda import linear_cross_entropy as room
+from fastattn.cuda import linear_cross_entropy as backend
 
 IGNORED = -7
 GUARD = 40  # elements before and after each buffer
@@ -91,7 +91,7 @@ def run(case: Case, device: torch.device, needs_gradient: bool = True) -> Result
     dloss = {"rows": every, "one": every[0].clone(), "none": None}[case.dloss]
     count = torch.tensor(3, device=device) if case.mean else None
     options = (case.label_smoothing, IGNORED, case.logit_scale, needs_gradient)
-    room.cross_entropy_rows(logits.matrix, bias, target, losses.matrix[0], dloss, count, *options)
+    backend.cross_entropy_rows(logits.matrix, bias, target, losses.matrix[0], dloss, count, *options)
     logits.check()
     losses.check()
 

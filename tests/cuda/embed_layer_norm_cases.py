@@ -1,4 +1,4 @@
-"""The CUDA room of embedding + positions + dropout + LayerNorm against float64, every buffer inside guard zones."""
+"""The CUDA backend of embedding + positions + dropout + LayerNorm against float64, every buffer inside guard zones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers import assert_close_as_torch
 from layer_norm_checks import EPS, Guarded
 from torch import Tensor
 
-from fastattn.cuda import embed_layer_norm as room
+from fastattn.cuda import embed_layer_norm as backend
 from fastattn.reference.add_layer_norm import add_layer_norm
 
 VOCABULARY, PLACES, LENGTH, SCALE = 13, 6, 4, 3.0
@@ -78,10 +78,10 @@ def formula(given: dict[str, Any], dout: Tensor, dtype: torch.dtype) -> dict[str
 
 
 def call(given: dict[str, Any], dout: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Forward and backward in the room: results and statistics."""
-    out, statistics = room.embed_layer_norm_fwd(**given, eps=EPS, dtype=dout.dtype)
+    """Forward and backward in the backend: results and statistics."""
+    out, statistics = backend.embed_layer_norm_fwd(**given, eps=EPS, dtype=dout.dtype)
     made = statistics.clone()
-    drows, index, dweight, dbias = room.embed_layer_norm_bwd(dout, **given, statistics=statistics)
+    drows, index, dweight, dbias = backend.embed_layer_norm_bwd(dout, **given, statistics=statistics)
     if len(dout):  # without rows nothing makes statistics
         same = torch.equal(statistics.nan_to_num(), made.nan_to_num())
         assert same, "another backward would not find the tickets as this one did"
@@ -89,12 +89,12 @@ def call(given: dict[str, Any], dout: Tensor) -> tuple[dict[str, Tensor], Tensor
 
 
 def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
-    """Forward and backward in the room, each result judged; all of them, for comparisons of bits."""
+    """Forward and backward in the backend, each result judged; all of them, for comparisons of bits."""
     memory = Memory(device, case.shift)
     given = inputs(case, memory)
     dout = memory.copy(torch.randn(case.rows, case.hidden), case.dtypes[-1])
     with monkeypatch.context() as patch:
-        patch.setattr(room, "torch", memory)
+        patch.setattr(backend, "torch", memory)
         results, statistics = call(given, dout)
     memory.check()
     assert torch.equal(results["index"], given["tokens"].long())

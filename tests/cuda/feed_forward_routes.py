@@ -9,7 +9,7 @@ import torch
 from layer_norm_checks import Guarded
 
 from fastattn import feed_forward
-from fastattn.cuda import feed_forward as room
+from fastattn.cuda import feed_forward as backend
 from fastattn.cuda.feed_forward import Route, Speed
 
 PRODUCTS = (Route.SM80, Route.SM90)
@@ -26,24 +26,24 @@ def hold_to(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch)
             pytest.skip("this GPU is no Hopper")
         capability = 10 * major + minor
     always = Speed(route, product=1, cublas=1, copy=1, wave=0)
-    monkeypatch.setattr(room, "SPEEDS", {} if route == Route.CUBLAS else {capability: always})
+    monkeypatch.setattr(backend, "SPEEDS", {} if route == Route.CUBLAS else {capability: always})
 
 
 def note_routes(monkeypatch: pytest.MonkeyPatch) -> list[Route]:
-    """The routes that the room takes from now on, product by product."""
+    """The routes that the backend takes from now on, product by product."""
     taken: list[Route] = []
-    choose = room.route_of
+    choose = backend.route_of
 
     def noted(*arguments: Any) -> Route:
         taken.append(choose(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(room, "route_of", noted)
+    monkeypatch.setattr(backend, "route_of", noted)
     return taken
 
 
 class GuardedTorch(Guarded):
-    """Stands in for torch in the room: the buffers it makes lie between guard zones."""
+    """Stands in for torch in the backend: the buffers it makes lie between guard zones."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

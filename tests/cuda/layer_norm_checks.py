@@ -1,4 +1,4 @@
-"""The CUDA room of layer norm against the formulas in float64, with every buffer inside guard zones."""
+"""The CUDA backend of layer norm against the formulas in float64, with every buffer inside guard zones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from helpers import assert_close_as_torch
 from torch import Tensor
 
-from fastattn.cuda import add_layer_norm as room
+from fastattn.cuda import add_layer_norm as backend
 from fastattn.reference import add_layer_norm as reference
 from fastattn.reference.philox import keep_mask, rescale
 
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Guarded:
-    """Stands in for torch in the room: NaN-filled buffers between guard zones, `shift` elements off a boundary."""
+    """Stands in for torch in the backend: NaN-filled buffers between guard zones, `shift` elements off a boundary."""
 
     float32 = torch.float32
 
@@ -103,16 +103,16 @@ def backward_formula(
 
 
 def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
-    """Forward and backward in the room, each judged; every result, for comparisons of bits."""
+    """Forward and backward in the backend, each judged; every result, for comparisons of bits."""
     memory = Guarded(device, case.shift)
     given = inputs(case, memory)
     dropout = case.dropout_p, given.rng_state
     with monkeypatch.context() as patch:
-        patch.setattr(room, "torch", memory)
+        patch.setattr(backend, "torch", memory)
         tensors = (given.x, given.residual, given.weight, given.bias)
-        out, z, statistics = room.add_layer_norm_fwd(*tensors, EPS, *dropout, given.x_bias)
+        out, z, statistics = backend.add_layer_norm_fwd(*tensors, EPS, *dropout, given.x_bias)
         made = statistics.clone()
-        dx, dresidual, *sums = room.add_layer_norm_bwd(
+        dx, dresidual, *sums = backend.add_layer_norm_bwd(
             given.dout, given.dz, z, given.weight, given.bias, statistics, *dropout, case.residual, given.x_bias
         )
     memory.check()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import Results, compare, dropout_multiplier, exact, less_exact, make, room_call, visible
+from attention_checks import Results, backend_call, compare, dropout_multiplier, exact, less_exact, make, visible
 from mask_cases import KINDS
 
 from fastattn import AttentionMask
-from fastattn._dispatch import load_room
+from fastattn._dispatch import load_backend
 from fastattn.cuda import _attention_short as short
 from fastattn.reference.philox import draw_rng_state
 
@@ -28,16 +28,16 @@ def test_forward_here_backward_there(
     p = make(B=2, Lq=21, Lk=40, D=16, mask=kind, dtype=dtype, dropout_p=0.2, device=device, **more)
     p = p.but(q=(2 * p.q).round() / 2, k=(2 * p.k).round() / 2)
     for backend in ("cuda", "triton"):
-        room_call(backend, device)
-    cuda, triton = (load_room("attention", backend) for backend in ("cuda", "triton"))
+        backend_call(backend, device)
+    cuda, triton = (load_backend("attention", backend) for backend in ("cuda", "triton"))
     torch.manual_seed(p.seed)
     mask, wants_dbias = AttentionMask(**p.mask, bias=p.bias), p.bias is not None
     rest = (mask, p.scale, p.dropout_p, draw_rng_state(device))
     low, keep = less_exact(p, exact(p)), visible(p)
 
     out, lse = triton.attention_fwd(p.q, p.k, p.v, *rest)
-    for room in (cuda, triton):
-        weights = room.attention_weights(p.q, p.k, lse, *rest, (range(p.q.shape[1]),))
+    for backend in (cuda, triton):
+        weights = backend.attention_weights(p.q, p.k, lse, *rest, (range(p.q.shape[1]),))
         assert torch.equal(weights != 0, keep & (dropout_multiplier(p) != 0))
     serves, forwards = short.serves, []
     for kernels, capability in CAPABILITIES.items():

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import fastattn.cuda
 from fastattn import AttentionMask
 from fastattn.cuda import _visibility
-from fastattn.cuda import attention as room
+from fastattn.cuda import attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -78,15 +78,15 @@ class Calls:
         self.out, self.lse = torch.zeros_like(p.dout), torch.zeros(p.q.shape[:3])
 
     def forward(self) -> None:
-        room.attention_fwd(self.p.q, self.p.k, self.p.v, *self.rest)
+        backend.attention_fwd(self.p.q, self.p.k, self.p.v, *self.rest)
 
     def backward(self) -> None:
         p = self.p
-        room.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, self.out, self.lse, *self.rest, p.bias is not None)
+        backend.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, self.out, self.lse, *self.rest, p.bias is not None)
 
     def weights(self) -> None:
         for wanted in ((range(self.p.q.shape[1]),), "mean", "argmax"):
-            room.attention_weights(self.p.q, self.p.k, self.lse, *self.rest, wanted)
+            backend.attention_weights(self.p.q, self.p.k, self.lse, *self.rest, wanted)
 
 
 SHORT = [(dtype, D) for dtype in (BFLOAT16, FLOAT16) for D in (40, 64, 128)] + [(FLOAT32, 64)]
@@ -147,7 +147,7 @@ def test_99_kib_of_shared_memory(dtype: torch.dtype, noted: Noted, monkeypatch: 
     """That is what sm_86, sm_89 and sm_120 have: every kernel fits, or another one serves."""
     largest, options = 0, dict(B=1, H=2, mask="decoder", dropout_p=0.1, dtype=dtype)
     for tf32, D, L in itertools.product((False, True)[: 1 + (dtype == FLOAT32)], (64, 128, 256), (64, 128, 200)):
-        monkeypatch.setattr(room, "_tf32", lambda tf32=tf32: tf32)
+        monkeypatch.setattr(backend, "_tf32", lambda tf32=tf32: tf32)
         for bias in (None, (1, 2, L, L), (1, 1, L, L), (1, 2, 1, L)):
             calls = Calls(make(Lq=L, Lk=L, D=D, bias=bias, **options))
             for call in (calls.forward, calls.backward, calls.weights):

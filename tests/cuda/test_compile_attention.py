@@ -89,7 +89,7 @@ def test_blocks_a_multiprocessor() -> None:
     for (_, kind, head_dim), kernel in kernels("forward_kernel").items():
         if kind in ("__half", "__nv_bfloat16"):
             assert kernel.blocks == (3 if head_dim == 64 else 2), kernel
-        elif head_dim == 64:  # 128 registers, so that of short sequences two blocks of 128 queries find room
+        elif head_dim == 64:  # 128 registers, so that of short sequences two blocks of 128 queries find backend
             assert kernel.blocks == 4, kernel
 
 

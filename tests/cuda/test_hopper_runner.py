@@ -85,7 +85,7 @@ def test_transposed_operands_and_adds(values: tuple[str, str], library: ctypes.C
 
 
 def test_refuses_a_tensor_that_tma_cannot_read(library: ctypes.CDLL) -> None:
-    x = torch.zeros(260, 64, dtype=torch.bfloat16)  # room for all four
+    x = torch.zeros(260, 64, dtype=torch.bfloat16)  # backend for all four
     pointers = [ctypes.c_void_p(x.data_ptr())] * 4
     assert b"starts at a multiple of 16 bytes" in library.run_transposed(*pointers, 8)
     pointers[1] = ctypes.c_void_p(x.data_ptr() + 8)  # where a bulk copy begins

@@ -14,7 +14,7 @@ from layer_norm_checks import EPS, Case, backward_formula, inputs, run
 from torch import Tensor
 
 import fastattn
-from fastattn.cuda import add_layer_norm as room
+from fastattn.cuda import add_layer_norm as backend
 from fastattn.reference import add_layer_norm as reference
 from fastattn.reference.philox import keep_mask, rescale
 
@@ -76,8 +76,8 @@ def test_weight_gradients_of_many_blocks(
         def __getattr__(self, name: str) -> object:
             return (lambda *_: blocks) if name == "add_layer_norm_bwd_blocks" else getattr(extension, name)
 
-    extension = room.extension(device)
-    monkeypatch.setattr(room, "extension", lambda _: Blocks())
+    extension = backend.extension(device)
+    monkeypatch.setattr(backend, "extension", lambda _: Blocks())
     results = []
     for order in ORDERS:
         monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
@@ -112,10 +112,10 @@ def test_dropout_is_the_written_rule(dropout_p: float, shape: tuple[int, int], d
     expected = torch.where(keep, torch.tensor(rescale(dropout_p), device=device), 0.0)
     ones, weight = torch.ones(shape, device=device), torch.ones(shape[1], device=device)
     x = torch.where(keep, ones, torch.inf)
-    _, z, statistics = room.add_layer_norm_fwd(x, None, weight, weight, EPS, dropout_p, rng_state)
+    _, z, statistics = backend.add_layer_norm_fwd(x, None, weight, weight, EPS, dropout_p, rng_state)
     assert torch.equal(z, expected)
     nothing = torch.zeros_like(ones)
-    grads = room.add_layer_norm_bwd(nothing, ones, z, weight, weight, statistics, dropout_p, rng_state, False)
+    grads = backend.add_layer_norm_bwd(nothing, ones, z, weight, weight, statistics, dropout_p, rng_state, False)
     assert torch.equal(grads[0], expected)
 
 
@@ -144,16 +144,16 @@ def test_backward_formula_is_the_gradient(rms: bool) -> None:
 
 
 def test_public_function(device: torch.device) -> None:
-    """Through the front desk and autograd: the room is chosen by name, explained, and equal to the reference."""
+    """Through the public op and autograd: the backend is chosen by name, explained, and equal to the reference."""
     shape = (2, 5, 40)
     tensors = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, shape[2:], shape[2:])]
     explanation = fastattn.explain("add_layer_norm", *tensors)
     assert explanation.refusals["cuda"] is None
     assert ("run on the CPU by csrc/host" in str(explanation)) == (device.type == "cpu")
     results = []
-    for backend in ("cuda", "reference"):
+    for name in ("cuda", "reference"):
         torch.manual_seed(1)
-        out, z = fastattn.dropout_add_layer_norm(*tensors, dropout_p=0.2, return_sum=True, backend=backend)
+        out, z = fastattn.dropout_add_layer_norm(*tensors, dropout_p=0.2, return_sum=True, backend=name)
         results.append((out, z, *torch.autograd.grad((out.square() + z).sum(), tensors)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
@@ -163,7 +163,7 @@ def test_refusals(device: torch.device) -> None:
     """Each limit is refused with what was got."""
     x, weight = torch.empty(2, 64, device=device), torch.empty(64, device=device)
     wide = torch.empty(16385, device=device)
-    assert room.why_not(x, None, weight, weight, 0.0) is None
+    assert backend.why_not(x, None, weight, weight, 0.0) is None
     for arguments, said in (
         ((x.double(), None, weight, weight), "float64"),
         ((x, None, weight.half(), weight.half()), "torch.float16"),
@@ -171,8 +171,8 @@ def test_refusals(device: torch.device) -> None:
         ((wide[None], None, wide, wide), "16385"),
         ((x.to("meta"), None, weight, weight), "meta"),
     ):
-        assert said in room.why_not(*arguments, 0.0)
-    assert "x_bias in float32" in room.why_not(x, None, weight, weight, 0.0, weight.half())
+        assert said in backend.why_not(*arguments, 0.0)
+    assert "x_bias in float32" in backend.why_not(x, None, weight, weight, 0.0, weight.half())
 
 
 def test_host_runner_from_the_environment(host_extension: Path) -> None:
@@ -188,4 +188,4 @@ print(fastattn.dropout_add_layer_norm(x, x, weight, weight, backend="cuda").shap
 
 def test_refuses_a_cpu_tensor_without_the_host_runner() -> None:
     x, weight = torch.empty(2, 64), torch.empty(64)
-    assert "got a CPU tensor" in room.why_not(x, None, weight, weight, 0.0)
+    assert "got a CPU tensor" in backend.why_not(x, None, weight, weight, 0.0)

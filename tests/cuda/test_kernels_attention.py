@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import Problem, Results, compare, exact, make, plain, room_call, solve
+from attention_checks import Problem, Results, backend_call, compare, exact, make, plain, solve
 from helpers import assert_close_as_torch, round_tf32
 from host_build import COMPLETIONS, ORDERS
 from mask_cases import HIDING, KINDS, packed_and_padded, prefix
@@ -13,13 +13,13 @@ from torch import Tensor
 from fastattn import AttentionMask, explain
 from fastattn import scaled_dot_product_attention as SDPA
 from fastattn.cuda import _visibility
-from fastattn.cuda import attention as room
+from fastattn.cuda import attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def check(p: Problem, device: torch.device) -> Results:
-    actual = solve(p, room_call("cuda", device), needs="")
+    actual = solve(p, backend_call("cuda", device), needs="")
     compare(p, actual, ("out", "lse", "weights"))
     return actual
 
@@ -106,7 +106,7 @@ def test_nothing_to_do(B: int, H: int, Lq: int, Lk: int, kind: str, device: torc
         "key_padding": {"key_padding": torch.ones(1, Lk, dtype=torch.bool, device=device)},
         "attn_mask_2d": {"attn_mask": torch.ones(Lq, Lk, dtype=torch.bool, device=device)},
     }[kind]
-    room_call("cuda", device)
+    backend_call("cuda", device)
     for dtype in (FLOAT32, BFLOAT16):
         q, k, v = (torch.randn(B, H, n, 8, dtype=dtype, device=device) for n in (Lq, Lk, Lk))
         out, lse, weights = SDPA(q, k, v, AttentionMask(**mask), return_lse=True, return_weights=True, backend="cuda")
@@ -147,7 +147,7 @@ def test_memory_orders(dtype: torch.dtype, device: torch.device) -> None:
         if name != "one sample for all":
             assert torch.equal(result.out, straight.out), name
     by_position = views(p)["heads inside positions"]
-    assert solve(by_position, room_call("cuda", device), needs="").out.transpose(1, 2).is_contiguous()
+    assert solve(by_position, backend_call("cuda", device), needs="").out.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("garbage, Lk", [(torch.nan, 150), (torch.inf, 120)], ids=["nan", "inf, short"])
@@ -164,9 +164,9 @@ def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, Lk: int, de
     keep = keep if p.bias is None else keep & (p.bias != -torch.inf)
     seen, sees = keep.any(-2)[..., None], keep.any(-1)[..., None]
     assert not seen.all(), "this mask hides no key"
-    clean = solve(p, room_call("cuda", device), needs="")
+    clean = solve(p, backend_call("cuda", device), needs="")
     dirty = p.but(q=p.q.where(sees, garbage), k=p.k.where(seen, garbage), v=p.v.where(seen, garbage))
-    result = solve(dirty, room_call("cuda", device), needs="")
+    result = solve(dirty, backend_call("cuda", device), needs="")
     compare(p, result, ("out", "lse", "weights"))
     assert all(torch.equal(a, b) for a, b in zip(result[:3], clean[:3], strict=True))
 
@@ -217,7 +217,7 @@ def test_rows_that_a_bias_moves_far(
     bias = torch.zeros(1, 1, 21, 37, device=device)
     bias[:, :, 3] = bias[..., 30:] = far
     p = make(dtype=dtype, device=device).but(bias=bias)
-    actual = solve(p, room_call("cuda", device), needs="")
+    actual = solve(p, backend_call("cuda", device), needs="")
     options = {"return_lse": True, "return_weights": True, "backend": "reference"}
     truth = SDPA(p.q.double(), p.k.double(), p.v.double(), bias.double(), **options)
     low = SDPA(p.q, p.k, p.v, bias, **options)
@@ -228,10 +228,10 @@ def test_rows_that_a_bias_moves_far(
 def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch allows tf32, the inputs are rounded to it, and so are the weights before they meet v."""
     p = make(Lq=70, Lk=90, D=40, mask="everything", device=device)
-    before = solve(p, room_call("cuda", device), needs="")
-    monkeypatch.setattr(room, "_tf32", lambda: True)
+    before = solve(p, backend_call("cuda", device), needs="")
+    monkeypatch.setattr(backend, "_tf32", lambda: True)
     rounded = p.but(q=round_tf32(p.q), k=round_tf32(p.k), v=round_tf32(p.v))
-    result = solve(p, room_call("cuda", device), needs="")
+    result = solve(p, backend_call("cuda", device), needs="")
     assert not torch.equal(result.out, before.out)
     compare(rounded, result, ("lse",))
     low = (plain(rounded).weights.bfloat16().float() @ rounded.v).float()  # 8 bits of weight where tf32 has 11
@@ -242,7 +242,7 @@ def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
     """Bit for bit: alone or in a batch; and with more padding behind it."""
-    attend = room_call("cuda", device)
+    attend = backend_call("cuda", device)
     lengths = prefix([90, 9, 65], 90).to(device)
     p = make(B=3, H=1, Lq=20, Lk=90, D=16, dtype=BFLOAT16, device=device, mask={"key_padding": lengths})
     whole = solve(p, attend, needs="")
@@ -265,7 +265,7 @@ def test_refusals(device: torch.device) -> None:
     q = torch.empty(1, 1, 4, 16, device=device)
     wide = torch.empty(1, 1, 4, 257, device=device)
     bias = AttentionMask(bias=torch.zeros(4, 4, device=device, dtype=torch.float64))
-    assert room.why_not(q, q, q, None, 0.0) is None
+    assert backend.why_not(q, q, q, None, 0.0) is None
     for arguments, said in (
         ((q.double(), q.double(), q.double(), None), "float64"),
         ((wide, wide, q, None), "got 257 and 16"),
@@ -273,4 +273,4 @@ def test_refusals(device: torch.device) -> None:
         ((q, q, q, bias), "bias in float32, bfloat16 or float16, got torch.float64"),
         ((q.to("meta"), q, q, None), "meta"),
     ):
-        assert said in room.why_not(*arguments, 0.0)
+        assert said in backend.why_not(*arguments, 0.0)

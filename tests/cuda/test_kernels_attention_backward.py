@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from fastattn import AttentionMask
 from fastattn.cuda import _attention_short as short
-from fastattn.cuda import attention as room
+from fastattn.cuda import attention as backend
 from fastattn.reference import philox
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -21,12 +21,12 @@ GRADS = "dq", "dk", "dv", "dbias"
 
 
 def backward(p: Problem) -> Results:
-    """Through the room's functions, so that nobody but it chooses the kernels."""
+    """Through the backend's functions, so that nobody but it chooses the kernels."""
     torch.manual_seed(p.seed)
     rng_state = philox.draw_rng_state(p.q.device) if p.dropout_p > 0 else None
     rest = (AttentionMask(**p.mask, bias=p.bias), p.scale, p.dropout_p, rng_state)
-    out, lse = room.attention_fwd(p.q, p.k, p.v, *rest)
-    grads = room.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *rest, p.bias is not None)
+    out, lse = backend.attention_fwd(p.q, p.k, p.v, *rest)
+    grads = backend.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *rest, p.bias is not None)
     return Results(out, lse, None, *grads)
 
 
@@ -39,7 +39,7 @@ def check(p: Problem) -> Results:
 @pytest.fixture(params=["any length", "short"])
 def kernels(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels run: those of short sequences must serve, or must not."""
-    monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
+    monkeypatch.setattr(backend.sm90, "serves", lambda *_: False)
     if request.param == "any length":
         monkeypatch.setattr(short, "serves", lambda *_: False)
     else:
@@ -111,7 +111,7 @@ def test_tf32(kernels: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
     """Where torch allows tf32, products are as coarse as its 11 bits of mantissa, and no coarser."""
     p = make(B=1, H=2, Lq=70, Lk=90, D=40, mask="causal", bias=(1, 2, 70, 90), device=device)
     before = check(p)
-    monkeypatch.setattr(room, "_tf32", lambda: True)
+    monkeypatch.setattr(backend, "_tf32", lambda: True)
     after = backward(p)
     for name in GRADS:
         exact, rounded = getattr(before, name), getattr(after, name)
@@ -225,7 +225,7 @@ def test_nothing_to_do(B: int, H: int, Lq: int, Lk: int, kind: str, kernels: str
     }[kind]
     q, k, v = (torch.randn(B, H, n, 8, device=device).bfloat16() for n in (Lq, Lk, Lk))
     out, lse = torch.zeros_like(q), torch.full((B, H, Lq), -torch.inf, device=device)
-    grads = room.attention_bwd(q, lse, q, k, v, out, lse, AttentionMask(**mask), 1.0, 0.0, None, False)
+    grads = backend.attention_bwd(q, lse, q, k, v, out, lse, AttentionMask(**mask), 1.0, 0.0, None, False)
     assert all(not g.any() and g.shape == t.shape for g, t in zip(grads, (q, k, v), strict=False))
 
 
@@ -272,7 +272,7 @@ def test_writes_nowhere_else(
         around.append(torch.full((B, H, L + 16, head_dim + 16), 7.0, dtype=x.dtype, device=device))
         return around[-1][:, :, 8 : 8 + L, 8 : 8 + head_dim]
 
-    monkeypatch.setattr(room, "_empty_like", empty_like)
+    monkeypatch.setattr(backend, "_empty_like", empty_like)
     p = make(B=1, H=2, Lq=41, Lk=70, D=D, dtype=dtype, mask="causal", device=device)
     grads = check(p)[3:6]
     assert len(around) == 4, "of out, dq, dk and dv"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_checks import Problem, Results, compare, make, plain, room_call, solve
+from attention_checks import Problem, Results, backend_call, compare, make, plain, solve
 from host_build import ORDERS, SM90_COMPLETIONS
 from mask_cases import KINDS, packed_and_padded, prefix
 from test_kernels_attention import SHORT_KINDS, views
@@ -21,7 +21,7 @@ from fastattn import AttentionMask
 from fastattn.cuda import _attention_short as short
 from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import _visibility
-from fastattn.cuda import attention as room
+from fastattn.cuda import attention as backend
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
@@ -47,7 +47,7 @@ def sum_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the Hopper calls that the room made."""
+    """The names of the Hopper calls that the backend made."""
     made: list[str] = []
     for name in ("forward", "backward"):
         call = getattr(sm90, name)
@@ -63,7 +63,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def check(
     p: Problem, device: torch.device, calls: list[str], *, expected: tuple[str, ...] = ("forward", "backward")
 ) -> Results:
-    actual = solve(p, room_call("cuda", device, weights=False))
+    actual = solve(p, backend_call("cuda", device, weights=False))
     compare(p, actual, Results._fields)
     assert tuple(calls) == expected
     calls.clear()
@@ -159,7 +159,7 @@ def test_far_rows_under_dropout(Lk: int, hopper: torch.device) -> None:
     far = torch.arange(140, device=hopper)[:, None] >= 70
     # Beside -1e8 the plain formula forgets a score of such a row: so they are all 0.
     p = p.but(q=p.q.masked_fill(far, 0.0), bias=torch.where(far, -1e8, 0.0).expand(1, 1, 140, Lk))
-    compare(p, solve(p, room_call("cuda", hopper, weights=False), needs="qkv"), ("dq", "dk", "dv"), low=plain(p))
+    compare(p, solve(p, backend_call("cuda", hopper, weights=False), needs="qkv"), ("dq", "dk", "dv"), low=plain(p))
 
 
 @pytest.mark.parametrize("kind", ["causal", "attn_mask", "key_padding"])
@@ -203,7 +203,7 @@ def test_nothing_is_written_elsewhere(
         around.append((whole, place))
         return whole[place].fill_(torch.nan)
 
-    monkeypatch.setattr(room, "_empty_like", inside)
+    monkeypatch.setattr(backend, "_empty_like", inside)
     check(make(B=2, H=2, Lq=70, Lk=140, D=D, mask="causal", dtype=BFLOAT16, device=hopper), hopper, calls)
     assert len(around) == 4  # out, dq, dk, dv
     for whole, place in around:
@@ -233,7 +233,7 @@ def test_what_nobody_sees_reaches_nothing(kind: str, garbage: float, hopper: tor
     dirty = {name: getattr(p, name).where(seen, garbage) for name in ("k", "v")}
     dirty |= {name: getattr(p, name).where(sees, garbage) for name in ("q", "dout")}
     dirty["bias"] = p.bias.where(keep, garbage) if packed else p.bias
-    compare(p, solve(p.but(**dirty), room_call("cuda", hopper, weights=False)), Results._fields)
+    compare(p, solve(p.but(**dirty), backend_call("cuda", hopper, weights=False)), Results._fields)
 
 
 RACES = {
@@ -303,13 +303,13 @@ def test_backends_of_two_architectures_are_interchangeable(
     for tensors_of_one in (4, 8):  # of the forward, and of the backward
         with monkeypatch.context() as changed:
             changed.setattr(sm90, "serves", lambda *t, n=tensors_of_one: len(t) == n and serves(*t))
-            compare(p, solve(p, room_call("cuda", hopper, weights=False)), Results._fields)
+            compare(p, solve(p, backend_call("cuda", hopper, weights=False)), Results._fields)
 
 
 def test_a_thread_that_has_not_used_cuda(hopper: torch.device) -> None:
     """Tensor maps want a context: the runner refuses to make them without."""
     p, found = make(Lq=70, Lk=140, D=64, dtype=BFLOAT16, device=hopper), []
-    thread = threading.Thread(target=lambda: found.append(solve(p, room_call("cuda", hopper, weights=False))))
+    thread = threading.Thread(target=lambda: found.append(solve(p, backend_call("cuda", hopper, weights=False))))
     thread.start()
     thread.join()
     compare(p, found[0], Results._fields)
@@ -319,4 +319,4 @@ def test_other_devices_are_left_alone(device: torch.device, calls: list[str]) ->
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         pytest.skip("this GPU is a Hopper")
     check(make(dtype=BFLOAT16, device=device), device, calls, expected=())
-    assert room.sm90 is sm90
+    assert backend.sm90 is sm90

@@ -1,5 +1,5 @@
-"""The CUDA room of embedding + positions + dropout + LayerNorm: on the CPU through csrc/host, in several warp orders,
-and on a GPU where there is one. What every room is held to: tests/ops/test_embed_layer_norm.py.
+"""The CUDA backend of embedding + positions + dropout + LayerNorm: on the CPU through csrc/host, in several warp orders,
+and on a GPU where there is one. What every backend is held to: tests/ops/test_embed_layer_norm.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from embed_layer_norm_cases import (
 from host_build import ORDERS
 
 from fastattn import explain
-from fastattn.cuda import embed_layer_norm as room
+from fastattn.cuda import embed_layer_norm as backend
 
 INT32, INT64 = torch.int32, torch.int64
-# Every combination that the front desk lets through: parameters in float32, or some of them in 16 bits.
+# Every combination that the public op lets through: parameters in float32, or some of them in 16 bits.
 TYPES = [
     (embedding, table, weight, out)
     for embedding in (FLOAT32, BFLOAT16, FLOAT16)
@@ -68,8 +68,8 @@ def test_bits_do_not_depend_on_the_run(
             given = blocks is not None and name == "embed_layer_norm_bwd_blocks"
             return (lambda *_: blocks) if given else getattr(extension, name)
 
-    extension = room.extension(device)
-    monkeypatch.setattr(room, "extension", lambda _: Blocks())
+    extension = backend.extension(device)
+    monkeypatch.setattr(backend, "extension", lambda _: Blocks())
     results = []
     for order in (*ORDERS, ORDERS[0]):
         monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
@@ -115,5 +115,5 @@ def test_refusals(device: torch.device) -> None:
     assert explain("embed_layer_norm", tokens, *tensors).refusals["cuda"] is None
     rest = (*tensors[1:], None, 1.0, None, 0.0, FLOAT32)
     for wrong, said in ((tensors[0].double(), "float64"), (torch.empty(1, 16385, device=device), "16385")):
-        assert said in room.why_not(tokens, wrong, *rest)
-    assert "meta" in room.why_not(tokens, embedding.to("meta"), *rest)
+        assert said in backend.why_not(tokens, wrong, *rest)
+    assert "meta" in backend.why_not(tokens, embedding.to("meta"), *rest)

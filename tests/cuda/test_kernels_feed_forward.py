@@ -1,6 +1,6 @@
 """The CUDA feed-forward's products with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
 
-tests/ops/test_feed_forward.py holds the room to the checks of every room, by its third route: cuBLAS and a pointwise
+tests/ops/test_feed_forward.py holds the backend to the checks of every backend, by its third route: cuBLAS and a pointwise
 kernel.
 """
 
@@ -16,8 +16,8 @@ from feed_forward_routes import PRODUCTS, GuardedTorch, cuda, hold_to, note_rout
 from host_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
 
 import fastattn
-from fastattn._dispatch import load_room, refusal
-from fastattn.cuda import feed_forward as room
+from fastattn._dispatch import load_backend, refusal
+from fastattn.cuda import feed_forward as backend
 from fastattn.cuda.feed_forward import Route, route_of
 from fastattn.reference import philox
 
@@ -50,7 +50,7 @@ def test_against_float64(
 ) -> None:
     """Buffers start as NaN and lie between guard zones."""
     memory = GuardedTorch(device, shift=0)
-    monkeypatch.setattr(room, "torch", memory)
+    monkeypatch.setattr(backend, "torch", memory)
     check(make(activation, dropout_p, **SIZES, dtype=dtype, device=device), cuda)
     memory.check()
     assert taken == [route, route]
@@ -123,19 +123,19 @@ def test_routes_and_triton_are_interchangeable(
 ) -> None:
     """The forward by one and the backward by another: what they save is the same, and so is the mask."""
     p = make(activation, 0.3, tokens=70, d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
-    rooms: list[Any] = [Route.SM80, Route.CUBLAS]
+    backends: list[Any] = [Route.SM80, Route.CUBLAS]
     if device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0):
-        rooms.append(Route.SM90)
+        backends.append(Route.SM90)
     if refusal("feed_forward", "triton", (*p.inputs, activation, 0.3)) is None:
-        rooms.append("triton")
+        backends.append("triton")
 
     def functions(which: Any) -> Any:
         if which == "triton":
-            return load_room("feed_forward", "triton")
+            return load_backend("feed_forward", "triton")
         hold_to(which, device, monkeypatch)
-        return room
+        return backend
 
-    for one, other in zip(rooms, rooms[1:] + rooms[:1], strict=True):
+    for one, other in zip(backends, backends[1:] + backends[:1], strict=True):
 
         class Mixed(torch.autograd.Function):
             @staticmethod
@@ -192,6 +192,6 @@ def test_which_route_is_taken(
 
 def test_refusals(device: torch.device) -> None:
     x = torch.zeros(2, 8, device=device)
-    assert room.why_not(x, x, None, x, None, "relu", 0.0) is None
-    assert "float64" in room.why_not(x.double(), x, None, x, None, "relu", 0.0)
-    assert "meta" in room.why_not(x.to("meta"), x, None, x, None, "relu", 0.0)
+    assert backend.why_not(x, x, None, x, None, "relu", 0.0) is None
+    assert "float64" in backend.why_not(x.double(), x, None, x, None, "relu", 0.0)
+    assert "meta" in backend.why_not(x.to("meta"), x, None, x, None, "relu", 0.0)

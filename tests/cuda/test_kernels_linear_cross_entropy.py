@@ -1,6 +1,6 @@
 """The CUDA kernel over rows of logits: on the CPU through csrc/host, and on a GPU where there is one.
 
-The op in this room, products included, is held to every room's checks in tests/ops/test_linear_cross_entropy.py.
+The op in this backend, products included, is held to every backend's checks in tests/ops/test_linear_cross_entropy.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from cross_entropy_checks import IGNORED, Case, run
 from host_build import ORDERS
 
-from fastattn.cuda import linear_cross_entropy as room
+from fastattn.cuda import linear_cross_entropy as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -69,19 +69,19 @@ def test_nan_is_kept(classes: int, dtype: torch.dtype, device: torch.device) -> 
     logits = torch.randn(4, classes, device=device).to(dtype)
     logits[1, 3] = torch.nan
     target, losses = torch.tensor([0, 2, classes, IGNORED], device=device), torch.zeros(4, device=device)
-    room.cross_entropy_rows(logits, None, target, losses, None, None, 0.1, IGNORED, 1.0, True)
+    backend.cross_entropy_rows(logits, None, target, losses, None, None, 0.1, IGNORED, 1.0, True)
     assert losses.isnan().tolist() == logits.isnan().all(1).tolist() == [False, True, True, False]
     assert logits.isnan().any(1).tolist() == [False, True, True, False] and not logits[3].any()
 
 
 def test_no_rows(device: torch.device) -> None:
     nothing = torch.empty(0, device=device)
-    room.cross_entropy_rows(nothing.view(0, 5), None, nothing.long(), nothing, None, None, 0.0, -100, 1.0, True)
+    backend.cross_entropy_rows(nothing.view(0, 5), None, nothing.long(), nothing, None, None, 0.0, -100, 1.0, True)
 
 
 def test_refusals(device: torch.device) -> None:
     x = torch.empty(2, 8, device=device)
     call = (x, None, x[:, 0].long(), 0.0, -100, 1.0, "mean")
-    assert room.why_not(x, *call) is None
-    assert "float64" in room.why_not(x.double(), *call)
-    assert "meta" in room.why_not(x.to("meta"), *call)
+    assert backend.why_not(x, *call) is None
+    assert "float64" in backend.why_not(x.double(), *call)
+    assert "meta" in backend.why_not(x.to("meta"), *call)

@@ -16,7 +16,7 @@ from mask_cases import packed_and_padded, scattered
 from test_kernels_attention_backward import GRADS, backward
 
 import fastattn.cuda
-from fastattn.cuda import attention as room
+from fastattn.cuda import attention as backend
 
 DQ, DKDV = (f"attention/{name}.cu" for name in ("backward_dq", "backward_dkdv"))
 SHORT, WIDE, BOTH = (f"attention/short_backward{end}" for end in (".cu", "_wide.cu", ".cuh"))
@@ -158,9 +158,9 @@ def fails(extension: Path, bug: int, name: str, monkeypatch: pytest.MonkeyPatch)
     """Is a gradient of the problem off, in one of TRIES?"""
     fastattn.cuda.load_host_runner(extension)
     planting.choose(extension, bug)
-    monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
+    monkeypatch.setattr(backend.sm90, "serves", lambda *_: False)
     short = name.startswith(("short", "wide"))
-    monkeypatch.setattr(room.short, "serves", lambda *_: short)
+    monkeypatch.setattr(backend.short, "serves", lambda *_: short)
     p = problems()[name]
     try:
         for order, completion in TRIES:

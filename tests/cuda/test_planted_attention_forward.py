@@ -11,12 +11,12 @@ from typing import NamedTuple
 import planting
 import pytest
 import torch
-from attention_checks import Problem, compare, make, room_call, solve, visible
+from attention_checks import Problem, backend_call, compare, make, solve, visible
 from mask_cases import packed_and_padded, prefix
 from weights_checks import ask, check
 
 import fastattn.cuda
-from fastattn.cuda import attention as room
+from fastattn.cuda import attention as backend
 
 TILE = "attention/tile.cuh"
 COPIED = [f"attention/{name}.cu" for name in ("forward", "weights", "alignment", "prepare")]
@@ -145,7 +145,7 @@ def fails(extension: Path, bug: int, name: str, monkeypatch: pytest.MonkeyPatch)
     """Is a result of the problem off, in one of TRIES?"""
     fastattn.cuda.load_host_runner(extension)
     planting.choose(extension, bug)
-    monkeypatch.setattr(room.sm90, "serves", lambda *_: False)
+    monkeypatch.setattr(backend.sm90, "serves", lambda *_: False)
     torch.manual_seed(0)
     p = problems()[name]
     try:
@@ -155,7 +155,7 @@ def fails(extension: Path, bug: int, name: str, monkeypatch: pytest.MonkeyPatch)
             if name in ("some heads", "equal weights"):
                 check_wishes(p)
                 continue
-            actual = solve(poisoned(p), room_call("cuda", torch.device("cpu")), needs="")
+            actual = solve(poisoned(p), backend_call("cuda", torch.device("cpu")), needs="")
             compare(p, actual, ("out", "weights") if name == "far" else ("out", "lse", "weights"))
             if name == "far":  # where the plain formula's lse is no better
                 torch.testing.assert_close(actual.weights.float().sum(-1), torch.ones(p.shape[:3]), rtol=0, atol=0.02)

@@ -20,7 +20,7 @@ import fastattn.cuda
 from fastattn import AttentionMask
 from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.cuda import _visibility
-from fastattn.cuda import attention as room
+from fastattn.cuda import attention as backend
 from fastattn.ops.attention import _Attention
 from fastattn.reference import attention as reference
 from fastattn.reference import philox
@@ -194,12 +194,12 @@ TRIES = [("2", "lazy"), ("2", "crossed"), ("3", "lazy")]
 
 
 def attend(q, k, v, mask, dropout_p, scale):
-    """The room itself: the front desk would ask about kernels that this module lacks. The forward is there without
+    """The backend itself: the public op would ask about kernels that this module lacks. The forward is there without
     bias and dropout only."""
     bare = mask.bias is None and dropout_p == 0
-    rooms = room if bare else SimpleNamespace(attention_fwd=formula, attention_bwd=room.attention_bwd)
+    backends = backend if bare else SimpleNamespace(attention_fwd=formula, attention_bwd=backend.attention_bwd)
     rng_state = philox.draw_rng_state(q.device) if dropout_p > 0 else None
-    out, lse = _Attention.apply(q, k, v, mask.bias, mask, scale, dropout_p, rng_state, rooms)
+    out, lse = _Attention.apply(q, k, v, mask.bias, mask, scale, dropout_p, rng_state, backends)
     return out, lse, None
 
 
@@ -231,7 +231,7 @@ def fails(extension: Path, bug: int, on: str, monkeypatch: pytest.MonkeyPatch) -
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
     monkeypatch.setattr(sm90, "serves", lambda *_: True)
-    monkeypatch.setattr(room.short, "serves", lambda *_: False)
+    monkeypatch.setattr(backend.short, "serves", lambda *_: False)
     monkeypatch.setattr(_visibility, "seen_keys", every_key)
     # Tests ask torch for it, so that what is uninitialised is NaN.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)

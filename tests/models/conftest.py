@@ -35,8 +35,8 @@ def triton():
 
 
 @pytest.fixture
-def cuda_rooms():
-    """The CUDA rooms serve the model's device; skips, with the reason, where they cannot."""
+def cuda_backends():
+    """The CUDA backends serve the model's device; skips, with the reason, where they cannot."""
     if DEVICE == "cpu":
         if reason := host_build.why_not():
             pytest.skip(reason)

@@ -29,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD, VOCAB = 0, 40
 NARROW = dict(d_word_vec=16, d_model=16, d_inner=32, n_head=2, d_k=8, d_v=8, n_position=16)
 # Operators that start no kernel, beyond views: memory without a value, and numbers read by the host. aminmax is a look
-# at tokens that a CPU's front desks take, and a GPU's do not.
+# at tokens that a CPU's public ops take, and a GPU's do not.
 SILENT = {"_unsafe_view", "aminmax", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 

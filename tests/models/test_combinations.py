@@ -35,7 +35,7 @@ def gradients(model, batch, backend, autocast, by_loss):
 @pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
 def test_gradients_are_those_of_the_reference(backend, pack_padding, dropout, autocast, by_loss, batch, request):
     if backend != "aten":
-        request.getfixturevalue({"triton": "triton", "cuda": "cuda_rooms"}[backend])
+        request.getfixturevalue({"triton": "triton", "cuda": "cuda_backends"}[backend])
     assert (batch[0] == PAD_SRC).any() and (batch[1] == PAD_TRG).any()
     # In 16 bits a relu near 0 opens in one backend and not in the other, and so few weights show it; gelu has no kink.
     options = dict(dropout=dropout, attn_dropout=dropout, activation="gelu" if autocast else "relu")

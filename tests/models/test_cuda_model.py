@@ -22,14 +22,14 @@ def solve(model, batch, backend):
 
 
 @pytest.mark.parametrize("pack_padding", [False, True], ids=["padded", "packed"])
-def test_forward_loss_and_backward(pack_padding, cuda_rooms, batch, monkeypatch):
-    """Every op of the model is served by its CUDA room, and logits, loss and gradients are those of the reference."""
+def test_forward_loss_and_backward(pack_padding, cuda_backends, batch, monkeypatch):
+    """Every op of the model is served by its CUDA backend, and logits, loss and gradients are those of the reference."""
     served, choose = set(), _dispatch.choose
 
     def noted(op, *arguments):
-        name, room = choose(op, *arguments)
+        name, backend = choose(op, *arguments)
         served.add((op, name))
-        return name, room
+        return name, backend
 
     monkeypatch.setattr(_dispatch, "choose", noted)
     model = fused(**TINY, dropout=0.2, attn_dropout=0.2, pack_padding=pack_padding)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastattn.nn import joint_linear as room
+from fastattn.nn import joint_linear as backend
 from fastattn.nn.joint_linear import join, joint_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,11 +121,11 @@ def test_what_is_not_a_plain_product_is_called_one_by_one(products):
 def test_neighbours_in_memory_that_are_no_block_are_not_read_as_one():
     block = torch.randn(24, D, device=DEVICE)
     a, b = block[:12], block[12:]
-    assert room._joined([a, b]).shape == (24, D)
-    assert room._joined([b, a]) is None and room._joined([a, block[13:]]) is None
-    assert room._joined([a.t().contiguous().t(), b]) is None
+    assert backend._joined([a, b]).shape == (24, D)
+    assert backend._joined([b, a]) is None and backend._joined([a, block[13:]]) is None
+    assert backend._joined([a.t().contiguous().t(), b]) is None
     memory = np.zeros((24, D), dtype=np.float32)  # two storages side by side
-    assert room._joined([torch.from_numpy(memory[:12]), torch.from_numpy(memory[12:])]) is None
+    assert backend._joined([torch.from_numpy(memory[:12]), torch.from_numpy(memory[12:])]) is None
 
 
 def test_moves_and_casts_join_again():
@@ -136,8 +136,8 @@ def test_moves_and_casts_join_again():
     join(weights)
     assert weights[0].data_ptr() == address  # nothing to do
     module.double()
-    assert room._joined(weights) is None
+    assert backend._joined(weights) is None
     join(weights)
-    assert room._joined(weights).dtype == torch.float64
+    assert backend._joined(weights).dtype == torch.float64
     join([weights[0], nn.Parameter(torch.ones(3, D, device=DEVICE))])  # of another dtype: left alone
-    assert room._joined(weights) is not None
+    assert backend._joined(weights) is not None

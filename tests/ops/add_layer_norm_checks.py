@@ -1,10 +1,10 @@
-"""One comparison for every test of dropout + residual + LayerNorm or RMSNorm: what a room computes against float64.
+"""One comparison for every test of dropout + residual + LayerNorm or RMSNorm: what a backend computes against float64.
 
     exact(problem)   the formula and its gradients written out in float64: the truth. No autograd.
     less_exact(problem, truth)   plain PyTorch at the problem's own dtype: its error decides what is allowed.
-    check(problem, room)   runs a room, judges every result; AssertionError names the one that is off.
+    check(problem, backend)   runs a backend, judges every result; AssertionError names the one that is off.
 
-A room is called as (x, residual, weight, bias, eps, dropout_p, x_bias=) -> (out, z): room_call's, or a planted() one
+A backend is called as (x, residual, weight, bias, eps, dropout_p, x_bias=) -> (out, z): backend_call's, or a planted() one
 with a bug. A problem without bias is RMSNorm's.
 """
 
@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, rooms
+from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
-ROOMS = rooms("add_layer_norm")
+BACKENDS = backends_of("add_layer_norm")
 EPS = 1e-6
 
-Room = Callable[..., tuple[Tensor, Tensor]]
+Backend = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Results(NamedTuple):
@@ -120,14 +120,14 @@ def exact(p: Problem) -> Results:
     return Results(out, z, dx, dresidual, dweight, dbias, None if p.x_bias is None else dx.sum(0))
 
 
-def solve(p: Problem, room: Room, needs: str = "xrwbi") -> Results:
+def solve(p: Problem, backend: Backend, needs: str = "xrwbi") -> Results:
     """Forward and backward. needs: which of x, residual, weight, bias, x_bias (i) ask for a gradient."""
     tensors = zip((p.x, p.residual, p.weight, p.bias, p.x_bias), "xrwbi", strict=True)
     x, residual, weight, bias, x_bias = leaves = [
         None if t is None else t.detach().requires_grad_(n in needs) for t, n in tensors
     ]
     torch.manual_seed(p.seed)
-    out, z = room(x, residual, weight, bias, EPS, p.dropout_p, x_bias=x_bias)
+    out, z = backend(x, residual, weight, bias, EPS, p.dropout_p, x_bias=x_bias)
     losses = [(t, dt) for t, dt in ((out, p.dout), (z, p.dz)) if t.requires_grad]
     torch.autograd.backward(*zip(*losses, strict=True))
     grads = (None if t is None else t.grad for t in leaves)
@@ -143,7 +143,7 @@ def plain(p: Problem, backwards: bool = False) -> Results:
     def turned(t: Tensor) -> Tensor:
         return t.flip(tuple(range(t.dim()))) if backwards else t
 
-    def room(x, residual, weight, bias, eps, dropout_p, x_bias):
+    def backend(x, residual, weight, bias, eps, dropout_p, x_bias):
         z = x if x_bias is None else x + x_bias.to(x.dtype)
         z = z * multiplier(p).to(x.dtype)
         z = turned(z if residual is None else residual + z)
@@ -153,7 +153,7 @@ def plain(p: Problem, backwards: bool = False) -> Results:
             out = F.layer_norm(z, z.shape[-1:], turned(weight).to(x.dtype), turned(bias).to(x.dtype), eps)
         return turned(out), turned(z)
 
-    return solve(p, room)
+    return solve(p, backend)
 
 
 def less_exact(p: Problem, truth: Results) -> Results:
@@ -168,8 +168,8 @@ def less_exact(p: Problem, truth: Results) -> Results:
     return Results(*map(furthest, truth, plain(p), plain(p, backwards=True), solve(p, partial(public, "reference"))))
 
 
-def check(p: Problem, room: Room) -> Results:
-    got, truths = solve(p, room), exact(p)
+def check(p: Problem, backend: Backend) -> Results:
+    got, truths = solve(p, backend), exact(p)
     for name, actual, truth, low in zip(Results._fields, got, truths, less_exact(p, truths), strict=True):
         if truth is not None:
             assert_close_as_torch(actual, truth, low, name)
@@ -192,12 +192,12 @@ def public(
     return dropout_add_layer_norm(x, residual, weight, bias, *options, **more)
 
 
-def room_call(room: str, device: torch.device) -> Room:
-    """The public function held to one backend; skips, in why_not's own words, where this machine has no such room."""
+def backend_call(backend: str, device: torch.device) -> Backend:
+    """The public function held to one backend; skips, in why_not's own words, where this machine has no such backend."""
     probe = torch.zeros(1, 16, device=device)
-    if (reason := refusal("add_layer_norm", room, (probe, None, probe[0], probe[0], 0.0))) is not None:
-        pytest.skip(f"{room}: {reason}")
-    return partial(public, room)
+    if (reason := refusal("add_layer_norm", backend, (probe, None, probe[0], probe[0], 0.0))) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    return partial(public, backend)
 
 
 class Planted(torch.autograd.Function):
@@ -255,5 +255,5 @@ class Planted(torch.autograd.Function):
         return dx.to(dout.dtype), dresidual, dweight, dbias, None, None, dx_bias, None
 
 
-def planted(bug: str | None) -> Room:
+def planted(bug: str | None) -> Backend:
     return lambda *inputs, x_bias=None: Planted.apply(*inputs, x_bias, bug)

@@ -1,10 +1,10 @@
-"""One comparison for every attention test: what a room computes, forward and backward, against float64.
+"""One comparison for every attention test: what a backend computes, forward and backward, against float64.
 
     exact(problem)   the formula and its gradients written out in float64: the truth. No autograd, no fused operator.
     plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed.
-    check(problem, attend)   runs a room on the problem, judges every result; AssertionError names the one that is off.
+    check(problem, attend)   runs a backend on the problem, judges every result; AssertionError names the one that is off.
 
-`attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a room as `room_call` gives it, or a broken one: the
+`attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a backend as `backend_call` gives it, or a broken one: the
 planted-bug tests hand those to the same check().
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_planted import flash
-from helpers import assert_close_as_torch, rooms
+from helpers import assert_close_as_torch, backends_of
 from mask_cases import mask_kinds
 from torch import Tensor
 
@@ -25,8 +25,8 @@ from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
-ROOMS = rooms("attention")
-KERNEL_ROOMS = rooms("attention", kernels_only=True)
+BACKENDS = backends_of("attention")
+KERNEL_BACKENDS = backends_of("attention", kernels_only=True)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask | None, float, float], tuple[Tensor, Tensor, Tensor | None]]
@@ -196,14 +196,20 @@ def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
     return Results(out.detach(), lse.detach(), None if weights is None else weights.detach(), *grads)
 
 
-def room_call(room: str, device: torch.device, *, weights: bool = True) -> Attend:
-    """The public function held to one backend; skips, with why_not's own words, where this machine has no such room."""
+def backend_call(backend: str, device: torch.device, *, weights: bool = True) -> Attend:
+    """The public function held to one backend; skips, with why_not's own words, where this machine has no such backend."""
     probe = torch.zeros(1, 1, 1, 16, device=device)
-    if (reason := refusal("attention", room, (probe, probe, probe, None, 0.0))) is not None:
-        pytest.skip(f"{room}: {reason}")
+    if (reason := refusal("attention", backend, (probe, probe, probe, None, 0.0))) is not None:
+        pytest.skip(f"{backend}: {reason}")
 
     def attend(q, k, v, mask, dropout_p, scale):
-        options = {"scale": scale, "enable_gqa": True, "return_lse": True, "return_weights": weights, "backend": room}
+        options = {
+            "scale": scale,
+            "enable_gqa": True,
+            "return_lse": True,
+            "return_weights": weights,
+            "backend": backend,
+        }
         results = scaled_dot_product_attention(q, k, v, mask, dropout_p, **options)
         return results if weights else (*results, None)
 

@@ -56,7 +56,7 @@ BUGS = {
 
 
 def flash(bug: str | None = None) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """A room with (or without) a bug, as attention_checks.check takes it."""
+    """A backend with (or without) a bug, as attention_checks.check takes it."""
 
     def attend(q, k, v, mask, dropout_p, scale):
         rng_state = philox.draw_rng_state(q.device) if dropout_p > 0 else None

@@ -1,4 +1,4 @@
-"""Without a GPU, the tests of every op hold the CUDA rooms to their checks as well, by way of csrc/host."""
+"""Without a GPU, the tests of every op hold the CUDA backends to their checks as well, by way of csrc/host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def host_extension() -> Path | None:
 @pytest.fixture(autouse=True)
 def cuda_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if parameters.get("room") != "cuda" or torch.cuda.is_available():
+    if parameters.get("backend") != "cuda" or torch.cuda.is_available():
         yield
         return
     take_turns(request.node, monkeypatch)

@@ -1,7 +1,7 @@
-"""One comparison for every test of embedding + positions + dropout + LayerNorm: what a room computes against float64.
+"""One comparison for every test of embedding + positions + dropout + LayerNorm: what a backend computes against float64.
 
 formula(problem, dtype)   plain PyTorch and its autograd: in float64 the truth, in the tested dtype what is allowed.
-check(problem, room)      runs a room, judges every result; AssertionError names the one that is off.
+check(problem, backend)      runs a backend, judges every result; AssertionError names the one that is off.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, rooms
+from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import embed_layer_norm
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
-ROOMS = rooms("embed_layer_norm")
+BACKENDS = backends_of("embed_layer_norm")
 EPS = 1e-6
 
-Room = Callable[..., Tensor]  # called as embed_layer_norm is
+Backend = Callable[..., Tensor]  # called as embed_layer_norm is
 
 
 class Results(NamedTuple):
@@ -90,21 +90,21 @@ def make(
     )
 
 
-def solve(p: Problem, room: Room, needs: str = "ewb") -> Results:
+def solve(p: Problem, backend: Backend, needs: str = "ewb") -> Results:
     """Forward and backward. needs: which of embedding, weight, bias ask for a gradient."""
     tensors = zip((p.embedding, p.weight, p.bias), "ewb", strict=True)
     embedding, weight, bias = (t.detach().requires_grad_(name in needs) for t, name in tensors)
     torch.manual_seed(p.seed)
     options = {"scale": p.scale, "position": p.position, "padding_idx": p.padding_idx}
-    out = room(p.tokens, embedding, p.table, weight, bias, EPS, p.dropout_p, **options)
+    out = backend(p.tokens, embedding, p.table, weight, bias, EPS, p.dropout_p, **options)
     out.backward(p.dout.to(out.dtype))
     return Results(out.detach(), embedding.grad, weight.grad, bias.grad)
 
 
-def plain(dtype: torch.dtype, bug: str | None = None) -> Room:
+def plain(dtype: torch.dtype, bug: str | None = None) -> Backend:
     """As a person writes it in PyTorch, in `dtype` throughout; bug: with this mistake."""
 
-    def room(
+    def backend(
         tokens: Tensor,
         embedding: Tensor,
         table: Tensor,
@@ -138,12 +138,12 @@ def plain(dtype: torch.dtype, bug: str | None = None) -> Room:
             z = z * keep.view(-1, *z.shape[1:]) / (1 - dropout_p)
         return F.layer_norm(z, z.shape[-1:], weight.to(dtype), bias.to(dtype), eps)
 
-    return room
+    return backend
 
 
-def check(p: Problem, room: Room) -> Results:
+def check(p: Problem, backend: Backend) -> Results:
     """At most twice the error of the less exact of two plain ways, and one rounding; see fastattn.doctor.judge."""
-    got = solve(p, room)
+    got = solve(p, backend)
     truth = solve(
         p.but(embedding=p.embedding.double(), weight=p.weight.double(), bias=p.bias.double()), plain(torch.float64)
     )
@@ -154,10 +154,10 @@ def check(p: Problem, room: Room) -> Results:
     return got
 
 
-def room_call(room: str, device: torch.device) -> Room:
-    """The public function held to one backend; skips, in why_not's own words, where this machine has no such room."""
+def backend_call(backend: str, device: torch.device) -> Backend:
+    """The public function held to one backend; skips, in why_not's own words, where this machine has no such backend."""
     p = make(device=device)
     arguments = (p.tokens, p.embedding, p.table, p.weight, p.bias, None, 1.0, None, 0.0, torch.float32)
-    if (reason := refusal("embed_layer_norm", room, arguments)) is not None:
-        pytest.skip(f"{room}: {reason}")
-    return partial(embed_layer_norm, backend=room)
+    if (reason := refusal("embed_layer_norm", backend, arguments)) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    return partial(embed_layer_norm, backend=backend)

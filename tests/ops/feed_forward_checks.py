@@ -1,10 +1,10 @@
-"""One comparison for every feed-forward test: what a room computes against float64.
+"""One comparison for every feed-forward test: what a backend computes against float64.
 
     exact(problem)   the formula and its gradients written out in float64: the truth. No autograd.
     plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed.
-    check(problem, room)   runs a room, judges every result; AssertionError names the one that is off.
+    check(problem, backend)   runs a backend, judges every result; AssertionError names the one that is off.
 
-A room is called as (x, weight1, bias1, weight2, bias2, activation, dropout_p) -> out: room_call's, or a planted() one
+A backend is called as (x, weight1, bias1, weight2, bias2, activation, dropout_p) -> out: backend_call's, or a planted() one
 with a bug.
 """
 
@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, rooms
+from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import feed_forward
 from fastattn._dispatch import refusal
 from fastattn.reference import philox
 
-ROOMS = rooms("feed_forward")
+BACKENDS = backends_of("feed_forward")
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 ACTIVATIONS = (*GATED.values(), *GATED)
 
-Room = Callable[..., Tensor]
+Backend = Callable[..., Tensor]
 
 
 class Results(NamedTuple):
@@ -137,13 +137,13 @@ def exact(p: Problem) -> Results:
     return Results(out, dz @ W1, dz.T @ x, dz.sum(0), dout.T @ h, dout.sum(0))
 
 
-def solve(p: Problem, room: Room, needs: str = "x1b2c") -> Results:
+def solve(p: Problem, backend: Backend, needs: str = "x1b2c") -> Results:
     """Forward and backward. needs: which of x, weight1, bias1, weight2, bias2 (x 1 b 2 c) ask for a gradient."""
     inputs = [
         None if t is None else t.detach().requires_grad_(n in needs) for t, n in zip(p.inputs, "x1b2c", strict=True)
     ]
     torch.manual_seed(p.seed)
-    out = room(*inputs, p.activation, p.dropout_p)
+    out = backend(*inputs, p.activation, p.dropout_p)
     out.backward(p.dout)
     return Results(out.detach(), *(None if t is None else t.grad for t in inputs))
 
@@ -152,7 +152,7 @@ def plain(p: Problem) -> Results:
     """As a person writes it in PyTorch, in the tested dtype throughout: its error decides what is allowed."""
     acts = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "silu": F.silu}
 
-    def room(x, weight1, bias1, weight2, bias2, activation, dropout_p):
+    def backend(x, weight1, bias1, weight2, bias2, activation, dropout_p):
         z = F.linear(x, weight1, bias1)
         if activation in GATED:
             gate, up = z.chunk(2, dim=-1)
@@ -161,23 +161,23 @@ def plain(p: Problem) -> Results:
             h = acts[activation](z)
         return F.linear(h * multiplier(p).to(h.dtype), weight2, bias2)
 
-    return solve(p, room)
+    return solve(p, backend)
 
 
-def check(p: Problem, room: Room) -> Results:
-    got = solve(p, room)
+def check(p: Problem, backend: Backend) -> Results:
+    got = solve(p, backend)
     for name, actual, truth, low in zip(Results._fields, got, exact(p), plain(p), strict=True):
         if low is not None:
             assert_close_as_torch(actual, truth, low, name)
     return got
 
 
-def room_call(room: str, device: torch.device) -> Room:
-    """The public function held to one backend; skips, in why_not's own words, where this machine has no such room."""
+def backend_call(backend: str, device: torch.device) -> Backend:
+    """The public function held to one backend; skips, in why_not's own words, where this machine has no such backend."""
     probe = torch.zeros(16, 16, device=device)
-    if (reason := refusal("feed_forward", room, (probe, probe, None, probe, None, "relu", 0.0))) is not None:
-        pytest.skip(f"{room}: {reason}")
-    return lambda *inputs: feed_forward(*inputs, backend=room)
+    if (reason := refusal("feed_forward", backend, (probe, probe, None, probe, None, "relu", 0.0))) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    return lambda *inputs: feed_forward(*inputs, backend=backend)
 
 
 class Planted(torch.autograd.Function):
@@ -229,5 +229,5 @@ class Planted(torch.autograd.Function):
         return dz @ weight1, dz.T @ x, dbias1, dout.T @ h, dout.sum(0), None, None, None
 
 
-def planted(bug: str | None) -> Room:
+def planted(bug: str | None) -> Backend:
     return lambda *inputs: Planted.apply(*inputs, bug)

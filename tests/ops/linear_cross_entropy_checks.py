@@ -1,10 +1,10 @@
-"""One comparison for every test of linear_cross_entropy: what a room computes against float64.
+"""One comparison for every test of linear_cross_entropy: what a backend computes against float64.
 
     exact(problem)   the formula and its gradients written out in float64: the truth. No autograd.
     plain(problem)   as a person writes it in PyTorch at the problem's own dtype: its error decides what is allowed.
-    check(problem, room)   runs a room, judges every result; AssertionError names the one that is off.
+    check(problem, backend)   runs a backend, judges every result; AssertionError names the one that is off.
 
-A room is called as room(x, weight, target, bias, **options) -> loss: room_call's, or a planted() one with a bug.
+A backend is called as backend(x, weight, target, bias, **options) -> loss: backend_call's, or a planted() one with a bug.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, rooms
+from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import linear_cross_entropy
 from fastattn._dispatch import refusal
 
-ROOMS = rooms("linear_cross_entropy")
+BACKENDS = backends_of("linear_cross_entropy")
 IGNORED = 2  # a class that targets may be: padding
 REDUCTIONS = ("none", "mean", "sum")
 SMOOTHED = {"label_smoothing": 0.1, "logit_scale": 0.4}
 
-Room = Callable[..., Tensor]
+Backend = Callable[..., Tensor]
 
 
 class Results(NamedTuple):
@@ -115,7 +115,7 @@ def exact(p: Problem) -> Results:
     return Results(loss, dlogits @ weight, dlogits.T @ x, None if p.bias is None else dlogits.sum(0))
 
 
-def plain_room(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **o: Any) -> Tensor:
+def plain_backend(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **o: Any) -> Tensor:
     """torch's cross-entropy, or the public implementation's loss, of float32 logits."""
     logits = F.linear(x, weight, bias)
     logits = logits.to(torch.promote_types(x.dtype, torch.float32)) * o["logit_scale"]
@@ -130,27 +130,27 @@ def plain_room(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *
     return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / keep.sum()}[o["reduction"]]
 
 
-def solve(p: Problem, room: Room, needs: str = "xwb") -> Results:
+def solve(p: Problem, backend: Backend, needs: str = "xwb") -> Results:
     """Forward and backward. needs: which of x, weight, bias ask for a gradient."""
     x, weight, bias = (
         None if t is None else t.detach().requires_grad_(n in needs)
         for t, n in zip((p.x, p.weight, p.bias), "xwb", strict=True)
     )
-    loss = room(x, weight, p.target, bias, **p.options)
+    loss = backend(x, weight, p.target, bias, **p.options)
     loss.backward(p.dloss)
     return Results(loss.detach(), *(None if t is None else t.grad for t in (x, weight, bias)))
 
 
-def check(p: Problem, room: Room) -> Results:
+def check(p: Problem, backend: Backend) -> Results:
     """A reduced loss is one number, whose error in the plain formula is luck: a mean is allowed what its rows are."""
-    got, truth = solve(p, room), exact(p)
+    got, truth = solve(p, backend), exact(p)
     p = p.but(x=p.x.where(p.keep[:, None], 0))  # the plain formula multiplies what is ignored by 0, NaN too
-    low = solve(p, plain_room)
+    low = solve(p, plain_backend)
     if p.reduction == "none":
         assert_close_as_torch(got.loss, truth.loss, low.loss, "loss")
     else:
         rows = p.but(reduction="none", dloss=torch.zeros(len(p.x), device=p.x.device))
-        error = (solve(rows, plain_room).loss - exact(rows).loss).abs().max()
+        error = (solve(rows, plain_backend).loss - exact(rows).loss).abs().max()
         error = error * p.keep.sum() if p.reduction == "sum" else error
         assert got.loss.dtype == low.loss.dtype and got.loss.shape == (), f"loss: {got.loss}"
         bound = 2 * error + torch.finfo(low.loss.dtype).eps / 2 * truth.loss.abs()
@@ -162,13 +162,13 @@ def check(p: Problem, room: Room) -> Results:
     return got
 
 
-def room_call(room: str, device: torch.device) -> Room:
-    """The public function held to one backend; skips, in why_not's own words, where this machine has no such room."""
+def backend_call(backend: str, device: torch.device) -> Backend:
+    """The public function held to one backend; skips, in why_not's own words, where this machine has no such backend."""
     probe = torch.zeros(16, 16, device=device)
     call = (probe, probe, None, probe[0].long(), 0.0, -100, 1.0, "mean")
-    if (reason := refusal("linear_cross_entropy", room, call)) is not None:
-        pytest.skip(f"{room}: {reason}")
-    return lambda *inputs, **options: linear_cross_entropy(*inputs, **options, backend=room)
+    if (reason := refusal("linear_cross_entropy", backend, call)) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    return lambda *inputs, **options: linear_cross_entropy(*inputs, **options, backend=backend)
 
 
 class Planted(torch.autograd.Function):
@@ -214,5 +214,5 @@ class Planted(torch.autograd.Function):
         return dlogits @ weight, dlogits.T @ x, None, dlogits[rows].sum(0), None, None
 
 
-def planted(bug: str | None) -> Room:
+def planted(bug: str | None) -> Backend:
     return lambda *inputs, **options: Planted.apply(*inputs, options, bug)

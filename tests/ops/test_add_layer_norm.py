@@ -1,4 +1,4 @@
-"""Dropout + residual + LayerNorm in every room against float64, forward and backward; and bugs that are to be found."""
+"""Dropout + residual + LayerNorm in every backend against float64, forward and backward; and bugs that are to be found."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ import importlib
 
 import pytest
 import torch
-from add_layer_norm_checks import EPS, ROOMS, Problem, Results, check, exact, make, plain, planted, room_call, solve
-from helpers import assert_close_as_torch, rooms
+from add_layer_norm_checks import (
+    BACKENDS,
+    EPS,
+    Problem,
+    Results,
+    backend_call,
+    check,
+    exact,
+    make,
+    plain,
+    planted,
+    solve,
+)
+from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm
@@ -23,9 +35,9 @@ SHAPES = [(37, 48), (13, 513), (300, 7), (5, 1030), (1, 17)]
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("has_residual, has_x_bias", [(True, False), (True, True), (False, False), (False, True)])
 @pytest.mark.parametrize("rows, hidden", SHAPES)
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_float32(
-    room: str,
+    backend: str,
     rows: int,
     hidden: int,
     has_residual: bool,
@@ -34,31 +46,31 @@ def test_float32(
     device: torch.device,
 ) -> None:
     p = make(rows, hidden, dropout_p, has_residual=has_residual, has_x_bias=has_x_bias, device=device)
-    check(p, room_call(room, device))
+    check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize(
     "hidden, rms, dtype",
     [(3001, False, torch.float16), (8201, False, torch.float32), (16384, True, torch.bfloat16)],
 )
-@pytest.mark.parametrize("room", ROOMS)
-def test_widest_rows(room: str, hidden: int, rms: bool, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_widest_rows(backend: str, hidden: int, rms: bool, dtype: torch.dtype, device: torch.device) -> None:
     """Odd, and wider than 8192, from where on the backward reads its rows twice; the widest."""
-    check(make(2, hidden, 0.3, has_x_bias=True, rms=rms, dtype=dtype, device=device), room_call(room, device))
+    check(make(2, hidden, 0.3, has_x_bias=True, rms=rms, dtype=dtype, device=device), backend_call(backend, device))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_16_bit(
-    room: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, dropout_p: float, device: torch.device
+    backend: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, dropout_p: float, device: torch.device
 ) -> None:
     p = make(37, 72, dropout_p, has_x_bias=True, dtype=dtype, weight_dtype=weight_dtype, device=device)
     if weight_dtype is None:
-        check(p, room_call(room, device))
+        check(p, backend_call(backend, device))
         p = p.but(x_bias=p.x_bias.float())  # a type of its own
-    got, truth, low = solve(p, room_call(room, device)), exact(p), plain(p)
+    got, truth, low = solve(p, backend_call(backend, device)), exact(p), plain(p)
     for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
         assert_close_as_torch(actual, true, rough.to(actual.dtype), name)
     assert got.dweight.dtype == got.dbias.dtype == p.weight.dtype
@@ -67,10 +79,10 @@ def test_16_bit(
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize("room", ["reference", "aten"])
-def test_float64_and_gradcheck(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_float64_and_gradcheck(backend: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
     p = make(3, 5, dropout_p, has_residual=has_residual, has_x_bias=True, dtype=torch.float64, device=device)
-    call = room_call(room, device)
+    call = backend_call(backend, device)
     for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
         if truth is not None:
             torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
@@ -84,11 +96,11 @@ def test_float64_and_gradcheck(room: str, has_residual: bool, dropout_p: float, 
     assert torch.autograd.gradcheck(with_one_draw, inputs)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_large_mean(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_mean(backend: str, device: torch.device) -> None:
     """Mean 1000, variance 1: E[z^2] - mean^2 would keep two or three digits of float32's seven."""
-    check(make(9, 520, mean=1e3, device=device), room_call(room, device))
-    check(make(9, 520, mean=8, has_residual=False, dtype=torch.bfloat16, device=device), room_call(room, device))
+    check(make(9, 520, mean=1e3, device=device), backend_call(backend, device))
+    check(make(9, 520, mean=8, has_residual=False, dtype=torch.bfloat16, device=device), backend_call(backend, device))
 
 
 def philox_lane(seed: int, offset: int, row: int, col: int) -> int:
@@ -103,10 +115,10 @@ def philox_lane(seed: int, offset: int, row: int, col: int) -> int:
 
 
 @pytest.mark.parametrize("dropout_p", [1e-4, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("room", ROOMS)
-def test_mask_is_the_written_rule(room: str, dropout_p: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask_is_the_written_rule(backend: str, dropout_p: float, device: torch.device) -> None:
     """x = 1: what is kept is 1 / (1 - dropout_p), in z and, for a gradient of 1, in dx; element for element."""
-    call, (rows, hidden) = room_call(room, device), (11, 77)
+    call, (rows, hidden) = backend_call(backend, device), (11, 77)
     torch.manual_seed(3)
     seed, offset = philox.draw_rng_state(device).tolist()
     threshold = round(dropout_p * 65536)
@@ -122,35 +134,35 @@ def test_mask_is_the_written_rule(room: str, dropout_p: float, device: torch.dev
     assert torch.equal(x.grad, expected)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_draws(room: str, device: torch.device) -> None:
-    """A new mask at every call; the same one under the same seed; the same in every room."""
-    p, call = make(8, 64, 0.5, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_draws(backend: str, device: torch.device) -> None:
+    """A new mask at every call; the same one under the same seed; the same in every backend."""
+    p, call = make(8, 64, 0.5, device=device), backend_call(backend, device)
     inputs = (p.x, p.residual, p.weight, p.bias, EPS, 0.5)
     torch.manual_seed(1)
     first, second = call(*inputs)[1], call(*inputs)[1]
     torch.manual_seed(1)
     again = call(*inputs)[1]
     torch.manual_seed(1)
-    reference = room_call("reference", device)(*inputs)[1]
+    reference = backend_call("reference", device)(*inputs)[1]
     assert not torch.equal(first, second)
     assert torch.equal(first, again)
     torch.testing.assert_close(first, reference, rtol=1e-6, atol=1e-6)  # one dropped element more would be off by 1
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_strides_of_dout(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides_of_dout(backend: str, device: torch.device) -> None:
     """Expanded (stride 0, as from out.sum()), transposed and sliced gradients."""
-    p, call = make(12, 264, 0.3, device=device), room_call(room, device)
+    p, call = make(12, 264, 0.3, device=device), backend_call(backend, device)
     row, one = p.dout[:1], torch.ones((), device=device)
     for dout in (row.expand(12, 264), one.expand(12, 264), p.dout.t().contiguous().t(), p.dout.repeat(1, 2)[:, ::2]):
         check(p.but(dout=dout, dz=dout), call)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_shapes_and_strides_of_inputs(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_and_strides_of_inputs(backend: str, device: torch.device) -> None:
     """Leading dimensions, transposed, sliced and unaligned inputs give the bits of plain rows."""
-    p, call = make(12, 40, 0.3, device=device), room_call(room, device)
+    p, call = make(12, 40, 0.3, device=device), backend_call(backend, device)
 
     def run(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
@@ -170,19 +182,19 @@ def test_shapes_and_strides_of_inputs(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("needs", ["x", "r", "w", "b", "i", "xr", "wb"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_frozen_inputs(room: str, needs: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_inputs(backend: str, needs: str, device: torch.device) -> None:
     """Only those get a gradient that ask for one, and it is the one they get among all."""
-    p, call = make(6, 40, 0.3, has_x_bias=True, device=device), room_call(room, device)
+    p, call = make(6, 40, 0.3, has_x_bias=True, device=device), backend_call(backend, device)
     everything, some = solve(p, call), solve(p, call, needs)
     for name, letter, a, b in zip(Results._fields[2:], "xrwbi", everything[2:], some[2:], strict=True):
         assert torch.equal(a, b) if letter in needs else b is None, name
 
 
 @pytest.mark.parametrize("unused", ["out", "z"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_one_output_used(room: str, unused: str, device: torch.device) -> None:
-    p, call = make(6, 40, 0.3, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_output_used(backend: str, unused: str, device: torch.device) -> None:
+    p, call = make(6, 40, 0.3, device=device), backend_call(backend, device)
     zeroed = p.but(**{"dout" if unused == "out" else "dz": torch.zeros_like(p.x)})
     x = p.x.detach().requires_grad_()
     torch.manual_seed(p.seed)
@@ -192,11 +204,11 @@ def test_one_output_used(room: str, unused: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 24), (0, 3, 24), (2, 0, 24)])
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_rows(room: str, shape: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
     x, residual = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
     weight, bias, x_bias = (torch.ones(24, device=device, requires_grad=True) for _ in range(3))
-    out, z = room_call(room, device)(x, residual, weight, bias, EPS, 0.3, x_bias=x_bias)
+    out, z = backend_call(backend, device)(x, residual, weight, bias, EPS, 0.3, x_bias=x_bias)
     (out.sum() + z.sum()).backward()
     assert out.shape == z.shape == x.grad.shape == residual.grad.shape == shape
     for t in (weight, bias, x_bias):
@@ -204,9 +216,9 @@ def test_no_rows(room: str, shape: tuple[int, ...], device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("room", ROOMS)
-def test_equal_bits_run_to_run(room: str, dtype: torch.dtype, device: torch.device) -> None:
-    p, call = make(20, 130, 0.3, has_x_bias=True, dtype=dtype, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_bits_run_to_run(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    p, call = make(20, 130, 0.3, has_x_bias=True, dtype=dtype, device=device), backend_call(backend, device)
     first = solve(p, call)
     for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
@@ -218,7 +230,7 @@ def test_triton_weight_gradients_of_many_programs(
     multiprocessors: int, hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One, whole and broken groups of programs that add their sums up in the launch; a wide row's, in another."""
-    call = room_call("triton", device)
+    call = backend_call("triton", device)
     norm = importlib.import_module("fastattn.kernels.common.norm")
     monkeypatch.setattr(norm, "multiprocessors", lambda x: multiprocessors)
     p = make(170 if hidden < 1000 else 40, hidden, has_x_bias=True, device=device)
@@ -227,10 +239,10 @@ def test_triton_weight_gradients_of_many_programs(
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_one_forward_has_several_backwards(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_forward_has_several_backwards(backend: str, device: torch.device) -> None:
     """What the forward leaves for the backward is as it was when that ends."""
-    p, call = make(20, 40, 0.3, device=device), room_call(room, device)
+    p, call = make(20, 40, 0.3, device=device), backend_call(backend, device)
     weight = p.weight.detach().requires_grad_()
     out, _ = call(p.x, p.residual, weight, p.bias, EPS, 0.3)
     grads = [torch.autograd.grad(out, weight, p.dout, retain_graph=True)[0] for _ in range(3)]
@@ -238,17 +250,17 @@ def test_one_forward_has_several_backwards(room: str, device: torch.device) -> N
     assert torch.equal(grads[0], grads[2])
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_without_the_sum(room: str, device: torch.device) -> None:
-    p, call = make(6, 40, device=device), room_call(room, device)
-    out = dropout_add_layer_norm(p.x, p.residual, p.weight, p.bias, backend=room)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_the_sum(backend: str, device: torch.device) -> None:
+    p, call = make(6, 40, device=device), backend_call(backend, device)
+    out = dropout_add_layer_norm(p.x, p.residual, p.weight, p.bias, backend=backend)
     assert torch.equal(out, call(p.x, p.residual, p.weight, p.bias, 1e-6, 0.0)[0])
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_autocast(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend: str, device: torch.device) -> None:
     """Under autocast x and residual arrive in its dtype; float32 weights stay float32, their gradients too."""
-    p, call = make(6, 40, has_x_bias=True, device=device), room_call(room, device)
+    p, call = make(6, 40, has_x_bias=True, device=device), backend_call(backend, device)
     with torch.autocast(device.type, torch.bfloat16):
         got = solve(p.but(dout=p.dout.bfloat16(), dz=p.dz.bfloat16()), call)
     cast = {name: vars(p)[name].bfloat16() for name in ("x", "residual", "dout", "dz")}
@@ -260,17 +272,17 @@ def test_autocast(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("has_residual, dropout_p", [(True, 0.3), (False, 0.0)])
-@pytest.mark.parametrize("room", rooms("add_layer_norm", kernels_only=True))
-def test_library_operators(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
-    room_call(room, device)
+@pytest.mark.parametrize("backend", backends_of("add_layer_norm", kernels_only=True))
+def test_library_operators(backend: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
+    backend_call(backend, device)
     p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=not has_residual, device=device)
     rng_state = philox.draw_rng_state(device) if dropout_p else None
     *inputs, x_bias = [None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias, p.x_bias)]
-    torch.library.opcheck(_library.add_layer_norm_op, (*inputs, EPS, dropout_p, rng_state, x_bias, room))
+    torch.library.opcheck(_library.add_layer_norm_op, (*inputs, EPS, dropout_p, rng_state, x_bias, backend))
 
 
 def test_triton_refusals(device: torch.device) -> None:
-    room_call("triton", device)
+    backend_call("triton", device)
     wide, x = torch.zeros(1, 16385, device=device), torch.zeros(1, 8, device=device, dtype=torch.float64)
     assert "16384" in refusal("add_layer_norm", "triton", (wide, None, wide[0], wide[0], 0.0))
     assert "float64" in refusal("add_layer_norm", "triton", (x, None, x[0], x[0], 0.0))
@@ -307,7 +319,7 @@ def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) 
         dropout_add_layer_norm(**(good | {name: value}))
 
 
-# bug -> the problem that must find it (the kinds that every room is given above) and the result it must be found in.
+# bug -> the problem that must find it (the kinds that every backend is given above) and the result it must be found in.
 WITH_DROPOUT, LARGE_MEAN = make(37, 48, 0.3, has_x_bias=True), make(9, 520, mean=1e3)
 HALF = make(37, 72, 0.3, dtype=torch.bfloat16)
 HALF_MEAN = make(9, 520, mean=8, has_residual=False, dtype=torch.bfloat16)

@@ -1,11 +1,23 @@
-"""Dropout + residual + RMSNorm in every room against float64, forward and backward; and bugs that are to be found."""
+"""Dropout + residual + RMSNorm in every backend against float64, forward and backward; and bugs that are to be found."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from add_layer_norm_checks import EPS, ROOMS, Problem, Results, check, exact, make, plain, planted, room_call, solve
-from helpers import assert_close_as_torch, rooms
+from add_layer_norm_checks import (
+    BACKENDS,
+    EPS,
+    Problem,
+    Results,
+    backend_call,
+    check,
+    exact,
+    make,
+    plain,
+    planted,
+    solve,
+)
+from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_rms_norm, explain
@@ -15,32 +27,34 @@ from fastattn.reference import philox
 
 @pytest.mark.parametrize("has_residual, dropout_p", [(True, 0.3), (True, 0.0), (False, 0.3), (False, 0.0)])
 @pytest.mark.parametrize("rows, hidden", [(37, 48), (13, 513), (5, 1030), (1, 17)])
-@pytest.mark.parametrize("room", ROOMS)
-def test_float32(room: str, rows: int, hidden: int, has_residual: bool, dropout_p: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32(
+    backend: str, rows: int, hidden: int, has_residual: bool, dropout_p: float, device: torch.device
+) -> None:
     biased = {"has_x_bias": has_residual != (dropout_p > 0)}
     p = make(rows, hidden, dropout_p, has_residual=has_residual, **biased, rms=True, mean=0.5, device=device)
-    check(p, room_call(room, device))
+    check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("room", ROOMS)
-def test_16_bit(room: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_16_bit(backend: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, device: torch.device) -> None:
     p = make(37, 72, 0.3, has_x_bias=True, rms=True, dtype=dtype, weight_dtype=weight_dtype, device=device)
     if weight_dtype is None:
-        check(p, room_call(room, device))
+        check(p, backend_call(backend, device))
         return
-    got, truth, low = solve(p, room_call(room, device)), exact(p), plain(p)
+    got, truth, low = solve(p, backend_call(backend, device)), exact(p), plain(p)
     for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
         if actual is not None:
             assert_close_as_torch(actual, true, rough.to(actual.dtype), name)
     assert got.dweight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("room", ["reference", "aten"])
-def test_float64_and_gradcheck(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_float64_and_gradcheck(backend: str, device: torch.device) -> None:
     p = make(3, 5, 0.3, has_x_bias=True, rms=True, dtype=torch.float64, device=device)
-    call = room_call(room, device)
+    call = backend_call(backend, device)
     for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
         if truth is not None:
             torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
@@ -53,31 +67,31 @@ def test_float64_and_gradcheck(room: str, device: torch.device) -> None:
     assert torch.autograd.gradcheck(with_one_draw, inputs)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_plain_call(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_plain_call(backend: str, device: torch.device) -> None:
     """Leading dimensions, no sum returned, a zero row: 0 and not NaN, as eps says."""
     p = make(12, 40, rms=True, device=device)
-    room_call(room, device)
+    backend_call(backend, device)
     x = p.x.clone()
     x[3] = 0
-    out = dropout_add_rms_norm(x.view(3, 4, 40), None, p.weight, 1e-5, backend=room)
+    out = dropout_add_rms_norm(x.view(3, 4, 40), None, p.weight, 1e-5, backend=backend)
     expected = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * p.weight
     torch.testing.assert_close(out, expected.view(3, 4, 40))
     assert not out[0, 3].any()
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_equal_bits_run_to_run_and_under_one_seed(room: str, device: torch.device) -> None:
-    p, call = make(20, 130, 0.3, rms=True, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_bits_run_to_run_and_under_one_seed(backend: str, device: torch.device) -> None:
+    p, call = make(20, 130, 0.3, rms=True, device=device), backend_call(backend, device)
     first, second = solve(p, call), solve(p, call)
     for name, a, b in zip(Results._fields, first, second, strict=True):
         assert a is b is None or torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_dropout_is_that_of_layer_norm(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_is_that_of_layer_norm(backend: str, device: torch.device) -> None:
     """The same bits are drawn for the same seed: the sums that both functions return are equal."""
-    p, call = make(6, 40, 0.5, device=device), room_call(room, device)
+    p, call = make(6, 40, 0.5, device=device), backend_call(backend, device)
     torch.testing.assert_close(solve(p.but(bias=None), call).z, solve(p, call).z, rtol=0, atol=0)
 
 
@@ -89,16 +103,16 @@ def test_autocast(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("has_residual, dropout_p", [(True, 0.3), (False, 0.0)])
-@pytest.mark.parametrize("room", rooms("add_layer_norm", kernels_only=True))
-def test_library_operators(room: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
-    room_call(room, device)
+@pytest.mark.parametrize("backend", backends_of("add_layer_norm", kernels_only=True))
+def test_library_operators(backend: str, has_residual: bool, dropout_p: float, device: torch.device) -> None:
+    backend_call(backend, device)
     p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=has_residual, rms=True, device=device)
     rng_state = philox.draw_rng_state(device) if dropout_p else None
     inputs, x_bias = (p.x, p.residual, p.weight, p.bias, EPS, dropout_p, rng_state), p.x_bias
     for t in (p.x, p.residual, p.weight, x_bias):
         if t is not None:
             t.requires_grad_()
-    torch.library.opcheck(_library.add_layer_norm_op, (*inputs, x_bias, room))
+    torch.library.opcheck(_library.add_layer_norm_op, (*inputs, x_bias, backend))
 
 
 def test_its_own_name_in_explanations_and_errors(device: torch.device) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_checks import (
-    KERNEL_ROOMS,
+    BACKENDS,
+    KERNEL_BACKENDS,
     LOW_PRECISION,
-    ROOMS,
+    backend_call,
     check,
     dropout_multiplier,
     make,
-    room_call,
     solve,
     visible,
 )
@@ -71,7 +71,7 @@ def test_reference_keeps_by_the_threshold(dropout_p: float) -> None:
 @pytest.mark.parametrize("seed, offset", [(1, 2), (2**62 - 1, 2**61 + 5)])
 def test_triton_tile_by_the_rule(seed: int, offset: int, first_row: int, device: torch.device) -> None:
     """Also where the row number, the linear index of a weight's row, leaves 32 bits."""
-    room_call("triton", device)
+    backend_call("triton", device)
     from dropout_tile import keep_tile
 
     keep = keep_tile(torch.tensor([seed, offset], device=device), 20000, first_row, 24, rows=8, cols=16)
@@ -80,30 +80,30 @@ def test_triton_tile_by_the_rule(seed: int, offset: int, first_row: int, device:
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "attn_mask", "segments", "everything"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_forward_and_backward(room: str, kind: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_and_backward(backend: str, kind: str, device: torch.device) -> None:
     """Exactly the weights that the rule drops are dropped, forward and backward: see check()."""
     p = make(B=1, H=4, Hk=2, mask=kind, dropout_p=0.3, bias=(1, 4, 21, 37), device=device)
-    check(p, room_call(room, device))
+    check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
-@pytest.mark.parametrize("room", ROOMS)
-def test_16_bit(room: str, dtype: torch.dtype, device: torch.device) -> None:
-    check(make(mask="decoder", dropout_p=0.1, dtype=dtype, device=device), room_call(room, device))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_16_bit(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(make(mask="decoder", dropout_p=0.1, dtype=dtype, device=device), backend_call(backend, device))
 
 
 @pytest.mark.parametrize("dropout_p", [1e-5, 0.5, 0.999, 1.0])
-@pytest.mark.parametrize("room", ROOMS)
-def test_probabilities(room: str, dropout_p: float, device: torch.device) -> None:
-    check(make(B=1, dropout_p=dropout_p, mask="causal", device=device), room_call(room, device))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_probabilities(backend: str, dropout_p: float, device: torch.device) -> None:
+    check(make(B=1, dropout_p=dropout_p, mask="causal", device=device), backend_call(backend, device))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_over_several_tiles(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_over_several_tiles(backend: str, device: torch.device) -> None:
     p = make(B=2, H=1, Lq=70, Lk=140, D=16, mask="causal_bottom_right", dropout_p=0.2, device=device)
-    results = check(p, room_call(room, device))
-    if room != "reference":
+    results = check(p, backend_call(backend, device))
+    if backend != "reference":
         zeros = dropout_multiplier(p) == 0
         assert torch.equal((results.weights == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
 
@@ -121,52 +121,52 @@ def test_over_several_tiles(room: str, device: torch.device) -> None:
     ],
     ids=["one", "window", "window beside padding", "packed", "half of them", "padding", "anywhere"],
 )
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_queries_that_see_one_key(room: str, Lk: int, mask: str | dict, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_queries_that_see_one_key(backend: str, Lk: int, mask: str | dict, device: torch.device) -> None:
     """There dP equals delta, but for the rounding of out, which dropout's factor makes inexact: it must not show."""
     if isinstance(mask, dict):
         mask = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
     p = make(B=1, H=1, Lq=40, Lk=Lk, D=64, dtype=torch.bfloat16, mask=mask, dropout_p=0.3, device=device)
-    check(p, room_call(room, device, weights=False))
+    check(p, backend_call(backend, device, weights=False))
 
 
 @pytest.mark.parametrize("seed, dropout_p", [(47, 0.5), (72, 0.3), (76, 0.5)])
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_few_queries_that_see_two_keys(room: str, seed: int, dropout_p: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_few_queries_that_see_two_keys(backend: str, seed: int, dropout_p: float, device: torch.device) -> None:
     """The same noise, beside numbers so few that none of the plain formula's errors need be large."""
     mask = {"attn_mask": scattered(17, 33, 2, seed).to(device)}
     p = make(
         B=1, H=2, Lq=17, Lk=33, D=8, dtype=torch.bfloat16, mask=mask, dropout_p=dropout_p, device=device, seed=seed
     )
-    check(p, room_call(room, device, weights=False))
+    check(p, backend_call(backend, device, weights=False))
 
 
 @pytest.mark.few_queries
 @pytest.mark.parametrize("Lq, dropout_p, seed", [(40, 0.5, 8), (5, 0.0, 26)])
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_few_queries_whose_keys_are_far_apart(
-    room: str, Lq: int, dropout_p: float, seed: int, device: torch.device
+    backend: str, Lq: int, dropout_p: float, seed: int, device: torch.device
 ) -> None:
     """No tile of keys says what delta is."""
     options = dict(mask={"attn_mask": scattered(Lq, 300, 2, seed).to(device)}, dropout_p=dropout_p, device=device)
     p = make(B=1, H=1, Lq=Lq, Lk=300, D=16, dtype=torch.float16, seed=seed, **options)
-    check(p, room_call(room, device, weights=False))
+    check(p, backend_call(backend, device, weights=False))
 
 
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_heavy_dropout(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_heavy_dropout(backend: str, device: torch.device) -> None:
     """It scales up the few weights that it leaves, and with them the rounding of out: that must not show either."""
     options = dict(dtype=torch.float16, mask={"window": (9, 0)}, dropout_p=0.97, device=device)
-    check(make(B=1, H=2, Lq=60, Lk=60, D=64, seed=1, **options), room_call(room, device, weights=False))
+    check(make(B=1, H=2, Lq=60, Lk=60, D=64, seed=1, **options), backend_call(backend, device, weights=False))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_call_draws_anew_and_a_seed_repeats(room: str, device: torch.device) -> None:
-    room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_call_draws_anew_and_a_seed_repeats(backend: str, device: torch.device) -> None:
+    backend_call(backend, device)
     p = make(B=1, H=2, device=device)
 
     def dropped() -> Tensor:
-        call = {"dropout_p": 0.5, "return_weights": True, "backend": room}
+        call = {"dropout_p": 0.5, "return_weights": True, "backend": backend}
         return scaled_dot_product_attention(p.q, p.k, p.v, **call)[1] == 0
 
     torch.manual_seed(3)
@@ -181,22 +181,22 @@ def test_every_call_draws_anew_and_a_seed_repeats(room: str, device: torch.devic
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.75])
-@pytest.mark.parametrize("room", ROOMS)
-def test_share_of_dropped(room: str, dropout_p: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_share_of_dropped(backend: str, dropout_p: float, device: torch.device) -> None:
     """Within 5 standard deviations, overall and in each column octet's lanes."""
-    room_call(room, device)
+    backend_call(backend, device)
     p = make(B=2, H=2, Lq=64, Lk=64, D=16, device=device)
-    call = {"dropout_p": dropout_p, "return_weights": True, "backend": room}
+    call = {"dropout_p": dropout_p, "return_weights": True, "backend": backend}
     dropped = (scaled_dot_product_attention(p.q, p.k, p.v, **call)[1] == 0).double()
     for part in (dropped, *(dropped[..., lane::8] for lane in range(8))):
         deviation = (dropout_p * (1 - dropout_p) / part.numel()) ** 0.5
         assert abs(part.mean().item() - dropout_p) < 5 * deviation
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_dropout_draws_nothing(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_dropout_draws_nothing(backend: str, device: torch.device) -> None:
     """dropout_p = 0 is the plain result, and leaves torch's generator where it was."""
-    attend = room_call(room, device)
+    attend = backend_call(backend, device)
     p = make(B=1, mask="causal", device=device)
     torch.manual_seed(5)
     before = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
@@ -209,16 +209,16 @@ def test_no_dropout_draws_nothing(room: str, device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_cuda_graph_draws_anew_at_every_replay(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_cuda_graph_draws_anew_at_every_replay(backend: str, device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("CUDA graphs need a GPU")
-    room_call(room, device)
+    backend_call(backend, device)
     p = make(B=1, H=2, mask="decoder", device=device)
     mask = AttentionMask(**p.mask)
 
     def weights() -> Tensor:
-        call = {"dropout_p": 0.5, "return_weights": True, "backend": room}
+        call = {"dropout_p": 0.5, "return_weights": True, "backend": backend}
         return scaled_dot_product_attention(p.q, p.k, p.v, mask, **call)[1]
 
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -236,10 +236,10 @@ def test_cuda_graph_draws_anew_at_every_replay(room: str, device: torch.device) 
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("room", ROOMS)
-def test_activation_checkpointing(room: str, use_reentrant: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activation_checkpointing(backend: str, use_reentrant: bool, device: torch.device) -> None:
     """The recomputed forward draws the same mask."""
-    attend = room_call(room, device, weights=False)
+    attend = backend_call(backend, device, weights=False)
     p = make(B=1, H=2, mask="causal", dropout_p=0.4, dlse=False, device=device)
 
     def through_checkpoint(q, k, v, mask, dropout_p, scale):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_checks import ROOMS, Problem, check, make, plain, room_call, solve, visible
+from attention_checks import BACKENDS, Problem, backend_call, check, make, plain, solve, visible
 from mask_cases import offsets, prefix
 
 from fastattn import AttentionMask, explain, scaled_dot_product_attention
@@ -36,8 +36,8 @@ def poisoned(p: Problem) -> Problem:
     )
 
 
-def same_when_poisoned(p: Problem, room: str, device: torch.device) -> None:
-    attend = room_call(room, device)
+def same_when_poisoned(p: Problem, backend: str, device: torch.device) -> None:
+    attend = backend_call(backend, device)
     clean, dirty = solve(p, attend), solve(poisoned(p), attend)
     for name, a, b in zip(clean._fields, clean, dirty, strict=True):
         assert a is None or torch.equal(a, b), f"{name}: what nobody sees has reached it"
@@ -48,10 +48,10 @@ def same_when_poisoned(p: Problem, room: str, device: torch.device) -> None:
     ["key_padding", "query_padding", "attn_mask", "attn_mask_keys", "attn_mask_queries", "nothing", "window"]
     + ["causal_bottom_right", "segments", "segments_causal", "decoder", "everything"],
 )
-@pytest.mark.parametrize("room", ROOMS)
-def test_poison_does_not_spread(room: str, kind: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_poison_does_not_spread(backend: str, kind: str, device: torch.device) -> None:
     Lq, Lk = (37, 21) if kind == "causal_bottom_right" else (21, 37)
-    same_when_poisoned(make(H=1, Lq=Lq, Lk=Lk, D=16, mask=kind, device=device), room, device)
+    same_when_poisoned(make(H=1, Lq=Lq, Lk=Lk, D=16, mask=kind, device=device), backend, device)
 
 
 @pytest.mark.parametrize("kind", ["key_padding", "attn_mask_keys", "causal_bottom_right", "segments", "everything"])
@@ -68,35 +68,35 @@ def test_poison_does_not_spread_in_inference(backend: str, kind: str, device: to
     assert torch.equal(out, same)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_poison_with_dropout_bias_and_groups(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_poison_with_dropout_bias_and_groups(backend: str, device: torch.device) -> None:
     p = make(B=1, H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 21, 37), dropout_p=0.3, device=device)
-    same_when_poisoned(p, room, device)
+    same_when_poisoned(p, backend, device)
     p = make(H=1, D=16, bias=(2, 1, 21, 37), mask="causal", device=device)
     p.bias[:, :, 4] = -torch.inf
     p.bias[..., 9:12] = -torch.inf
-    same_when_poisoned(p, room, device)
+    same_when_poisoned(p, backend, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("room", ROOMS)
-def test_poison_16_bit(room: str, dtype: torch.dtype, device: torch.device) -> None:
-    same_when_poisoned(make(H=1, D=16, mask="decoder", dtype=dtype, device=device), room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_poison_16_bit(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    same_when_poisoned(make(H=1, D=16, mask="decoder", dtype=dtype, device=device), backend, device)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_poison_over_several_tiles(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_poison_over_several_tiles(backend: str, device: torch.device) -> None:
     """Unseen keys inside tiles that are visited, and in tiles that are not; empty queries likewise."""
     mask = {"key_padding": prefix([70, 0], 140).to(device), "query_padding": prefix([60, 70], 70).to(device)}
-    same_when_poisoned(make(B=2, H=1, Lq=70, Lk=140, D=16, mask=mask, device=device), room, device)
+    same_when_poisoned(make(B=2, H=1, Lq=70, Lk=140, D=16, mask=mask, device=device), backend, device)
     window = {"window": (3, 0)}
-    same_when_poisoned(make(B=1, H=1, Lq=70, Lk=140, D=16, mask=window, device=device), room, device)
+    same_when_poisoned(make(B=1, H=1, Lq=70, Lk=140, D=16, mask=window, device=device), backend, device)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_band_that_lets_nobody_see(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_band_that_lets_nobody_see(backend: str, device: torch.device) -> None:
     """Two bands that exclude each other: no key is visible, though both are bands of the analytic path."""
-    attend = room_call(room, device)
+    attend = backend_call(backend, device)
     p = make(B=1, H=1, Lq=20, Lk=50, D=16, device=device)
     mask = AttentionMask(is_causal=True) & AttentionMask(window=(0, None), align="bottom_right")
     assert mask.band_only and not mask.dense(*p.shape, device).any()
@@ -110,9 +110,9 @@ def test_a_band_that_lets_nobody_see(room: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (0, 2, 0, 0)], ids=str)
-@pytest.mark.parametrize("room", ROOMS)
-def test_zero_lengths(room: str, shape: tuple[int, int, int, int], dropout_p: float, device: torch.device) -> None:
-    attend = room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_lengths(backend: str, shape: tuple[int, int, int, int], dropout_p: float, device: torch.device) -> None:
+    attend = backend_call(backend, device)
     B, H, Lq, Lk = shape
     sizes = {"q": (B, H, Lq, 8), "k": (B, H, Lk, 8), "v": (B, H, Lk, 16)}
     bias = torch.zeros(1, 1, 1, Lk, device=device, requires_grad=True)
@@ -133,8 +133,8 @@ def test_zero_lengths(room: str, shape: tuple[int, int, int, int], dropout_p: fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("room", ROOMS)
-def test_bias_of_the_smallest_number(room: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_of_the_smallest_number(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     """finfo.min instead of -inf: in part of a row it masks, in all of a row it leaves the uniform average.
 
     Nothing may overflow on the way, in either direction; and lse = finfo.min + log 37 = finfo.min in float32, so
@@ -144,30 +144,33 @@ def test_bias_of_the_smallest_number(room: str, dtype: torch.dtype, device: torc
     p.bias[:, :, :, 30:] = torch.finfo(torch.float32).min
     p.bias[0, 0, 3:5] = torch.finfo(torch.float32).min
     p.bias[1] = torch.finfo(torch.float32).min
-    results = check(p, room_call(room, device), low=plain(p))
+    results = check(p, backend_call(backend, device), low=plain(p))
     average = p.v[1].double().mean(-2, keepdim=True).expand_as(results.out[1])
     assert torch.allclose(results.out[1].double(), average, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("shift", [-300.0, -95.0, 300.0])
-@pytest.mark.parametrize("room", ROOMS)
-def test_scores_far_from_zero(room: str, shift: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_far_from_zero(backend: str, shift: float, device: torch.device) -> None:
     """lse below log of the smallest float32 (-88.7) and above that of the largest."""
     p = make(B=1, H=1, Lq=64, Lk=70, D=16, mask="causal", device=device)
     direction = torch.zeros(16, device=device)
     direction[0] = 1
     moved = p.but(q=p.q + 40 * direction, k=p.k + shift / (40 * p.scale) * direction)
-    results = check(moved, room_call(room, device))
+    results = check(moved, backend_call(backend, device))
     assert (results.lse.sign() == torch.tensor(shift).sign()).float().mean() > 0.9
     biased = p.but(bias=torch.full((1, 1, 1, 70), shift, device=device))
-    assert (check(biased, room_call(room, device)).lse * shift > 0).all()
+    assert (check(biased, backend_call(backend, device)).lse * shift > 0).all()
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_long_rows_keep_float32_sums(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_rows_keep_float32_sums(backend: str, device: torch.device) -> None:
     """The softmax's sums run in float32: the planted 16-bit accumulator fails here."""
     for dtype in (torch.bfloat16, torch.float16):
-        check(make(B=1, H=1, Lq=16, Lk=1024, D=16, dtype=dtype, device=device), room_call(room, device, weights=False))
+        check(
+            make(B=1, H=1, Lq=16, Lk=1024, D=16, dtype=dtype, device=device),
+            backend_call(backend, device, weights=False),
+        )
 
 
 def spread(t: torch.Tensor, stride: int) -> torch.Tensor:
@@ -189,22 +192,22 @@ def spread(t: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wide", ["attn_mask", "k", "v", "q"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_offsets_beyond_32_bits(room: str, wide: str, device: torch.device) -> None:
-    attend = room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_beyond_32_bits(backend: str, wide: str, device: torch.device) -> None:
+    attend = backend_call(backend, device)
     p = make(B=1, H=1, Lq=20, Lk=20, D=16, mask="attn_mask", dtype=torch.bfloat16, device=device)
     t = p.mask["attn_mask"] if wide == "attn_mask" else getattr(p, wide)
     far = spread(t, 2**27 + 8)
     check(p.but(**({"mask": {wide: far}} if wide == "attn_mask" else {wide: far})), attend)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_another_device_than_the_current(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_device_than_the_current(backend: str, device: torch.device) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     other = torch.device("cuda", 1)
     with torch.cuda.device(0):
-        check(make(mask="decoder", bias=(1, 2, 1, 37), dropout_p=0.2, device=other), room_call(room, other))
+        check(make(mask="decoder", bias=(1, 2, 1, 37), dropout_p=0.2, device=other), backend_call(backend, other))
 
 
 def q(*shape: int, **options: Any) -> torch.Tensor:
@@ -250,7 +253,7 @@ BAD_CALLS: list[tuple[tuple, dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("args, kwargs, error, name", BAD_CALLS)
 def test_bad_calls_name_the_argument(args: tuple, kwargs: dict[str, Any], error: type[Exception], name: str) -> None:
-    """Before anything is launched, whatever the backend: the front desk refuses, and so does explain()."""
+    """Before anything is launched, whatever the backend: the public op refuses, and so does explain()."""
     with pytest.raises(error, match=name):
         scaled_dot_product_attention(*args, **kwargs)
     with pytest.raises(error, match=name):

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from attention_checks import (
-    KERNEL_ROOMS,
+    BACKENDS,
+    KERNEL_BACKENDS,
     LOW_PRECISION,
-    ROOMS,
     Results,
+    backend_call,
     check,
     compare,
     exact,
     less_exact,
     make,
     plain,
-    room_call,
     solve,
     visible,
 )
@@ -26,22 +26,22 @@ from mask_cases import prefix
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn._dispatch import load_room
+from fastattn._dispatch import load_backend
 from fastattn.reference import philox
 
 GRADS = ("dq", "dk", "dv", "dbias")
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-@pytest.mark.parametrize("room", ["reference", "aten"])
-def test_gradcheck(room: str, dropout_p: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_gradcheck(backend: str, dropout_p: float, device: torch.device) -> None:
     """By finite differences, through out, lse and weights at once."""
     p = make(B=1, H=2, Hk=1, Lq=4, Lk=5, D=3, dtype=torch.float64, device=device, mask="attn_mask", bias=(1, 2, 1, 5))
 
     def call(q, k, v, bias):
         torch.manual_seed(1)
         mask = AttentionMask(**p.mask, bias=bias)
-        out, lse, weights = room_call(room, device)(q, k, v, mask, dropout_p, 0.7)
+        out, lse, weights = backend_call(backend, device)(q, k, v, mask, dropout_p, 0.7)
         return out, lse.masked_fill(lse == -torch.inf, 0), weights
 
     leaves = tuple(t.clone().requires_grad_() for t in (p.q, p.k, p.v, p.bias))
@@ -54,34 +54,34 @@ THIN_BIASES = [(2, 1, 1, 37), (1, 1, 1, 37), (2, 1, 21, 1), (2, 4, 1, 1)]
 
 
 @pytest.mark.parametrize("shape", FULL_BIASES + THIN_BIASES, ids=str)
-@pytest.mark.parametrize("room", ROOMS)
-def test_bias_shapes(room: str, shape: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_shapes(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
     p = make(H=4, D=16, mask="key_padding_holes", bias=shape, device=device)
     if len(shape) < 4:  # a tensor as torch takes it; dbias has the shape that was given
         bias = p.bias.clone().requires_grad_()
         mask = AttentionMask(**p.mask, bias=bias)
-        out, lse, _ = room_call(room, device, weights=False)(p.q, p.k, p.v, mask, 0.0, p.scale)
+        out, lse, _ = backend_call(backend, device, weights=False)(p.q, p.k, p.v, mask, 0.0, p.scale)
         torch.autograd.backward((out, lse), (p.dout, p.dlse))
         four = p.but(bias=p.bias[None, None])
         actual = Results(out.detach(), lse.detach(), None, None, None, None, bias.grad[None, None])
         compare(four, actual, ("out", "lse", "dbias"))
     else:
-        check(p, room_call(room, device))
+        check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
-@pytest.mark.parametrize("room", ROOMS)
-def test_float32_bias_on_16_bit_queries(room: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_bias_on_16_bit_queries(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     p = make(mask="causal", dtype=dtype, bias=(1, 2, 21, 37), bias_dtype=torch.float32, device=device)
-    check(p, room_call(room, device))
+    check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 140), (1, 1, 70, 140)], ids=str)
-@pytest.mark.parametrize("room", ROOMS)
-def test_bias_over_several_tiles(room: str, shape: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_over_several_tiles(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
     """Sums over samples, and over query tiles for a bias of keys alone."""
     p = make(B=2, H=1, Lq=70, Lk=140, D=16, mask="key_padding", bias=shape, dropout_p=0.25, device=device)
-    check(p, room_call(room, device, weights=False))
+    check(p, backend_call(backend, device, weights=False))
 
 
 # One number for a whole row of scores, of a problem (2, 2, 21, 37).
@@ -91,15 +91,15 @@ ROW_BIASES = [(2, 2, 21, 1), (1, 1, 21, 1), (1, 1, 1, 1)]
 @pytest.mark.parametrize("dropout_p, dlse", [(0.0, False), (0.3, False), (0.0, True), (0.3, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
 @pytest.mark.parametrize("shape", ROW_BIASES, ids=str)
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_bias_of_whole_rows(
-    room: str, shape: tuple[int, ...], dtype: torch.dtype, dropout_p: float, dlse: bool, device: torch.device
+    backend: str, shape: tuple[int, ...], dtype: torch.dtype, dropout_p: float, dlse: bool, device: torch.device
 ) -> None:
     """It moves lse but no weight, so out alone gives it the gradient 0: what rounds on the way must not show.
 
     The bias is float32, which hides no error behind a rounding to 16 bits. Some rows see nothing, one by the bias.
     """
-    attend = room_call(room, device, weights=False)
+    attend = backend_call(backend, device, weights=False)
     results = []
     for seed in range(1 if shape[2] > 1 else 4):  # the plain formula's error on one number would be a matter of luck
         p = make(D=16, dtype=dtype, mask="attn_mask", bias=shape, bias_dtype=torch.float32, seed=seed, device=device)
@@ -112,10 +112,10 @@ def test_bias_of_whole_rows(
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
-@pytest.mark.parametrize("room", ROOMS)
-def test_bias_of_whole_rows_as_torch_takes_it(room: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_of_whole_rows_as_torch_takes_it(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     """A 16-bit tensor (Lq, 1): dbias has its shape and dtype, and only the last step rounds to it."""
-    attend = room_call(room, device, weights=False)
+    attend = backend_call(backend, device, weights=False)
     p = make(D=16, dtype=dtype, mask="attn_mask", bias=(1, 1, 21, 1), dlse=False, device=device)
     bias = p.bias[0, 0].clone().requires_grad_()
     attend(p.q, p.k, p.v, AttentionMask(**p.mask, bias=bias), 0.0, p.scale)[0].backward(p.dout)
@@ -124,10 +124,10 @@ def test_bias_of_whole_rows_as_torch_takes_it(room: str, dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("shape", ROW_BIASES, ids=str)
-@pytest.mark.parametrize("room", ROOMS)
-def test_bias_of_rows_that_see_nothing(room: str, shape: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_of_rows_that_see_nothing(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
     """The lse of such a row may get any gradient, NaN included: it reaches no bias."""
-    attend = room_call(room, device, weights=False)
+    attend = backend_call(backend, device, weights=False)
     p = make(D=16, mask="attn_mask", bias=shape, device=device)
     empty = ~visible(p).any(-1)
     clean = solve(p, attend).dbias
@@ -136,40 +136,40 @@ def test_bias_of_rows_that_see_nothing(room: str, shape: tuple[int, ...], device
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_gradient_of_lse_where_little_else_is_left(room: str, seed: int, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_gradient_of_lse_where_little_else_is_left(backend: str, seed: int, device: torch.device) -> None:
     """One query that sees one key: dS is dlse, of which dP, the larger one, takes no digits where float32 is exact."""
     one = torch.zeros(1, 1, 2, 2, dtype=torch.bool, device=device)
     one[..., 1, 0] = True
     p = make(B=1, H=1, Lq=2, Lk=2, D=40, mask={"attn_mask": one}, bias=(1, 1, 2, 2), seed=seed, device=device)
-    check(p, room_call(room, device, weights=False))
+    check(p, backend_call(backend, device, weights=False))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_infinite_bias_masks(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinite_bias_masks(backend: str, device: torch.device) -> None:
     """-inf in a bias: the entry is masked, a whole row of it sees nothing, and no gradient is NaN."""
     p = make(bias=(2, 1, 21, 37), mask="causal", device=device)
     p.bias[torch.rand(p.bias.shape, device=device) < 0.3] = -torch.inf
     p.bias[1, 0, 3:6] = -torch.inf
-    results = check(p, room_call(room, device))
+    results = check(p, backend_call(backend, device))
     assert not results.dbias[p.bias == -torch.inf].any()
 
 
 @pytest.mark.parametrize("needs", ["q", "k", "v", "b", "qb", "kv"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_only_some_ask_for_a_gradient(room: str, needs: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_some_ask_for_a_gradient(backend: str, needs: str, device: torch.device) -> None:
     p = make(B=1, mask="attn_mask", bias=(1, 2, 21, 37), device=device)
-    results = solve(p, room_call(room, device, weights=False), needs)
+    results = solve(p, backend_call(backend, device, weights=False), needs)
     wanted = tuple("d" + {"b": "bias"}.get(n, n) for n in needs)
     assert [name for name in GRADS if getattr(results, name) is not None] == [n for n in GRADS if n in wanted]
     compare(p, results, wanted)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_gradient_of_lse_alone_and_of_out_alone(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_lse_alone_and_of_out_alone(backend: str, device: torch.device) -> None:
     """z-loss: a loss on lse, with and without one on out."""
     p = make(Lq=45, Lk=60, mask="causal", bias=(1, 1, 45, 60), device=device)
-    attend = room_call(room, device, weights=False)
+    attend = backend_call(backend, device, weights=False)
     check(p.but(dlse=None), attend)
     z_loss = p.but(dout=torch.zeros_like(p.dout))
 
@@ -194,10 +194,10 @@ ARRIVALS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("arrival", ARRIVALS)
-@pytest.mark.parametrize("room", ROOMS)
-def test_dout_layouts(room: str, arrival: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dout_layouts(backend: str, arrival: str, device: torch.device) -> None:
     p = make(mask="causal", device=device)
-    check(p.but(dout=ARRIVALS[arrival](p.dout)), room_call(room, device, weights=False))
+    check(p.but(dout=ARRIVALS[arrival](p.dout)), backend_call(backend, device, weights=False))
 
 
 def _bshd(t: Tensor) -> Tensor:
@@ -232,18 +232,18 @@ LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("room", ROOMS)
-def test_input_layouts(room: str, layout: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_input_layouts(backend: str, layout: str, device: torch.device) -> None:
     p = make(mask="decoder", device=device)
     q, k, v = LAYOUTS[layout](p.q, p.k, p.v)
-    results = check(p.but(q=q, k=k, v=v), room_call(room, device))
-    if layout == "positions before heads" and room in KERNEL_ROOMS:
+    results = check(p.but(q=q, k=k, v=v), backend_call(backend, device))
+    if layout == "positions before heads" and backend in KERNEL_BACKENDS:
         assert results.out.transpose(1, 2).is_contiguous(), "out must follow the layout of q"
 
 
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "sliced", "every second"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_mask_and_bias_layouts(room: str, layout: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask_and_bias_layouts(backend: str, layout: str, device: torch.device) -> None:
     """The masks' own strides: stride 0, transposed, a slice that starts on an odd byte."""
 
     def laid_out(t: Tensor) -> Tensor:
@@ -256,29 +256,31 @@ def test_mask_and_bias_layouts(room: str, layout: str, device: torch.device) -> 
         return t.repeat_interleave(2, -1)[..., ::2]
 
     p = make(mask="attn_mask", bias=(2, 2, 21, 37), device=device)
-    check(p.but(mask={"attn_mask": laid_out(p.mask["attn_mask"])}, bias=laid_out(p.bias)), room_call(room, device))
+    check(
+        p.but(mask={"attn_mask": laid_out(p.mask["attn_mask"])}, bias=laid_out(p.bias)), backend_call(backend, device)
+    )
 
 
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_backward_of_another_rooms_forward(room: str, device: torch.device) -> None:
-    """out and lse mean the same in every room: a kernel's backward takes the reference's."""
-    room_call(room, device)
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_backward_of_another_rooms_forward(backend: str, device: torch.device) -> None:
+    """out and lse mean the same in every backend: a kernel's backward takes the reference's."""
+    backend_call(backend, device)
     p = make(H=4, Hk=2, mask="decoder", bias=(1, 4, 1, 37), dropout_p=0.3, device=device)
     torch.manual_seed(p.seed)
     rng_state = philox.draw_rng_state(device)
     mask = AttentionMask(**p.mask, bias=p.bias)
     rest = (mask, p.scale, p.dropout_p, rng_state)
-    out, lse, weights = load_room("attention", "reference").attention(p.q, p.k, p.v, *rest)
-    kernels = load_room("attention", room)
+    out, lse, weights = load_backend("attention", "reference").attention(p.q, p.k, p.v, *rest)
+    kernels = load_backend("attention", backend)
     grads = kernels.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, *rest, True)
     own = kernels.attention_weights(p.q, p.k, lse, *rest, (range(4),))
     compare(p, Results(out, lse, own, *grads), ("weights", *GRADS))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_inputs_and_gradients_are_left_alone(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_and_gradients_are_left_alone(backend: str, device: torch.device) -> None:
     """Neither direction writes into what it was given, and a second backward gives the same again."""
-    attend = room_call(room, device, weights=False)
+    attend = backend_call(backend, device, weights=False)
     p = make(B=1, mask="decoder", bias=(1, 2, 1, 37), dropout_p=0.2, device=device)
     given = {name: getattr(p, name).clone() for name in ("q", "k", "v", "bias", "dout", "dlse")}
     leaves = [t.detach().requires_grad_() for t in (p.q, p.k, p.v, p.bias)]
@@ -292,13 +294,13 @@ def test_inputs_and_gradients_are_left_alone(room: str, device: torch.device) ->
         assert torch.equal(getattr(p, name), before), f"{name} was overwritten"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_weights_never_lose_a_gradient_in_silence(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_never_lose_a_gradient_in_silence(backend: str, device: torch.device) -> None:
     """The gradient through the weights is right, or asking for it is an error: it is not silently zero."""
-    room_call(room, device)
+    backend_call(backend, device)
     p = make(B=1, H=1, Lq=6, Lk=7, D=8, device=device)
     q = p.q.clone().requires_grad_()
-    _, weights = scaled_dot_product_attention(q, p.k, p.v, return_weights=True, backend=room)
+    _, weights = scaled_dot_product_attention(q, p.k, p.v, return_weights=True, backend=backend)
     if not weights.requires_grad:
         with pytest.raises(RuntimeError, match="does not require grad"):
             weights.square().sum().backward()
@@ -309,10 +311,10 @@ def test_weights_never_lose_a_gradient_in_silence(room: str, device: torch.devic
     assert torch.allclose(q.grad.double(), p.scale * dS @ p.k.double(), atol=1e-6)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_mask_built_without_grad_serves_training(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask_built_without_grad_serves_training(backend: str, device: torch.device) -> None:
     """A mask whose tiles were prepared under inference_mode, as in validation, then trains."""
-    attend = room_call(room, device, weights=False)
+    attend = backend_call(backend, device, weights=False)
     p = make(mask={"key_padding": prefix([37, 20], 37).to(device)}, device=device)
     mask = AttentionMask(**p.mask)
     with torch.inference_mode():

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 import torch
-from attention_checks import room_call
+from attention_checks import backend_call
 
 from fastattn import AttentionMask
 
@@ -15,7 +15,7 @@ TILES = [(16, 64), (64, 16)]
 
 @pytest.fixture
 def lists(device: torch.device):
-    room_call("triton", device)
+    backend_call("triton", device)
     return importlib.import_module("fastattn.kernels.attention.lists")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_checks import Problem, check, make, room_call
+from attention_checks import Problem, backend_call, check, make
 from test_attention_edge import same_when_poisoned
 
 from fastattn import AttentionMask
@@ -43,13 +43,13 @@ def packed(kind: str, **options: Any) -> Problem:
 @pytest.mark.parametrize("kind", KINDS)
 def test_aten_agrees_with_float64(kind: str, dropout_p: float) -> None:
     cpu = torch.device("cpu")
-    check(packed(kind, dropout_p=dropout_p), room_call("aten", cpu, weights=False), ("out", "lse", "dq", "dk", "dv"))
+    check(packed(kind, dropout_p=dropout_p), backend_call("aten", cpu, weights=False), ("out", "lse", "dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_aten_agrees_with_float64_in_16_bits(dtype: torch.dtype) -> None:
     p = packed("own, causal", dropout_p=0.1, dtype=dtype)
-    check(p, room_call("aten", torch.device("cpu"), weights=False), ("out", "lse", "dq", "dk", "dv"))
+    check(p, backend_call("aten", torch.device("cpu"), weights=False), ("out", "lse", "dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("kind", ["strays", "of another"])

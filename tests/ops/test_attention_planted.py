@@ -1,4 +1,4 @@
-"""The checks can fail: each known bug, planted in a correct flash attention, is caught by the check of every room."""
+"""The checks can fail: each known bug, planted in a correct flash attention, is caught by the check of every backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attention_planted import BUGS, flash
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 
-# The kinds of problem that test_attention*.py gives to every room, one of each.
+# The kinds of problem that test_attention*.py gives to every backend, one of each.
 PROBLEMS: dict[str, Problem] = {
     "causal": make(mask="causal"),
     "attn_mask": make(mask="attn_mask"),

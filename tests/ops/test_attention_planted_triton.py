@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import weights_checks
-from attention_checks import check, make, room_call
+from attention_checks import backend_call, check, make
 from test_attention_edge import spread
 
 Spoil = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -51,7 +51,7 @@ def _column_of_the_tile(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda rng_state, threshold, rows, first_col, BLOCK_N: f(rng_state, threshold, rows, 0, BLOCK_N)
 
 
-# bug -> the module of the room and the name spoilt there, how, and the result that must show it
+# bug -> the module of the backend and the name spoilt there, how, and the result that must show it
 BUGS: dict[str, tuple[Any, str, Spoil, str]] = {
     "element mask one key off": ("forward", "keep_elements", _key_off, "out"),
     "element mask one query off": ("forward", "keep_elements", _query_off, "out"),
@@ -92,12 +92,12 @@ def interpreted(device: torch.device) -> None:
 
 
 def test_the_problem_is_passed_without_a_bug(interpreted: None, device: torch.device) -> None:
-    check(make(**PROBLEM), room_call("triton", device))
+    check(make(**PROBLEM), backend_call("triton", device))
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_each_bug_is_caught(interpreted: None, bug: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    attend = room_call("triton", device, weights=False)
+    attend = backend_call("triton", device, weights=False)
     place, name, spoil, result = BUGS[bug]
     if isinstance(place, str):
         place = importlib.import_module(".".join(filter(None, ["fastattn.kernels.attention", place])))
@@ -122,7 +122,7 @@ def test_each_bug_is_caught(interpreted: None, bug: str, monkeypatch: pytest.Mon
 def test_bugs_of_wished_weights_are_caught(
     interpreted: None, module: str, name: str, spoil: Spoil, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    room_call("triton", device)
+    backend_call("triton", device)
     p = make(**{**PROBLEM, "H": 4, "bias": (1, 4, 20, 140)})
     place = importlib.import_module(f"fastattn.kernels.attention.{module}")
     monkeypatch.setattr(place, name, spoil(getattr(place, name)))
@@ -132,7 +132,7 @@ def test_bugs_of_wished_weights_are_caught(
 
 def test_32_bit_offsets_are_caught(interpreted: None, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The problem of test_offsets_beyond_32_bits, with the rows of q, k and v found by 32-bit arithmetic."""
-    attend = room_call("triton", device, weights=False)
+    attend = backend_call("triton", device, weights=False)
     forward = importlib.import_module("fastattn.kernels.attention.forward")
     tl = forward.tl
 

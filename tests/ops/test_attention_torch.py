@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
-from attention_checks import KERNEL_ROOMS, ROOMS, Problem, Results, compare, make, room_call, solve
+from attention_checks import BACKENDS, KERNEL_BACKENDS, Problem, Results, backend_call, compare, make, solve
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
@@ -32,25 +32,25 @@ OPERATOR_PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", OPERATOR_PROBLEMS)
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_opcheck(room: str, name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_opcheck(backend: str, name: str, device: torch.device) -> None:
     """Schema, fake tensors (shapes, dtypes, strides), autograd registration, AOT dispatch with dynamic shapes."""
-    room_call(room, device)
+    backend_call(backend, device)
     p = make(**OPERATOR_PROBLEMS[name], device=device)
     if "before" in name:
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (p.q, p.k, p.v))
         p = p.but(q=q, k=k, v=v)
-    torch.library.opcheck(torch.ops.fastattn.attention.default, operator_arguments(p, room))
+    torch.library.opcheck(torch.ops.fastattn.attention.default, operator_arguments(p, backend))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_compiled_in_one_graph(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_in_one_graph(backend: str, device: torch.device) -> None:
     """The masks' tensors are inputs of the graph; AttentionMask is built in it."""
-    room_call(room, device)
+    backend_call(backend, device)
     p = make(H=4, Hk=2, mask="everything", bias=(1, 4, 1, 37), dropout_p=0.3, device=device)
     tensors = {name: t for name, t in p.mask.items() if isinstance(t, Tensor)}
     flags = {name: value for name, value in p.mask.items() if name not in tensors}
-    wanted = {"enable_gqa": True, "return_lse": True, "return_weights": True, "backend": room}
+    wanted = {"enable_gqa": True, "return_lse": True, "return_weights": True, "backend": backend}
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def call(q, k, v, bias, tensors, dropout_p, scale):
@@ -61,20 +61,20 @@ def test_compiled_in_one_graph(room: str, device: torch.device) -> None:
 
     compiled = solve(p, attend)
     compare(p, compiled, Results._fields)
-    if room in KERNEL_ROOMS:
-        for name, a, b in zip(Results._fields, compiled, solve(p, room_call(room, device)), strict=True):
+    if backend in KERNEL_BACKENDS:
+        for name, a, b in zip(Results._fields, compiled, solve(p, backend_call(backend, device)), strict=True):
             assert a is b is None or torch.equal(a, b), f"{name}: compiled and eager differ"
 
 
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_one_graph_for_many_lengths(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_one_graph_for_many_lengths(backend: str, device: torch.device) -> None:
     """Lengths that change from batch to batch compile once more, then no more."""
-    room_call(room, device)
+    backend_call(backend, device)
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=graphs)
     def call(q, k, v, key_padding):
-        return SDPA(q, k, v, AttentionMask(key_padding=key_padding, is_causal=True), backend=room)
+        return SDPA(q, k, v, AttentionMask(key_padding=key_padding, is_causal=True), backend=backend)
 
     for L in (5, 9, 14):
         p = make(B=2, H=2, Lq=L, Lk=L, D=16, mask="key_padding", device=device)
@@ -84,14 +84,14 @@ def test_one_graph_for_many_lengths(room: str, device: torch.device) -> None:
     assert graphs.frame_count <= 2
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_autocast(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend: str, device: torch.device) -> None:
     """Under autocast float32 inputs give a bfloat16 result and float32 gradients, as torch's own operator does."""
-    room_call(room, device)
+    backend_call(backend, device)
     p = make(mask="decoder", bias=(1, 2, 21, 37), device=device)
     leaves = [t.clone().requires_grad_() for t in (p.q, p.k, p.v, p.bias)]
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        out = SDPA(*leaves[:3], AttentionMask(**p.mask, bias=leaves[3]), scale=p.scale, backend=room)
+        out = SDPA(*leaves[:3], AttentionMask(**p.mask, bias=leaves[3]), scale=p.scale, backend=backend)
     assert out.dtype == torch.bfloat16
     out.backward(p.dout.bfloat16())
     low = p.but(**{n: getattr(p, n).bfloat16() for n in ("q", "k", "v", "dout")}, dlse=None)
@@ -101,17 +101,17 @@ def test_autocast(room: str, device: torch.device) -> None:
     compare(low, as_computed, ("out", "dq", "dk", "dv", "dbias"))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_second_derivative_is_right_or_refused(room: str, device: torch.device) -> None:
-    room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_derivative_is_right_or_refused(backend: str, device: torch.device) -> None:
+    backend_call(backend, device)
     p = make(B=1, H=1, Lq=4, Lk=5, D=8, device=device)
     q = p.q.clone().requires_grad_()
-    out = SDPA(q, p.k, p.v, backend=room)
+    out = SDPA(q, p.k, p.v, backend=backend)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    if room in KERNEL_ROOMS:
+    if backend in KERNEL_BACKENDS:
         with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
             dq.sum().backward()
     else:
         k, v = p.k.double(), p.v.double()
-        call = lambda q: SDPA(q, k, v, return_lse=True, backend=room)[0]  # noqa: E731
+        call = lambda q: SDPA(q, k, v, return_lse=True, backend=backend)[0]  # noqa: E731
         assert torch.autograd.gradgradcheck(call, q.detach().double().requires_grad_())

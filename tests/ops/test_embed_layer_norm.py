@@ -1,4 +1,4 @@
-"""Embedding + positions + dropout + LayerNorm in every room against float64, both ways; bugs that are to be found."""
+"""Embedding + positions + dropout + LayerNorm in every backend against float64, both ways; bugs that are to be found."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from embed_layer_norm_checks import EPS, ROOMS, Results, check, make, plain, room_call, solve
-from helpers import rooms
+from embed_layer_norm_checks import BACKENDS, EPS, Results, backend_call, check, make, plain, solve
+from helpers import backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, embed_layer_norm
@@ -16,35 +16,44 @@ from fastattn._dispatch import refusal
 from fastattn.ops import _arguments, _library_embed
 from fastattn.reference import philox
 
-KERNELS = rooms("embed_layer_norm", kernels_only=True)
+KERNELS = backends_of("embed_layer_norm", kernels_only=True)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("scale, packed", [(1.0, False), (6.0, True)])
 @pytest.mark.parametrize("batch, length, hidden", [(3, 7, 48), (2, 5, 513), (40, 3, 7), (1, 2, 1030)])
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_float32(
-    room: str, batch: int, length: int, hidden: int, scale: float, packed: bool, dropout_p: float, device: torch.device
+    backend: str,
+    batch: int,
+    length: int,
+    hidden: int,
+    scale: float,
+    packed: bool,
+    dropout_p: float,
+    device: torch.device,
 ) -> None:
-    check(make(batch, length, hidden, dropout_p, scale=scale, packed=packed, device=device), room_call(room, device))
+    check(
+        make(batch, length, hidden, dropout_p, scale=scale, packed=packed, device=device), backend_call(backend, device)
+    )
 
 
 @pytest.mark.parametrize("table_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("room", ROOMS)
-def test_16_bit(room: str, dtype: torch.dtype, table_dtype: torch.dtype | None, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_16_bit(backend: str, dtype: torch.dtype, table_dtype: torch.dtype | None, device: torch.device) -> None:
     p = make(5, 7, 72, 0.3, scale=6.0, dtype=dtype, table_dtype=table_dtype, device=device)
-    got = check(p, room_call(room, device))
+    got = check(p, backend_call(backend, device))
     assert got.out.dtype == got.dembedding.dtype == got.dweight.dtype == dtype
-    got = solve(p.but(weight=p.weight.float(), bias=p.bias.float()), room_call(room, device))
+    got = solve(p.but(weight=p.weight.float(), bias=p.bias.float()), backend_call(backend, device))
     assert (got.out.dtype, got.dweight.dtype) == (dtype, torch.float32)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("room", ["reference", "aten"])
-def test_float64_and_gradcheck(room: str, dropout_p: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_float64_and_gradcheck(backend: str, dropout_p: float, device: torch.device) -> None:
     p = make(2, 3, 5, dropout_p, scale=3.0, packed=True, dtype=torch.float64, device=device)
-    call = room_call(room, device)
+    call = backend_call(backend, device)
     for name, actual, truth in zip(Results._fields, solve(p, call), solve(p, plain(torch.float64)), strict=True):
         torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
 
@@ -55,25 +64,25 @@ def test_float64_and_gradcheck(room: str, dropout_p: float, device: torch.device
     assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in (p.embedding, p.weight, p.bias)])
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_it_takes_the_place_of_separate_operators(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_takes_the_place_of_separate_operators(backend: str, device: torch.device) -> None:
     """The dropout bits of dropout_add_layer_norm under the same seed; results but for the rounding of a sum."""
-    p, call = make(4, 6, 40, 0.4, scale=6.0, device=device), room_call(room, device)
+    p, call = make(4, 6, 40, 0.4, scale=6.0, device=device), backend_call(backend, device)
 
     def apart(
         tokens: Tensor, embedding: Tensor, table: Tensor, weight: Tensor, bias: Tensor, *options, **more
     ) -> Tensor:
         words = F.embedding(tokens, embedding, more["padding_idx"]) * more["scale"] + table[: tokens.shape[1]]
-        return dropout_add_layer_norm(words, None, weight, bias, *options, backend=room)
+        return dropout_add_layer_norm(words, None, weight, bias, *options, backend=backend)
 
     for name, a, b in zip(Results._fields, solve(p, call), solve(p, apart), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_autocast(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend: str, device: torch.device) -> None:
     """The result is in autocast's dtype, the sum is not rounded to it, and parameters keep theirs."""
-    p, call = make(3, 7, 40, scale=6.0, device=device), room_call(room, device)
+    p, call = make(3, 7, 40, scale=6.0, device=device), backend_call(backend, device)
     with torch.autocast(device.type, torch.bfloat16):
         got = solve(p, call)
     assert got.out.dtype == torch.bfloat16
@@ -84,9 +93,9 @@ def test_autocast(room: str, device: torch.device) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_padding_gets_no_gradient(room: str, device: torch.device) -> None:
-    p, call = make(padding_idx=4, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_gets_no_gradient(backend: str, device: torch.device) -> None:
+    p, call = make(padding_idx=4, device=device), backend_call(backend, device)
     assert (p.tokens == 4).any()
     padded, all_of_it = solve(p, call), solve(p.but(padding_idx=None), call)
     assert not padded.dembedding[4].any()
@@ -95,10 +104,10 @@ def test_padding_gets_no_gradient(room: str, device: torch.device) -> None:
     assert torch.equal(solve(p.but(padding_idx=4 - len(p.embedding)), call).dembedding, padded.dembedding)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_shapes_strides_and_integers(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_strides_and_integers(backend: str, device: torch.device) -> None:
     """Any leading dimensions, transposed tokens and 32-bit integers give the bits of plain ones."""
-    p, call = make(4, 6, 40, packed=True, device=device), room_call(room, device)
+    p, call = make(4, 6, 40, packed=True, device=device), backend_call(backend, device)
     rest = (p.embedding, p.table, p.weight, p.bias)
     want = call(p.tokens, *rest, position=p.position)
     assert torch.equal(call(p.tokens.t().contiguous().t(), *rest, position=p.position.int()), want)
@@ -112,32 +121,32 @@ def test_shapes_strides_and_integers(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_tokens(room: str, shape: tuple[int, int], device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens(backend: str, shape: tuple[int, int], device: torch.device) -> None:
     p = make(device=device)
     p = p.but(tokens=p.tokens.new_zeros(shape), dout=p.dout.new_zeros(*shape, 48), dropout_p=0.3)
-    got = solve(p, room_call(room, device))
+    got = solve(p, backend_call(backend, device))
     assert got.out.shape == (*shape, 48)
     assert not any(grad.any() for grad in got[1:])
 
 
 @pytest.mark.parametrize("needs", ["e", "w", "b", "wb"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_frozen_inputs(room: str, needs: str, device: torch.device) -> None:
-    p, call = make(dropout_p=0.3, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_inputs(backend: str, needs: str, device: torch.device) -> None:
+    p, call = make(dropout_p=0.3, device=device), backend_call(backend, device)
     for name, letter, a, b in zip(
         Results._fields[1:], "ewb", solve(p, call)[1:], solve(p, call, needs)[1:], strict=True
     ):
         assert torch.equal(a, b) if letter in needs else b is None, name
 
 
-@pytest.mark.parametrize("room", KERNELS)
+@pytest.mark.parametrize("backend", KERNELS)
 def test_indices_out_of_range_make_their_row_nan(
-    room: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing outside of the embedding and the table is read or written; all other rows are as they were."""
     monkeypatch.setattr(_arguments, "check_range", lambda *_: None)  # a GPU's values are not looked at
-    p, call = make(3, 7, 40, packed=True, padding_idx=None, device=device), room_call(room, device)
+    p, call = make(3, 7, 40, packed=True, padding_idx=None, device=device), backend_call(backend, device)
     tokens, position, bad = p.tokens.clone(), p.position.clone(), torch.zeros(3, 7, dtype=torch.bool, device=device)
     tokens[0, 2], tokens[1, 5], position[2, 0], position[2, 1] = -1, 11, 12, -3
     bad[0, 2] = bad[1, 5] = bad[2, 0] = bad[2, 1] = True
@@ -157,9 +166,9 @@ def test_tokens_out_of_range_raise_on_a_cpu() -> None:
         embed_layer_norm(p.tokens, p.embedding, p.table, p.weight, p.bias, position=position)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_equal_bits_run_to_run(room: str, device: torch.device) -> None:
-    p, call = make(20, 4, 130, 0.3, scale=6.0, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_bits_run_to_run(backend: str, device: torch.device) -> None:
+    p, call = make(20, 4, 130, 0.3, scale=6.0, device=device), backend_call(backend, device)
     first = solve(p, call)
     for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
@@ -186,30 +195,30 @@ def test_rows_are_added_in_torchs_deterministic_mode(monkeypatch: pytest.MonkeyP
 
 
 def test_triton_weight_gradients_of_many_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = room_call("triton", device)
+    call = backend_call("triton", device)
     monkeypatch.setattr(importlib.import_module("fastattn.kernels.common.norm"), "multiprocessors", lambda x: 9)
     check(make(20, 8, 264, device=device), call)
     check(make(8, 4, 1030, device=device), call)
 
 
 @pytest.mark.parametrize("packed, dropout_p, padding_idx", [(True, 0.3, 2), (False, 0.0, None)])
-@pytest.mark.parametrize("room", KERNELS)
+@pytest.mark.parametrize("backend", KERNELS)
 def test_library_operators(
-    room: str, packed: bool, dropout_p: float, padding_idx: int | None, device: torch.device
+    backend: str, packed: bool, dropout_p: float, padding_idx: int | None, device: torch.device
 ) -> None:
-    room_call(room, device)
+    backend_call(backend, device)
     p = make(packed=packed, device=device)
     rng_state = philox.draw_rng_state(device) if dropout_p else None
     leaves = [t.requires_grad_() for t in (p.embedding, p.weight, p.bias)]
     places = (p.tokens.view(-1), p.table, p.position.view(-1) if packed else None, 7)
-    options = (6.0, padding_idx, EPS, dropout_p, rng_state, torch.float32, room)
+    options = (6.0, padding_idx, EPS, dropout_p, rng_state, torch.float32, backend)
     torch.library.opcheck(_library_embed.embed_layer_norm_op, (*leaves, *places, *options))
 
 
-@pytest.mark.parametrize("room", ["aten", *KERNELS])
-def test_torch_compile(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["aten", *KERNELS])
+def test_torch_compile(backend: str, device: torch.device) -> None:
     """One graph without a break, whose results are those of eager calls."""
-    p, call = make(4, 6, 40, scale=6.0, packed=True, device=device), room_call(room, device)
+    p, call = make(4, 6, 40, scale=6.0, packed=True, device=device), backend_call(backend, device)
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for name, a, b in zip(Results._fields, solve(p, compiled), solve(p, call), strict=True):
@@ -218,7 +227,7 @@ def test_torch_compile(room: str, device: torch.device) -> None:
 
 def test_triton_refusals(device: torch.device) -> None:
     p = make(device=device)
-    room_call("triton", device)
+    backend_call("triton", device)
     wide = torch.zeros(1, 16385, device=device)
     rest = (p.table, p.weight, p.bias, None, 1.0, None, 0.0, torch.float32)
     assert "16384" in refusal("embed_layer_norm", "triton", (p.tokens, wide, *rest))

@@ -1,4 +1,4 @@
-"""The feed-forward network in every room against float64, forward and backward; and bugs that are to be found."""
+"""The feed-forward network in every backend against float64, forward and backward; and bugs that are to be found."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 import torch
 from feed_forward_checks import (
     ACTIVATIONS,
+    BACKENDS,
     GATED,
-    ROOMS,
     Results,
+    backend_call,
     check,
     exact,
     make,
     plain,
     planted,
-    room_call,
     solve,
 )
-from helpers import assert_close_as_torch, rooms
+from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import feed_forward
@@ -28,46 +28,46 @@ from fastattn.reference import philox
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("room", ROOMS)
-def test_float32(room: str, activation: str, dropout_p: float, device: torch.device) -> None:
-    check(make(activation, dropout_p, device=device), room_call(room, device))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32(backend: str, activation: str, dropout_p: float, device: torch.device) -> None:
+    check(make(activation, dropout_p, device=device), backend_call(backend, device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("room", ROOMS)
-def test_16_bit(room: str, activation: str, dtype: torch.dtype, device: torch.device) -> None:
-    check(make(activation, 0.3, dtype=dtype, device=device), room_call(room, device))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_16_bit(backend: str, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(make(activation, 0.3, dtype=dtype, device=device), backend_call(backend, device))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_without_biases(room: str, activation: str, device: torch.device) -> None:
-    got = check(make(activation, 0.3, has_bias=False, device=device), room_call(room, device))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_biases(backend: str, activation: str, device: torch.device) -> None:
+    got = check(make(activation, 0.3, has_bias=False, device=device), backend_call(backend, device))
     assert got.dbias1 is None and got.dbias2 is None
 
 
 # Several tiles each way, ragged; widths that no tile divides; one token, so wide that no single number's luck decides.
 @pytest.mark.parametrize("activation", ["relu", "geglu_tanh"])
 @pytest.mark.parametrize("tokens, d, d_ff, d_out", [(270, 33, 150, 20), (1, 33, 257, 129), (3, 50, 129, 65)])
-@pytest.mark.parametrize("room", ROOMS)
-def test_sizes(room: str, tokens: int, d: int, d_ff: int, d_out: int, activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sizes(backend: str, tokens: int, d: int, d_ff: int, d_out: int, activation: str, device: torch.device) -> None:
     p = make(activation, 0.3, tokens=tokens, d=d, d_ff=d_ff, d_out=d_out, device=device)
-    check(p, room_call(room, device))
+    check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_several_tiles_bfloat16(room: str, activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_tiles_bfloat16(backend: str, activation: str, device: torch.device) -> None:
     p = make(activation, 0.3, tokens=270, d=72, d_ff=136, d_out=40, dtype=torch.bfloat16, device=device)
-    check(p, room_call(room, device))
+    check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("room", ["reference", "aten"])
-def test_float64_and_gradcheck(room: str, activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_float64_and_gradcheck(backend: str, activation: str, device: torch.device) -> None:
     p = make(activation, 0.3, tokens=3, d=4, d_ff=5, d_out=3, dtype=torch.float64, device=device)
-    call = room_call(room, device)
+    call = backend_call(backend, device)
     for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
         torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
 
@@ -80,11 +80,11 @@ def test_float64_and_gradcheck(room: str, activation: str, device: torch.device)
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "reglu"])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("room", ROOMS)
-def test_mask_is_the_rule(room: str, dropout_p: float, activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask_is_the_rule(backend: str, dropout_p: float, activation: str, device: torch.device) -> None:
     """Every pre-activation is 1 and weight2 the identity: out is h, and its zeros are the mask. Rows of x are unit
     vectors: dweight1's columns are the rows of dz, and its zeros the mask of the backward."""
-    call, (tokens, d_ff) = room_call(room, device), (19, 45)
+    call, (tokens, d_ff) = backend_call(backend, device), (19, 45)
     x, eye = torch.eye(tokens, device=device), torch.eye(d_ff, device=device)
     halves = 2 if activation in GATED else 1
     weight1 = torch.ones(halves * d_ff, tokens, device=device, requires_grad=True)
@@ -100,10 +100,10 @@ def test_mask_is_the_rule(room: str, dropout_p: float, activation: str, device: 
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_recompute(room: str, activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_recompute(backend: str, activation: str, device: torch.device) -> None:
     """Equal bits, dropout's among them, with nothing of the hidden layer kept between forward and backward."""
-    p, call = make(activation, 0.3, device=device), room_call(room, device)
+    p, call = make(activation, 0.3, device=device), backend_call(backend, device)
 
     def again(*inputs: Tensor) -> Tensor:
         kept: list[torch.Size] = []
@@ -113,7 +113,7 @@ def test_recompute(room: str, activation: str, device: torch.device) -> None:
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            out = feed_forward(*inputs, backend=room, recompute=True)
+            out = feed_forward(*inputs, backend=backend, recompute=True)
         assert not {p.weight1.shape[0], p.weight2.shape[1]} & {shape[-1] for shape in kept if shape[:1] == (21,)}
         return out
 
@@ -122,14 +122,14 @@ def test_recompute(room: str, activation: str, device: torch.device) -> None:
         assert torch.equal(once, recomputed), name
     torch.manual_seed(p.seed)
     with torch.no_grad():
-        out = feed_forward(*p.inputs, activation, 0.3, backend=room, recompute=True)
+        out = feed_forward(*p.inputs, activation, 0.3, backend=backend, recompute=True)
     assert torch.equal(out, results.out)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_draws(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_draws(backend: str, device: torch.device) -> None:
     """A new mask at every call; the same one under the same seed."""
-    p, call = make("relu", 0.5, device=device), room_call(room, device)
+    p, call = make("relu", 0.5, device=device), backend_call(backend, device)
     torch.manual_seed(1)
     first, second = call(*p.inputs, "relu", 0.5), call(*p.inputs, "relu", 0.5)
     torch.manual_seed(1)
@@ -137,10 +137,10 @@ def test_draws(room: str, device: torch.device) -> None:
     assert torch.equal(first, call(*p.inputs, "relu", 0.5))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_strides(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides(backend: str, device: torch.device) -> None:
     """Expanded (stride 0), transposed and sliced gradients; transposed weights, sliced biases; sliced, unaligned x."""
-    p, call = make("gelu", 0.3, device=device), room_call(room, device)
+    p, call = make("gelu", 0.3, device=device), backend_call(backend, device)
     row, one = p.dout[:1], torch.ones((), device=device)
     for dout in (row.expand_as(p.dout), one.expand_as(p.dout), p.dout.T.contiguous().T, p.dout.repeat(1, 2)[:, ::2]):
         check(p.but(dout=dout), call)
@@ -151,9 +151,9 @@ def test_strides(room: str, device: torch.device) -> None:
     check(p.but(x=torch.cat([p.x, p.x], 1)[:, : p.x.shape[1]]), call)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_leading_dimensions(room: str, device: torch.device) -> None:
-    p, call = make("gelu", 0.3, tokens=12, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_dimensions(backend: str, device: torch.device) -> None:
+    p, call = make("gelu", 0.3, tokens=12, device=device), backend_call(backend, device)
     rest = (*p.inputs[1:], "gelu", 0.3)
     torch.manual_seed(0)
     rows = call(p.x, *rest)
@@ -165,10 +165,10 @@ def test_leading_dimensions(room: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("needs", ["x", "1", "b", "2", "c", "12"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_frozen_inputs(room: str, needs: str, activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_inputs(backend: str, needs: str, activation: str, device: torch.device) -> None:
     """Only those get a gradient that ask for one, and it is right."""
-    p, call = make(activation, 0.3, device=device), room_call(room, device)
+    p, call = make(activation, 0.3, device=device), backend_call(backend, device)
     everything, some = solve(p, call), solve(p, call, needs)
     for name, letter, a, b in zip(Results._fields[1:], "x1b2c", everything[1:], some[1:], strict=True):
         assert torch.equal(a, b) if letter in needs else b is None, name
@@ -176,12 +176,12 @@ def test_frozen_inputs(room: str, needs: str, activation: str, device: torch.dev
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)])
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_tokens(room: str, shape: tuple[int, ...], activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens(backend: str, shape: tuple[int, ...], activation: str, device: torch.device) -> None:
     p = make(activation, 0.3, d=16, device=device)
     inputs = [torch.zeros(shape, device=device), *p.inputs[1:]]
     inputs = [t.detach().requires_grad_() for t in inputs]
-    out = room_call(room, device)(*inputs, activation, 0.3)
+    out = backend_call(backend, device)(*inputs, activation, 0.3)
     out.sum().backward()
     assert out.shape == (*shape[:-1], 24) and inputs[0].grad.shape == shape
     for t in inputs[1:]:
@@ -189,9 +189,9 @@ def test_no_tokens(room: str, shape: tuple[int, ...], activation: str, device: t
 
 
 @pytest.mark.parametrize("activation", ["relu", "geglu"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_equal_bits_run_to_run(room: str, activation: str, device: torch.device) -> None:
-    p, call = make(activation, 0.3, tokens=140, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_bits_run_to_run(backend: str, activation: str, device: torch.device) -> None:
+    p, call = make(activation, 0.3, tokens=140, device=device), backend_call(backend, device)
     first = solve(p, call)
     for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
@@ -199,19 +199,19 @@ def test_equal_bits_run_to_run(room: str, activation: str, device: torch.device)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: exp(large) is inf
-@pytest.mark.parametrize("room", ROOMS)
-def test_large_preactivations(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_preactivations(backend: str, device: torch.device) -> None:
     """|z| up to some thousands: the exponentials saturate, nothing becomes NaN."""
-    call = room_call(room, device)
+    call = backend_call(backend, device)
     for activation in ACTIVATIONS:
         p = make(activation, device=device)
         check(p.but(x=p.x * 1000), call)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_slopes_near_one(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slopes_near_one(backend: str, device: torch.device) -> None:
     """z from 3 to 6, where 1 - sigmoid cancels and gelu_tanh's slope makes much of what is left."""
-    call = room_call(room, device)
+    call = backend_call(backend, device)
     z, ones = torch.linspace(3, 6, 301, device=device)[:, None], torch.ones(8, 1, device=device)
     for activation in GATED.values():
         p = make(activation, d=1, d_ff=8, d_out=1, has_bias=False, device=device)
@@ -220,10 +220,10 @@ def test_slopes_near_one(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-@pytest.mark.parametrize("room", rooms("feed_forward", kernels_only=True))
-def test_what_is_kept_for_the_backward(room: str, activation: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", backends_of("feed_forward", kernels_only=True))
+def test_what_is_kept_for_the_backward(backend: str, activation: str, device: torch.device) -> None:
     """No dropout mask and no second tensor: beside inputs and rng_state, one tensor as wide as weight1 has rows."""
-    p, call = make(activation, 0.3, tokens=40, device=device), room_call(room, device)
+    p, call = make(activation, 0.3, tokens=40, device=device), backend_call(backend, device)
     inputs = [t.detach().requires_grad_() for t in p.inputs]
     given, kept = {t.data_ptr() for t in inputs}, []
 
@@ -237,9 +237,9 @@ def test_what_is_kept_for_the_backward(room: str, activation: str, device: torch
     assert kept == [(40, p.weight1.shape[0])]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_autocast(room: str, device: torch.device) -> None:
-    p, call = make("gelu", device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend: str, device: torch.device) -> None:
+    p, call = make("gelu", device=device), backend_call(backend, device)
     with torch.autocast(device.type, torch.bfloat16):
         got = solve(p.but(dout=p.dout.bfloat16()), call)
     low = {name: vars(p)[name].bfloat16() for name in ("x", "weight1", "bias1", "weight2", "bias2", "dout")}
@@ -250,19 +250,21 @@ def test_autocast(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("activation, has_bias, dropout_p", [("relu", True, 0.3), ("geglu", False, 0.0)])
-@pytest.mark.parametrize("room", rooms("feed_forward", kernels_only=True))
-def test_library_operators(room: str, activation: str, has_bias: bool, dropout_p: float, device: torch.device) -> None:
-    room_call(room, device)
+@pytest.mark.parametrize("backend", backends_of("feed_forward", kernels_only=True))
+def test_library_operators(
+    backend: str, activation: str, has_bias: bool, dropout_p: float, device: torch.device
+) -> None:
+    backend_call(backend, device)
     p = make(activation, dropout_p, tokens=6, has_bias=has_bias, device=device)
     inputs = [None if t is None else t.requires_grad_() for t in p.inputs]
     rng_state = philox.draw_rng_state(device) if dropout_p else None
     for recompute in (False, True):
-        arguments = (*inputs, activation, dropout_p, rng_state, recompute, room)
+        arguments = (*inputs, activation, dropout_p, rng_state, recompute, backend)
         torch.library.opcheck(_library.feed_forward_op, arguments)
 
 
 def test_triton_refuses_float64(device: torch.device) -> None:
-    room_call("triton", device)
+    backend_call("triton", device)
     p = make(dtype=torch.float64, device=device)
     assert "float64" in refusal("feed_forward", "triton", (*p.inputs, "relu", 0.0))
 
@@ -308,7 +310,7 @@ def test_an_odd_weight_has_no_halves() -> None:
         feed_forward(x, weight1, None, weight2, None, "swiglu")
 
 
-# bug -> the problem that must find it (the kinds that every room is given above) and the result it must be found in.
+# bug -> the problem that must find it (the kinds that every backend is given above) and the result it must be found in.
 GELU, SWIGLU = make("gelu", 0.3), make("swiglu", 0.3)
 HALF = make("gelu", 0.3, dtype=torch.bfloat16)
 PLANTED = {

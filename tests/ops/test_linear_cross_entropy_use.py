@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from linear_cross_entropy_checks import (
+    BACKENDS,
     IGNORED,
     REDUCTIONS,
-    ROOMS,
     SMOOTHED,
     Results,
+    backend_call,
     check,
     make,
-    room_call,
     solve,
 )
 
@@ -25,10 +25,10 @@ from fastattn import explain, linear_cross_entropy
 from fastattn.ops import _library_cross_entropy as _library
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_strides(room: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides(backend: str, device: torch.device) -> None:
     """Transposed weight, sliced and unaligned x, sliced target, expanded dloss and x."""
-    p, call = make("none", device=device, **SMOOTHED), room_call(room, device)
+    p, call = make("none", device=device, **SMOOTHED), backend_call(backend, device)
     check(p.but(weight=p.weight.T.contiguous().T, x=torch.cat([p.x, p.x], 1)[:, : p.x.shape[1]]), call)
     unaligned = torch.empty(p.x.numel() + 1, device=device)[1:].view_as(p.x).copy_(p.x)
     check(p.but(x=unaligned, target=p.target.repeat_interleave(2)[::2]), call)
@@ -36,9 +36,9 @@ def test_strides(room: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-@pytest.mark.parametrize("room", ROOMS)
-def test_leading_dimensions_and_integer_types(room: str, dtype: torch.dtype, device: torch.device) -> None:
-    p, call = make("none", tokens=12, device=device), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_dimensions_and_integer_types(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    p, call = make("none", tokens=12, device=device), backend_call(backend, device)
     rest = {"ignore_index": IGNORED, "reduction": "none"}
     rows = call(p.x, p.weight, p.target, p.bias, **rest)
     assert torch.equal(call(p.x.view(3, 4, -1), p.weight, p.target.view(3, 4).to(dtype), p.bias, **rest).view(-1), rows)
@@ -48,19 +48,19 @@ def test_leading_dimensions_and_integer_types(room: str, dtype: torch.dtype, dev
 
 @pytest.mark.parametrize("needs", ["x", "w", "b", "xw", "xb"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_frozen_inputs(room: str, reduction: str, needs: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_inputs(backend: str, reduction: str, needs: str, device: torch.device) -> None:
     """Only those get a gradient that ask for one, and it is right."""
-    p, call = make(reduction, device=device), room_call(room, device)
+    p, call = make(reduction, device=device), backend_call(backend, device)
     everything, some = solve(p, call), solve(p, call, needs)
     for name, letter, a, b in zip(Results._fields[1:], "xwb", everything[1:], some[1:], strict=True):
         assert torch.equal(a, b) if letter in needs else b is None, name
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("room", ROOMS)
-def test_equal_bits_run_to_run(room: str, reduction: str, device: torch.device) -> None:
-    p, call = make(reduction, tokens=40, device=device, **SMOOTHED), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_bits_run_to_run(backend: str, reduction: str, device: torch.device) -> None:
+    p, call = make(reduction, tokens=40, device=device, **SMOOTHED), backend_call(backend, device)
     first = solve(p, call)
     for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
@@ -69,10 +69,10 @@ def test_equal_bits_run_to_run(room: str, reduction: str, device: torch.device) 
 
 @pytest.mark.parametrize("dloss", [1.0, -0.5])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_second_backward(room: str, reduction: str, dloss: float, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_backward(backend: str, reduction: str, dloss: float, device: torch.device) -> None:
     """On one graph: equal gradients, which add up; and no graph where none is asked for, with an equal loss."""
-    p, call = make(reduction, device=device), room_call(room, device)
+    p, call = make(reduction, device=device), backend_call(backend, device)
     x, weight, bias = (t.detach().requires_grad_() for t in (p.x, p.weight, p.bias))
     loss = call(x, weight, p.target, bias, **p.options)
     dloss = torch.full_like(loss, dloss)
@@ -89,10 +89,10 @@ def test_a_second_backward(room: str, reduction: str, dloss: float, device: torc
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("room", [room for room in ROOMS if room != "reference"])
-def test_no_logits_are_kept(room: str, reduction: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
+def test_no_logits_are_kept(backend: str, reduction: str, device: torch.device) -> None:
     """Between forward and backward nothing is (tokens, classes): the gradients, or the inputs."""
-    p, call, kept = make(reduction, tokens=40, device=device), room_call(room, device), []
+    p, call, kept = make(reduction, tokens=40, device=device), backend_call(backend, device), []
     inputs = [t.detach().requires_grad_() for t in (p.x, p.weight, p.bias)]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         call(inputs[0], inputs[1], p.target, inputs[2], **p.options)
@@ -101,13 +101,13 @@ def test_no_logits_are_kept(room: str, reduction: str, device: torch.device) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("room", [room for room in ROOMS if room != "reference"])
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
 def test_chunks(
-    room: str, reduction: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    backend: str, reduction: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits past the budget: tokens are cut, the last chunk ragged; a budget below one row still takes one."""
-    p, call = make(reduction, tokens=37, dtype=dtype, device=device, **SMOOTHED), room_call(room, device)
-    module = "aten.linear_cross_entropy" if room == "aten" else "_cross_entropy_products"
+    p, call = make(reduction, tokens=37, dtype=dtype, device=device, **SMOOTHED), backend_call(backend, device)
+    module = "aten.linear_cross_entropy" if backend == "aten" else "_cross_entropy_products"
     products, whole, parts = importlib.import_module(f"fastattn.{module}"), solve(p, call), []
     monkeypatch.setattr(products, "_add", lambda *a, add=products._add: parts.append(1) or add(*a))
     monkeypatch.setattr(products, "LOGITS_BYTES", 10 * 70 * dtype.itemsize)
@@ -118,9 +118,9 @@ def test_chunks(
     assert len(parts) >= 2 * (3 + 27), "not cut"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_autocast(room: str, device: torch.device) -> None:
-    p, call = make(device=device, **SMOOTHED), room_call(room, device)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend: str, device: torch.device) -> None:
+    p, call = make(device=device, **SMOOTHED), backend_call(backend, device)
     with torch.autocast(device.type, torch.bfloat16):
         got = solve(p, call)
     want = solve(p.but(x=p.x.bfloat16(), weight=p.weight.bfloat16(), bias=p.bias.bfloat16()), call)
@@ -134,32 +134,32 @@ def test_a_target_out_of_range_is_told_on_a_cpu(value: int) -> None:
     p = make()
     p.target[5] = value
     with pytest.raises(ValueError, match=f"target has the value {value}, expected 0 to 69 or ignore_index=2"):
-        solve(p, room_call("aten", torch.device("cpu")))
+        solve(p, backend_call("aten", torch.device("cpu")))
 
 
 @pytest.mark.parametrize("reduction, dtype", [("none", torch.float32), ("mean", torch.float32), ("sum", torch.float16)])
-@pytest.mark.parametrize("room", [room for room in ROOMS if room != "reference"])
-def test_library_operators(room: str, reduction: str, dtype: torch.dtype, device: torch.device) -> None:
-    room_call(room, device)
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
+def test_library_operators(backend: str, reduction: str, dtype: torch.dtype, device: torch.device) -> None:
+    backend_call(backend, device)
     p = make(reduction, tokens=6, dtype=dtype, has_bias=reduction != "sum", device=device)
     inputs = [None if t is None else t.requires_grad_() for t in (p.x, p.weight, p.bias)]
     asked = [t is not None for t in inputs]
-    options = (0.1, IGNORED, 0.5, reduction, asked, room)
+    options = (0.1, IGNORED, 0.5, reduction, asked, backend)
     torch.library.opcheck(_library.linear_cross_entropy_op, (*inputs, p.target, *options))
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("room", ROOMS)
-def test_compiled(room: str, reduction: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(backend: str, reduction: str, device: torch.device) -> None:
     """One graph without a break, and the eager call's results; one input asks for no gradient."""
-    p, call = make(reduction, device=device, **SMOOTHED), room_call(room, device)
+    p, call = make(reduction, device=device, **SMOOTHED), backend_call(backend, device)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for name, a, b in zip(Results._fields, solve(p, compiled, "xw"), solve(p, call, "xw"), strict=True):
         torch.testing.assert_close(a, b, msg=name)
 
 
 def test_triton_refuses_float64(device: torch.device) -> None:
-    room_call("triton", device)
+    backend_call("triton", device)
     p = make(dtype=torch.float64, device=device)
     explanation = explain("linear_cross_entropy", p.x, p.weight, p.target, p.bias)
     assert "float64" in explanation.refusals["triton"] and explanation.chosen == "aten"

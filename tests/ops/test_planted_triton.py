@@ -101,7 +101,7 @@ def interpreted(device: torch.device) -> None:
 @pytest.mark.parametrize("problem", [TURNS, ALONE, WIDE, RMS, RELU, GELU, SWIGLU, LOSS, WORDS])
 def test_without_a_bug(problem: tuple[ModuleType, Any], interpreted: None, device: torch.device) -> None:
     checks, p = problem
-    checks.check(p, checks.room_call("triton", device))
+    checks.check(p, checks.backend_call("triton", device))
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
@@ -109,7 +109,7 @@ def test_is_caught(
     bug: Bug, interpreted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     checks, p = bug.problem
-    call = checks.room_call("triton", device)
+    call = checks.backend_call("triton", device)
     plant(bug, tmp_path, monkeypatch)
     with pytest.raises(AssertionError, match=f"^{bug.result}: error"):
         checks.check(p, call)

@@ -19,12 +19,12 @@ PROBLEMS = {problem.op: problem for problem in _problems.problems(torch.device("
 
 
 @pytest.fixture
-def gpu(room: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """What the rooms believe to be a GPU, also where none is; and that fastattn._C was built."""
+def gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What the backends believe to be a GPU, also where none is; and that fastattn._C was built."""
     properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    if room == "cuda" and not torch.cuda.is_available():
+    if backend == "cuda" and not torch.cuda.is_available():
         if cuda._host_runner is None:
             pytest.skip("there is no fastattn._C on this machine")
         monkeypatch.setitem(sys.modules, "fastattn._C", cuda._host_runner)
@@ -36,9 +36,9 @@ def gpu(room: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]
         answer.cache_clear()
 
 
-@pytest.mark.parametrize("room", ["triton", "cuda"])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("op", PROBLEMS)
-def test_one_graph(op: str, room: str, gpu: SimpleNamespace) -> None:
+def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
     """No graph break, and nothing in the graph that asks for the device."""
     torch.compiler.reset()  # of the same lines for the ops before
     graphs = []
@@ -49,7 +49,7 @@ def test_one_graph(op: str, room: str, gpu: SimpleNamespace) -> None:
 
     @torch.compile(fullgraph=True, backend=keep)
     def call(tensors, options):
-        return PROBLEMS[op].function(**tensors, **options, backend=room)
+        return PROBLEMS[op].function(**tensors, **options, backend=backend)
 
     with FakeTensorMode() as mode:
 
@@ -64,9 +64,11 @@ def test_one_graph(op: str, room: str, gpu: SimpleNamespace) -> None:
     assert not any("device" in target for target in graphs[0]), graphs[0]
 
 
-@pytest.mark.parametrize("room", ["triton"])
-def test_triton_wants_tensor_cores_of_nvidia(room: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older GPUs and other vendors' are named, by every op's room alike."""
+@pytest.mark.parametrize("backend", ["triton"])
+def test_triton_wants_tensor_cores_of_nvidia(
+    backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older GPUs and other vendors' are named, by every op's backend alike."""
     x = SimpleNamespace(is_cuda=True, device=GPU)
     assert launch.refuse_device(x) is None
     gpu.major, gpu.minor = 7, 5

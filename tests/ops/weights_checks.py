@@ -15,13 +15,13 @@ Wanted = bool | list[int] | str
 HEADS = [3, 1, 0]  # of four: not in order, and not of equal steps
 
 
-def ask(room: str) -> Callable[[Problem, Wanted], Tensor]:
-    """weights = ask(room)(problem, return_weights)"""
+def ask(backend: str) -> Callable[[Problem, Wanted], Tensor]:
+    """weights = ask(backend)(problem, return_weights)"""
 
     def call(p: Problem, wanted: Wanted) -> Tensor:
         torch.manual_seed(p.seed)
         mask = AttentionMask(**p.mask, bias=p.bias)
-        options = {"scale": p.scale, "enable_gqa": True, "return_weights": wanted, "backend": room}
+        options = {"scale": p.scale, "enable_gqa": True, "return_weights": wanted, "backend": backend}
         return scaled_dot_product_attention(p.q, p.k, p.v, mask, p.dropout_p, **options)[1]
 
     return call
