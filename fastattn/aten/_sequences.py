@@ -115,8 +115,8 @@ def sequences(mask: AttentionMask, q: Tensor, k: Tensor) -> Sequences | None:
     """
     if mask.cu_seqlens_q is None or len(q) != 1:
         return None
-    (attn_mask, key_padding, query_padding, cu_seqlens_q, cu_seqlens_k), bounds = mask.flatten()
-    others = (attn_mask, key_padding, query_padding, mask.bias)
+    cu_seqlens_q, cu_seqlens_k = mask.cu_seqlens_q, mask.cu_seqlens_k
+    others = (mask.attn_mask, mask.key_padding, mask.query_padding, mask.bias)
     if any(t is not None for t in others) or len(cu_seqlens_q) < 2:
         return None
     alike = cu_seqlens_q is cu_seqlens_k
@@ -133,9 +133,9 @@ def sequences(mask: AttentionMask, q: Tensor, k: Tensor) -> Sequences | None:
         keys = queries if alike and Lq == Lk else _side(cu_seqlens_k, longest_k, Lk)
         key_padding = None if keys.past is None else ~keys.past
         # Queries past the end may see what they like: nobody reads their results.
-        return Sequences(queries, keys, AttentionMask.unflatten([None, key_padding, None, None, None], bounds, None))
+        return Sequences(queries, keys, mask.replace(key_padding=key_padding, cu_seqlens_q=None, cu_seqlens_k=None))
 
-    return mask.cached(("sequences", q.shape[2], k.shape[2]), build)
+    return mask.cached(("sequences", q.shape[2], k.shape[2]), q.device, build)
 
 
 def _side(cu_seqlens: Tensor, longest: int, T: int) -> Side:

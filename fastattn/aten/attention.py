@@ -168,15 +168,14 @@ def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
     def build() -> AttentionMask | None:
         if not mask.key_padding.all():
             return None
-        tensors, bounds = mask.flatten()
-        return AttentionMask.unflatten([None if t is mask.key_padding else t for t in tensors], bounds, None)
+        return mask.replace(key_padding=None, bias=None)
 
-    lighter = mask.cached(("without idle padding",), build)
+    lighter = mask.cached(("without idle padding",), mask.key_padding.device, build)
     if lighter is None:
         return mask
     if mask.bias is not None:
         return lighter.with_bias(mask.bias)
-    return None if lighter.band_only and lighter.band(1, 1) is None else lighter
+    return None if lighter.band_only and not lighter.has_band else lighter
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Tensor | None, scale: float) -> Tensor:
@@ -191,7 +190,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Te
     if shown is not None and _ends_in_odd_numbers(q, Lk):
         more = -Lk % _VECTOR
         k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
-        shown = mask.cached(("padded", Lq, Lk, q.dtype), lambda: F.pad(shown, (0, more), value=-torch.inf))
+        shown = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(shown, (0, more), value=-torch.inf))
     return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
 
 

@@ -6,19 +6,20 @@ True = ignore: invert them.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn._mask_arguments import FREE, Band, four_dims, is_bool, offsets, padding, window_band
-from fastattn._mask_tiles import Tiles, build_tiles
+from fastattn.masks.prepared import Layout, PreparedMask, Restriction, band_of, prepare, sequences
 
+Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None = unbounded
+FREE: Band = (None, None)
 _ALIGNMENTS = ("top_left", "bottom_right")
 _STRUCTURE = ("attn_mask", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
-_NO_BOUND = 2**62  # None among integers, in flatten()
 
 
 class AttentionMask:
@@ -62,21 +63,23 @@ class AttentionMask:
             cu_seqlens_k = cu_seqlens_q
         elif cu_seqlens_q is None:
             raise ValueError("cu_seqlens_k was given without cu_seqlens_q")
-        self.attn_mask = four_dims("attn_mask", attn_mask, is_bool, "bool; a float mask is bias=")
-        self.bias = four_dims("bias", bias, torch.is_floating_point, "floating point; a bool mask is attn_mask=")
-        self.key_padding = padding("key_padding", key_padding)
-        self.query_padding = padding("query_padding", query_padding)
-        self.cu_seqlens_q = offsets("cu_seqlens_q", cu_seqlens_q)
+        self.attn_mask = _four_dims("attn_mask", attn_mask, _is_bool, "bool; a float mask is bias=")
+        self.bias = _four_dims("bias", bias, torch.is_floating_point, "floating point; a bool mask is attn_mask=")
+        self.key_padding = _padding("key_padding", key_padding)
+        self.query_padding = _padding("query_padding", query_padding)
+        self.cu_seqlens_q = _offsets("cu_seqlens_q", cu_seqlens_q)
         alike = cu_seqlens_k is cu_seqlens_q
-        self.cu_seqlens_k = self.cu_seqlens_q if alike else offsets("cu_seqlens_k", cu_seqlens_k)
+        self.cu_seqlens_k = self.cu_seqlens_q if alike else _offsets("cu_seqlens_k", cu_seqlens_k)
         if cu_seqlens_q is not None and len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
             raise ValueError(
                 "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
                 f"got {len(self.cu_seqlens_q) - 1} and {len(self.cu_seqlens_k) - 1}"
             )
         self._bands = {name: FREE for name in _ALIGNMENTS}
-        self._bands[align] = _intersect(window_band(window), (None, 0) if is_causal else FREE)
-        self._cache: dict[Any, Any] = {}
+        self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else FREE)
+        self._cache: dict[Any, Any] = {}  # key -> (versions of the tensors and stream, what was made)
+        tensors = self._tensors().values()
+        self._made_while = _recording(next(iter(tensors)).device if tensors else None)
 
     @classmethod
     def of(cls, attn_mask: AttentionMask | Tensor | None) -> AttentionMask | None:
@@ -116,6 +119,12 @@ class AttentionMask:
         other.bias = bias
         return other
 
+    def replace(self, **tensors: Tensor | None) -> AttentionMask:
+        """The same mask with other tensors, given by their names."""
+        other = self.with_bias(self.bias)
+        other.__dict__.update(tensors, _cache={})
+        return other
+
     def __repr__(self) -> str:
         parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items()]
         parts += [f"{name} band={band}" for name, band in self._bands.items() if band != FREE]
@@ -135,23 +144,18 @@ class AttentionMask:
         return all(t is None for t in self._structure())
 
     @property
-    def bands(self) -> tuple[Band, Band]:
-        """(low, high) of the band that counts from the first query and key, and of that from the last."""
-        return self._bands["top_left"], self._bands["bottom_right"]
+    def has_band(self) -> bool:
+        """Whether causal or a window restricts."""
+        return any(band != FREE for band in self._bands.values())
 
     @property
     def counts_from_the_end(self) -> bool:
         """Whether a band counts from the last query and key, of the whole or of each packed sequence."""
         return self._bands["bottom_right"] != FREE
 
-    def band(self, Lq: int, Lk: int) -> tuple[int, int] | None:
-        """(lo, hi): query i sees key j only if lo <= j - i <= hi; None when no band was asked for. Not for segments."""
-        if all(band == FREE for band in self._bands.values()):
-            return None
-        low, high = self._bands["bottom_right"]
-        shifted = (None if low is None else low + Lk - Lq, None if high is None else high + Lk - Lq)
-        low, high = _intersect(self._bands["top_left"], shifted)
-        return (-Lq if low is None else low), (Lk if high is None else high)
+    def band(self, Lq: int, Lk: int) -> tuple[int, int]:
+        """(low, high), both in [-Lq, Lk]: query i sees key j only if low <= j - i <= high. Not for packed sequences."""
+        return band_of(self._restriction(), Lq, Lk)
 
     def check(self, B: int, H: int, Lq: int, Lk: int, device: torch.device) -> None:
         """Raise ValueError if this mask does not fit queries (B, H, Lq, ..) and keys (B, .., Lk, ..) on device."""
@@ -171,7 +175,7 @@ class AttentionMask:
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """The bool mask written out, an expanded (B, H, Lq, Lk) view: the truth that tests compare with. No bias."""
-        keep = self.cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
+        keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
         return keep.expand(B, H, Lq, Lk)
 
     def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
@@ -181,8 +185,8 @@ class AttentionMask:
         keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         shift_tl, shift_br = 0, Lk - Lq
         if self.cu_seqlens_q is not None:
-            q_segment, q_first, q_len = _segments(self.cu_seqlens_q, i)
-            k_segment, k_first, k_len = _segments(self.cu_seqlens_k, j)
+            q_segment, q_first, q_len = sequences(self.cu_seqlens_q, i)
+            k_segment, k_first, k_len = sequences(self.cu_seqlens_k, j)
             keep = keep & (q_segment == k_segment) & (q_segment < len(self.cu_seqlens_q) - 1)
             shift_tl = k_first - q_first
             shift_br = shift_tl + k_len - q_len
@@ -209,12 +213,12 @@ class AttentionMask:
         """
         if self.bias is not None:  # it may hold -inf, and may be another one at the next call
             return self._build_visible(Lq, Lk, device)
-        return self.cached(("visible", Lq, Lk, device), lambda: self._build_visible(Lq, Lk, device))
+        return self.cached(("visible", Lq, Lk), device, lambda: self._build_visible(Lq, Lk, device))
 
     def _build_visible(
         self, Lq: int, Lk: int, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        keep = self.cached(("dense", Lq, Lk, device), lambda: self._build_dense(Lq, Lk, device))
+        keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
         sees, seen = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
@@ -230,75 +234,43 @@ class AttentionMask:
         def build() -> Tensor:
             return torch.zeros_like(hide, dtype=dtype).masked_fill_(hide, -torch.inf)
 
-        return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype, hide.device), build)
+        return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype), hide.device, build)
 
-    def intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(k_start, k_end), int32 (B or 1, Lq): query i may see only keys k_start <= j < k_end.
+    def prepare(self, Lq: int, Lk: int, layout: Layout, device: torch.device) -> PreparedMask:
+        """What a kernel reads of this mask, its bias apart: made once, on the device, without waiting for it."""
+        rows, columns = (Lk, Lq) if layout.by_key else (Lq, Lk)
 
-        Band, window, segments, query padding (an empty interval) and the first and last real key are folded in.
-        Holes in key_padding and attn_mask apply on top.
+        def restriction() -> Restriction:
+            return self._restriction().transposed() if layout.by_key else self._restriction()
+
+        if self.band_only:
+            return PreparedMask(*band_of(restriction(), rows, columns))
+        build = partial(prepare, restriction(), rows, columns, layout.block_rows, layout.block_columns, device)
+        return self.cached(("prepared", rows, columns, layout), device, build)
+
+    def _restriction(self) -> Restriction:
+        bands = (self._bands["top_left"], self._bands["bottom_right"])
+        paddings = (self.query_padding, self.key_padding)
+        return Restriction(bands, self.cu_seqlens_q, self.cu_seqlens_k, *paddings, self.attn_mask)
+
+    def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
+        """What build() makes of this mask, its bias apart. It is made anew, and replaced, after an in-place edit of one of
+        the mask's tensors and on another stream.
+
+        What is made while a CUDA graph is captured exists only when that is replayed, and what is made while a function
+        is traced exists only in its graph: such is kept by masks that were made in there too.
         """
-        return self.cached(("intervals", Lq, Lk, device), lambda: self._build_intervals(Lq, Lk, device))
-
-    def _build_intervals(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        i = torch.arange(Lq, device=device)[None, :]
-        start, end = torch.zeros_like(i), torch.full_like(i, Lk)
-        shift_tl: Tensor | int = 0
-        shift_br: Tensor | int = Lk - Lq
-        if self.cu_seqlens_q is not None:
-            segment, q_first, q_len = _segments(self.cu_seqlens_q, i)
-            offsets = F.pad(self.cu_seqlens_k, (0, 1), value=0)  # queries behind the last segment: an empty interval
-            start, end = offsets[segment], offsets[segment + 1]
-            shift_tl = start - q_first
-            shift_br = shift_tl + (end - start) - q_len
-        for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
-            low, high = self._bands[name]
-            if low is not None:
-                start = torch.maximum(start, i + shift + low)
-            if high is not None:
-                end = torch.minimum(end, i + shift + high + 1)
-        if self.key_padding is not None and Lk > 0:
-            j = torch.arange(Lk, device=device)
-            start = torch.maximum(start, torch.where(self.key_padding, j, Lk).amin(-1, keepdim=True))
-            end = torch.minimum(end, torch.where(self.key_padding, j + 1, 0).amax(-1, keepdim=True))
-        if self.query_padding is not None:
-            end = torch.where(self.query_padding, end, 0)
-        some = end > start
-        return torch.where(some, start, 0).to(torch.int32), torch.where(some, end, 0).to(torch.int32)
-
-    def tiles(self, Lq: int, Lk: int, BLOCK_M: int, BLOCK_N: int, device: torch.device) -> Tiles:
-        """The lists for tiles of BLOCK_M queries by BLOCK_N keys; built once, without a host synchronisation."""
-
-        def build() -> Tiles:
-            k_start, k_end = self.intervals(Lq, Lk, device)
-            return build_tiles(k_start, k_end, Lk, self.key_padding, self.attn_mask, BLOCK_M, BLOCK_N)
-
-        return self.cached(("tiles", Lq, Lk, BLOCK_M, BLOCK_N, device), build)
-
-    def cached(self, key: Any, build: Callable[[], Any]) -> Any:
-        """What build() makes of this mask, its bias apart; made once, and known by key."""
-        if torch.compiler.is_compiling():
+        state = _recording(device)
+        if state != self._made_while:
             return build()
-        # An in-place edit of a mask tensor gives it a new version, and so a new entry.
-        key = (*key, *[0 if t.is_inference() else t._version for t in self._structure() if t is not None])
-        if key not in self._cache:
+        versions = tuple(-1 if t.is_inference() else t._version for t in self._structure() if t is not None)
+        stamp = (versions, _current_stream(device))
+        found = self._cache.get(key)
+        if found is None or found[0] != stamp:
             # What validation under torch.inference_mode prepares must serve training too.
-            with torch.inference_mode(False):
-                self._cache[key] = build()
-        return self._cache[key]
-
-    def flatten(self) -> tuple[list[Tensor | None], list[int]]:
-        """Everything but the bias as tensors and integers, for a torch.library op; ``unflatten`` is the way back."""
-        bounds = [n for name in _ALIGNMENTS for n in self._bands[name]]
-        return list(self._structure()), [_NO_BOUND if n is None else n for n in bounds]
-
-    @classmethod
-    def unflatten(cls, tensors: Sequence[Tensor | None], bounds: list[int], bias: Tensor | None) -> AttentionMask:
-        mask = cls()
-        mask.__dict__.update(zip(_STRUCTURE, tensors, strict=True))
-        low, high, low_br, high_br = (None if n == _NO_BOUND else n for n in bounds)
-        mask._bands = dict(zip(_ALIGNMENTS, ((low, high), (low_br, high_br)), strict=True))
-        return mask.with_bias(bias)
+            with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+                found = self._cache[key] = (stamp, build())
+        return found[1]
 
 
 def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
@@ -343,10 +315,69 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
         )
 
 
-def _segments(cu_seqlens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per position: its sequence (n for positions in none), where that begins, and its length. int64."""
-    cu_seqlens = cu_seqlens.long()
-    segment = torch.searchsorted(cu_seqlens, position.contiguous(), right=True) - 1
-    segment = torch.where(segment < 0, len(cu_seqlens) - 1, segment)
-    edges = torch.cat([cu_seqlens, cu_seqlens[-1:]])
-    return segment, edges[segment], edges[segment + 1] - edges[segment]
+def _recording(device: torch.device | str | None) -> tuple[bool, bool]:
+    """Whether a function is being traced, and whether a CUDA graph is being captured."""
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    traced = torch.compiler.is_compiling()
+    return traced, on_gpu and not traced and torch.cuda.is_current_stream_capturing()
+
+
+def _current_stream(device: torch.device | str) -> int:
+    if torch.compiler.is_compiling() or torch.device(device).type != "cuda":
+        return 0
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _is_bool(t: Tensor) -> bool:
+    return t.dtype == torch.bool
+
+
+def _four_dims(name: str, t: Tensor | None, right_dtype: Callable[[Tensor], bool], wanted: str) -> Tensor | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if not right_dtype(t):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected {wanted}")
+    if t.dim() > 4:
+        raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected at most 4: (B, H, Lq, Lk)")
+    return t[(None,) * (4 - t.dim())]
+
+
+def _padding(name: str, t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if t.dtype != torch.bool:
+        raise TypeError(f"{name} has dtype {t.dtype}, expected bool, True = a real token")
+    if t.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B, L) or (1, L)")
+    return t.contiguous()
+
+
+def _offsets(name: str, t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected int32")
+    if t.dim() != 1 or len(t) < 1:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): n offsets and the end")
+    # On a GPU a look would wait for it.
+    if t.device.type == "cpu" and not torch.compiler.is_compiling() and (t[0] < 0 or (t[1:] < t[:-1]).any()):
+        raise ValueError(f"{name} is {t.tolist()}, expected offsets that are not negative and never fall")
+    return t.to(torch.int32)
+
+
+def _window_band(window: tuple[int | None, int | None] | None) -> Band:
+    if window is None:
+        return FREE
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or side < 0):
+            raise ValueError(f"window must hold non-negative integers or None, got {tuple(window)}")
+    left, right = window
+    return (None if left is None else -left), right
