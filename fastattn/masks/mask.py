@@ -254,8 +254,8 @@ class AttentionMask:
         return Restriction(bands, self.cu_seqlens_q, self.cu_seqlens_k, *paddings, self.attn_mask)
 
     def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
-        """What build() makes of this mask, its bias apart. It is made anew, and replaced, after an in-place edit of one of
-        the mask's tensors and on another stream.
+        """What build() makes of this mask, its bias apart. After an in-place edit of one of the mask's tensors, and on
+        another stream, it is made anew and replaced.
 
         What is made while a CUDA graph is captured exists only when that is replayed, and what is made while a function
         is traced exists only in its graph: such is kept by masks that were made in there too.
