@@ -37,12 +37,12 @@ FORCE_CUDA = os.environ.get("FASTATTN_FORCE_CUDA") == "1"
 
 
 def packages() -> dict[str, str]:
-    """Every package and its folder; a Triton room kernels/<op> becomes fastattn.kernels.<op>."""
+    """Every package and its folder; the Triton package kernels/<op> becomes fastattn.kernels.<op>."""
     if loose := sorted(path.name for path in (ROOT / "kernels").glob("*.py")):
-        raise SystemExit(f"kernels/ holds rooms (folders) only: {', '.join(loose)} would be missing from the wheel")
+        raise SystemExit(f"kernels/ holds packages only: {', '.join(loose)} would be missing from the wheel")
     found = {name: name.replace(".", "/") for name in find_packages(str(ROOT), include=["fastattn", "fastattn.*"])}
-    rooms = find_packages(str(ROOT / "kernels"))
-    return found | {f"fastattn.kernels.{room}": f"kernels/{room.replace('.', '/')}" for room in rooms}
+    ops = find_packages(str(ROOT / "kernels"))
+    return found | {f"fastattn.kernels.{op}": f"kernels/{op.replace('.', '/')}" for op in ops}
 
 
 def find_nvcc() -> str | None:

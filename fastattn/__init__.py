@@ -1,4 +1,4 @@
-"""fastattn: encoder-decoder Transformers in PyTorch, several times faster by changing one import.
+"""fastattn: encoder-decoder Transformers in PyTorch with fused kernels, by changing one import.
 
 Fused kernels for masked attention, residual + dropout + layer normalisation, the position-wise feed-forward network and
 the output projection with its loss, beside a plain PyTorch path that says what they must compute. `python -m fastattn

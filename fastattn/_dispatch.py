@@ -2,7 +2,7 @@
 
 Order of choice: the ``backend=`` argument, the ``use_backend()`` context, the environment's FASTATTN_BACKEND, then the
 device's own order. A backend asked for by name serves or raises with its reason; the automatic choice takes the first
-that can. Each op has one room per backend: a module with ``why_not`` and the op's functions, imported when first asked.
+that can. Of each op a backend has one module, with ``why_not`` and the op's functions, imported when first asked for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BACKENDS = ("reference", "aten", "triton", "cuda")
 DEFAULT_ORDER = {"cuda": ("triton", "aten", "reference")}
 OTHER_ORDER = ("aten", "reference")
 
-# Of fastattn. A room that was imported is an attribute of its package: these torch.compile reads afresh, where it would
-# take a dictionary as it was before the first import of a trace.
+# Packages of fastattn. A module that was imported is an attribute of its package: torch.compile reads attributes
+# afresh, where it would take a dictionary as it was before the first import of a trace.
 _PACKAGE = {"reference": "reference", "aten": "aten", "triton": "kernels", "cuda": "cuda"}
 # How a kernel serves CPU tensors, when it does.
 _ON_A_CPU = {
@@ -40,10 +40,10 @@ _contexts: list[str | None] = []  # of use_backend, innermost last; a plain list
 class Op:
     """An op as the dispatcher knows it. ``query`` checks a call's arguments and gives (device, why_not's arguments).
 
-    served_by: the op_name of its served_by, its own or, for a variant of another op, that op's.
+    served_by: the name under which backends have it: its own or, for a variant of another op, that op's.
     """
 
-    op_name: str
+    name: str
     function: Callable[..., Any]
     query: Callable[..., tuple[torch.device, tuple[Any, ...]]]
     served_by: str
@@ -98,7 +98,7 @@ def default_order(device: torch.device) -> tuple[str, ...]:
 
 @torch.compiler.assume_constant_result  # torch.compile traces no import
 def absence(op_name: str, backend: str) -> str | None:
-    """Import the room unless done. Why there is none, or None; a room that is broken, rather than absent, raises."""
+    """Import a backend's module of an op, unless done. Why there is none, or None; one that is broken raises."""
     package = _PACKAGE[backend]
     if hasattr(getattr(fastattn, package, None), op_name):
         return None
@@ -115,7 +115,7 @@ def absence(op_name: str, backend: str) -> str | None:
 
 
 def load_backend(op_name: str, backend: str) -> ModuleType:
-    """The room's module. RuntimeError if there is none."""
+    """A backend's module of an op. RuntimeError if there is none."""
     if (reason := absence(op_name, backend)) is not None:
         raise RuntimeError(reason)
     return getattr(getattr(fastattn, _PACKAGE[backend]), op_name)
@@ -128,7 +128,7 @@ def refusal(op_name: str, backend: str, arguments: tuple[Any, ...]) -> str | Non
 
 
 def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
-    """The backend's name and its room for this call. RuntimeError with the reason if the one asked for cannot serve."""
+    """The backend for this call, its name and its module. RuntimeError if the one asked for cannot serve."""
     name, source = requested(backend)
     served_by = OPS[op_name].served_by
     if name is not None:
@@ -165,9 +165,9 @@ class Explanation:
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which backend ``op(*args, **kwargs)`` would use here, and every other backend's reason. Launches nothing.
 
-    op: a public function of fastattn, its name, or its op_name ("attention").
+    op: a public function of fastattn, its name, or the op's name ("attention").
     """
-    found = next((o for o in OPS.values() if op in (o.function, o.function.__name__, o.op_name)), None)
+    found = next((o for o in OPS.values() if op in (o.function, o.function.__name__, o.name)), None)
     if found is None:
         raise ValueError(f"op must be one of {', '.join(o.function.__name__ for o in OPS.values())}, got {op!r}")
     inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one

@@ -1,4 +1,5 @@
-"""Fixtures of all tests. Without a GPU, Triton kernels run in Triton's interpreter; the flag precedes any import."""
+"""Fixtures and the two tiers of all tests. Without a GPU, Triton kernels run in Triton's interpreter; the flag precedes
+any import."""
 
 from __future__ import annotations
 
@@ -10,11 +11,29 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every combination, planted bugs, fuzzing, wheels")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # two xdist workers on two cores
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --full, the everyday tier."""
+    if config.getoption("--full"):
+        return
+    full = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=full)
 
 
 @pytest.fixture(scope="session")
@@ -31,31 +50,30 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty and its kind give NaN (integers: the largest), so an output that a kernel forgot to write is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    torch.utils.deterministic.fill_uninitialized_memory = filled
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty and its kind give NaN (integers: the largest), so an output that a kernel forgot to write is seen.
 
+    torch does so itself in its deterministic mode, which tests must not run in: users do not.
+    """
 
-@pytest.fixture(autouse=True)
-def among_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests have few queries where users have many, so that here delta of attention is made as among many, unless a
-    test is marked few_queries."""
-    from fastattn import _attention_delta
+    def poison(t: torch.Tensor) -> torch.Tensor:
+        if type(t) is not torch.Tensor or t.is_meta:
+            return t
+        if t.is_floating_point():
+            return t.fill_(torch.nan)
+        return t if t.dtype == torch.bool or t.is_complex() else t.fill_(torch.iinfo(t.dtype).max)
 
-    if request.node.get_closest_marker("few_queries") is None:
-        monkeypatch.setattr(_attention_delta, "FEW_QUERIES", 0)
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapped(*arguments: Any, **options: Any) -> torch.Tensor:
+            made = make(*arguments, **options)
+            return made if torch.compiler.is_compiling() else poison(made)
+
+        return wrapped
+
+    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(place, name, poisoned(getattr(place, name)))
 
 
 @pytest.fixture(autouse=True)
 def one_seed() -> None:
     torch.manual_seed(20170612)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # two xdist workers on two cores

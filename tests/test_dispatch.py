@@ -142,7 +142,7 @@ def _in_new_process(code: str, **environment: str) -> str:
 
 
 def test_torch_compile_of_a_model_before_its_first_call() -> None:
-    """One graph, though every backend is imported while it is traced."""
+    """One graph, though every backend's module is imported while it is traced."""
     _in_new_process("""
 import torch
 from fastattn import FusedTransformer
@@ -174,6 +174,7 @@ print(fastattn.explain("attention", q, q, q).refusals["triton"])
     assert lines == ["torch.Size([1, 1, 2, 8])", "triton is not installed (it has wheels for Linux only)"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="triton has wheels for Linux only")
 @pytest.mark.parametrize("interpret", [False, True])
 def test_triton_serves_cpu_tensors_only_interpreted(interpret: bool) -> None:
@@ -189,7 +190,7 @@ print(fastattn.explain("attention", q, q, q))
     assert text.splitlines()[0].endswith("aten (automatic choice)")
 
 
-def test_an_installed_extension_that_a_checkout_hides_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_extension_that_a_checkout_hides_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Installed:
         files = [Path("fastattn/__init__.py"), Path("fastattn/_C.cpython-311.so")]
         locate_file = staticmethod(lambda file: Path("/site") / file)

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from mask_cases import KINDS, brute_force, mask_kinds, offsets, prefix
+from torch._dynamo.backends.common import aot_autograd
 
-from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, masks
+from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask
+from fastattn.masks import Layout, PreparedMask, flatten, unflatten
+from fastattn.masks import mask as mask_module
 
 CPU = torch.device("cpu")
-SHAPES = [(2, 3, 7, 10), (2, 2, 10, 7), (3, 1, 5, 5), (1, 2, 1, 6), (2, 1, 6, 1)]
-BLOCKS = [(4, 4), (8, 2), (2, 8), (16, 16)]
+SHAPES = [(2, 3, 7, 10), (2, 2, 10, 7), (3, 1, 5, 5), (1, 2, 1, 6), (2, 1, 6, 1), (2, 2, 40, 150)]
+LAYOUTS = [Layout(by_key, *tile) for by_key in (False, True) for tile in ((0, 0), (4, 4), (8, 2), (16, 128))]
 
 
 def dense(kwargs: dict, B: int, H: int, Lq: int, Lk: int) -> torch.Tensor:
     return AttentionMask(**kwargs).dense(B, H, Lq, Lk, CPU)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_dense_equals_loops(kind: str, shape: tuple[int, int, int, int]) -> None:
-    kwargs = mask_kinds(*shape)[kind]
-    AttentionMask(**kwargs).check(*shape, CPU)
-    got = dense(kwargs, *shape)
-    assert got.dtype == torch.bool and got.shape == shape
-    assert torch.equal(got, brute_force(kwargs, *shape))
+def test_dense_equals_loops(kind: str) -> None:
+    for shape in SHAPES[:5]:
+        kwargs = mask_kinds(*shape)[kind]
+        AttentionMask(**kwargs).check(*shape, CPU)
+        got = dense(kwargs, *shape)
+        assert got.dtype == torch.bool and got.shape == shape
+        assert torch.equal(got, brute_force(kwargs, *shape))
 
 
 def test_the_loops_draw_what_the_docstring_draws() -> None:
@@ -38,9 +42,9 @@ def test_the_loops_draw_what_the_docstring_draws() -> None:
     assert brute_force(packed, 1, 1, 3, 3)[0, 0].int().tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 1]]
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("left", KINDS)
-def test_and_means_both(left: str, shape: tuple[int, int, int, int]) -> None:
+def test_and_means_both(left: str) -> None:
+    shape = SHAPES[0]
     kinds = mask_kinds(*shape)
     for right in ("none", "causal", "window_bottom_right", "key_padding_shared", "query_padding", "attn_mask_keys"):
         if "cu_seqlens_q" in kinds[left] and ("window" in kinds[right] or "is_causal" in kinds[right]):
@@ -66,8 +70,6 @@ def test_and_of_many_equals_one_constructor() -> None:
     for name in ("key_padding", "query_padding"):
         many = many & AttentionMask(**{name: parts[name]})
     assert torch.equal(one.dense(*shape, CPU), many.dense(*shape, CPU))
-    for a, b in zip(one.tiles(7, 10, 4, 4, CPU), many.tiles(7, 10, 4, 4, CPU), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_and_adds_biases() -> None:
@@ -152,106 +154,157 @@ def test_a_tensor_as_sdpa_takes_it() -> None:
     assert AttentionMask.of(mask) is mask
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def unpacked(words: torch.Tensor, columns: int) -> torch.Tensor:
+    """Bits as a kernel reads them: bool (..., columns)."""
+    column = torch.arange(columns)
+    word = words[..., column // 128, column % 8 // 2]
+    return (word >> (column % 128 // 8 * 2 + column % 2)) & 1 == 1
+
+
+def as_kernels_read(prepared: PreparedMask, rows: int, columns: int) -> torch.Tensor:
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    keep = ((column - row >= prepared.band_lo) & (column - row <= prepared.band_hi))[None, None]
+    if prepared.intervals is not None:
+        keep = ((column >= prepared.intervals[..., :1]) & (column < prepared.intervals[..., 1:]))[:, None]
+    if prepared.bits is not None:
+        return keep & unpacked(prepared.bits, columns)
+    return keep if prepared.columns is None else keep & unpacked(prepared.columns, columns)[:, None, None]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_kernel_reads_equals_dense(kind: str, shape: tuple[int, int, int, int]) -> None:
-    """keep = (k_start <= n < k_end) & key_padding[n] & attn_mask[m, n]; the band alone says the same."""
-    B, H, Lq, Lk = shape
-    mask = AttentionMask(**mask_kinds(*shape)[kind])
-    start, end = mask.intervals(Lq, Lk, CPU)
-    for t in (start, end):
-        assert t.dtype == torch.int32 and t.is_contiguous() and t.shape[0] in (1, B) and t.shape[1] == Lq
-        assert (t >= 0).all() and (t <= Lk).all()
-    assert (start <= end).all()
-    n = torch.arange(Lk)
-    keep = ((start[..., None] <= n) & (n < end[..., None]))[:, None]
-    if mask.key_padding is not None:
-        keep = keep & mask.key_padding[:, None, None, :]
-    if mask.attn_mask is not None:
-        keep = keep & mask.attn_mask
-    truth = mask.dense(*shape, CPU)
-    assert torch.equal(keep.expand(shape), truth)
-    if mask.band_only:
-        low, high = mask.band(Lq, Lk) or (-Lq, Lk)
-        ahead = n[None, :] - torch.arange(Lq)[:, None]
-        assert torch.equal(((low <= ahead) & (ahead <= high)).expand(shape), truth)
+def test_what_a_kernel_reads_equals_dense(kind: str) -> None:
+    for shape in SHAPES:
+        B, H, Lq, Lk = shape
+        given = AttentionMask(**mask_kinds(*shape)[kind])
+        for layout in LAYOUTS:
+            prepared = given.prepare(Lq, Lk, layout, CPU)
+            truth = given.dense(*shape, CPU)
+            truth = truth.mT if layout.by_key else truth
+            rows, columns = truth.shape[2:]
+            for t in prepared[2:]:
+                assert t is None or (t.dtype == torch.int32 and t.is_contiguous() and t.shape[0] in (1, B))
+            assert torch.equal(as_kernels_read(prepared, rows, columns).expand(truth.shape), truth), layout
+            if prepared.columns is not None:
+                assert not (truth & ~unpacked(prepared.columns, columns)[:, None, None]).any()
+            if layout.block_rows > 0 and not given.band_only:
+                check_lists(prepared, truth, layout.block_rows, layout.block_columns)
 
 
-def listed(count: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
-    """Counts (.., n) and ascending lists (.., n, width) as a table of bools (.., n, width)."""
-    assert count.dtype == places.dtype == torch.int32 and count.is_contiguous() and places.is_contiguous()
-    assert places.shape == (*count.shape, width)
-    table = torch.zeros(places.shape, dtype=torch.bool)
-    for at in torch.cartesian_prod(*(torch.arange(n) for n in count.shape)).tolist():
-        entries = places[tuple(at)][: count[tuple(at)]].tolist()
-        assert entries == sorted(set(entries)), "a list must be ascending and free of repeats"
-        table[tuple(at)][entries] = True
-    return table
-
-
-@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_tile_classes(kind: str, shape: tuple[int, int, int, int], blocks: tuple[int, int]) -> None:
-    B, H, Lq, Lk = shape
-    BLOCK_M, BLOCK_N = blocks
-    nQ, nK = -(-Lq // BLOCK_M), -(-Lk // BLOCK_N)
-    mask = AttentionMask(**mask_kinds(*shape)[kind])
-    tiles = mask.tiles(Lq, Lk, BLOCK_M, BLOCK_N, CPU)
-    samples, heads, query_tiles = tiles.num_partial.shape
-    assert samples in (1, B) and heads in (1, H) and query_tiles == nQ
-    partial, full = listed(tiles.num_partial, tiles.partial, nK), listed(tiles.num_full, tiles.full, nK)
-    assert not (partial & full).any()
-    assert torch.equal(listed(tiles.num_partial_t, tiles.partial_t, nQ), partial.mT)
-    assert torch.equal(listed(tiles.num_full_t, tiles.full_t, nQ), full.mT)
-    # The truth, tile by tile; places beyond the last query or key are masked, so a ragged tile is not full.
-    padded = torch.zeros(B, H, nQ * BLOCK_M, nK * BLOCK_N, dtype=torch.bool)
-    padded[:, :, :Lq, :Lk] = mask.dense(*shape, CPU)
-    padded = padded.view(B, H, nQ, BLOCK_M, nK, BLOCK_N)
+def check_lists(prepared: PreparedMask, truth: torch.Tensor, block_rows: int, block_columns: int) -> None:
+    """Every full tile is listed as full, every other one that holds something as partial, each in ascending order."""
+    B, H, rows, columns = truth.shape
+    row_tiles, column_tiles = -(-rows // block_rows), -(-columns // block_columns)
+    padded = torch.zeros(B, H, row_tiles * block_rows, column_tiles * block_columns, dtype=torch.bool)
+    padded[:, :, :rows, :columns] = truth
+    padded = padded.view(B, H, row_tiles, block_rows, column_tiles, block_columns)
     some, every = padded.any(5).any(3), padded.all(5).all(3)
-    partial, full = partial.expand(B, H, nQ, nK), full.expand(B, H, nQ, nK)
-    assert torch.equal(full, every)
-    assert not (some & ~(partial | full)).any(), "a tile that holds work is skipped"
-    if not kind.startswith(("everything", "decoder")):  # where several masks meet, an empty tile may be visited
-        assert torch.equal(partial, some & ~every)
+    counts = prepared.counts.expand(B, H, row_tiles, 2)
+    tiles = prepared.tiles.expand(B, H, row_tiles, column_tiles)
+    for at in torch.cartesian_prod(*(torch.arange(n) for n in (B, H, row_tiles))).tolist():
+        b, h, i = at
+        num_partial, num_listed = counts[b, h, i].tolist()
+        listed = tiles[b, h, i].tolist()
+        partial, full = listed[:num_partial], listed[num_partial:num_listed]
+        assert partial == sorted(partial) and full == every[b, h, i].nonzero().flatten().tolist()
+        missed = set(some[b, h, i].nonzero().flatten().tolist()) - set(partial + full)
+        assert not missed, "a tile that holds something is skipped"
 
 
-def test_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    builds = []
+def test_an_empty_tile_is_not_listed() -> None:
+    """Work is proportional to what is visible: padding, bands, packed sequences and blocks of a bool matrix."""
+    blocks = torch.zeros(64, 64, dtype=torch.bool)
+    blocks[:16, 16:32] = True
+    for given, listed in (
+        (AttentionMask(key_padding=prefix([16], 64)), 4),
+        (AttentionMask(is_causal=True, key_padding=prefix([64], 64)), 10),
+        (AttentionMask(cu_seqlens_q=offsets(16, 16, 32)), 6),
+        (AttentionMask(blocks), 1),
+        (AttentionMask(query_padding=prefix([16], 64)), 4),
+    ):
+        for by_key in (False, True):
+            assert given.prepare(64, 64, Layout(by_key, 16, 16), CPU).counts[..., 1].sum() == listed
 
-    def counted(owner: object, name: str) -> None:
-        original = getattr(owner, name)
 
-        def build(*args):
-            builds.append(name)
-            return original(*args)
+def test_prepared_once_and_anew_after_an_edit() -> None:
+    given = AttentionMask(torch.rand(2, 1, 7, 9) < 0.5, key_padding=prefix([9, 4], 9))
+    layout = Layout(False, 4, 4)
+    first = given.prepare(7, 9, layout, CPU)
+    assert given.prepare(7, 9, layout, CPU) is first
+    assert given.with_bias(torch.randn(1, 1, 7, 9)).prepare(7, 9, layout, CPU) is first
+    kept = len(given._cache)
+    for _ in range(50):
+        given.attn_mask.logical_not_()
+        given.prepare(7, 9, layout, CPU)
+    assert len(given._cache) == kept, "what was prepared before an edit is replaced, not kept"
+    given.attn_mask[:] = True
+    assert unpacked(given.prepare(7, 9, layout, CPU).bits, 9)[0].all()
 
-        monkeypatch.setattr(owner, name, build)
 
-    counted(masks, "build_tiles")
-    counted(AttentionMask, "_build_intervals")
-    mask = AttentionMask(torch.rand(2, 1, 7, 9) < 0.5, key_padding=prefix([9, 4], 9))
-    first = mask.tiles(7, 9, 4, 4, CPU)
-    assert mask.tiles(7, 9, 4, 4, CPU) is first
-    assert mask.with_bias(torch.randn(1, 1, 7, 9)).tiles(7, 9, 4, 4, CPU) is first
-    assert builds.count("build_tiles") == 1
-    mask.tiles(7, 9, 8, 8, CPU)
-    assert builds.count("build_tiles") == 2 and builds.count("_build_intervals") == 1
-    mask.attn_mask[:] = True  # an edit in place must not be answered from the cache
-    assert not torch.equal(mask.tiles(7, 9, 4, 4, CPU).num_full, first.num_full)
+def test_prepared_under_inference_mode_serves_training() -> None:
+    given = AttentionMask(key_padding=prefix([9, 4], 9))
+    with torch.inference_mode():
+        prepared = given.prepare(7, 9, Layout(), CPU)
+    assert given.prepare(7, 9, Layout(), CPU) is prepared and not prepared.columns.is_inference()
+
+
+def test_prepared_anew_on_another_stream_and_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stream makes another must not read unasked; what a capture makes holds nothing before its replay."""
+    given, state = AttentionMask(key_padding=prefix([9, 4], 9)), {"stream": 1, "capturing": False}
+    monkeypatch.setattr(mask_module, "_current_stream", lambda device: state["stream"])
+    monkeypatch.setattr(mask_module, "_recording", lambda device: (False, state["capturing"]))
+    first = given.prepare(7, 9, Layout(), CPU)
+    state["stream"] = 2
+    second = given.prepare(7, 9, Layout(), CPU)
+    assert second is not first and given.prepare(7, 9, Layout(), CPU) is second
+    state["capturing"] = True
+    captured = given.prepare(7, 9, Layout(), CPU)
+    assert captured is not second and given.prepare(7, 9, Layout(), CPU) is not captured
+    inside = AttentionMask(key_padding=prefix([9, 4], 9))
+    assert inside.prepare(7, 9, Layout(), CPU) is inside.prepare(7, 9, Layout(), CPU)
+    state["capturing"] = False
+    assert given.prepare(7, 9, Layout(), CPU) is second
+
+
+def test_prepared_once_in_a_traced_graph() -> None:
+    """Three layers in one graph: a mask that is made in there, and one that comes from outside."""
+    made = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        made.append(sum("stack" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    def layers(given: AttentionMask, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x * given.prepare(7, 9, Layout(False, 4, 4), CPU).counts.sum()
+        return x
+
+    def of_tokens(tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return layers(AttentionMask(key_padding=tokens != 0), x)
+
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 1, 2, 0, 0]])
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    for training in (True, False):
+        x = torch.ones(3, requires_grad=training)
+        inside = torch.compile(of_tokens, backend=backend, fullgraph=True)(tokens, x)
+        assert torch.equal(inside, of_tokens(tokens, x)) and sum(made) == 1
+        made.clear()
+    x = torch.ones(3, requires_grad=True)
+    outside = torch.compile(layers, backend=backend, fullgraph=True)(AttentionMask(key_padding=tokens != 0), x)
+    assert torch.equal(outside, inside) and sum(made) == 1
 
 
 def test_flatten_round_trip() -> None:
     shape = (2, 3, 7, 10)
     for kwargs in mask_kinds(*shape).values():
-        mask = AttentionMask(**kwargs, bias=torch.randn(1, 1, 7, 10))
-        again = AttentionMask.unflatten(*mask.flatten(), mask.bias)
-        assert torch.equal(again.dense(*shape, CPU), mask.dense(*shape, CPU)) and torch.equal(again.bias, mask.bias)
+        given = AttentionMask(**kwargs)
+        prepared = [given.prepare(7, 10, layout, CPU) for layout in LAYOUTS]
+        for a, b in zip(unflatten(*flatten(prepared)), prepared, strict=True):
+            assert a[:2] == b[:2] and all(x is y for x, y in zip(a[2:], b[2:], strict=True))
 
 
 def test_band_only() -> None:
     assert AttentionMask(is_causal=True).band_only and AttentionMask(bias=torch.zeros(1)).band_only
-    assert AttentionMask().band(3, 4) is None
+    assert AttentionMask().band(3, 4) == (-3, 4) and not AttentionMask().has_band
     for kind, kwargs in mask_kinds(2, 2, 4, 4).items():
         restricted = set(kwargs) & {"attn_mask", "key_padding", "query_padding", "cu_seqlens_q"}
         assert AttentionMask(**kwargs).band_only == (not restricted), kind
@@ -259,11 +312,11 @@ def test_band_only() -> None:
 
 def test_zero_lengths() -> None:
     for Lq, Lk in ((0, 4), (4, 0), (0, 0)):
-        mask = AttentionMask(is_causal=True, key_padding=torch.ones(2, Lk, dtype=torch.bool), align="bottom_right")
-        assert mask.dense(2, 1, Lq, Lk, CPU).shape == (2, 1, Lq, Lk)
-        start, end = mask.intervals(Lq, Lk, CPU)
-        assert start.shape[-1] == Lq and (start == end).all()
-        assert mask.tiles(Lq, Lk, 4, 4, CPU).num_full.sum() == 0
+        given = AttentionMask(is_causal=True, key_padding=torch.ones(2, Lk, dtype=torch.bool), align="bottom_right")
+        assert given.dense(2, 1, Lq, Lk, CPU).shape == (2, 1, Lq, Lk)
+        for layout in LAYOUTS:
+            prepared = given.prepare(Lq, Lk, layout, CPU)
+            assert prepared.counts is None or prepared.counts.sum() == 0
 
 
 BOOLS, FLOATS = torch.ones(2, 4, dtype=torch.bool), torch.zeros(4, 4)

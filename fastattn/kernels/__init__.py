@@ -1,8 +1,8 @@
-"""The Triton rooms: `fastattn.kernels.<op>` is `kernels/<op>/` of the repository.
+"""The Triton backend: `fastattn.kernels.<op>` is `kernels/<op>/` of the repository.
 
-An installed fastattn holds the rooms right here. In a checkout they lie in the top-level folder, which is added to the
-search path below; both neighbours are asked for first, because beside an installed fastattn a folder `kernels` is
-somebody else's package.
+An installed fastattn holds the ops' packages right here. In a checkout they lie in the top-level folder, which is added
+to the search path below; both neighbours are asked for first, because beside an installed fastattn a folder `kernels`
+is somebody else's package.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """AttentionMask, and what kernels read of one."""
 
 from fastattn.masks.mask import AttentionMask, get_pad_mask, get_subsequent_mask
-from fastattn.masks.prepared import BIT_BLOCK, BIT_WORDS, Layout, PreparedMask
+from fastattn.masks.prepared import BIT_BLOCK, BIT_WORDS, Layout, PreparedMask, flatten, unflatten
 
 __all__ = [
     "BIT_BLOCK",
@@ -9,6 +9,8 @@ __all__ = [
     "AttentionMask",
     "Layout",
     "PreparedMask",
+    "flatten",
     "get_pad_mask",
     "get_subsequent_mask",
+    "unflatten",
 ]

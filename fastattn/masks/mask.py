@@ -254,8 +254,8 @@ class AttentionMask:
         return Restriction(bands, self.cu_seqlens_q, self.cu_seqlens_k, *paddings, self.attn_mask)
 
     def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
-        """What build() makes of this mask, its bias apart. It is made anew, and replaced, after an in-place edit of one of
-        the mask's tensors and on another stream.
+        """What build() makes of this mask, its bias apart. After an in-place edit of one of the mask's tensors, and on
+        another stream, it is made anew and replaced.
 
         What is made while a CUDA graph is captured exists only when that is replayed, and what is made while a function
         is traced exists only in its graph: such is kept by masks that were made in there too.
@@ -263,8 +263,7 @@ class AttentionMask:
         state = _recording(device)
         if state != self._made_while:
             return build()
-        versions = tuple(-1 if t.is_inference() else t._version for t in self._structure() if t is not None)
-        stamp = (versions, _current_stream(device))
+        stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
         found = self._cache.get(key)
         if found is None or found[0] != stamp:
             # What validation under torch.inference_mode prepares must serve training too.
@@ -320,6 +319,12 @@ def _recording(device: torch.device | str | None) -> tuple[bool, bool]:
     on_gpu = device is not None and torch.device(device).type == "cuda"
     traced = torch.compiler.is_compiling()
     return traced, on_gpu and not traced and torch.cuda.is_current_stream_capturing()
+
+
+def _version(t: Tensor) -> int:
+    """Changes with every in-place edit. Tensors of torch.inference_mode do not count edits, and a trace cannot ask:
+    there a mask must not be edited between its first use and its last."""
+    return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
 def _current_stream(device: torch.device | str) -> int:

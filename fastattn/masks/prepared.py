@@ -7,6 +7,7 @@ Everything but the bits of a bool matrix and the tile lists is of the size of th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Bits lie in blocks of 128 columns, four words a block: column 8 * j + 2 * c + e of a block (j < 16, c < 4, e < 2) is
-# bit 2 * j + e of word c. The tensor cores' instructions mma.m16n8k16 and wgmma give the columns 8 * j + 2 * (lane % 4) + e
-# of their accumulators to a thread, which so finds all its columns of a row in one word.
+# bit 2 * j + e of word c. The tensor cores' instructions mma.m16n8k16 and wgmma give a thread the columns
+# 8 * j + 2 * (lane % 4) + e of their accumulators, so that it finds all its columns of a row in one word.
 BIT_BLOCK, BIT_WORDS = 128, 4
 
 
@@ -59,6 +60,25 @@ class PreparedMask(NamedTuple):
     def band_only(self) -> bool:
         """Whether the band alone restricts, so that it also says which tiles are full."""
         return self.intervals is None and self.columns is None and self.bits is None
+
+
+def flatten(masks: Iterable[PreparedMask]) -> tuple[list[Tensor], list[int]]:
+    """Their tensors, and three integers a mask: the arguments of an operator. ``unflatten`` is the way back."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    for low, high, *fields in masks:
+        numbers += (low, high, sum(1 << i for i, t in enumerate(fields) if t is not None))
+        tensors += [t for t in fields if t is not None]
+    return tensors, numbers
+
+
+def unflatten(tensors: Sequence[Tensor], numbers: Sequence[int]) -> tuple[PreparedMask, ...]:
+    """The masks that ``flatten`` took apart."""
+    left = iter(tensors)
+    return tuple(
+        PreparedMask(low, high, *(next(left) if given >> i & 1 else None for i in range(5)))
+        for low, high, given in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    )
 
 
 class Restriction(NamedTuple):

@@ -1,1 +1,1 @@
-"""The front desks: one public function an op, which checks its arguments, picks a backend and carries the gradient."""
+"""The public ops: one function each, which checks its arguments, picks a backend and carries the gradient."""

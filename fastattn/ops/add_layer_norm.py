@@ -1,10 +1,11 @@
-"""Public op: dropout + residual + layer normalisation, and of the same with RMSNorm.
+"""Dropout + residual + layer normalisation, and the same with RMSNorm.
 
-To the backends RMSNorm is a call without bias: neither it nor the mean is there.
+For the backends RMSNorm is a call without bias: they then neither subtract the mean nor add a bias.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fastattn import _dispatch
 from fastattn.ops import _arguments as arguments
-from fastattn.ops import _library
+from fastattn.ops._operator import Operator
 from fastattn.reference.philox import draw_rng_state
 
 Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
@@ -158,45 +159,80 @@ def _serve(
         else:
             rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
             bias, x_bias = (None if t is None else t.contiguous() for t in (bias, x_bias))
-            inputs = (*rows, weight.contiguous(), bias, *options, x_bias)
-            if torch.compiler.is_compiling():
-                out, z = _library.add_layer_norm(*inputs, name)
-            else:
-                out, z = _AddLayerNorm.apply(*inputs, module)
+            out, z = _AddLayerNorm.call(*rows, weight.contiguous(), bias, x_bias, *options, name)
             out, z = out.view(x.shape), z.view(x.shape)
     return (out, z) if return_sum else out
 
 
-class _AddLayerNorm(torch.autograd.Function):
-    """Straight from autograd to the launch. `statistics` is what the backend's forward leaves for its backward."""
+class _AddLayerNorm(Operator, name="add_layer_norm"):
+    """`statistics` is what the backend's forward leaves for its backward."""
+
+    results, outputs, inputs = 2, 3, 5
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         residual: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
+        x_bias: Tensor | None,
         eps: float,
         dropout_p: float,
         rng_state: Tensor | None,
-        x_bias: Tensor | None,
-        module: Any,
-    ) -> tuple[Tensor, Tensor]:
-        out, z, statistics = module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
-        z = z.view_as(z) if z is x else z  # an input must not be returned as it is
-        ctx.save_for_backward(z, weight, bias, statistics, rng_state, x_bias)
-        ctx.options = (dropout_p, residual is not None, module)
-        ctx.set_materialize_grads(False)
-        return out, z
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        module = _dispatch.load_backend("add_layer_norm", backend)
+        return module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-        z, weight, bias, statistics, rng_state, x_bias = ctx.saved_tensors
-        dropout_p, has_residual, module = ctx.options
+    def forward_fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tickets = _dispatch.load_backend("add_layer_norm", options[-1]).TICKETS
+        statistics = x.new_empty(2 * x.shape[0] + tickets, dtype=torch.float32)
+        return torch.empty_like(x), torch.empty_like(x), statistics
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        _, residual, weight, bias, x_bias, _, dropout_p, rng_state, backend = inputs
+        _, z, statistics = outputs
+        ctx.save_for_backward(z, weight, bias, x_bias, statistics, rng_state)
+        ctx.options = (dropout_p, residual is not None, backend)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dz: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        z = ctx.saved_tensors[0]
         dout = torch.zeros_like(z) if dout is None else dout.contiguous()
-        dz = None if dz is None else dz.contiguous()
+        return gradients(dout, None if dz is None else dz.contiguous(), *ctx.saved_tensors, *ctx.options)
+
+    @staticmethod
+    def gradients(
+        dout: Tensor,
+        dz: Tensor | None,
+        z: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_bias: Tensor | None,
+        statistics: Tensor,
+        rng_state: Tensor | None,
+        dropout_p: float,
+        has_residual: bool,
+        backend: str,
+    ) -> tuple[Tensor | None, ...]:
+        module = _dispatch.load_backend("add_layer_norm", backend)
         options = (dropout_p, rng_state, has_residual, x_bias)
-        *grads, dx_bias = module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
-        return *grads, None, None, None, dx_bias, None
+        return module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+
+    @staticmethod
+    def gradients_fake(
+        dout: Tensor,
+        dz: Tensor | None,
+        z: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_bias: Tensor | None,
+        *options: Any,
+    ) -> tuple[Tensor | None, ...]:
+        has_residual = options[-2]
+        sums = (None if t is None else torch.empty_like(t) for t in (weight, bias, x_bias))
+        return torch.empty_like(z), torch.empty_like(z) if has_residual else None, *sums

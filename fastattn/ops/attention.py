@@ -1,18 +1,18 @@
-"""Public op: masked scaled dot-product attention."""
+"""Masked scaled dot-product attention."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastattn import _dispatch
-from fastattn.masks import AttentionMask
+from fastattn.masks import AttentionMask, Layout, flatten, unflatten
 from fastattn.ops import _arguments as arguments
-from fastattn.ops import _library, _weights
+from fastattn.ops._operator import Operator
 from fastattn.reference.philox import draw_rng_state
 
 
@@ -27,7 +27,7 @@ def _query(
     enable_gqa: bool = False,
     **options: Any,
 ) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
-    """Check a call's arguments and bring them into the form that backends take: (device, (q, k, v, mask, dropout_p))."""
+    """Check a call's arguments and bring them into the form of backends: (device, (q, k, v, mask, dropout_p))."""
     arguments.check_float("query", query)
     dtype = arguments.autocast_dtype(query.device)
     if dtype is not None:
@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     return_lse: bool = False,
-    return_weights: bool | Sequence[int] | Literal["mean", "argmax"] = False,
+    return_weights: bool | Literal["mean"] = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """out = dropout(softmax(scale * query key^T + bias, where the mask allows)) value, without storing the scores.
@@ -88,26 +88,29 @@ def scaled_dot_product_attention(
     attn_mask: bool, True = attend, or floating point, added to the scores and differentiable; either broadcasts to
         (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers.
     dropout_p: the probability of dropping a weight, by the rule of fastattn/reference/philox.py; pass 0.0 in eval.
-    is_causal: query i sees key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
+    is_causal: query i attends to key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
     scale: default Dk ** -0.5.
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
-    return_lse: also return lse (B, H, Lq), float32, the natural logarithm of the softmax's sum, -inf where nothing is
-        seen; differentiable.
-    return_weights: True: also return the weights after dropout, (B, H, Lq, Lk). A sequence of heads: of those, in that
-        order, (B, len, Lq, Lk). "mean": their mean over the heads, (B, Lq, Lk). "argmax", an alignment: int64
-        (B, H, Lq), the key with the largest weight before dropout, the first of equal ones, -1 where nothing is seen.
-        Weights and mean are differentiable in the backends reference and aten; the kernels recompute them from lse,
-        without a gradient, and write nothing of the size of the scores for a mean or an alignment.
+    return_lse: also return lse (B, H, Lq), float32, the natural logarithm of the softmax's sum, -inf where a query may
+        attend to nothing; differentiable.
+    return_weights: True: also return the weights after dropout, (B, H, Lq, Lk). "mean": their mean over the heads,
+        (B, Lq, Lk). Differentiable in the backends reference and aten; the kernels recompute them from lse, without a
+        gradient, and write nothing of the size of all heads' scores for a mean.
     backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
 
-    Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]). A query that sees nothing gives 0.
+    Values that key padding, the lengths, packing or a band exclude may be NaN and reach nothing; keys and values that
+    only attn_mask or a bias hides must be finite, as in PyTorch. A bias of -inf masks. A finite one that moves a whole
+    row to where float32 is coarse, such as finfo.min on all keys of a query, leaves the gradients of that row inexact.
+
+    Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]). A query that may attend to nothing
+    gives 0.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
     Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
     """
     device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     name, module = _dispatch.choose("attention", device, call, backend)
     q, k, v, mask, dropout_p = call
-    wanted = _weights.wanted(return_weights, q.shape[1])
+    wanted = _checked_weights(return_weights, q.shape[1])
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
@@ -115,65 +118,140 @@ def scaled_dot_product_attention(
         if hasattr(module, "attention"):
             out, lse, weights = module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
         else:
-            traced = torch.compiler.is_compiling()
-            if traced:
-                out, lse = _library.attention(q, k, v, mask, *options, name)
-            else:
-                out, lse = _Attention.apply(q, k, v, None if mask is None else mask.bias, mask, *options, module)
+            mask = _NO_MASK if mask is None else mask
+            layouts = module.mask_layouts(q, k, v, mask.bias)
+            if not _needs_gradient(q, k, v, mask.bias):
+                layouts = layouts[:1]
+            prepared = [mask.prepare(q.shape[2], k.shape[2], layout, device) for layout in layouts]
+            out, lse = _Attention.call(q, k, v, mask.bias, *flatten(prepared), *options, name)
             weights = None
             if wanted is not None:
+                prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device)]
                 with torch.no_grad():
-                    given = (q, k, lse.detach(), mask, *options, wanted)
-                    weights = _library.attention_weights(*given, name) if traced else module.attention_weights(*given)
+                    given = (q, k, lse.detach(), mask.bias, *flatten(prepared), *options, wanted == "mean", name)
+                    weights = (_weights_operator if torch.compiler.is_compiling() else _weights)(*given)
     if not return_lse and wanted is None:
         return out
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if wanted is not None else ())
 
 
-class _Attention(torch.autograd.Function):
-    """Straight from autograd to the launch. bias is an input of its own so that it gets its gradient."""
+def _checked_weights(return_weights: bool | Literal["mean"], heads: int) -> Literal["all", "mean"] | None:
+    if not isinstance(return_weights, bool) and return_weights != "mean":
+        raise ValueError(f'return_weights must be a bool or "mean", got {return_weights!r}')
+    if return_weights == "mean" and heads == 0:
+        raise ValueError('return_weights is "mean", and query has no heads')
+    return "mean" if return_weights == "mean" else "all" if return_weights else None
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _Attention(Operator, name="attention"):
+    """The mask comes as `flatten` takes it apart: the forward's layout first, then those of the backward."""
+
+    results, outputs, inputs = 2, 2, 4
 
     @staticmethod
     def forward(
-        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
-        mask: AttentionMask | None,
+        masks: list[Tensor],
+        mask_numbers: list[int],
         softmax_scale: float,
         dropout_p: float,
         rng_state: Tensor | None,
-        module: Any,
+        backend: str,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = module.attention_fwd(q, k, v, mask, softmax_scale, dropout_p, rng_state)
-        ctx.save_for_backward(q, k, v, bias, out, lse, rng_state)
-        ctx.mask = None if mask is None else mask.with_bias(None)
-        ctx.options = (softmax_scale, dropout_p, module)
-        ctx.set_materialize_grads(False)
-        return out, lse
+        mask, *_ = unflatten(masks, mask_numbers)
+        module = _dispatch.load_backend("attention", backend)
+        return module.attention_fwd(q, k, v, bias, mask, softmax_scale, dropout_p, rng_state)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, lse, rng_state = ctx.saved_tensors
-        softmax_scale, dropout_p, module = ctx.options
-        mask = None if ctx.mask is None else ctx.mask.with_bias(bias)
+    def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        return _in_layout_of(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+        q, k, v, bias, masks, mask_numbers, softmax_scale, dropout_p, rng_state, backend = inputs
+        of_backward = masks[mask_numbers[2].bit_count() :], mask_numbers[3:]
+        ctx.save_for_backward(q, k, v, *outputs, bias, rng_state, *of_backward[0])
+        ctx.options = (of_backward[1], softmax_scale, dropout_p, backend)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, bias, rng_state, *masks = ctx.saved_tensors
+        mask_numbers, softmax_scale, dropout_p, backend = ctx.options
         dout = torch.zeros_like(out) if dout is None else dout
-        options = (softmax_scale, dropout_p, rng_state, ctx.needs_input_grad[3])
-        grads = module.attention_bwd(dout, dlse, q, k, v, out, lse, mask, *options, _gradients_as_one(q, k, v))
-        return *grads, None, None, None, None, None
+        needs_dbias = bias is not None and ctx.needs_input_grad[3]
+        options = (softmax_scale, dropout_p, rng_state, needs_dbias, backend)
+        return gradients(dout, dlse, q, k, v, out, lse, bias, masks, mask_numbers, *options)
+
+    @staticmethod
+    def gradients(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        masks: list[Tensor],
+        mask_numbers: list[int],
+        softmax_scale: float,
+        dropout_p: float,
+        rng_state: Tensor | None,
+        needs_dbias: bool,
+        backend: str,
+    ) -> tuple[Tensor | None, ...]:
+        module = _dispatch.load_backend("attention", backend)
+        options = (unflatten(masks, mask_numbers), softmax_scale, dropout_p, rng_state, needs_dbias)
+        return module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options)
+
+    @staticmethod
+    def gradients_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
+        _, _, q, k, v, _, _, bias, *_, needs_dbias, _ = arguments
+        return *(_in_layout_of(t, t.shape[3]) for t in (q, k, v)), torch.empty_like(bias) if needs_dbias else None
 
 
-def _gradients_as_one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Memory for dq, dk, dv that lie as q, k, v do, where these are the heads of one product (B, L, all heads' widths):
-    so that its own backward finds its gradient in one piece. None where they are not."""
-    B, _, L, _ = q.shape
-    widths = [t.shape[1] * t.shape[3] for t in (q, k, v)]
-    address, N = q.data_ptr(), sum(widths)
-    for t, width in zip((q, k, v), widths, strict=True):
-        if t.data_ptr() != address or t.stride() != (L * N, t.shape[3], N, 1):
-            return None
-        address += width * t.element_size()
-    parts = q.new_empty(B, L, N).split(widths, -1)
-    return tuple(part.unflatten(2, (-1, t.shape[3])).transpose(1, 2) for part, t in zip(parts, (q, k, v), strict=True))
+def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:
+    """As backends allocate: heads inside positions where x has them so, the layout of a projection seen as heads."""
+    B, H, L, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(B, L, H, head_dim).transpose(1, 2)
+    return x.new_empty(B, H, L, head_dim)
+
+
+def _weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    masks: list[Tensor],
+    mask_numbers: list[int],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    mean: bool,
+    backend: str,
+) -> Tensor:
+    module = _dispatch.load_backend("attention", backend)
+    (mask,) = unflatten(masks, mask_numbers)
+    return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, mean)
+
+
+_weights_operator = torch.library.custom_op("fastattn::attention_weights", _weights, mutates_args=())
+
+
+@_weights_operator.register_fake
+def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
+    mean = options[-2]
+    return q.new_empty(q.shape[0], *([] if mean else [q.shape[1]]), q.shape[2], k.shape[2])
+
+
+_NO_MASK = AttentionMask()

@@ -1,8 +1,9 @@
-"""Public op: the way into a Transformer: embedding * scale + positions, dropout, layer normalisation."""
+"""The way into a Transformer: embedding * scale + positions, dropout, layer normalisation."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastattn import _dispatch
 from fastattn.ops import _arguments as arguments
-from fastattn.ops import _library_embed as _library
+from fastattn.ops._operator import Operator
 from fastattn.reference.philox import draw_rng_state
 
 
@@ -124,19 +125,17 @@ def embed_layer_norm(
         )
         places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
         inputs = (embedding, weight, bias, *places, tokens.shape[-1], scale, padding_idx, float(eps), dropout_p)
-        if torch.compiler.is_compiling():
-            out = _library.embed_layer_norm(*inputs, rng_state, dtype, name)
-        else:
-            out = _EmbedLayerNorm.apply(*inputs, rng_state, dtype, module)
+        (out,) = _EmbedLayerNorm.call(*inputs, rng_state, dtype, name)
     return out.view(*tokens.shape, out.shape[-1])
 
 
-class _EmbedLayerNorm(torch.autograd.Function):
-    """Straight from autograd to the launch. Saved are the inputs and the statistics: backward gathers the sum again."""
+class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
+    """Kept are the inputs and the statistics of the rows: the backward gathers the sum again."""
+
+    results, outputs, inputs = 1, 2, 3
 
     @staticmethod
     def forward(
-        ctx: Any,
         embedding: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -150,22 +149,72 @@ class _EmbedLayerNorm(torch.autograd.Function):
         dropout_p: float,
         rng_state: Tensor | None,
         dtype: torch.dtype,
-        module: Any,
-    ) -> Tensor:
-        inputs = (embedding, weight, bias, tokens, position_table, position, length, scale)
-        out, statistics = module.embed_layer_norm_fwd(*inputs, eps, dropout_p, rng_state, dtype)
-        ctx.save_for_backward(*inputs[:6], statistics, rng_state)
-        ctx.options = (length, scale, padding_idx, dropout_p, module)
-        return out
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        module = _dispatch.load_backend("embed_layer_norm", backend)
+        places = (tokens, position_table, position, length, scale)
+        return module.embed_layer_norm_fwd(embedding, weight, bias, *places, eps, dropout_p, rng_state, dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, statistics, rng_state = ctx.saved_tensors
-        length, scale, padding_idx, dropout_p, module = ctx.options
-        drows, index, dweight, dbias = module.embed_layer_norm_bwd(
-            dout.contiguous(), *inputs, length, scale, statistics, dropout_p, rng_state
-        )
-        needs = ctx.needs_input_grad[0]  # a frozen embedding saves the largest gradient of all
-        dembedding = _library.add_rows(drows, index, inputs[0], padding_idx) if needs else None
-        return dembedding, dweight, dbias, *(None,) * 11
+    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+        embedding, _, _, tokens, *_, dtype, backend = arguments
+        rows, tickets = tokens.shape[0], _dispatch.load_backend("embed_layer_norm", backend).TICKETS
+        statistics = embedding.new_empty(2 * rows + tickets, dtype=torch.float32)
+        return embedding.new_empty(rows, embedding.shape[1], dtype=dtype), statistics
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+        *tensors, length, scale, padding_idx, _, dropout_p, rng_state, _, backend = inputs
+        ctx.save_for_backward(*tensors, outputs[1], rng_state)
+        ctx.options = (length, scale, padding_idx, dropout_p, backend)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Callable[..., Any], dout: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dembedding = ctx.needs_input_grad[0]  # a frozen embedding saves the largest gradient of all
+        return gradients(dout.contiguous(), *ctx.saved_tensors, needs_dembedding, *ctx.options)
+
+    @staticmethod
+    def gradients(
+        dout: Tensor,
+        embedding: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        tokens: Tensor,
+        position_table: Tensor,
+        position: Tensor | None,
+        statistics: Tensor,
+        rng_state: Tensor | None,
+        needs_dembedding: bool,
+        length: int,
+        scale: float,
+        padding_idx: int | None,
+        dropout_p: float,
+        backend: str,
+    ) -> tuple[Tensor | None, ...]:
+        module = _dispatch.load_backend("embed_layer_norm", backend)
+        inputs = (dout, embedding, weight, bias, tokens, position_table, position, length, scale, statistics)
+        drows, index, dweight, dbias = module.embed_layer_norm_bwd(*inputs, dropout_p, rng_state)
+        return _sum_by_token(drows, index, embedding, padding_idx) if needs_dembedding else None, dweight, dbias
+
+    @staticmethod
+    def gradients_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
+        _, embedding, weight, bias, *_ = arguments
+        needs_dembedding = arguments[9]
+        dembedding = embedding.new_empty(embedding.shape) if needs_dembedding else None
+        return dembedding, torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _sum_by_token(drows: Tensor, index: Tensor, like: Tensor, padding_idx: int | None) -> Tensor:
+    """The gradient of the embedding `like` (V, d): row drows[i] is added to row index[i], but for padding's."""
+    arguments = (drows, index, like.shape[0], -1 if padding_idx is None else padding_idx, False)
+    if not drows.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return torch.ops.aten.embedding_dense_backward(*arguments)
+    # Left to itself, torch since 2.11 adds atomically where few tokens come often, and bits differ from run to run.
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode(1)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the other half of that mode, of no use here
+    try:
+        return torch.ops.aten.embedding_dense_backward(*arguments)
+    finally:
+        torch.set_deterministic_debug_mode(0)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -1,7 +1,8 @@
-"""Public op: the position-wise feed-forward network."""
+"""The position-wise feed-forward network."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastattn import _dispatch
 from fastattn.ops import _arguments as arguments
-from fastattn.ops import _library
+from fastattn.ops._operator import Operator
 from fastattn.reference.feed_forward import ACTIVATIONS, GATED
 from fastattn.reference.philox import draw_rng_state
 
@@ -94,20 +95,17 @@ def feed_forward(
                 return checkpoint(module.feed_forward, *call, rng_state, use_reentrant=False, preserve_rng_state=False)
             return module.feed_forward(*call, rng_state)
         x, *options = call
-        inputs = (arguments.as_matrix(x), *options, rng_state)
-        if torch.compiler.is_compiling():
-            out = _library.feed_forward(*inputs, recompute, name)
-        else:
-            out = _FeedForward.apply(*inputs, recompute, module)
+        (out,) = _FeedForward.call(arguments.as_matrix(x), *options, rng_state, recompute, name)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class _FeedForward(torch.autograd.Function):
-    """Straight from autograd to the launch. The backend says what it saves; no dropout mask is among it."""
+class _FeedForward(Operator, name="feed_forward"):
+    """`kept` is the hidden layer, of relu after it, else before it; of no rows where the backward makes it again."""
+
+    results, outputs, inputs = 1, 2, 5
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         weight1: Tensor,
         bias1: Tensor | None,
@@ -117,21 +115,49 @@ class _FeedForward(torch.autograd.Function):
         dropout_p: float,
         rng_state: Tensor | None,
         recompute: bool,
-        module: Any,
-    ) -> Tensor:
-        out, saved = module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
-        ctx.save_for_backward(x, weight1, bias1, weight2, bias2, rng_state, *(() if recompute else saved))
-        ctx.options = (activation, dropout_p, module)
-        return out
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        module = _dispatch.load_backend("feed_forward", backend)
+        out, (kept,) = module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
+        return out, x.new_empty(0, weight1.shape[0]) if recompute else kept
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight1, bias1, weight2, bias2, rng_state, *saved = ctx.saved_tensors
-        activation, dropout_p, module = ctx.options
-        if not saved:
-            saved = module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1:]
-        grads = module.feed_forward_bwd(
-            dout.contiguous(), x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, tuple(saved)
-        )
-        return *grads, None, None, None, None, None
+    def forward_fake(
+        x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        tokens, recompute = x.shape[0], options[-2]
+        return x.new_empty(tokens, weight2.shape[0]), x.new_empty(0 if recompute else tokens, weight1.shape[0])
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+        x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, _, backend = inputs
+        ctx.save_for_backward(x, weight1, bias1, weight2, bias2, outputs[1], rng_state)
+        ctx.options = (activation, dropout_p, backend)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Callable[..., Any], dout: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
+
+    @staticmethod
+    def gradients(
+        dout: Tensor,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        bias2: Tensor | None,
+        kept: Tensor,
+        rng_state: Tensor | None,
+        activation: str,
+        dropout_p: float,
+        backend: str,
+    ) -> tuple[Tensor | None, ...]:
+        module = _dispatch.load_backend("feed_forward", backend)
+        if len(kept) < len(x):
+            kept = module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
+        weights = (weight1, bias1, weight2, bias2)
+        return module.feed_forward_bwd(dout, x, *weights, activation, dropout_p, rng_state, (kept,))
+
+    @staticmethod
+    def gradients_fake(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else dout.new_empty(t.shape) for t in arguments[:5])

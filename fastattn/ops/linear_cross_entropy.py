@@ -1,8 +1,9 @@
-"""Public op: the output projection and its label-smoothed cross-entropy."""
+"""The output projection and its label-smoothed cross-entropy."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastattn import _dispatch
 from fastattn.ops import _arguments as arguments
-from fastattn.ops import _library_cross_entropy as _library
+from fastattn.ops._operator import Operator
 
 REDUCTIONS = ("none", "mean", "sum")
 SMOOTH_OVER = ("all", "others")
@@ -136,20 +137,26 @@ def linear_cross_entropy(
             return module.linear_cross_entropy(*call)
         x, weight, bias, target, *options = call
         inputs = (arguments.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
-        asked = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3]]
-        if torch.compiler.is_compiling():
-            loss = _library.linear_cross_entropy(*inputs, asked, name)
-        else:
-            loss = _LinearCrossEntropy.apply(*inputs, asked, module)
+        needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3]]
+        (loss,) = _LinearCrossEntropy.call(*inputs, needs, name)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Straight from autograd to the launch. What is kept is the gradients, or the inputs; no logits."""
+def _made_in_forward(dtype: torch.dtype, reduction: str) -> bool:
+    """Whether the forward makes the gradients: not where dloss has a value a row, or must come before the rounding.
+
+    float16 overflows and underflows early; loss scaling, which prevents it, arrives with dloss.
+    """
+    return reduction != "none" and dtype != torch.float16
+
+
+class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
+    """The forward makes the loss and, where _made_in_forward, the gradients that are needed; no logits are kept."""
+
+    results, outputs, inputs = 1, 4, 3
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -158,30 +165,66 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         logit_scale: float,
         reduction: str,
-        asked: list[bool],
-        module: Any,
-    ) -> Tensor:
-        options = (label_smoothing, ignore_index, logit_scale, reduction)
-        now = _library.made_in_forward(x.dtype, reduction)
-        needs = tuple(asked) if now else (False, False, False)
-        loss, grads = module.linear_cross_entropy_fwd(x, weight, bias, target, *options, needs)
-        ctx.save_for_backward(*(grads if now else (x, weight, bias, target)))
-        ctx.options = (now, options, tuple(asked), module)
-        return loss
+        needs: list[bool],
+        backend: str,
+    ) -> tuple[Tensor | None, ...]:
+        module = _dispatch.load_backend("linear_cross_entropy", backend)
+        needs = needs if _made_in_forward(x.dtype, reduction) else [False] * 3
+        options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
+        loss, grads = module.linear_cross_entropy_fwd(x, weight, bias, target, *options)
+        return loss, *grads
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        now, options, asked, module = ctx.options
-        if now:
-            grads = tuple(_times(grad, dloss) for grad in ctx.saved_tensors)
-        else:
-            grads = module.linear_cross_entropy_bwd(dloss.contiguous(), *ctx.saved_tensors, *options, asked)
-        return *grads, None, None, None, None, None, None, None
+    def forward_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
+        x, weight, bias, target, *_, reduction, needs, _ = arguments
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        loss = x.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
+        needs = needs if _made_in_forward(x.dtype, reduction) else [False] * 3
+        return loss, *_empty_gradients(x, weight, bias, needs)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> None:
+        x, weight, bias, target, *options, reduction, needs, backend = inputs
+        ctx.made = _made_in_forward(x.dtype, reduction)
+        ctx.save_for_backward(*(outputs[1:] if ctx.made else (x, weight, bias, target)))
+        ctx.options = (*options, reduction, needs, backend)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Callable[..., Any], dloss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.made:
+            return tuple(_times(grad, dloss) for grad in ctx.saved_tensors)
+        return gradients(dloss.contiguous(), *ctx.saved_tensors, *ctx.options)
+
+    @staticmethod
+    def gradients(
+        dloss: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        label_smoothing: float,
+        ignore_index: int,
+        logit_scale: float,
+        reduction: str,
+        needs: list[bool],
+        backend: str,
+    ) -> tuple[Tensor | None, ...]:
+        module = _dispatch.load_backend("linear_cross_entropy", backend)
+        options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
+        return module.linear_cross_entropy_bwd(dloss, x, weight, bias, target, *options)
+
+    @staticmethod
+    def gradients_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
+        _, x, weight, bias, *_, needs, _ = arguments
+        return _empty_gradients(x, weight, bias, needs)
+
+
+def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(x.new_empty(t.shape) if need else None for t, need in zip((x, weight, bias), needs, strict=True))
 
 
 def _times(grad: Tensor | None, dloss: Tensor) -> Tensor | None:
     """grad * dloss; as it is where looking shows that dloss is 1, which on a CPU does not wait."""
-    if grad is None or (dloss.device.type == "cpu" and dloss.item() == 1):
+    if grad is None or (dloss.device.type == "cpu" and not torch.compiler.is_compiling() and dloss.item() == 1):
         return grad
     return grad * dloss
