@@ -94,6 +94,10 @@ def attention_dq_kernel(
                 scores *= softmax_scale
             if bias is not None:
                 scores += load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
+            if not FULL:
+                keep = visible_elements(
+                    mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
+                )
             p = exponential(scores, shift[:, None], unit, FOLD_SCALE)
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
@@ -101,9 +105,6 @@ def attention_dq_kernel(
                 dp = tl.where(kept, dp * dropout.scale, 0.0)
             ds = p * (dp - delta[:, None])
             if not FULL:
-                keep = visible_elements(
-                    mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
-                )
                 ds = tl.where(keep, ds, 0.0)
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 

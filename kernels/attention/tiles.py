@@ -29,9 +29,9 @@ def load_rows(x, b, h, first, inside, BLOCK: tl.constexpr, HEAD_DIM: tl.constexp
 
     inside: [BLOCK] bool; None when all are.
     """
-    row = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)[:, None]
+    row = tl.arange(0, BLOCK).to(tl.int64)[:, None]
     col = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = x.ptr + b * x.stride_b + h * x.stride_h + row * x.stride_l + col
+    ptrs = x.ptr + (b * x.stride_b + h * x.stride_h + tl.cast(first, tl.int64) * x.stride_l) + row * x.stride_l + col
     if inside is None:
         if HEAD_DIM == BLOCK_D:
             tile = tl.load(ptrs)
@@ -48,9 +48,9 @@ def load_rows(x, b, h, first, inside, BLOCK: tl.constexpr, HEAD_DIM: tl.constexp
 @triton.jit
 def store_rows(x, b, h, first, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """The counterpart of load_rows: casts tile to the type of x, and leaves alone what is not inside."""
-    row = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)[:, None]
+    row = tl.arange(0, BLOCK).to(tl.int64)[:, None]
     col = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = x.ptr + b * x.stride_b + h * x.stride_h + row * x.stride_l + col
+    ptrs = x.ptr + (b * x.stride_b + h * x.stride_h + tl.cast(first, tl.int64) * x.stride_l) + row * x.stride_l + col
     tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=inside[:, None] & (col < HEAD_DIM))
 
 
