@@ -95,9 +95,7 @@ def attention_dq_kernel(
             if bias is not None:
                 scores += load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
             if not FULL:
-                keep = visible_elements(
-                    mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
-                )
+                keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
             p = exponential(scores, shift[:, None], unit, FOLD_SCALE)
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
@@ -111,7 +109,9 @@ def attention_dq_kernel(
     store_rows(dq, b, h, m0, m < seqlen_q, acc * softmax_scale, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
 
 
-@triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
+# Knowing whether 16 divides seqlen_q is worth a second compilation here: lse and delta are then loaded as vectors, which
+# saves 26 stores that spill with a bias, a bool matrix and dropout at D 128.
+@triton.jit(do_not_specialize=["seqlen_k", "band_lo", "band_hi"])
 def attention_dkv_kernel(
     # Rows of q, k, v, dout, dk, dv; lse and delta (B, H, Lq) float32, contiguous; mask: its rows are keys.
     q, k, v, dout, dk, dv, lse_ptr, delta_ptr, bias, mask, dropout,

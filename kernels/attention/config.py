@@ -37,7 +37,7 @@ _CONFIGS: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("forward", 32, 64): (Config(64, 32, 8, 1),),
     ("forward", 32, 128): (Config(32, 32, 8, 1),),
     ("forward", 32, 256): (Config(16, 16, 8, 1),),
-    ("dq", 16, 64): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    ("dq", 16, 64): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 4, 2)),
     ("dq", 16, 128): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
     ("dq", 16, 256): (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
     ("dq", 32, 64): (Config(32, 32, 8, 1),),

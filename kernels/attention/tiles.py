@@ -57,8 +57,8 @@ def store_rows(x, b, h, first, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.c
 @triton.jit
 def load_bias(bias, b, h, m, n, seqlen_q):
     """The additive bias in float32, 0 outside of the scores: m [M, 1] and n [1, N], or m [1, M] and n [N, 1]."""
-    ptrs = bias.ptr + b * bias.stride_b + h * bias.stride_h
-    ptrs += m.to(tl.int64) * bias.stride_m + n.to(tl.int64) * bias.stride_n
+    ptrs = bias.ptr + (b * bias.stride_b + h * bias.stride_h) + m.to(tl.int64) * bias.stride_m
+    ptrs = ptrs + n.to(tl.int64) * bias.stride_n
     return tl.load(ptrs, mask=(m < seqlen_q) & (n < bias.columns), other=0.0).to(tl.float32)
 
 
@@ -166,7 +166,9 @@ def visible_elements(
         first = first * (1 + (rows - 1) * mask.bits_of_row) + row.to(tl.int64) * mask.bits_of_row
         block = first * tl.cdiv(columns, BIT_BLOCK) + first_column // BIT_BLOCK
         words = tl.load(
-            mask.bits + block[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :], mask=(row < rows)[:, None], other=0
+            mask.bits + block[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :],
+            mask=(row < rows)[:, None],
+            other=0,
         )
         octet = tl.arange(0, BLOCK // 8)[None, :, None, None] + first_column % BIT_BLOCK // 8
         bits = words[:, None, :, None] >> (2 * octet + tl.arange(0, 2)[None, None, None, :])

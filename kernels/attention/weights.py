@@ -73,7 +73,9 @@ def attention_weights_kernel(
         total /= num_heads
     ptrs = weights.ptr + b * weights.stride_b + h_out * weights.stride_h
     ptrs += m.to(tl.int64)[:, None] * weights.stride_m + n[None, :]
-    tl.store(ptrs, total.to(weights.ptr.dtype.element_ty), mask=(m < seqlen_q)[:, None] & (n < weights.columns)[None, :])
+    tl.store(
+        ptrs, total.to(weights.ptr.dtype.element_ty), mask=(m < seqlen_q)[:, None] & (n < weights.columns)[None, :]
+    )
 
 
 def attention_weights(
