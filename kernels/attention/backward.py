@@ -7,8 +7,7 @@ Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in two kernel
 and delta, the other owns key tiles and writes dk and dv. S and dP are computed twice, 7 products where one kernel needs
 5, but nobody adds into memory that another program writes: no atomics, no float32 copy of dq, equal results run to run.
 lse is differentiable at no cost: its gradient only shifts delta.
-Compiled offline, triton 3.6, bf16 causal, sm_90a: dq 128 registers at D 64 and 207 at D 128, dk and dv 255 at both;
-nothing spills. With dropout, bias and attn_mask together, D 128: 8 and 39 stores spill.
+MEASURED
 Tried and dropped for dk and dv, D 128: 64 queries by 128 keys, 59 stores spilled without a mask; 128 by 64, 244.
 """
 
@@ -17,56 +16,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn._attention_delta import wants_exact_delta
-from fastattn.masks import AttentionMask
+from fastattn.masks import PreparedMask
 
 from ..common.launch import current_arch, on_device
 from ..common.philox import dropout_keep
 from . import arguments
 from .bias_gradient import bias_gradient
 from .config import config
-from .rows import delta_of_tile, row_statistics
 from .tiles import (
     LOG2E,
+    columns_of_tile,
+    columns_to_load,
+    exponent_shift,
     exponential,
-    keep_elements,
-    key_interval,
     load_bias,
     load_rows,
-    plan_visits,
+    plan_tiles,
     program_place,
+    row_intervals,
     store_rows,
     tile_at,
+    visible_elements,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_dq_kernel(
-    # dout and out (B, H, Lq, Dv), dq as q; lse, dlse, remainder (or None) and delta (B, H, Lq) float32,
-    # contiguous. HAS_DELTA: dlse is what delta lacks of it, all or None.
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, remainder_ptr, dlse_ptr, dq_ptr, delta_ptr,
-    q_stride_b, q_stride_h, q_stride_m,
-    k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n,
-    out_stride_b, out_stride_h, out_stride_m,
-    dout_stride_b, dout_stride_h, dout_stride_m,
-    dq_stride_b, dq_stride_h, dq_stride_m,
-    num_heads, group, seqlen_q, seqlen_k, softmax_scale,
-    band_lo, band_hi,
-    k_start_ptr, k_end_ptr, interval_stride_b,
-    seen_ptr, seen_stride_b, seen_stride_h,
-    attn_mask_ptr, attn_mask_stride_b, attn_mask_stride_h, attn_mask_stride_m, attn_mask_stride_n,
-    bias_ptr, bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n,
-    num_partial_ptr, partial_ptr, num_full_ptr, full_ptr, tiles_stride_b, tiles_stride_h,
-    rng_state_ptr, dropout_threshold, dropout_scale,
+    # Rows of q, k, v, out, dout, dq; lse, dlse (or None) and delta (B, H, Lq) float32, contiguous.
+    q, k, v, out, dout, dq, lse_ptr, dlse_ptr, delta_ptr, bias, mask, dropout,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, LISTS: tl.constexpr, HAS_ATTN_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_REMAINDER: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid and walk as in the forward: one program per (batch, head, BLOCK_M queries), along the keys.
+    """Grid and loops as in the forward: one program per (batch, head, BLOCK_M queries), over the key tiles.
 
-    In registers: dq [BLOCK_M, BLOCK_DK] and a tile each of S and dP, float32. q and dout are read once, k and v stream.
+    Registers: dq [BLOCK_M, BLOCK_DK] and a tile each of S and dP, float32. q and dout are read once, k and v stream
+    through shared memory.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, b, h = program_place(num_tiles, num_heads)
@@ -76,244 +61,129 @@ def attention_dq_kernel(
     m = m0 + tl.arange(0, BLOCK_M)
     row = (b * num_heads + h) * seqlen_q + m
 
-    q_ptr += b * q_stride_b + h * q_stride_h
-    k_ptr += b * k_stride_b + h // group * k_stride_h
-    v_ptr += b * v_stride_b + h // group * v_stride_h
-    out_ptr += b * out_stride_b + h * out_stride_h
-    dout_ptr += b * dout_stride_b + h * dout_stride_h
-    if LISTS:
-        k_start_ptr += b * interval_stride_b
-        k_end_ptr += b * interval_stride_b
-        place = b * tiles_stride_b + h * tiles_stride_h + tile
-        num_partial, num_full = tl.load(num_partial_ptr + place), tl.load(num_full_ptr + place)
-        partial_ptr += place * tl.cdiv(seqlen_k, BLOCK_N)
-        full_ptr += place * tl.cdiv(seqlen_k, BLOCK_N)
-        first, num_left = 0, 0
-    else:
-        n_first = tl.maximum(m0 + band_lo, 0)
-        n_end = tl.maximum(tl.minimum(m_last + band_hi + 1, seqlen_k), 0)
-        first, num_left, num_partial, num_full = plan_visits(
-            n_first,
-            tl.maximum(m_last + band_lo, 0),
-            tl.maximum(tl.minimum(m0 + band_hi + 1, seqlen_k), 0),
-            n_end,
-            BLOCK_N,
-        )
-    if LISTS or HAS_BIAS:
-        seen_ptr += b * seen_stride_b + h * seen_stride_h
-    if HAS_ATTN_MASK:
-        attn_mask_ptr += b * attn_mask_stride_b + h * attn_mask_stride_h
-    if HAS_BIAS:
-        bias_ptr += b * bias_stride_b + h * bias_stride_h
+    begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+    tile_begin, tile_end = columns_of_tile(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    first, num_left, num_partial, num_visited = plan_tiles(
+        mask, b, h, num_heads, tile, tile_begin, tile_end, m0, m_last, seqlen_q, seqlen_k, band_lo, band_hi,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
-    dout = load_rows(dout_ptr, m0, dout_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-    if HAS_DELTA:
-        delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
-        if dlse_ptr is not None:
-            dlse_apart = tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)[:, None]
-    else:
-        out = load_rows(out_ptr, m0, out_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
-        dlse = 0.0
-        if dlse_ptr is not None:
-            dlse = tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)
-        delta -= dlse
-        if not HAS_DROPOUT:
-            tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
+    lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
+    dout_tile = load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    out_tile = load_rows(out, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), axis=1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)
+    # A query that attends to nothing has no gradient, though dout or dlse may be NaN there.
+    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
 
     unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
-    shift = tl.load(lse_ptr + row, mask=m < seqlen_q, other=0.0)
-    if FOLD_SCALE:
-        shift *= LOG2E
-    remainder = 0.0
-    if HAS_REMAINDER:
-        remainder = tl.load(remainder_ptr + row, mask=m < seqlen_q, other=0.0)[:, None]
-    start, end = key_interval(m[:, None], seqlen_q, seqlen_k, band_lo, band_hi, k_start_ptr, k_end_ptr, LISTS)
-    q = load_rows(q_ptr, m0, q_stride_m, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
-    dq = tl.zeros([BLOCK_M, BLOCK_DK], tl.float32)
+    shift = exponent_shift(lse, FOLD_SCALE)
+    q_tile = load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+    acc = tl.zeros([BLOCK_M, BLOCK_DK], tl.float32)
 
     for FULL in tl.static_range(2):
-        for i in range(num_full if FULL else num_partial):
-            n0 = BLOCK_N * tile_at(i, full_ptr if FULL else partial_ptr, first, num_left, num_full, FULL, LISTS)
-            n = n0 + tl.arange(0, BLOCK_N)
-            if FULL and not HAS_BIAS:
-                seen = None
-            elif LISTS or HAS_BIAS:
-                seen = tl.load(seen_ptr + n, mask=n < seqlen_k, other=0) != 0
-            else:
-                seen = (n >= n_first) & (n < n_end)
-            k = load_rows(k_ptr, n0, k_stride_n, seen, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-            v = load_rows(v_ptr, n0, v_stride_n, seen, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        for i in range(num_partial if FULL else 0, num_visited if FULL else num_partial):
+            n0 = BLOCK_N * tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
+            inside = None if FULL else columns_to_load(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
+            k_tile = load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+            v_tile = load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if not FOLD_SCALE:
                 scores *= softmax_scale
-            if not FULL:
-                keep = seen[None, :] & keep_elements(
-                    m[:, None], n[None, :], start, end, seqlen_q, seqlen_k,
-                    attn_mask_ptr, attn_mask_stride_m, attn_mask_stride_n, HAS_ATTN_MASK,
-                )  # fmt: skip
-            if HAS_BIAS:
-                bias = load_bias(m[:, None], n[None, :], seqlen_q, seqlen_k, bias_ptr, bias_stride_m, bias_stride_n)
-                scores += bias
-                keep = bias != float("-inf") if FULL else keep & (bias != float("-inf"))
-            p = exponential(scores, shift[:, None], remainder, unit, FOLD_SCALE)
-            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-            if HAS_DROPOUT:
-                kept = dropout_keep(rng_state_ptr, dropout_threshold, row, n0, BLOCK_N)
-                dp = tl.where(kept, dp * dropout_scale, 0.0)
-                if not HAS_DELTA:
-                    seen_p = tl.where(keep, p, 0.0) if HAS_BIAS or not FULL else p
-                    delta = delta_of_tile(delta, seen_p, dp, dlse, num_partial + num_full == 1)
+            if bias is not None:
+                scores += load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
+            p = exponential(scores, shift[:, None], unit, FOLD_SCALE)
+            dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+            if dropout is not None:
+                kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
+                dp = tl.where(kept, dp * dropout.scale, 0.0)
             ds = p * (dp - delta[:, None])
-            if HAS_DELTA and dlse_ptr is not None:
-                ds += p * dlse_apart
-            if HAS_BIAS or not FULL:
+            if not FULL:
+                keep = visible_elements(
+                    mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
+                )
                 ds = tl.where(keep, ds, 0.0)
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 
-    if HAS_DROPOUT and not HAS_DELTA:
-        tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
-    dq_ptr += b * dq_stride_b + h * dq_stride_h
-    store_rows(dq_ptr, m0, dq_stride_m, m < seqlen_q, dq * softmax_scale, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+    store_rows(dq, b, h, m0, m < seqlen_q, acc * softmax_scale, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_dkv_kernel(
-    # dlse: what delta lacks of it, all or None.
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, remainder_ptr, dlse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    q_stride_b, q_stride_h, q_stride_m,
-    k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n,
-    dout_stride_b, dout_stride_h, dout_stride_m,
-    dk_stride_b, dk_stride_h, dk_stride_n,
-    dv_stride_b, dv_stride_h, dv_stride_n,
-    num_heads, group, seqlen_q, seqlen_k, softmax_scale,
-    # Lists are of query tiles, one per key tile.
-    band_lo, band_hi,
-    k_start_ptr, k_end_ptr, interval_stride_b,
-    seen_ptr, seen_stride_b, seen_stride_h,
-    attn_mask_ptr, attn_mask_stride_b, attn_mask_stride_h, attn_mask_stride_m, attn_mask_stride_n,
-    bias_ptr, bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n,
-    num_partial_ptr, partial_ptr, num_full_ptr, full_ptr, tiles_stride_b, tiles_stride_h,
-    rng_state_ptr, dropout_threshold, dropout_scale,
+    # Rows of q, k, v, dout, dk, dv; lse and delta (B, H, Lq) float32, contiguous; mask: its rows are keys.
+    q, k, v, dout, dk, dv, lse_ptr, delta_ptr, bias, mask, dropout,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, LISTS: tl.constexpr, HAS_ATTN_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_REMAINDER: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per (batch, key head, BLOCK_N keys); it walks along the queries of every head of its group.
+    """Grid: one program per (batch, key head, BLOCK_N keys). It loops over the heads of its group and their query tiles.
 
     Tiles of scores are transposed, [BLOCK_N, BLOCK_M], so that P^T and dS^T enter their products from registers.
-    In registers: dk and dv [BLOCK_N, BLOCK_D*] and a tile each of S and dP, float32. k and v are read once, q and dout
-    stream.
+    Registers: dk and dv [BLOCK_N, BLOCK_D*] and a tile each of S and dP, float32. k and v are read once, q and dout
+    stream through shared memory.
     """
-    num_key_heads = num_heads // group
-    tile, b, h_k = program_place(tl.cdiv(seqlen_k, BLOCK_N), num_key_heads)
+    tile, b, h_k = program_place(tl.cdiv(seqlen_k, BLOCK_N), num_heads // group)
     n0 = tile * BLOCK_N
     n_last = tl.minimum(n0 + BLOCK_N, seqlen_k) - 1
     n = n0 + tl.arange(0, BLOCK_N)
-    num_query_tiles = tl.cdiv(seqlen_q, BLOCK_M)
 
-    if LISTS:
-        k_start_ptr += b * interval_stride_b
-        k_end_ptr += b * interval_stride_b
-        first, num_left = 0, 0
-    else:
-        first, num_left, num_partial, num_full = plan_visits(
-            tl.maximum(n0 - band_hi, 0),
-            tl.maximum(n_last - band_hi, 0),
-            tl.maximum(tl.minimum(n0 - band_lo + 1, seqlen_q), 0),
-            tl.maximum(tl.minimum(n_last - band_lo + 1, seqlen_q), 0),
-            BLOCK_M,
-        )
+    begin, end = row_intervals(mask, b, n, seqlen_k, seqlen_q, band_lo, band_hi)
+    tile_begin, tile_end = columns_of_tile(mask, begin, end, n0, n_last, seqlen_q, band_lo, band_hi)
 
     unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
-    k_ptr += b * k_stride_b + h_k * k_stride_h
-    v_ptr += b * v_stride_b + h_k * v_stride_h
-    k = load_rows(k_ptr, n0, k_stride_n, n < seqlen_k, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-    v = load_rows(v_ptr, n0, v_stride_n, n < seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
-    dk = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    real = (n < seqlen_k) & (begin < end)  # what the other keys hold may be NaN
+    k_tile = load_rows(k, b, h_k, n0, real, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    v_tile = load_rows(v, b, h_k, n0, real, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     for g in range(group):
         h = h_k * group + g
         row0 = (b * num_heads + h) * seqlen_q
-        q_head = q_ptr + b * q_stride_b + h * q_stride_h
-        dout_head = dout_ptr + b * dout_stride_b + h * dout_stride_h
-        attn_mask_head, bias_head, partial, full = attn_mask_ptr, bias_ptr, partial_ptr, full_ptr
-        if LISTS:
-            place = b * tiles_stride_b + h * tiles_stride_h + tile
-            num_partial, num_full = tl.load(num_partial_ptr + place), tl.load(num_full_ptr + place)
-            partial = partial_ptr + place * num_query_tiles
-            full = full_ptr + place * num_query_tiles
-        if LISTS or HAS_BIAS:
-            seen = tl.load(seen_ptr + b * seen_stride_b + h * seen_stride_h + n, mask=n < seqlen_k, other=0) != 0
-        else:
-            seen = n < seqlen_k
-        if HAS_ATTN_MASK:
-            attn_mask_head = attn_mask_ptr + b * attn_mask_stride_b + h * attn_mask_stride_h
-        if HAS_BIAS:
-            bias_head = bias_ptr + b * bias_stride_b + h * bias_stride_h
-
+        first, num_left, num_partial, num_visited = plan_tiles(
+            mask, b, h, num_heads, tile, tile_begin, tile_end, n0, n_last, seqlen_k, seqlen_q, band_lo, band_hi,
+            BLOCK_N, BLOCK_M,
+        )  # fmt: skip
         for FULL in tl.static_range(2):
-            for i in range(num_full if FULL else num_partial):
-                m0 = BLOCK_M * tile_at(i, full if FULL else partial, first, num_left, num_full, FULL, LISTS)
+            for i in range(num_partial if FULL else 0, num_visited if FULL else num_partial):
+                m0 = BLOCK_M * tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
                 m = m0 + tl.arange(0, BLOCK_M)
-                # A query that sees nothing may hold anything, and its gradient too: neither is loaded.
-                if FULL and not HAS_BIAS:
-                    sees = None
+                if FULL:
+                    inside = None
                     lse = tl.load(lse_ptr + row0 + m)
                     delta = tl.load(delta_ptr + row0 + m)
                 else:
+                    inside = columns_to_load(mask, b, m0, tile_begin, tile_end, seqlen_q, BLOCK_M)
                     lse = tl.load(lse_ptr + row0 + m, mask=m < seqlen_q, other=float("-inf"))
-                    sees = lse != float("-inf")
-                    delta = tl.load(delta_ptr + row0 + m, mask=sees, other=0.0)
-                if dlse_ptr is not None:
-                    dlse_apart = tl.load(dlse_ptr + row0 + m, mask=lse != float("-inf"), other=0.0)[None, :]
-                shift = lse * LOG2E if FOLD_SCALE else lse
-                remainder = 0.0
-                if HAS_REMAINDER:
-                    remainder = tl.load(remainder_ptr + row0 + m, mask=m < seqlen_q, other=0.0)[None, :]
-                q = load_rows(q_head, m0, q_stride_m, sees, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
-                dout = load_rows(dout_head, m0, dout_stride_m, sees, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                    delta = tl.load(delta_ptr + row0 + m, mask=m < seqlen_q, other=0.0)
+                q_tile = load_rows(q, b, h, m0, inside, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+                dout_tile = load_rows(dout, b, h, m0, inside, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+                scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 if not FOLD_SCALE:
                     scores *= softmax_scale
+                if bias is not None:
+                    scores += load_bias(bias, b, h, m[None, :], n[:, None], seqlen_q)
+                p = exponential(scores, exponent_shift(lse, FOLD_SCALE)[None, :], unit, FOLD_SCALE)
                 if not FULL:
-                    start, end = key_interval(
-                        m[None, :], seqlen_q, seqlen_k, band_lo, band_hi, k_start_ptr, k_end_ptr, LISTS
+                    keep = visible_elements(
+                        mask, b, h, num_heads, begin, end, inside, n, m0, seqlen_k, seqlen_q, BLOCK_M
                     )
-                    keep = seen[:, None] & keep_elements(
-                        m[None, :], n[:, None], start, end, seqlen_q, seqlen_k,
-                        attn_mask_head, attn_mask_stride_m, attn_mask_stride_n, HAS_ATTN_MASK,
-                    )  # fmt: skip
-                if HAS_BIAS:
-                    bias = load_bias(
-                        m[None, :], n[:, None], seqlen_q, seqlen_k, bias_head, bias_stride_m, bias_stride_n
-                    )
-                    scores += bias
-                    keep = bias != float("-inf") if FULL else keep & (bias != float("-inf"))
-                p = exponential(scores, shift[None, :], remainder, unit, FOLD_SCALE)
-                if HAS_BIAS or not FULL:
                     p = tl.where(keep, p, 0.0)
-                dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+                dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
                 z = p
-                if HAS_DROPOUT:
-                    kept = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, row0 + m, n0, BLOCK_N))
-                    z = tl.where(kept, p * dropout_scale, 0.0)
-                    dp = tl.where(kept, dp * dropout_scale, 0.0)
-                dv = tl.dot(z.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                if dropout is not None:
+                    kept = dropout_keep(dropout.rng_state, dropout.threshold, row0 + m, n0, BLOCK_N)
+                    kept = tl.trans(kept)
+                    z = tl.where(kept, p * dropout.scale, 0.0)
+                    dp = tl.where(kept, dp * dropout.scale, 0.0)
+                dv_acc = tl.dot(z.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
-                if dlse_ptr is not None:
-                    ds += p * dlse_apart
-                if HAS_BIAS or not FULL:
-                    ds = tl.where(keep, ds, 0.0)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
 
-    dk_ptr += b * dk_stride_b + h_k * dk_stride_h
-    dv_ptr += b * dv_stride_b + h_k * dv_stride_h
-    store_rows(dk_ptr, n0, dk_stride_n, n < seqlen_k, dk * softmax_scale, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-    store_rows(dv_ptr, n0, dv_stride_n, n < seqlen_k, dv, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    store_rows(dk, b, h_k, n0, n < seqlen_k, dk_acc * softmax_scale, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    store_rows(dv, b, h_k, n0, n < seqlen_k, dv_acc, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
 
 
 def attention_bwd(
@@ -324,52 +194,42 @@ def attention_bwd(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: AttentionMask | None,
+    bias: Tensor | None,
+    masks: tuple[PreparedMask, ...],
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
     needs_dbias: bool,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
-    it. grads: memory for dq, dk, dv. Returns them, in the inputs' dtypes and unless given in their memory order, and
-    dbias, as mask.bias, if needed."""
+    it. masks: in the layouts of mask_layouts() but the first. Returns dq, dk, dv in the inputs' dtypes and memory
+    order, and dbias, as bias, if needed."""
     B, H, Lq, Dk = q.shape
     Hk, Lk, Dv = v.shape[1:]
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    dq, dk, dv = grads or (arguments.empty_like(q, Dk), arguments.empty_like(k, Dk), arguments.empty_like(v, Dv))
+    dq, dk, dv = arguments.empty_like(q, Dk), arguments.empty_like(k, Dk), arguments.empty_like(v, Dv)
     delta = torch.empty_like(lse)
     dbias = None
+    by_query, by_key = masks
+    rows = arguments.rows
+    inputs = {"q": rows(q), "k": rows(k), "v": rows(v), "dout": rows(dout), "lse_ptr": lse, "delta_ptr": delta}
     with on_device(q):
-        shared = {
-            **arguments.problem(q, k, v, softmax_scale),
-            **arguments.visibility(q, k, mask, softmax_scale),
-            **arguments.dropout(dropout_p, rng_state),
-        }
-        inputs = {
-            "q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta,
-            **arguments.strides("m", q=q, dout=dout), **arguments.strides("n", k=k, v=v),
-        }  # fmt: skip
-        rows = row_statistics(inputs, shared, dlse, exact_delta=wants_exact_delta(q, dropout_p))
-        shared |= {"remainder_ptr": rows.remainder, "HAS_REMAINDER": rows.remainder is not None}
+        inputs |= arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state) | arguments.value_dims(v)
         head_dim = max(Dk, Dv)
         c = config("dq", current_arch(), q.dtype, head_dim, Lq)
         programs = B * H * triton.cdiv(Lq, c.BLOCK_M)
         if programs > 0:
             attention_dq_kernel[(programs,)](
-                out_ptr=out, dlse_ptr=rows.dlse_apart if rows.has_delta else dlse, dq_ptr=dq, HAS_DELTA=rows.has_delta,
-                **arguments.strides("m", out=out, dq=dq),
-                **inputs, **shared, **arguments.visits(mask, q, k, c, by_key=False), **c._asdict(),
-            )  # fmt: skip
+                out=rows(out), dq=rows(dq), dlse_ptr=dlse, **inputs, **arguments.masking(by_query), **c._asdict()
+            )
         c = config("dkv", current_arch(), q.dtype, head_dim, Lk)
         programs = B * Hk * triton.cdiv(Lk, c.BLOCK_N)
         if programs > 0:
             attention_dkv_kernel[(programs,)](
-                dlse_ptr=rows.dlse_apart, dk_ptr=dk, dv_ptr=dv, **arguments.strides("n", dk=dk, dv=dv),
-                **inputs, **shared, **arguments.visits(mask, q, k, c, by_key=True), **c._asdict(),
-            )  # fmt: skip
+                dk=rows(dk), dv=rows(dv), **inputs, **arguments.masking(by_key), **c._asdict()
+            )
         if needs_dbias:
-            dbias = bias_gradient(mask.bias, dlse, rows.dlse_apart, inputs, shared)
+            dbias = bias_gradient(q, v, bias, dlse, inputs, by_query)
     return dq, dk, dv, dbias

@@ -4,7 +4,6 @@ Chosen offline, by compiling for each architecture (tests/compile): no spilled r
 in the backward, tensor cores in every product, shared memory within the device's limit.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# In the interpreter a visited tile costs milliseconds whatever its size. Tests shrink this to walk over many tiles.
+# In the interpreter a visited tile costs milliseconds whatever its size.
 INTERPRETED_CONFIG = Config(64, 64, 4, 1)
 
 # Which column of the table a device reads. sm_86, 89, 120 and 121 have 99 KiB of shared memory a block, the other
@@ -66,13 +65,12 @@ _CONFIGS: dict[tuple[str, int, int], tuple[Config, ...]] = {
 
 
 def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
-    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights" (which also serves
-    rows.py). arch: 90 for sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the
-    work, Lk for "dkv" and Lq for the others; a short one gets half the block and half the warps."""
+    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights". arch: 90 for
+    sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the work, Lk for "dkv" and Lq
+    for the others; a short one gets half the block and half the warps."""
     return INTERPRETED_CONFIG if INTERPRETED else _look_up(kernel, arch, dtype, head_dim, rows <= 64)
 
 
-@functools.cache
 def _look_up(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, short: bool) -> Config:
     columns = max(64, triton.next_power_of_2(head_dim))
     row = _CONFIGS[kernel, dtype.itemsize * 8, columns]

@@ -1,14 +1,10 @@
-"""What every attention kernel does to a tile: find it, load it, decide who sees whom, turn scores into probabilities.
+"""What every attention kernel does with a tile of scores: find it, load it, mask it, turn scores into probabilities.
 
-m are positions of queries, n of keys. The helpers only broadcast m against n, so they serve a tile of scores, with
-m [M, 1] and n [1, N], as well as its transpose, m [1, M] and n [N, 1]. Offsets are 64-bit: an index is widened before
-it is multiplied by a stride.
+A kernel has rows and columns, as its PreparedMask has: rows are queries and columns keys or, in the kernel whose
+programs own keys, the other way round. Offsets are 64-bit: an index is widened before it is multiplied by a stride.
 
-Who sees whom: the structured restrictions give every query one interval of keys, start <= n < end; the arbitrary
-attn_mask and the keys that nobody sees (seen.py; padding among them) come on top. Intervals have two sources:
-    LISTS = False   nothing but a band restricts, band_lo <= n - m <= band_hi (or nothing at all): arithmetic;
-    LISTS = True    AttentionMask has prepared them, and with them the lists of tiles that hold work.
-Either way a kernel visits first its partial tiles, which look at masks element by element, then its full ones.
+A kernel visits first its partial tiles, where it tests every element, then its full tiles, where it tests none. Which
+tiles these are is said by the mask's lists, by arithmetic where a band is all, or else all tiles are partial.
 """
 
 import triton
@@ -16,24 +12,26 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.prepared: columns in a block of mask bits, and words of a block
+BIT_WORDS = tl.constexpr(4)
 
 
 @triton.jit
 def program_place(num_tiles, num_heads):
     """(tile, batch, head) of this program. Neighbours share a head, whose keys and values so stay in the L2 cache."""
-    row = tl.program_id(0) // num_tiles
-    return tl.program_id(0) % num_tiles, (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
+    head = tl.program_id(0) // num_tiles
+    return tl.program_id(0) % num_tiles, (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
 
 
 @triton.jit
-def load_rows(ptr, first, stride, inside, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK, BLOCK_D]: rows first, first + 1, .. of a matrix. Rows not inside and columns from HEAD_DIM on read as 0.
+def load_rows(x, b, h, first, inside, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK, BLOCK_D]: rows first, first + 1, .. of head h. Rows not inside and columns from HEAD_DIM on read as 0.
 
     inside: [BLOCK] bool; None when all are.
     """
-    row = tl.arange(0, BLOCK).to(tl.int64)[:, None]
+    row = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)[:, None]
     col = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = ptr + tl.cast(first, tl.int64) * stride + row * stride + col
+    ptrs = x.ptr + b * x.stride_b + h * x.stride_h + row * x.stride_l + col
     if inside is None:
         if HEAD_DIM == BLOCK_D:
             tile = tl.load(ptrs)
@@ -48,81 +46,149 @@ def load_rows(ptr, first, stride, inside, BLOCK: tl.constexpr, HEAD_DIM: tl.cons
 
 
 @triton.jit
-def store_rows(ptr, first, stride, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The counterpart of load_rows: casts tile to the type of the matrix, and leaves alone what is not inside."""
-    row = tl.arange(0, BLOCK).to(tl.int64)[:, None]
+def store_rows(x, b, h, first, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The counterpart of load_rows: casts tile to the type of x, and leaves alone what is not inside."""
+    row = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)[:, None]
     col = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = ptr + tl.cast(first, tl.int64) * stride + row * stride + col
-    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside[:, None] & (col < HEAD_DIM))
+    ptrs = x.ptr + b * x.stride_b + h * x.stride_h + row * x.stride_l + col
+    tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=inside[:, None] & (col < HEAD_DIM))
 
 
 @triton.jit
-def plan_visits(begin_min, begin_max, end_min, end_max, BLOCK: tl.constexpr):
-    """The tiles to visit along an axis, when every row of this program sees one interval and the intervals only grow:
-    the first row sees [begin_min, end_min), the last one [begin_max, end_max), none of them negative.
-
-    Returns (first, num_left, num_partial, num_full): num_left partial tiles from tile first on, then the full ones
-    (inside every row's interval), then the rest of the partial ones.
-    """
-    first = begin_min // BLOCK
-    last = tl.cdiv(end_max, BLOCK)
-    first_full = tl.cdiv(begin_max, BLOCK)
-    num_visited = tl.maximum(last - first, 0)
-    num_full = tl.maximum(tl.minimum(end_min // BLOCK, last) - first_full, 0)
-    num_left = tl.where(num_full > 0, first_full - first, num_visited)
-    return first, num_left, num_visited - num_full, num_full
+def load_bias(bias, b, h, m, n, seqlen_q):
+    """The additive bias in float32, 0 outside of the scores: m [M, 1] and n [1, N], or m [1, M] and n [N, 1]."""
+    ptrs = bias.ptr + b * bias.stride_b + h * bias.stride_h
+    ptrs += m.to(tl.int64) * bias.stride_m + n.to(tl.int64) * bias.stride_n
+    return tl.load(ptrs, mask=(m < seqlen_q) & (n < bias.columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def tile_at(i, list_ptr, first, num_left, num_full, FULL: tl.constexpr, LISTS: tl.constexpr):
-    """The i-th tile to visit among the full or the partial ones."""
-    if LISTS:
-        tile = tl.load(list_ptr + i)
-    elif FULL:
-        tile = first + num_left + i
+def row_intervals(mask, b, row, rows, columns, band_lo, band_hi):
+    """(begin, end), shaped as row: a row may attend to columns begin <= c < end alone. Empty past the last row."""
+    if mask.intervals is not None:
+        ptrs = mask.intervals + 2 * (b * mask.intervals_of_batch * rows + row)
+        begin = tl.load(ptrs, mask=row < rows, other=0)
+        end = tl.load(ptrs + 1, mask=row < rows, other=0)
     else:
-        tile = first + i + tl.where(i >= num_left, num_full, 0)
+        begin = tl.maximum(row + band_lo, 0)
+        end = tl.where(row < rows, tl.minimum(row + band_hi + 1, columns), 0)
+    return begin, end
+
+
+@triton.jit
+def columns_of_tile(mask, begin, end, first_row, last_row, columns, band_lo, band_hi):
+    """(begin, end) of the columns that some row of a tile may attend to. begin, end: row_intervals() of its rows."""
+    if mask.intervals is not None:
+        tile_begin = tl.min(tl.where(begin < end, begin, columns), axis=0)
+        tile_end = tl.max(end, axis=0)
+    else:
+        tile_begin = tl.maximum(first_row + band_lo, 0)
+        tile_end = tl.maximum(tl.minimum(last_row + band_hi + 1, columns), 0)
+    return tile_begin, tile_end
+
+
+@triton.jit
+def plan_tiles(
+    mask, b, h, num_heads, row_tile, tile_begin, tile_end, first_row, last_row, rows, columns, band_lo, band_hi,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The column tiles that a row tile visits: (first, num_left, num_partial, num_visited), for tile_at().
+
+    With lists, first is where the row tile's list begins. Without, first is a tile: num_left partial tiles from there
+    on are followed by the full ones, if there are any, and these by the rest of the partial ones.
+    """
+    first = tile_begin // BLOCK_COLUMNS
+    num_visited = tl.maximum(tl.cdiv(tile_end, BLOCK_COLUMNS) - first, 0)
+    num_partial, num_left = num_visited, num_visited
+    if mask.tiles is not None:
+        place = index_of_head(b, h, num_heads, mask.tiles_of_batch, mask.tiles_of_head)
+        place = place * tl.cdiv(rows, BLOCK_ROWS) + row_tile
+        num_partial, num_visited = tl.load(mask.counts + 2 * place), tl.load(mask.counts + 2 * place + 1)
+        first = place * tl.cdiv(columns, BLOCK_COLUMNS)
+    elif mask.intervals is None and mask.columns is None and mask.bits is None:
+        # The intervals of a band only grow: the last row begins last, and the first row ends first.
+        begin_of_last = tl.maximum(last_row + band_lo, 0)
+        end_of_first = tl.maximum(tl.minimum(first_row + band_hi + 1, columns), 0)
+        first_full = tl.cdiv(begin_of_last, BLOCK_COLUMNS)
+        end_full = tl.minimum(end_of_first // BLOCK_COLUMNS, first + num_visited)
+        num_full = tl.maximum(end_full - first_full, 0)
+        num_left = tl.where(num_full > 0, first_full - first, num_visited)
+        num_partial = num_visited - num_full
+    return first, num_left, num_partial, num_visited
+
+
+@triton.jit
+def tile_at(mask, i, first, num_left, num_partial, num_visited, FULL: tl.constexpr):
+    """The i-th tile to visit: partial ones have 0 <= i < num_partial, full ones num_partial <= i < num_visited."""
+    if mask.tiles is not None:
+        tile = tl.load(mask.tiles + first + i)
+    elif FULL:
+        tile = first + num_left + i - num_partial
+    else:
+        tile = first + i + tl.where(i >= num_left, num_visited - num_partial, 0)
     return tile
 
 
 @triton.jit
-def key_interval(m, seqlen_q, seqlen_k, band_lo, band_hi, k_start_ptr, k_end_ptr, LISTS: tl.constexpr):
-    """(start, end), shaped as m: query m may see only keys start <= n < end. Empty for m past the last query."""
-    if LISTS:
-        start = tl.load(k_start_ptr + m, mask=m < seqlen_q, other=0)
-        end = tl.load(k_end_ptr + m, mask=m < seqlen_q, other=0)
-    else:
-        start = m + band_lo
-        end = tl.where(m < seqlen_q, tl.minimum(m + band_hi + 1, seqlen_k), 0)
-    return start, end
+def index_of_head(b, h, num_heads, of_batch, of_head):
+    """Which entry of a contiguous (B or 1, H or 1, ..) serves head h of sample b; see arguments.Mask."""
+    return b * of_batch * (1 + (num_heads - 1) * of_head) + h * of_head
 
 
 @triton.jit
-def keep_elements(
-    m, n, start, end, seqlen_q, seqlen_k,
-    attn_mask_ptr, attn_mask_stride_m, attn_mask_stride_n, HAS_ATTN_MASK: tl.constexpr,
-):  # fmt: skip
-    """Who sees whom, key_padding aside: bool, m broadcast against n; False outside the matrix of scores.
+def columns_to_load(mask, b, first_column, tile_begin, tile_end, columns, BLOCK: tl.constexpr):
+    """[BLOCK] bool: the columns of a partial tile that take part. What the others hold may be NaN, and 0 * NaN is NaN:
+    they are read as 0."""
+    col = first_column + tl.arange(0, BLOCK)
+    inside = (col >= tile_begin) & (col < tile_end)
+    if mask.columns is not None:
+        block = b * mask.columns_of_batch * tl.cdiv(columns, BIT_BLOCK) + first_column // BIT_BLOCK
+        words = tl.load(mask.columns + block * BIT_WORDS + tl.arange(0, BIT_WORDS))
+        octet = tl.arange(0, BLOCK // 8)[:, None, None] + first_column % BIT_BLOCK // 8
+        bits = words[None, :, None] >> (2 * octet + tl.arange(0, 2)[None, None, :])
+        inside = inside & (tl.reshape(bits & 1, (BLOCK,)) != 0)
+    return inside
 
-    start, end: key_interval(m).
+
+@triton.jit
+def visible_elements(
+    mask, b, h, num_heads, begin, end, inside, row, first_column, rows, columns, BLOCK: tl.constexpr
+):  # fmt: skip
+    """[ROWS, BLOCK] bool: which elements of a partial tile are visible. False outside of the scores.
+
+    begin, end: row_intervals(row); inside: columns_to_load(). Of a row's bits, column 8 * octet + 2 * word + e of a
+    block is bit 2 * octet + e of that word, as fastattn/masks/prepared.py says.
     """
-    keep = (n >= start) & (n < end)
-    if HAS_ATTN_MASK:
-        ptrs = attn_mask_ptr + m.to(tl.int64) * attn_mask_stride_m + n.to(tl.int64) * attn_mask_stride_n
-        keep = keep & (tl.load(ptrs, mask=(m < seqlen_q) & (n < seqlen_k), other=0) != 0)
+    col = (first_column + tl.arange(0, BLOCK))[None, :]
+    keep = (col >= begin[:, None]) & (col < end[:, None])
+    if mask.bits is not None:
+        first = index_of_head(b, h, num_heads, mask.bits_of_batch, mask.bits_of_head)
+        first = first * (1 + (rows - 1) * mask.bits_of_row) + row.to(tl.int64) * mask.bits_of_row
+        block = first * tl.cdiv(columns, BIT_BLOCK) + first_column // BIT_BLOCK
+        words = tl.load(
+            mask.bits + block[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :], mask=(row < rows)[:, None], other=0
+        )
+        octet = tl.arange(0, BLOCK // 8)[None, :, None, None] + first_column % BIT_BLOCK // 8
+        bits = words[:, None, :, None] >> (2 * octet + tl.arange(0, 2)[None, None, None, :])
+        keep = keep & (tl.reshape(bits & 1, (row.shape[0], BLOCK)) != 0)
+    elif mask.columns is not None:
+        keep = keep & inside[None, :]
     return keep
 
 
 @triton.jit
-def load_bias(m, n, seqlen_q, seqlen_k, bias_ptr, bias_stride_m, bias_stride_n):
-    """The additive bias, float32, m broadcast against n."""
-    ptrs = bias_ptr + m.to(tl.int64) * bias_stride_m + n.to(tl.int64) * bias_stride_n
-    return tl.load(ptrs, mask=(m < seqlen_q) & (n < seqlen_k), other=0.0).to(tl.float32)
+def exponent_shift(lse, FOLD_SCALE: tl.constexpr):
+    """exponential()'s shift that makes weights from scores: lse, or inf for a query that attends to nothing, whose
+    weights are so 0."""
+    shift = tl.where(lse == float("-inf"), float("inf"), lse)
+    if FOLD_SCALE:
+        shift *= LOG2E
+    return shift
 
 
 @triton.jit
-def exponential(scores, shift, remainder, unit, FOLD_SCALE: tl.constexpr):
-    """exp(scores - shift), less 2 ** remainder, as a power of two: the hardware has no other.
+def exponential(scores, shift, unit, FOLD_SCALE: tl.constexpr):
+    """exp(scores - shift), as a power of two: the hardware has no other.
 
     FOLD_SCALE: scores are the bare products q k^T, unit = softmax_scale * log2(e), shift is in powers of two: one
     multiply-add an element. Otherwise scores are scaled and biased, unit = log2(e), shift is in the same units, and the
@@ -131,5 +197,5 @@ def exponential(scores, shift, remainder, unit, FOLD_SCALE: tl.constexpr):
     if FOLD_SCALE:
         power = scores * unit - shift
     else:
-        power = (scores - shift) * unit - remainder
+        power = (scores - shift) * unit
     return tl.exp2(power)

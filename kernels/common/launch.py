@@ -49,6 +49,17 @@ def _arch(device: int) -> int:
     return driver.active.get_current_target().arch
 
 
+def arch_of(x: Tensor) -> int:
+    """current_arch() of x's device, which need not be the current one. May be called while a function is traced."""
+    return _capability(x.device.index) if x.is_cuda and not INTERPRETED else current_arch()
+
+
+@torch.compiler.assume_constant_result
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
 def multiprocessors(x: Tensor) -> int:
     """Streaming multiprocessors of x's device; 1 in the interpreter, so that persistent loops take several turns."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
