@@ -1,11 +1,12 @@
 """One comparison for every attention test: what a backend computes, forward and backward, against float64.
 
     exact(problem)   the formula and its gradients written out in float64: the truth. No autograd, no fused operator.
-    plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed.
-    check(problem, attend)   runs a backend on the problem, judges every result; AssertionError names the one that is off.
+    plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed,
+    terms(problem)   together with the size of the terms that are summed up in each result.
+    check(problem, attend)   runs a backend on the problem and judges every result; AssertionError names the bad one.
 
-`attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a backend as `backend_call` gives it, or a broken one: the
-planted-bug tests hand those to the same check().
+`attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a backend as `backend_call` gives it, or a broken
+one: the planted-bug tests hand those to the same check().
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of one attention call and the gradients that come back to it."""
+    """Inputs of one attention call and the gradients that arrive at its results."""
 
     q: Tensor  # (B, H, Lq, Dk)
     k: Tensor  # (B, Hk, Lk, Dk)
@@ -83,6 +84,7 @@ def make(
     dropout_p: float = 0.0,
     dlse: bool = True,
     seed: int = 0,
+    may_be_empty: bool = False,
 ) -> Problem:
     """A random problem. mask: a name from mask_cases, or AttentionMask arguments. bias: its shape."""
     g = torch.Generator().manual_seed(1000 + seed)
@@ -103,7 +105,9 @@ def make(
         scale=D**-0.5,
         seed=seed,
     )
-    assert mask == "nothing" or visible(problem).any(), "a problem in which nobody sees anything finds no bug"
+    assert may_be_empty or mask == "nothing" or visible(problem).any(), (
+        "a problem without a visible element finds no bug"
+    )
     return problem
 
 
@@ -142,9 +146,9 @@ def exact(p: Problem) -> Results:
     if p.bias is not None:
         S = S + p.bias.double().where(keep, 0)
     S = S.masked_fill(~keep, -torch.inf)
-    sees = keep.any(-1, keepdim=True)
+    some = keep.any(-1, keepdim=True)
     lse = torch.logsumexp(S, -1, keepdim=True) if Lk else S.new_full((B, H, Lq, 1), -torch.inf)
-    P = torch.softmax(S, -1).where(sees, 0) if Lk else S  # exp(S - lse) rounds where lse is finfo.min
+    P = torch.softmax(S, -1).where(some, 0) if Lk else S  # exp(S - lse) rounds where lse is finfo.min
     W = M * P
     dv = W.mT @ dout
     dP = M * (dout @ v.mT)
@@ -196,7 +200,7 @@ def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
 
 
 def backend_call(backend: str, device: torch.device, *, weights: bool = True) -> Attend:
-    """The public function held to one backend; skips, with why_not's own words, where this machine has no such backend."""
+    """The public function held to one backend; skips, in why_not's own words, where that cannot serve here."""
     probe = torch.zeros(1, 1, 1, 16, device=device)
     if (reason := refusal("attention", backend, (probe, probe, probe, None, 0.0))) is not None:
         pytest.skip(f"{backend}: {reason}")
