@@ -6,7 +6,7 @@
 #pragma once
 #include "attention/backward.h"
 #include "attention/tile.cuh"
-#include "attention/walk.cuh"
+#include "attention/tile_loop.cuh"
 #include "common/philox.cuh"
 #include "common/softmax.cuh"
 
@@ -43,13 +43,13 @@ struct ScoreExponent {
   float scale;  // softmax_scale; folded: times log2(e)
   bool folded;  // one multiply-add an element; else the difference to lse comes first, which is more exact
 
-  // lse as add() takes it; +inf, which makes every probability 0, for a query that sees nothing.
+  // lse as probability() takes it; +inf, which makes every probability 0, for a query that may attend to nothing.
   __device__ __forceinline__ float shift(float lse) const {
     return lse == -kInfinity ? kInfinity : folded ? lse * kLog2e : lse;
   }
-  __device__ __forceinline__ float probability(float product, float bias, float shift, float remainder) const {
+  __device__ __forceinline__ float probability(float product, float bias, float shift) const {
     if (folded) return exp2_approximate(product * scale - shift);
-    return exp2_approximate((product * scale + bias - shift) * kLog2e - remainder);
+    return exp2_approximate((product * scale + bias - shift) * kLog2e);
   }
 };
 
@@ -59,18 +59,14 @@ __device__ __forceinline__ ScoreExponent exponent_of(const Backward& p) {
   return {folded ? p.softmax_scale * kLog2e : p.softmax_scale, folded};
 }
 
-// Turns a tile of products q k^T into probabilities. row, column: the tile's first, of this warp. shift, remainder: of the
-// query of element (j, i), as functions.
-template <bool kByKey, int kTiles, class Shift, class Remainder>
+// Turns a tile of products q k^T into probabilities. row, column: the tile's first, of this warp. shift: of the query of
+// element (j, i), as a function.
+template <bool kByKey, int kTiles, class Shift>
 __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent, const Backward& p,
-                                                   int b, int h, int row, int column, Shift shift,
-                                                   Remainder remainder) {
+                                                   int b, int h, int row, int column, Shift shift) {
   if (p.bias.data == nullptr) {
 #pragma unroll
-    for (int j = 0; j < kTiles; j++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) tile[j][i] = exponent.probability(tile[j][i], 0.0f, shift(j, i), remainder(j, i));
-    }
+    for (int j = 0; j < kTiles * 4; j++) tile[j / 4][j % 4] = exponent.probability(tile[j / 4][j % 4], 0.0f, shift(j / 4, j % 4));
     return;
   }
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -81,14 +77,14 @@ __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], con
     for (int i = 0; i < 4; i++) {
       const int r = row + g + i / 2 * 8, at = column + 8 * j + 2 * c + i % 2, m = kByKey ? at : r, n = kByKey ? r : at;
       const float added = m < p.shape.seqlen_q && n < p.shape.seqlen_k ? bias(m, n) : 0.0f;
-      tile[j][i] = exponent.probability(tile[j][i], added, shift(j, i), remainder(j, i));
+      tile[j][i] = exponent.probability(tile[j][i], added, shift(j, i));
     }
   }
 }
 
-// Sets what a lane's two rows do not see to 0; bits as sees() gives them.
+// Sets what is masked in a lane's two rows to 0; bits as visible_bits() gives them.
 template <int kTiles>
-__device__ __forceinline__ void clear_unseen(float (&tile)[kTiles][4], uint32_t top, uint32_t bottom) {
+__device__ __forceinline__ void clear_masked(float (&tile)[kTiles][4], uint32_t top, uint32_t bottom) {
 #pragma unroll
   for (int j = 0; j < kTiles; j++) {
 #pragma unroll
@@ -117,25 +113,7 @@ __device__ __forceinline__ float row_product(const Matrix<T>& out, const Matrix<
   return quad_sum(whole ? sum_of(std::true_type{}) : sum_of(std::false_type{}));
 }
 
-// Exact float32 keeps dlse apart, and delta is then the mean of dP alone: of their difference, where the mean is the larger
-// one, the last bits of dlse are gone, and of a query of one key dlse is all that is left of dS.
-template <class T>
-constexpr bool kDlseApart = std::is_same_v<T, float>;
-
-// dlse of a row of lse, where it is kept apart.
-template <class T>
-__device__ __forceinline__ float dlse_apart(const Backward& p, int64_t row, float lse) {
-  return kDlseApart<T> && p.dlse != nullptr && lse != -kInfinity ? p.dlse[row] : 0.0f;
-}
-
-// dS of an element. dlse: as dlse_apart() gives it.
-template <class T>
-__device__ __forceinline__ float score_gradient(float probability, float dp, float delta, float dlse) {
-  const float gradient = probability * (dp - delta);
-  return kDlseApart<T> ? gradient + probability * dlse : gradient;
-}
-
-// delta of query m, whose lse is given, from out; the four lanes of a quad share the row. Writes it, too.
+// delta of query m, whose lse is given; the four lanes of a quad share the row. Writes it, too.
 template <class T>
 __device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& out, const Matrix<T>& dout, int64_t row0,
                                             int m, float lse) {
@@ -144,44 +122,6 @@ __device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& 
   if (lse == -kInfinity) delta = 0.0f;
   if (threadIdx.x % 4 == 0 && m < out.rows) p.delta[row0 + m] = delta;
   return delta;
-}
-
-// Whether dropout asks for a walk that makes delta, ahead of the one for dq: backward.h says why. sees_some(row): of the
-// block's kRows queries. Whole warps ask, all with the same answer.
-template <int kRows, class SeesSome>
-__device__ __forceinline__ bool measures_delta(const Backward& p, const Walk& walk, SeesSome sees_some) {
-  constexpr int kFew = 16;
-  if (p.dropout.rng_state == nullptr) return false;
-  int count = 0;
-#pragma unroll
-  for (int row = threadIdx.x % 32; row < kRows; row += 32) count += __popc(__ballot_sync(0xffffffffu, sees_some(row)));
-  return count <= kFew || walk.count == 1;
-}
-
-// delta, from a tile of which element j < kCount belongs to row j % 4 / 2 of a lane's two; probability(j) and gradient(j) are
-// its P and dP. Calls found(row, dP) for the rows of which one key has all the weight. backward.h says why.
-template <int kCount, class Probability, class Gradient, class Found>
-__device__ __forceinline__ void find_delta(Probability probability, Gradient gradient, Found found) {
-  constexpr float kAll = 1.0f - 1.0f / 8192;  // P itself is that exact for scores up to some hundreds
-  bool some = false;
-#pragma unroll
-  for (int j = 0; j < kCount; j++) some |= probability(j) > kAll;
-  if (__ballot_sync(0xffffffffu, some) == 0) return;
-#pragma unroll
-  for (int row = 0; row < 2; row++) {
-    float sum = 0.0f, weight = 0.0f;
-#pragma unroll
-    for (int j = 2 * row; j < kCount; j += j % 2 == 0 ? 1 : 3)
-      if (probability(j) > kAll) sum += probability(j) * gradient(j), weight += probability(j);
-    sum = quad_sum(sum), weight = quad_sum(weight);
-    if (weight > 0.0f) found(row, sum / weight);
-  }
-}
-
-// Calls f(T, kHeadDim), as values that carry them in their types.
-template <class Function>
-void with_kernel(const Shape& shape, DType dtype, bool tf32, Function&& f) {
-  with_head_dim(shape, [&](auto head_dim) { with_type(dtype, tf32, [&](auto t) { f(t, head_dim); }); });
 }
 
 }  // namespace fastattn::attention

@@ -1,11 +1,11 @@
 // dk and dv.   Formulas: backward.h
 //
-// Grid: one block per (batch, key head, kOwn keys); it walks along the queries of every head of its group, so that their
+// Grid: one block per (batch, key head, kOwn keys); it loops over the queries of every head of its group, so that their
 //   gradients add up in registers. Each warp owns 16 keys. Tiles of scores are transposed, keys by queries.
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S^T and dP^T [16, kStream], float32. Beyond a head
 //   dimension of 128 they do not fit: two blocks then share the work, one for dk and one for dv, which computes no dP.
-// Shared memory: k and v, read once; q and dout with lse, delta and remainder, kStages deep.
-// Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key tile.
+// Shared memory: k and v, read once; q and dout with lse and delta, kStages deep.
+// WorkItem: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key tile.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
 //   head_dim 64    229 / 239 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   254 / 254            69 KiB                   2
@@ -24,7 +24,6 @@ struct DkdvShared : Tiling<T, kHeadDim> {
   alignas(16) typename Size::Own k, v;
   alignas(16) typename Size::Stream q[Size::kStages], dout[Size::kStages];
   alignas(16) float shift[Size::kStages][Size::kStream], delta[Size::kStages][Size::kStream];
-  float remainder[Size::kStages][Size::kStream], dlse[Size::kStages][kDlseApart<T> ? Size::kStream : 1];
   KeptBits<Size::kStream, Size::kOwn> kept;
 };
 
@@ -42,63 +41,54 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
   const bool makes_dk = !kSplit || blockIdx.y == 0, makes_dv = !kSplit || blockIdx.y == 1;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp_row = threadIdx.x / 32 * 16;
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
-  const Visibility& who = p.by_key;
+  const Mask& mask = p.by_key;
   const DropoutMask dropout(p.dropout);
   const ScoreExponent exponent = exponent_of<T>(p);
 
-  // A key that nobody sees may hold anything: it is not loaded. If one head of the group sees it, it is there for all.
-  const auto seen = [&](int n) {
-    if (max(n - who.band_hi, 0) > min(n - who.band_lo, shape.seqlen_q - 1)) return false;
-    bool some = false;
-    for (int h = h_k * group; h < (h_k + 1) * group; h++) some |= key_is_seen(who, b, h, n);
-    return some;
+  // Keys that take no part, or that the band excludes from all queries, may hold anything: they are read as zeros.
+  const auto read = [&](int n) {
+    return max(n + mask.band_lo, 0) <= min(n + mask.band_hi, shape.seqlen_q - 1) && takes_part(p.by_query, b, n);
   };
-  load_tile<T, kOwn, kHeadDim, kThreads>(shared.k, k, n0, seen);
-  load_tile<T, kOwn, kHeadDim, kThreads>(shared.v, v, n0, seen);
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.k, k, n0, read);
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.v, v, n0, read);
 
   // Without a split the first is of dk, the second of dv; with it, there is one.
   float sums[kSplit ? 1 : 2][kHeadDim / 8][4] = {};
   for (int h = h_k * group; h < (h_k + 1) * group; h++) {
     const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
     const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
-    const Walk walk =
-        plan_walk<kStream>(who, b, h, n0, kOwn, shape.seqlen_k, shape.seqlen_q, -who.band_hi, -who.band_lo);
+    const TileLoop loop = plan_tiles<kStream>(mask, b, h, n0, kOwn, shape.seqlen_k, shape.seqlen_q);
 
     const auto load = [&](int i) {
-      const int m0 = walk.tile(i) * kStream, stage = i % kStages;
-      // A query that sees nothing may hold anything, and its gradient too.
-      const bool some_blind = i < walk.partial || p.bias.data != nullptr;
-      const auto sees_some = [&](int m) { return !some_blind || p.lse[row0 + m] != -kInfinity; };
-      load_tile<T, kStream, kHeadDim, kThreads>(shared.q[stage], q, m0, sees_some);
-      load_tile<T, kStream, kHeadDim, kThreads>(shared.dout[stage], dout, m0, sees_some);
+      const int m0 = loop.tile(i) * kStream, stage = i % kStages;
+      // A query that may attend to nothing may hold anything, and its gradient too.
+      const auto has_visible_keys = [&](int m) { return i >= loop.partial || p.lse[row0 + m] != -kInfinity; };
+      load_tile<T, kStream, kHeadDim, kThreads>(shared.q[stage], q, m0, has_visible_keys);
+      load_tile<T, kStream, kHeadDim, kThreads>(shared.dout[stage], dout, m0, has_visible_keys);
     };
-    // What is to be known of a tile's queries, one of them a thread, on its way to shared memory.
+    // lse and delta of a tile's queries, one of them a thread, on their way to shared memory.
     struct {
-      float lse, delta, remainder, dlse;
+      float lse, delta;
     } of_query = {};
-    const auto ask = [&](int i) {
-      const int m = walk.tile(i) * kStream + static_cast<int>(threadIdx.x);
+    const auto load_rows = [&](int i) {
+      const int m = loop.tile(i) * kStream + static_cast<int>(threadIdx.x);
       const bool inside = threadIdx.x < kStream && m < shape.seqlen_q;
       of_query.lse = inside ? p.lse[row0 + m] : -kInfinity;
       of_query.delta = inside ? p.delta[row0 + m] : 0.0f;
-      of_query.dlse = dlse_apart<T>(p, row0 + m, of_query.lse);
-      of_query.remainder = inside && p.remainder != nullptr ? p.remainder[row0 + m] : 0.0f;
     };
-    const auto write_down = [&](int i) {
+    const auto store_rows = [&](int i) {
       if (threadIdx.x >= kStream) return;
       shared.shift[i % kStages][threadIdx.x] = exponent.shift(of_query.lse);
       shared.delta[i % kStages][threadIdx.x] = of_query.delta;
-      shared.remainder[i % kStages][threadIdx.x] = of_query.remainder;
-      if (kDlseApart<T>) shared.dlse[i % kStages][threadIdx.x] = of_query.dlse;
     };
 
     float key_sum[2] = {};  // of dS over the queries
-    if (walk.count > 0) load(0), ask(0), write_down(0);
+    if (loop.count > 0) load(0), load_rows(0), store_rows(0);
     cp_async_commit();
-    for (int i = 0; i < walk.count; i++) {
-      const int m0 = walk.tile(i) * kStream, stage = i % kStages;
+    for (int i = 0; i < loop.count; i++) {
+      const int m0 = loop.tile(i) * kStream, stage = i % kStages;
       if (kStages > 1) {
-        if (i + 1 < walk.count) load(i + 1), ask(i + 1);
+        if (i + 1 < loop.count) load(i + 1), load_rows(i + 1);
         cp_async_commit();
       }
       if (dropout.active()) shared.kept.draw(dropout, row0 + m0, n0);
@@ -111,16 +101,14 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       };
       float s[kStream / 8][4], dp[kStream / 8][4];
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
-      if (kStages > 1 && i + 1 < walk.count) write_down(i + 1);  // by now it has come
+      if (kStages > 1 && i + 1 < loop.count) store_rows(i + 1);  // by now they have come
       make_probabilities<true>(s, exponent, p, b, h, n0 + warp_row, m0,
-                               [&](int j, int e) { return shared.shift[stage][query(j, e)]; },
-                               [&](int j, int e) { return shared.remainder[stage][query(j, e)]; });
-      if (i < walk.partial) {
+                               [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
+      if (i < loop.partial) {
         const auto bits = [&](int half) {
-          return sees<kStream>(who, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q, -who.band_hi,
-                               -who.band_lo);
+          return visible_bits<kStream>(mask, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q);
         };
-        clear_unseen(s, bits(0), bits(1));
+        clear_masked(s, bits(0), bits(1));
       }
       if (makes_dk) {
         multiply_rows<T, kHeadDim>(dp, shared.v, warp_row, shared.dout[stage]);
@@ -129,8 +117,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
-            dp[j][e] = score_gradient<T>(s[j][e], dp[j][e], shared.delta[stage][query(j, e)],
-                                         kDlseApart<T> ? shared.dlse[stage][query(j, e)] : 0.0f);
+            dp[j][e] = s[j][e] * (dp[j][e] - shared.delta[stage][query(j, e)]);
             key_sum[e / 2] += dp[j][e];
           }
         }
@@ -148,7 +135,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       }
       __syncthreads();
       if (kStages == 1) {
-        if (i + 1 < walk.count) load(i + 1), ask(i + 1), write_down(i + 1);
+        if (i + 1 < loop.count) load(i + 1), load_rows(i + 1), store_rows(i + 1);
         cp_async_commit();
       }
     }
@@ -175,9 +162,9 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
 }  // namespace
 
 void backward_dkdv(const Backward& p, cudaStream_t stream) {
-  with_kernel(p.shape, p.dtype, p.tf32, [&](auto t, auto head_dim) {
+  with_kernel(head_dim(p.shape), p.dtype, p.tf32, [&](auto t, auto padded) {
     using T = decltype(t);
-    constexpr int kHeadDim = head_dim();
+    constexpr int kHeadDim = padded();
     const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.key_heads *
                            blocks_of(p.shape.seqlen_k, Tiling<T, kHeadDim>::kOwn);
     if (blocks > 0)

@@ -2,14 +2,14 @@
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al. 2024, FlashAttention-3, arXiv:2407.08608.
 // Grid: a block per (batch, key head, kBlockN keys), the first keys of a head first: under a causal mask they have the
-//   longest way. It walks along the queries of every head of its group, so that their dk and dv add up.
+//   longest loop. It loops over the queries of every head of its group, so that their dk and dv add up.
 // Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 keys. Their scores are
 //   transposed, keys by queries: P^T and dS^T then enter dv += P^T dout and dk += dS^T q from registers.
 // Registers of a consumer thread: S^T and dP^T (kBlockM / 2 each), dk and dv (kHeadDim / 2 each). Beyond a head dimension
 //   of 128 these do not fit: there are two launches then, one for dk and one for dv, which makes no dP.
 // Shared memory: k and v; q and dout, two stages (one of dout beyond 128, where memory is full).
 // Overlap: exponentials run beside dP's product, and with 64 queries a tile the work on dS beside dv's product.
-// Work: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a key
+// WorkItem: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a key
 //   tile, mostly from L2.
 // With dq (Makes::dk_dv_dq; backward_sum_sm90): dS of both warpgroups goes through shared memory, twice buffered, so that one
 //   barrier a tile is enough. Each makes a half of the tile's dq and adds it, by TMA, to a float32 copy in memory: 2 Dk FLOPs
@@ -31,7 +31,7 @@ class Consumer {
   static constexpr bool kDk = kMakes != Makes::dv, kDv = kMakes != Makes::dk, kSumsDq = kMakes == Makes::dk_dv_dq;
 
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles, kMakes>& shared)
-      : a_(a), shared_(shared), work_(work_of_block<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
+      : a_(a), shared_(shared), item_(item_of_block<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
         thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
@@ -39,17 +39,17 @@ class Consumer {
     for (float& sum : dk) sum = 0.0f;
     for (float& sum : dv) sum = 0.0f;
     shared_.full_kv.wait(0);
-    if constexpr (kSumsDq) clean_keys();
+    if constexpr (kSumsDq) clear_keys();
 #pragma unroll 1
-    for (int h = work_.h_k * work_.group; h < (work_.h_k + 1) * work_.group; h++) {
-      const Walk walk = walk_of<Tiles>(a_, work_, h);
+    for (int h = item_.h_k * item_.group; h < (item_.h_k + 1) * item_.group; h++) {
+      const TileLoop loop = loop_of<Tiles, kMakes>(a_, item_, h);
       key_sum_[0] = key_sum_[1] = 0.0f;
       int i = 0;
 #pragma unroll 1
-      for (; i < (kGeneral ? walk.count : walk.partial); i++) step<true>(dk, dv, h, walk.tile(i) * kBlockM);
+      for (; i < (kGeneral ? loop.count : loop.partial); i++) step<true>(dk, dv, h, loop.tile(i) * kBlockM);
       if constexpr (!kGeneral) {
 #pragma unroll 1
-        for (; i < walk.count; i++) step<false>(dk, dv, h, walk.tile(i) * kBlockM);
+        for (; i < loop.count; i++) step<false>(dk, dv, h, loop.tile(i) * kBlockM);
       }
       if (kGeneral && kDk) store_key_sums(h);
     }
@@ -63,8 +63,8 @@ class Consumer {
     const int first = group_ * kRowsOfGroup;
 #pragma unroll
     for (int panel = 0; panel < Tiles::kPanels; panel++) {
-      if (kDk) tma_store(a_.dk, shared_.k[panel] + first * kLineBytes, panel * kPanel, work_.n0 + first, work_.h_k, work_.b);
-      if (kDv) tma_store(a_.dv, shared_.v[panel] + first * kLineBytes, panel * kPanel, work_.n0 + first, work_.h_k, work_.b);
+      if (kDk) tma_store(a_.dk, shared_.k[panel] + first * kLineBytes, panel * kPanel, item_.n0 + first, item_.h_k, item_.b);
+      if (kDv) tma_store(a_.dv, shared_.v[panel] + first * kLineBytes, panel * kPanel, item_.n0 + first, item_.h_k, item_.b);
     }
     bulk_commit();
     bulk_wait<0>();
@@ -72,61 +72,132 @@ class Consumer {
 
  private:
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockM = Tiles::kBlockM;
-  // dv's product may run beside the work on dS. With 128 queries S, dP and P at once leave too few registers.
-  static constexpr bool kBeside = kBlockM == 64;
+  using Sum = float[kHeadDim / 2];
+  using Tile = float[kBlockM / 2];
+  using Packed = uint32_t[kBlockM / 16][4];  // an operand of the next product
 
-  // The tile of queries from m0 on of head h.
+  // The tile of queries from m0 on of head h: a schedule for each of what fits into registers.
   template <bool kMasked, class Dk, class Dv>
   __device__ __forceinline__ void step(Dk& dk, Dv& dv, int h, int m0) {
-    const auto &q = shared_.q[queries_.stage], &dout = shared_.dout[gradients_.stage];
-    float s[kBlockM / 2], dp[kBlockM / 2];
-    uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4], sees_bits[2];
-
-    shared_.full_q[queries_.stage].wait(queries_.phase);
-    if (kMasked) clean_queries(m0);
-    wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kRowsOfGroup, q);
-    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
-    if constexpr (kDk) {
-      wgmma_fence();
-      multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kRowsOfGroup, dout);
-    }
-    if (kMasked) look(h, m0, sees_bits);
-    if (kGeneral && dropout_.active()) draw_dropout(h, m0);
-
-    wgmma_wait<kDk ? 1 : 0>();
-    make_probabilities<kMasked>(s, h, m0, sees_bits);
-    if constexpr (!kDk) fence_async_proxy_after_reads();  // of the queries' numbers; all warps', as wgmma takes all four
-    if constexpr (kDv && kBeside) {
-      pack(p, s);
-      wgmma_fence();
-      add_lines<T, kHeadDim>(dv, p, dout);
-    }
-    if constexpr (kDk && !kSumsDq && !(kDv && kBeside)) shared_.full_kv.arrive_if(are_negative_zeros(s));
-    if constexpr (kDk) {
-      wgmma_wait<kDv && kBeside ? 1 : 0>();
-      make_gradients<kMasked>(ds, s, dp, sees_bits);
-    }
-    if constexpr (kDv && !kBeside) {
-      pack(p, s);
-      wgmma_fence();
-      add_lines<T, kHeadDim>(dv, p, dout);
-    }
-    if constexpr (kSumsDq) {
-      add_dq(dk, ds, h, m0);
-    } else if constexpr (kDk) {
-      fence_async_proxy_after_reads();
-      wgmma_fence();
-      add_lines<T, kHeadDim>(dk, ds, q);
-    }
+    if constexpr (kMakes == Makes::dk)
+      step_dk<kMasked>(dk, h, m0);
+    else if constexpr (kMakes == Makes::dv)
+      step_dv<kMasked>(dv, h, m0);
+    else if constexpr (kBlockM == 64)
+      step_of_64_queries<kMasked>(dk, dv, h, m0);
+    else
+      step_of_128_queries<kMasked>(dk, dv, h, m0);
     wgmma_wait<0>();
     release(shared_.empty_q, queries_);
     release(shared_.empty_dout, gradients_);
   }
 
+  // S^T and dP^T are started together; the exponentials run beside dP's product, the work on dS beside dv's.
+  template <bool kMasked>
+  __device__ __forceinline__ void step_of_64_queries(Sum& dk, Sum& dv, int h, int m0) {
+    Tile s, dp;
+    Packed p, ds;
+    uint32_t bits[2];
+    start_scores<kMasked>(s, m0);
+    start_gradients(dp);
+    load_mask<kMasked>(bits, h, m0);
+    wgmma_wait<1>();
+    make_probabilities<kMasked>(s, h, m0, bits);
+    pack(p, s);
+    wgmma_fence();
+    add_lines<T, kHeadDim>(dv, p, dout());
+    wgmma_wait<1>();
+    make_gradients<kMasked>(ds, s, dp, bits);
+    add_dk(dk, ds, h, m0);
+  }
+
+  // With 128 queries S, dP and P at once would take too many registers: P is packed after dS, and dv's product follows.
+  template <bool kMasked>
+  __device__ __forceinline__ void step_of_128_queries(Sum& dk, Sum& dv, int h, int m0) {
+    Tile s, dp;
+    Packed p, ds;
+    uint32_t bits[2];
+    start_scores<kMasked>(s, m0);
+    start_gradients(dp);
+    load_mask<kMasked>(bits, h, m0);
+    wgmma_wait<1>();
+    make_probabilities<kMasked>(s, h, m0, bits);
+    if constexpr (!kSumsDq) shared_.full_kv.arrive_if(are_negative_zeros(s));
+    wgmma_wait<0>();
+    make_gradients<kMasked>(ds, s, dp, bits);
+    pack(p, s);
+    wgmma_fence();
+    add_lines<T, kHeadDim>(dv, p, dout());
+    add_dk(dk, ds, h, m0);
+  }
+
+  // dk alone, where dv is made by another block.
+  template <bool kMasked>
+  __device__ __forceinline__ void step_dk(Sum& dk, int h, int m0) {
+    Tile s, dp;
+    Packed ds;
+    uint32_t bits[2];
+    start_scores<kMasked>(s, m0);
+    start_gradients(dp);
+    load_mask<kMasked>(bits, h, m0);
+    wgmma_wait<1>();
+    make_probabilities<kMasked>(s, h, m0, bits);
+    shared_.full_kv.arrive_if(are_negative_zeros(s));
+    wgmma_wait<0>();
+    make_gradients<kMasked>(ds, s, dp, bits);
+    add_dk(dk, ds, h, m0);
+  }
+
+  // dv alone, which takes no dP.
+  template <bool kMasked>
+  __device__ __forceinline__ void step_dv(Sum& dv, int h, int m0) {
+    Tile s;
+    Packed p;
+    uint32_t bits[2];
+    start_scores<kMasked>(s, m0);
+    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
+    load_mask<kMasked>(bits, h, m0);
+    wgmma_wait<0>();
+    make_probabilities<kMasked>(s, h, m0, bits);
+    fence_async_proxy_after_reads();  // of the queries' numbers; all warps', as wgmma takes all four
+    pack(p, s);
+    wgmma_fence();
+    add_lines<T, kHeadDim>(dv, p, dout());
+  }
+
+  __device__ __forceinline__ auto& q() { return shared_.q[queries_.stage]; }
+  __device__ __forceinline__ auto& dout() { return shared_.dout[gradients_.stage]; }
+
+  // s = k q^T
+  template <bool kMasked>
+  __device__ __forceinline__ void start_scores(Tile& s, int m0) {
+    shared_.full_q[queries_.stage].wait(queries_.phase);
+    if (kMasked) clear_queries(m0);
+    wgmma_fence();
+    multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kRowsOfGroup, q());
+  }
+
+  // dp = v dout^T
+  __device__ __forceinline__ void start_gradients(Tile& dp) {
+    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
+    wgmma_fence();
+    multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kRowsOfGroup, dout());
+  }
+
+  // Starts dk += ds q, and with it the tile's part of dq, if that is made here.
+  __device__ __forceinline__ void add_dk(Sum& dk, const Packed& ds, int h, int m0) {
+    if constexpr (kSumsDq) {
+      add_dq(dk, ds, h, m0);
+    } else {
+      fence_async_proxy_after_reads();
+      wgmma_fence();
+      add_lines<T, kHeadDim>(dk, ds, q());
+    }
+  }
+
   // s = exp(S - lse)
   template <bool kMasked>
-  __device__ __forceinline__ void make_probabilities(float (&s)[kBlockM / 2], int h, int m0, uint32_t (&bits)[2]) const {
+  __device__ __forceinline__ void make_probabilities(Tile& s, int h, int m0, uint32_t (&bits)[2]) const {
     if (kGeneral && a_.p.bias.data != nullptr) return make_biased_probabilities(s, h, m0, bits);
     const float unit = a_.p.softmax_scale * kLog2e;
 #pragma unroll
@@ -135,32 +206,30 @@ class Consumer {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         s[j + e] = exp2_approximate(s[j + e] * unit - (e % 2 == 0 ? shift.x : shift.y));
-        if (kMasked && !is_seen(bits, j, e)) s[j + e] = 0.0f;
+        if (kMasked && !is_visible(bits, j, e)) s[j + e] = 0.0f;
       }
     }
   }
 
-  __device__ __forceinline__ void make_biased_probabilities(float (&s)[kBlockM / 2], int h, int m0, uint32_t (&bits)[2]) const {
-    const BiasMatrix bias(a_.p.bias, work_.b, h);
+  __device__ __forceinline__ void make_biased_probabilities(Tile& s, int h, int m0, uint32_t (&bits)[2]) const {
+    const BiasMatrix bias(a_.p.bias, item_.b, h);
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
       const float2 shift = of_two_queries(shared_.shift[queries_.stage], j);
-      const float2 remainder = of_two_queries(shared_.remainder[queries_.stage], j);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int m = m0 + 2 * j + thread_ % 4 * 2 + e % 2;
-        const float term = is_seen(bits, j, e) ? bias(m, first_key() + e / 2 * 8) : -kInfinity;
+        const float term = is_visible(bits, j, e) ? bias(m, first_key() + e / 2 * 8) : -kInfinity;
         const float above = s[j + e] * a_.p.softmax_scale + term - (e % 2 == 0 ? shift.x : shift.y);
-        if (term == -kInfinity) bits[e / 2] &= ~(1u << (j / 2 + e % 2));
-        s[j + e] = term == -kInfinity ? 0.0f : exp2_approximate(above * kLog2e - (e % 2 == 0 ? remainder.x : remainder.y));
+        if (term == -kInfinity) bits[e / 2] &= ~(1u << (j / 2 + e % 2));  // 128 bytes are spilled without
+        s[j + e] = term == -kInfinity ? 0.0f : exp2_approximate(above * kLog2e);
       }
     }
   }
 
   // ds = dS, packed as an operand; s loses what dropout drops.
   template <bool kMasked>
-  __device__ __forceinline__ void make_gradients(uint32_t (&ds)[kBlockM / 16][4], float (&s)[kBlockM / 2],
-                                                 float (&dp)[kBlockM / 2], const uint32_t (&bits)[2]) {
+  __device__ __forceinline__ void make_gradients(Packed& ds, Tile& s, Tile& dp, const uint32_t (&bits)[2]) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
       const float2 delta = of_two_queries(shared_.delta[gradients_.stage], j);
@@ -169,7 +238,7 @@ class Consumer {
       for (int e = 0; e < 4; e++) {
         if (kGeneral && dropout_.active()) dp[j + e] = is_kept(kept, e) ? dp[j + e] * dropout_.scale() : 0.0f;
         dp[j + e] = s[j + e] * (dp[j + e] - (e % 2 == 0 ? delta.x : delta.y));
-        if (kMasked && !is_seen(bits, j, e)) dp[j + e] = 0.0f;
+        if (kMasked && !is_visible(bits, j, e)) dp[j + e] = 0.0f;
         if (kGeneral) key_sum_[e / 2] += dp[j + e];
       }
 #pragma unroll
@@ -178,7 +247,7 @@ class Consumer {
   }
 
   // p = s, or 0 where it is dropped, as an operand.
-  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockM / 16][4], const float (&s)[kBlockM / 2]) const {
+  __device__ __forceinline__ void pack(Packed& p, const Tile& s) const {
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
       const uint32_t kept = kGeneral && dropout_.active() ? kept_bits(j) : ~0u;
@@ -190,7 +259,7 @@ class Consumer {
   }
 
   // dk's product, and the tile's part of dq, which takes both warpgroups' dS: each makes a half of it.
-  __device__ __forceinline__ void add_dq(float (&dk)[kHeadDim / 2], const uint32_t (&ds)[kBlockM / 16][4], int h, int m0) {
+  __device__ __forceinline__ void add_dq(Sum& dk, const Packed& ds, int h, int m0) {
     auto& ds_tile = shared_.ds[buffer_];
     const int lane = thread_ % 32, line = group_ * kRowsOfGroup + thread_ / 32 * 16 + lane % 16;
 #pragma unroll
@@ -229,43 +298,40 @@ class Consumer {
     fence_async_proxy();
     named_barrier_sync(kOfGroup + group_, kGroup);
     if (thread_ > 0) return;
-    for (int panel = 0; panel < 2; panel++) tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, work_.b);
+    for (int panel = 0; panel < 2; panel++) tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, item_.b);
     bulk_commit();
   }
 
-  // Which queries of the tile see the thread's two keys.
-  __device__ __forceinline__ void look(int h, int m0, uint32_t (&bits)[2]) const {
-    const Visibility& who = a_.p.by_key;
+  // To which queries of the tile the thread's two keys are visible; and dropout is drawn.
+  template <bool kMasked>
+  __device__ __forceinline__ void load_mask(uint32_t (&bits)[2], int h, int m0) {
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      bits[r] = sees<kBlockM>(who, work_.b, h, first_key() + 8 * r, a_.p.shape.seqlen_k, m0, a_.p.shape.seqlen_q,
-                              -who.band_hi, -who.band_lo);
+    for (int r = 0; kMasked && r < 2; r++)
+      bits[r] = visible_bits<kBlockM>(a_.p.by_key, item_.b, h, first_key() + 8 * r, a_.p.shape.seqlen_k, m0,
+                                      a_.p.shape.seqlen_q);
+    if (kGeneral && dropout_.active()) draw_dropout(h, m0);
   }
 
-  // Keys that no query sees may be NaN, and 0 * NaN is NaN: they become zero, for dq. (dP is selected, not multiplied.)
-  __device__ __forceinline__ void clean_keys() {
-    const Visibility& who = a_.p.by_key;
-    if (who.seen == nullptr) return;
-    const int line = threadIdx.x - kGroup, n = work_.n0 + line;
-    if (line < kBlockN && n < a_.p.shape.seqlen_k) {
-      bool seen = false;
-      for (int h = work_.h_k * work_.group; h < (work_.h_k + 1) * work_.group; h++) seen |= key_is_seen(who, work_.b, h, n);
-      if (!seen) clear_line(shared_.k, line);
-    }
+  // Keys that take no part may be NaN, and 0 * NaN is NaN: they become zero, for dq. (dP is selected, not multiplied.)
+  __device__ __forceinline__ void clear_keys() {
+    const Mask& mask = a_.p.by_query;
+    if (mask.columns == nullptr) return;
+    const int line = threadIdx.x - kGroup, n = item_.n0 + line;
+    if (line < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item_.b, n)) clear_line(shared_.k, line);
     fence_async_proxy();
     named_barrier_sync(kOfBoth, kConsumers * kGroup);
   }
 
-  // Likewise queries that see nothing, and their gradients. Each warpgroup does it for itself.
-  __device__ __forceinline__ void clean_queries(int m0) {
-    const auto blind = [&](int line) {
+  // Likewise queries that may attend to nothing, and their gradients. Each warpgroup does it for itself.
+  __device__ __forceinline__ void clear_queries(int m0) {
+    const auto is_empty = [&](int line) {
       return m0 + line < a_.p.shape.seqlen_q && shared_.shift[queries_.stage][line] == kInfinity;
     };
     bool some = false;
-    for (int line = thread_ % 32; line < kBlockM; line += 32) some |= blind(line);
+    for (int line = thread_ % 32; line < kBlockM; line += 32) some |= is_empty(line);
     if (__ballot_sync(0xffffffffu, some) == 0) return;  // every warp says the same
     shared_.full_dout[gradients_.stage].wait(gradients_.phase);
-    if (thread_ < kBlockM && blind(thread_))
+    if (thread_ < kBlockM && is_empty(thread_))
       clear_line(shared_.q[queries_.stage], thread_), clear_line(shared_.dout[gradients_.stage], thread_);
     fence_async_proxy();
     named_barrier_sync(kOfGroup + group_, kGroup);
@@ -273,8 +339,8 @@ class Consumer {
 
   // Dropout of the warp's 16 keys, for all queries of the tile.
   __device__ __forceinline__ void draw_dropout(int h, int m0) {
-    const int warp = group_ * 4 + thread_ / 32, n = work_.n0 + warp * 16;
-    const int64_t row0 = (static_cast<int64_t>(work_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_q + m0;
+    const int warp = group_ * 4 + thread_ / 32, n = item_.n0 + warp * 16;
+    const int64_t row0 = (static_cast<int64_t>(item_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_q + m0;
     __syncwarp();
     for (int i = thread_ % 32; i < 2 * kBlockM; i += 32)
       shared_.kept[warp][i / 2][i % 2] = static_cast<unsigned char>(dropout_.kept(row0 + i / 2, n / 8 + i % 2));
@@ -287,8 +353,8 @@ class Consumer {
     return *reinterpret_cast<const uint32_t*>(bytes) >> thread_ % 32 / 4;
   }
   static __device__ __forceinline__ bool is_kept(uint32_t kept, int e) { return (kept >> (e % 2 * 16 + e / 2 * 8) & 1) != 0; }
-  // who sees whom;
-  static __device__ __forceinline__ bool is_seen(const uint32_t (&bits)[2], int j, int e) {
+  // what is visible;
+  static __device__ __forceinline__ bool is_visible(const uint32_t (&bits)[2], int j, int e) {
     return (bits[e / 2] >> (j / 2 + e % 2) & 1) != 0;
   }
   // and what belongs to the queries.
@@ -297,7 +363,7 @@ class Consumer {
   }
   // The first of the thread's two keys; the other one is 8 further.
   __device__ __forceinline__ int first_key() const {
-    return work_.n0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4;
+    return item_.n0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4;
   }
 
   // dS of the thread's keys, summed over the queries of head h.
@@ -308,13 +374,13 @@ class Consumer {
       const float sum = quad_sum(key_sum_[r]);
       const int n = first_key() + 8 * r;
       if (thread_ % 4 == 0 && n < a_.p.shape.seqlen_k)
-        a_.p.dbias_keys[(static_cast<int64_t>(work_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_k + n] = sum;
+        a_.p.dbias_keys[(static_cast<int64_t>(item_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_k + n] = sum;
     }
   }
 
   const Arguments& a_;
   Shared<Tiles, kMakes>& shared_;
-  const Work work_;
+  const WorkItem item_;
   const int group_, thread_;
   const DropoutMask dropout_;
   Ring queries_;
@@ -374,14 +440,14 @@ void run_with_sum(const Backward& p, const PaddedRows& rows, float* sum, cudaStr
 
 }  // namespace
 
-BackwardTile backward_dkdv_sm90_tile(int head_dim) {
-  BackwardTile tile;
+TileSize backward_dkdv_sm90_tile(int head_dim) {
+  TileSize tile = {};
   with_tiles<Tiles>(head_dim, [&](auto tiles) { tile = {kBlockN, tiles.kBlockM}; });
   return tile;
 }
 
 void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
-  with_tiles<Tiles>(head_dim(p), [&](auto tiles) {
+  with_tiles<Tiles>(head_dim(p.shape), [&](auto tiles) {
     using Size = decltype(tiles);
     p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>(p, rows, stream);
   });
@@ -389,7 +455,7 @@ void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t 
 
 void backward_sum_sm90(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
   const auto with_type = [&](auto t) {
-    head_dim(p) <= 64 ? run_with_sum<decltype(t), Tiles<64>>(p, rows, sum, stream)
+    head_dim(p.shape) <= 64 ? run_with_sum<decltype(t), Tiles<64>>(p, rows, sum, stream)
                       : run_with_sum<decltype(t), Tiles<128>>(p, rows, sum, stream);
   };
   p.dtype == DType::bfloat16 ? with_type(__nv_bfloat16{}) : with_type(__half{});

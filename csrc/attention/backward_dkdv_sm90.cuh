@@ -1,4 +1,4 @@
-// The frame of backward_dkdv_sm90.cu, which alone includes it: tiles, shared memory, the work of a block, and its producer.
+// The frame of backward_dkdv_sm90.cu, which alone includes it: tiles, shared memory, the work item of a block, its producer.
 #pragma once
 #include "attention/backward_sm90.cuh"
 
@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kBlockN = kRowsOfGroup * kConsumers, kFloatPanel = 32;  // floats of a swizzled line
 
-// What a block makes. Beyond a head dimension of 128 there is no room for both sums: dk and dv are made by different blocks.
+// What a block makes. Beyond a head dimension of 128 both sums do not fit into registers: dk and dv are made by different
+// blocks.
 enum class Makes { dk, dv, dk_dv, dk_dv_dq };
 
 template <int kHeadDimPadded>
@@ -31,7 +32,7 @@ struct alignas(1024) Shared : std::conditional_t<kMakes == Makes::dk_dv_dq, SumS
   static constexpr int kPanels = Tiles::kPanels, kBlockM = Tiles::kBlockM;
   unsigned char k[kPanels][kBlockN * kLineBytes], v[kPanels][kBlockN * kLineBytes];  // at the end dk and dv
   unsigned char q[kStages][kPanels][kBlockM * kLineBytes], dout[Tiles::kGradientStages][kPanels][kBlockM * kLineBytes];
-  float shift[kStages][kBlockM], remainder[kStages][kBlockM], delta[Tiles::kGradientStages][kBlockM];
+  float shift[kStages][kBlockM], delta[Tiles::kGradientStages][kBlockM];
   unsigned char kept[kConsumers * 4][kBlockM][2];  // of each warp: bit r % 8 of byte r / 8 for key r of its 16
   Barrier full_kv, full_q[kStages], empty_q[kStages], full_dout[Tiles::kGradientStages], empty_dout[Tiles::kGradientStages];
 };
@@ -47,52 +48,55 @@ inline TensorMap map_of_sum(const Shape& s, float* sum) {
                           true});
 }
 
-struct Work {
+struct WorkItem {
   int b, h_k, n0, group;
 };
 
 template <class Tiles>
-__device__ __forceinline__ Work work_of_block(const Arguments& a) {
+__device__ __forceinline__ WorkItem item_of_block(const Arguments& a) {
   const Shape& shape = a.p.shape;
   const int heads = shape.batch * shape.key_heads, head = blockIdx.x % heads;
   return {head / shape.key_heads, head % shape.key_heads, static_cast<int>(blockIdx.x) / heads * kBlockN,
           shape.heads / shape.key_heads};
 }
 
-template <class Tiles>
-__device__ __forceinline__ Walk walk_of(const Arguments& a, const Work& work, int h) {
-  const Visibility& who = a.p.by_key;
-  return plan_walk<Tiles::kBlockM>(who, work.b, h, work.n0, kBlockN, a.p.shape.seqlen_k, a.p.shape.seqlen_q,
-                                            -who.band_hi, -who.band_lo);
+// Of the query tiles that the keys of a block meet. Keys past the end are zeros: with dq, for which dS is multiplied with them,
+// their tile must not be taken as a full one.
+template <class Tiles, Makes kMakes>
+__device__ __forceinline__ TileLoop loop_of(const Arguments& a, const WorkItem& item, int h) {
+  const Shape& shape = a.p.shape;
+  TileLoop loop =
+      plan_tiles<Tiles::kBlockM>(a.p.by_key, item.b, h, item.n0, kBlockN, shape.seqlen_k, shape.seqlen_q);
+  const bool ragged = item.n0 + kBlockN > shape.seqlen_k;
+  if (kMakes == Makes::dk_dv_dq && ragged && loop.list == nullptr) loop.left = loop.partial = loop.count;
+  return loop;
 }
 
 template <class Tiles, Makes kMakes>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles, kMakes>& shared) {
   for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq, &a.dk, &a.dv}) prefetch(*map);
-  const Work work = work_of_block<Tiles>(a);
+  const WorkItem item = item_of_block<Tiles>(a);
   shared.full_kv.arrive_expect((kMakes != Makes::dv ? 2 : 1) * sizeof shared.k);
-  copy_panels(shared.k, a.k, shared.full_kv, work.n0 - a.key_begin, work.h_k, work.b);
-  if (kMakes != Makes::dv) copy_panels(shared.v, a.v, shared.full_kv, work.n0 - a.key_begin, work.h_k, work.b);
+  copy_panels(shared.k, a.k, shared.full_kv, item.n0 - a.key_begin, item.h_k, item.b);
+  if (kMakes != Makes::dv) copy_panels(shared.v, a.v, shared.full_kv, item.n0 - a.key_begin, item.h_k, item.b);
   Ring queries;
   RingOf<Tiles::kGradientStages> gradients;
   constexpr int kBytes = Tiles::kBlockM * sizeof(float);
-  const bool remainder = a.rows.remainder != nullptr;
-  for (int h = work.h_k * work.group; h < (work.h_k + 1) * work.group; h++) {
-    const Walk walk = walk_of<Tiles>(a, work, h);
-    const int64_t row0 = first_row(a, work.b, h);
+  for (int h = item.h_k * item.group; h < (item.h_k + 1) * item.group; h++) {
+    const TileLoop loop = loop_of<Tiles, kMakes>(a, item, h);
+    const int64_t row0 = first_row(a, item.b, h);
 #pragma unroll 1
-    for (int i = 0; i < walk.count; i++) {
-      const int m0 = walk.tile(i) * Tiles::kBlockM, stage = queries.stage, gradient_stage = gradients.stage;
+    for (int i = 0; i < loop.count; i++) {
+      const int m0 = loop.tile(i) * Tiles::kBlockM, stage = queries.stage, gradient_stage = gradients.stage;
       Barrier &full_q = shared.full_q[stage], &full_dout = shared.full_dout[gradient_stage];
       shared.empty_q[stage].wait(queries.phase ^ 1);
-      full_q.arrive_expect(sizeof shared.q[0] + (remainder ? 2 : 1) * kBytes);
-      copy_panels(shared.q[stage], a.q, full_q, m0, h, work.b);
+      full_q.arrive_expect(sizeof shared.q[0] + kBytes);
+      copy_panels(shared.q[stage], a.q, full_q, m0, h, item.b);
       bulk_load(shared.shift[stage], a.rows.shift + row0 + m0, kBytes, full_q);
-      if (remainder) bulk_load(shared.remainder[stage], a.rows.remainder + row0 + m0, kBytes, full_q);
       queries.advance();
       shared.empty_dout[gradient_stage].wait(gradients.phase ^ 1);
       full_dout.arrive_expect(sizeof shared.dout[0] + kBytes);
-      copy_panels(shared.dout[gradient_stage], a.dout, full_dout, m0, h, work.b);
+      copy_panels(shared.dout[gradient_stage], a.dout, full_dout, m0, h, item.b);
       bulk_load(shared.delta[gradient_stage], a.rows.delta + row0 + m0, kBytes, full_dout);
       gradients.advance();
     }

@@ -1,13 +1,12 @@
-// dq, and with it delta and remainder, which the other kernels of the backward read.   Formulas: backward.h
+// dq, and with it delta, which the other kernels of the backward read.   Formulas: backward.h
 //
 // Grid: one block per (batch, head, kOwn queries), the last queries of a head first: under a causal mask they have the
-//   longest way. Each warp owns 16 queries.
+//   longest loop. Each warp owns 16 queries.
 // Registers: dq [16, kHeadDim] of each warp, a tile each of S and dP [16, kStream], float32. A warp of 16 rows reads k and v
-//   from shared memory as fast as the tensor cores of an A100 consume them; 32 rows would not leave room for dk and dv.
+//   from shared memory as fast as the tensor cores of an A100 consume them; with 32 rows dk and dv would not fit.
 // Shared memory: q and dout, read once; k and v, kStages deep.
-// Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a query
+// WorkItem: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a query
 //   tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are branches that a block takes as one.
-//   Under dropout some blocks walk twice, the first time for delta (measures_delta): 2 * (Dk + Dv) FLOPs a score more.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
 //   head_dim 64    231 / 236 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   189 / 187            68 KiB                   2
@@ -41,55 +40,43 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp_row = threadIdx.x / 32 * 16;
   const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
-  const Visibility& who = p.by_query;
-  const Walk walk = plan_walk<kStream>(who, b, h, m0, kOwn, shape.seqlen_q, shape.seqlen_k, who.band_lo, who.band_hi);
+  const Mask& mask = p.by_query;
+  const TileLoop loop = plan_tiles<kStream>(mask, b, h, m0, kOwn, shape.seqlen_q, shape.seqlen_k);
   const int last_m = min(m0 + kOwn, shape.seqlen_q) - 1;
   const DropoutMask dropout(p.dropout);
   const ScoreExponent exponent = exponent_of<T>(p);
 
-  // A query that sees nothing may hold anything, and its gradient too: neither is loaded.
-  const auto sees_some = [&](int m) { return p.lse[row0 + m] != -kInfinity; };
-  load_tile<T, kOwn, kHeadDim, kThreads>(shared.q, q, m0, sees_some);
-  load_tile<T, kOwn, kHeadDim, kThreads>(shared.dout, dout, m0, sees_some);
+  // A query that may attend to nothing may hold anything, and its gradient too: both are read as zeros.
+  const auto has_visible_keys = [&](int m) { return p.lse[row0 + m] != -kInfinity; };
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.q, q, m0, has_visible_keys);
+  load_tile<T, kOwn, kHeadDim, kThreads>(shared.dout, dout, m0, has_visible_keys);
 
-  // What a lane must know of its two rows.
-  float shift[2], delta[2], dlse[2], remainder[2] = {};
+  float shift[2], delta[2];  // of a lane's two rows
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int m = m0 + warp_row + g + 8 * half;
     const float lse = m < shape.seqlen_q ? p.lse[row0 + m] : -kInfinity;
-    shift[half] = exponent.shift(lse), delta[half] = 0.0f, dlse[half] = dlse_apart<T>(p, row0 + m, lse);
-    if (p.remainder == nullptr)
-      delta[half] = make_delta(p, Matrix<T>(p.out, b, h, shape.seqlen_q, shape.head_dim_v), dout, row0, m, lse);
-    else if (m < shape.seqlen_q)
-      delta[half] = p.delta[row0 + m], remainder[half] = p.remainder[row0 + m];
+    shift[half] = exponent.shift(lse);
+    delta[half] = make_delta(p, Matrix<T>(p.out, b, h, shape.seqlen_q, shape.head_dim_v), dout, row0, m, lse);
   }
 
-  // Steps ahead of those for dq only measure, for delta.
-  const bool measures = p.coarse_from != 0.0f && measures_delta<kOwn>(p, walk, [&](int row) {
-    return m0 + row < shape.seqlen_q && sees_some(m0 + row);
-  });
-  const int ahead = measures ? walk.count : 0, steps = ahead + walk.count;
-  const auto place = [&](int i) { return i < ahead ? i : i - ahead; };
-
   const auto load = [&](int i) {
-    const int n0 = walk.tile(place(i)) * kStream, stage = i % kStages;
-    // A key that no query of the tile sees may hold anything too.
-    const bool some_unseen = place(i) < walk.partial || p.bias.data != nullptr;
-    const auto seen = [&](int n) {
-      return !some_unseen || (n >= m0 + who.band_lo && n <= last_m + who.band_hi && key_is_seen(who, b, h, n));
+    const int n0 = loop.tile(i) * kStream, stage = i % kStages;
+    // Keys that take no part, or that the band excludes from the whole tile, may hold anything: they are read as zeros.
+    const auto read = [&](int n) {
+      return i >= loop.partial || (n >= m0 + mask.band_lo && n <= last_m + mask.band_hi && takes_part(mask, b, n));
     };
-    load_tile<T, kStream, kHeadDim, kThreads>(shared.k[stage], k, n0, seen);
-    load_tile<T, kStream, kHeadDim, kThreads>(shared.v[stage], v, n0, seen);
+    load_tile<T, kStream, kHeadDim, kThreads>(shared.k[stage], k, n0, read);
+    load_tile<T, kStream, kHeadDim, kThreads>(shared.v[stage], v, n0, read);
   };
 
   float dq[kHeadDim / 8][4] = {};
-  if (steps > 0) load(0);
+  if (loop.count > 0) load(0);
   cp_async_commit();
-  for (int i = 0; i < steps; i++) {
-    const int n0 = walk.tile(place(i)) * kStream, stage = i % kStages;
+  for (int i = 0; i < loop.count; i++) {
+    const int n0 = loop.tile(i) * kStream, stage = i % kStages;
     if (kStages > 1) {
-      if (i + 1 < steps) load(i + 1);
+      if (i + 1 < loop.count) load(i + 1);
       cp_async_commit();
     }
     if (dropout.active()) shared.kept.draw(dropout, row0 + m0, n0);
@@ -99,57 +86,28 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
     float s[kStream / 8][4], dp[kStream / 8][4];
     multiply_rows<T, kHeadDim>(s, shared.q, warp_row, shared.k[stage]);
     multiply_rows<T, kHeadDim>(dp, shared.dout, warp_row, shared.v[stage]);
-    make_probabilities<false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; },
-                              [&](int, int e) { return remainder[e / 2]; });
-    if (place(i) < walk.partial) {
+    make_probabilities<false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; });
+    if (i < loop.partial) {
       const auto bits = [&](int half) {
-        return sees<kStream>(who, b, h, m0 + warp_row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k, who.band_lo,
-                             who.band_hi);
+        return visible_bits<kStream>(mask, b, h, m0 + warp_row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k);
       };
-      clear_unseen(s, bits(0), bits(1));
+      clear_masked(s, bits(0), bits(1));
     }
-    const auto found = [&](int half, float mean) {
-      const int64_t row = row0 + m0 + warp_row + g + 8 * half;
-      delta[half] = mean - (p.dlse != nullptr && !kDlseApart<T> ? p.dlse[row] : 0.0f);
-      if (c == 0) p.delta[row] = delta[half];
-    };
-    if (dropout.active()) {
 #pragma unroll
-      for (int j = 0; j < kStream / 8; j++) {
+    for (int j = 0; j < kStream / 8; j++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
+      for (int e = 0; e < 4; e++) {
+        if (dropout.active()) {
           const bool kept = shared.kept.of[warp_row + g + e / 2 * 8][j] >> (2 * c + e % 2) & 1;
           dp[j][e] = kept ? dp[j][e] * dropout.scale() : 0.0f;
         }
+        s[j][e] *= dp[j][e] - delta[e / 2];
       }
-      if (!measures)
-        find_delta<kStream / 2>([&](int j) { return s[j / 4][j % 4]; }, [&](int j) { return dp[j / 4][j % 4]; }, found);
     }
-    if (i < ahead) {  // sums of P and P * dP, where dq will be
-#pragma unroll
-      for (int j = 0; j < kStream / 8; j++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) dq[0][e / 2] += s[j][e], dq[0][2 + e / 2] += s[j][e] * dp[j][e];
-      }
-      if (i + 1 == ahead) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float sum = quad_sum(dq[0][half]), product = quad_sum(dq[0][2 + half]);
-          if (sum > 0.0f) found(half, product / sum);
-          dq[0][half] = dq[0][2 + half] = 0.0f;
-        }
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kStream / 8; j++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[j][e] = score_gradient<T>(s[j][e], dp[j][e], delta[e / 2], dlse[e / 2]);
-      }
-      add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
-    }
+    add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
     __syncthreads();
     if (kStages == 1) {
-      if (i + 1 < steps) load(i + 1);
+      if (i + 1 < loop.count) load(i + 1);
       cp_async_commit();
     }
   }
@@ -161,19 +119,19 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
 
 }  // namespace
 
-BackwardTile backward_tile(const Shape& shape, DType dtype) {
-  BackwardTile tile;
-  with_kernel(shape, dtype, false, [&](auto t, auto head_dim) {
-    using Size = Tiling<decltype(t), head_dim()>;
+TileSize backward_tile(int head_dim, DType dtype) {
+  TileSize tile = {};
+  with_kernel(head_dim, dtype, false, [&](auto t, auto padded) {
+    using Size = Tiling<decltype(t), padded()>;
     tile = {Size::kOwn, Size::kStream};
   });
   return tile;
 }
 
 void backward_dq(const Backward& p, cudaStream_t stream) {
-  with_kernel(p.shape, p.dtype, p.tf32, [&](auto t, auto head_dim) {
+  with_kernel(head_dim(p.shape), p.dtype, p.tf32, [&](auto t, auto padded) {
     using T = decltype(t);
-    constexpr int kHeadDim = head_dim();
+    constexpr int kHeadDim = padded();
     const int64_t heads = static_cast<int64_t>(p.shape.batch) * p.shape.heads;
     const int64_t blocks = heads * blocks_of(p.shape.seqlen_q, Tiling<T, kHeadDim>::kOwn);
     if (blocks > 0)

@@ -3,15 +3,13 @@
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, with the loops exchanged; Shah et al. 2024,
 //   FlashAttention-3, arXiv:2407.08608, for warp specialisation.
 // Grid: a block per (batch, head, 128 queries), the last queries of a head first: under a causal mask they have the longest
-//   way. It walks along the keys.
+//   loop. It loops over the keys.
 // Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 queries. dS enters
 //   dq += dS k from registers.
 // Registers of a consumer thread: S and dP (kBlockN / 2 each), dq (kHeadDim / 2); dS, packed, takes the place of S and dP.
 // Shared memory: q and dout; k, two stages; v, two stages, or one beyond a head dimension of 128, reloaded beside dq's product.
 // Overlap: exponentials run beside dP's product; the rest of a warpgroup's work on scores beside the other one's products.
-// Work: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
-// Where delta is wanted from its definition (backward_sm90.h) a block walks twice, the first time for S and dP alone: 2 (Dk +
-//   Dv) FLOPs a score more.
+// WorkItem: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
 //
 // Why a kernel of its own. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16 heads of
 // 8192 tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s:
@@ -49,78 +47,61 @@ struct alignas(1024) Shared {
   Barrier full_q, full_k[kStages], empty_k[kStages], full_v[Tiles::kValueStages], empty_v[Tiles::kValueStages];
 };
 
-struct Work {
+struct WorkItem {
   int b, h, m0;
-  Walk walk;
-  bool makes_rows;  // delta and remainder, from their definition, by a walk ahead of the one for dq
+  TileLoop loop;
 };
 
 template <class Tiles>
-__device__ __forceinline__ Work work_of_block(const Arguments& a) {
+__device__ __forceinline__ WorkItem item_of_block(const Arguments& a) {
   const Shape& shape = a.p.shape;
   const int heads = shape.batch * shape.heads, head = blockIdx.x % heads, b = head / shape.heads, h = head % shape.heads;
   const int m0 = (blocks_of(shape.seqlen_q, Tiles::kBlockM) - 1 - static_cast<int>(blockIdx.x) / heads) * Tiles::kBlockM;
-  const Visibility& who = a.p.by_query;
-  const Walk walk = plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
-                                              who.band_hi);
-  const float* shift = a.rows.shift + first_row(a, b, h) + m0;
-  const bool makes_rows =
-      a.p.coarse_from == 0.0f ||
-      measures_delta<Tiles::kBlockM>(a.p, walk, [&](int row) { return shift[row] != kInfinity; });
-  return {b, h, m0, walk, makes_rows};
+  const Mask& mask = a.p.by_query;
+  return {b, h, m0,
+          plan_tiles<Tiles::kBlockN>(mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k)};
 }
 
 template <class Tiles>
-__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared, const Work& work) {
+__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared, const WorkItem& item) {
   for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq}) prefetch(*map);
-  const int h_k = work.h / (a.p.shape.heads / a.p.shape.key_heads);
-  load_panels(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
-  load_panels(shared.dout, a.dout, shared.full_q, work.m0, work.h, work.b);
+  const int h_k = item.h / (a.p.shape.heads / a.p.shape.key_heads);
+  load_panels(shared.q, a.q, shared.full_q, item.m0, item.h, item.b);
+  load_panels(shared.dout, a.dout, shared.full_q, item.m0, item.h, item.b);
   Ring keys;
   RingOf<Tiles::kValueStages> values;
   const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, int i) {
     empty[ring.stage].wait(ring.phase ^ 1);
-    load_panels(tiles[ring.stage], map, full[ring.stage], work.walk.tile(i) * Tiles::kBlockN - a.key_begin, h_k, work.b);
+    load_panels(tiles[ring.stage], map, full[ring.stage], item.loop.tile(i) * Tiles::kBlockN - a.key_begin, h_k, item.b);
     ring.advance();
   };
-  for (int times = work.makes_rows ? 2 : 1; times > 0; times--) {
 #pragma unroll 1
-    for (int i = 0; i < work.walk.count; i++) {
-      load(keys, shared.k, a.k, shared.full_k, shared.empty_k, i);
-      load(values, shared.v, a.v, shared.full_v, shared.empty_v, i);
-    }
+  for (int i = 0; i < item.loop.count; i++) {
+    load(keys, shared.k, a.k, shared.full_k, shared.empty_k, i);
+    load(values, shared.v, a.v, shared.full_v, shared.empty_v, i);
   }
 }
 
 template <class T, class Tiles, bool kGeneral>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared, const Work& work)
-      : a_(a), shared_(shared), work_(work), group_(threadIdx.x / kGroup - 1),
+  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared, const WorkItem& item)
+      : a_(a), shared_(shared), item_(item), group_(threadIdx.x / kGroup - 1),
         thread_(threadIdx.x % kGroup), rows_(a) {}
 
   __device__ __forceinline__ void run() {
-    const Walk& walk = work_.walk;
-    rows_.are(work_.b, work_.h, work_.m0 + group_ * kRowsOfGroup);
+    const TileLoop& loop = item_.loop;
+    rows_.load_rows(item_.b, item_.h, item_.m0 + group_ * kRowsOfGroup);
     shared_.full_q.wait(0);
     float dq[kHeadDim / 2];
-    clear(dq);
-    if constexpr (kGeneral) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i++) dq[i] = 0.0f;
+    int i = 0;
 #pragma unroll 1
-      for (int measures = work_.makes_rows; measures >= 0; measures--) {
+    for (; i < (kGeneral ? loop.count : loop.partial); i++) step<true>(dq, loop.tile(i) * kBlockN);
+    if constexpr (!kGeneral) {
 #pragma unroll 1
-        for (int i = 0; i < walk.count; i++) step<true>(dq, walk.tile(i) * kBlockN, measures);
-        if (!measures) continue;
-        rows_.correct(dq);
-        clear(dq);
-      }
-      rows_.keep();
-    } else {
-      int i = 0;
-#pragma unroll 1
-      for (; i < walk.partial; i++) step<true>(dq, walk.tile(i) * kBlockN, false);
-#pragma unroll 1
-      for (; i < walk.count; i++) step<false>(dq, 0, false);
+      for (; i < loop.count; i++) step<false>(dq, 0);
     }
     const int first = group_ * kRowsOfGroup;
     write_lines<T, kHeadDim>(shared_.q, first, thread_, dq, a_.p.softmax_scale);
@@ -129,7 +110,7 @@ class Consumer {
     if (thread_ > 0) return;
 #pragma unroll
     for (int panel = 0; panel < Tiles::kPanels; panel++)
-      tma_store(a_.dq, shared_.q[panel] + first * kLineBytes, panel * kPanel, work_.m0 + first, work_.h, work_.b);
+      tma_store(a_.dq, shared_.q[panel] + first * kLineBytes, panel * kPanel, item_.m0 + first, item_.h, item_.b);
     bulk_commit();
     bulk_wait<0>();
   }
@@ -137,15 +118,9 @@ class Consumer {
  private:
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
 
-  static __device__ __forceinline__ void clear(float (&sum)[kHeadDim / 2]) {
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i++) sum[i] = 0.0f;
-  }
-
-  // Adds the tile of keys from n0 on to dq, or, measures, P and P * dP to what dq then holds of the thread's two rows: two
-  // sums of each.
+  // Adds the tile of keys from n0 on to dq.
   template <bool kMasked>
-  __device__ __forceinline__ void step(float (&dq)[kHeadDim / 2], int n0, bool measures) {
+  __device__ __forceinline__ void step(float (&dq)[kHeadDim / 2], int n0) {
     float s[kBlockN / 2], dp[kBlockN / 2];
     shared_.full_k[keys_.stage].wait(keys_.phase);
     wgmma_fence();
@@ -153,33 +128,27 @@ class Consumer {
     shared_.full_v[values_.stage].wait(values_.phase);
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kRowsOfGroup, shared_.v[values_.stage]);
-    rows_.template look<kMasked>(n0);
+    rows_.template load_mask<kMasked>(n0);
     wgmma_wait<1>();
     rows_.template make_probabilities<kMasked>(s);
     shared_.full_q.arrive_if(are_negative_zeros(s));
     wgmma_wait<0>();
     release(shared_.empty_v, values_);
     rows_.template finish_gradients<kMasked>(dp);
-    if (kGeneral && measures) {
+    rows_.make_score_gradients(s, dp);
+    uint32_t ds[kBlockN / 16][4];
 #pragma unroll
-      for (int j = 0; j < kBlockN / 2; j++) dq[row_of(j)] += s[j], dq[2 + row_of(j)] += s[j] * dp[j];
-    } else {
-      uint32_t ds[kBlockN / 16][4];
-      if (kGeneral && a_.p.dropout.rng_state != nullptr) rows_.find_delta(s, dp);
-      rows_.make_score_gradients(s, dp);
-#pragma unroll
-      for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
-      if (kMasked) clean_keys(n0);
-      wgmma_fence();
-      add_lines<T, kHeadDim>(dq, ds, shared_.k[keys_.stage]);
-      wgmma_wait<0>();
-    }
+    for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
+    if (kMasked) clear_keys(n0);
+    wgmma_fence();
+    add_lines<T, kHeadDim>(dq, ds, shared_.k[keys_.stage]);
+    wgmma_wait<0>();
     release(shared_.empty_k, keys_);
   }
 
-  // Keys that no query sees may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
-  __device__ __forceinline__ void clean_keys(int n0) {
-    if (clear_unseen_lines(shared_.k[keys_.stage], a_.p.by_query, work_.b, work_.h, n0, a_.p.shape.seqlen_k, thread_)) {
+  // Keys that take no part may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
+  __device__ __forceinline__ void clear_keys(int n0) {
+    if (clear_excluded_lines(shared_.k[keys_.stage], a_.p.by_query, item_.b, n0, a_.p.shape.seqlen_k, thread_)) {
       fence_async_proxy();
       named_barrier_sync(kOfGroup + group_, kGroup);
     }
@@ -187,7 +156,7 @@ class Consumer {
 
   const Arguments& a_;
   Shared<Tiles>& shared_;
-  const Work work_;
+  const WorkItem item_;
   const int group_, thread_;
   QueryRows<Tiles::kBlockN, kGeneral> rows_;
   Ring keys_;
@@ -207,11 +176,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1) backward_dq_sm90_kernel(const
   __syncthreads();
   if (threadIdx.x < kGroup) {
     fewer_registers<24>();
-    const Work work = work_of_block<Tiles>(a);
-    if (threadIdx.x == 0) produce<Tiles>(a, shared, work);
+    const WorkItem item = item_of_block<Tiles>(a);
+    if (threadIdx.x == 0) produce<Tiles>(a, shared, item);
   } else {
     more_registers<240>();
-    Consumer<T, Tiles, kGeneral>(a, shared, work_of_block<Tiles>(a)).run();
+    Consumer<T, Tiles, kGeneral>(a, shared, item_of_block<Tiles>(a)).run();
   }
 }
 
@@ -230,14 +199,14 @@ void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
 
 }  // namespace
 
-BackwardTile backward_dq_sm90_tile(int head_dim) {
-  BackwardTile tile;
+TileSize backward_dq_sm90_tile(int head_dim) {
+  TileSize tile = {};
   with_tiles<Tiles>(head_dim, [&](auto tiles) { tile = {tiles.kBlockM, tiles.kBlockN}; });
   return tile;
 }
 
 void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
-  with_tiles<Tiles>(head_dim(p), [&](auto tiles) {
+  with_tiles<Tiles>(head_dim(p.shape), [&](auto tiles) {
     using Size = decltype(tiles);
     p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, rows, stream) : run<__half, Size>(p, rows, stream);
   });

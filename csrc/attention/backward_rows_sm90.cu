@@ -1,8 +1,7 @@
-// The small kernels of the backward on Hopper: what is to be known of each query, and the rounding of dq where it is added
-// up in memory.   Formulas: backward.h
+// The small kernels of the backward on Hopper: lse and delta of each query, padded to whole tiles, and the rounding of dq
+// where it is added up in memory.   Formulas: backward.h
 //
-// Each moves memory and little else. Bytes: of the first, out and dout (or delta and remainder) once; of the second, the sum
-// and dq.
+// Each moves memory and little else. Bytes: of the first, out and dout once; of the second, the sum and dq.
 #include "attention/backward.cuh"
 #include "attention/backward_sm90.h"
 
@@ -19,18 +18,12 @@ __global__ void __launch_bounds__(kRowThreads) backward_rows_sm90_kernel(const B
   const int inside = min(m, p.shape.seqlen_q - 1), b = head / p.shape.heads, h = head % p.shape.heads;
   const int64_t from = static_cast<int64_t>(head) * p.shape.seqlen_q + inside, to = static_cast<int64_t>(head) * padded + m;
   const float lse = m > inside ? -kInfinity : p.lse[from];
-  float delta = 0.0f;
-  if (p.remainder == nullptr) {
-    const Matrix<T> out(p.out, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
-    const Matrix<T> dout(p.dout, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
-    delta = row_product(out, dout, inside) - (p.dlse != nullptr ? p.dlse[from] : 0.0f);
-  } else {
-    delta = p.delta[from];
-  }
+  const Matrix<T> out(p.out, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
+  const Matrix<T> dout(p.dout, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
+  const float delta = row_product(out, dout, inside) - (p.dlse != nullptr ? p.dlse[from] : 0.0f);
   if (threadIdx.x % 4 != 0) return;
   rows.shift[to] = exponent_of<T>(p).shift(lse);
   rows.delta[to] = lse == -kInfinity ? 0.0f : delta;
-  if (rows.remainder != nullptr) rows.remainder[to] = lse == -kInfinity || p.remainder == nullptr ? 0.0f : p.remainder[from];
 }
 
 // dq = softmax_scale * sum, rounded. One thread takes kChunk columns of a row.

@@ -15,25 +15,24 @@ class QueryRows {
   __device__ __forceinline__ explicit QueryRows(const Arguments& a) : a_(a), dropout_(a.p.dropout) {}
 
   // The 64 queries of the warpgroup, from m0 on, of (b, h).
-  __device__ __forceinline__ void are(int b, int h, int m0) {
+  __device__ __forceinline__ void load_rows(int b, int h, int m0) {
     b_ = b, h_ = h, m_ = m0 + threadIdx.x % kGroup / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int64_t row = first_row(a_, b, h) + query(r);
       shift_[r] = a_.rows.shift[row], delta_[r] = a_.rows.delta[row];
-      remainder_[r] = kGeneral && a_.p.bias.data != nullptr ? a_.rows.remainder[row] : 0.0f;
     }
   }
 
-  // The tile of keys from n0 on: who is seen, and dropout.
+  // What is visible in the tile of keys from n0 on, and dropout.
   template <bool kMasked>
-  __device__ __forceinline__ void look(int n0) {
+  __device__ __forceinline__ void load_mask(int n0) {
     n0_ = n0;
-    const Visibility& who = a_.p.by_query;
+    const Mask& mask = a_.p.by_query;
     if (kMasked) {
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        bits_[r] = sees<kBlockN>(who, b_, h_, query(r), a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k, who.band_lo, who.band_hi);
+        bits_[r] = visible_bits<kBlockN>(mask, b_, h_, query(r), a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k);
     }
     if (kGeneral && dropout_.active()) {
       const int64_t row0 = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q;
@@ -49,7 +48,7 @@ class QueryRows {
     }
   }
 
-  // s = q k^T becomes exp(S - lse), 0 where the mask or a bias of -inf hides the key.
+  // s = q k^T becomes exp(S - lse), 0 where it is masked.
   template <bool kMasked>
   __device__ __forceinline__ void make_probabilities(Tile& s) {
     if (kGeneral && a_.p.bias.data != nullptr) return make_biased_probabilities(s);
@@ -57,24 +56,18 @@ class QueryRows {
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) {
       s[j] = exp2_approximate(s[j] * unit - shift_[row_of(j)]);
-      if (kMasked && !is_seen(j)) s[j] = 0.0f;
+      if (kMasked && !is_visible(j)) s[j] = 0.0f;
     }
   }
 
-  // dp = dout v^T becomes dP. A select, not a product: where nobody sees, it may be NaN.
+  // dp = dout v^T becomes dP. A select, not a product: of a key that takes no part it may be NaN.
   template <bool kMasked>
   __device__ __forceinline__ void finish_gradients(Tile& dp) const {
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) {
-      if (kMasked && !is_seen(j)) dp[j] = 0.0f;
+      if (kMasked && !is_visible(j)) dp[j] = 0.0f;
       if (kGeneral && dropout_.active()) dp[j] = is_kept(j) ? dp[j] * dropout_.scale() : 0.0f;
     }
-  }
-
-  // delta of the queries that this tile has a key of with all their weight.
-  __device__ __forceinline__ void find_delta(const Tile& s, const Tile& dp) {
-    attention::find_delta<kBlockN / 2>([&](int j) { return s[j]; }, [&](int j) { return dp[j]; },
-                                       [&](int r, float mean) { set_delta(r, mean); });
   }
 
   // s = dS, of the probabilities s and dP.
@@ -83,62 +76,31 @@ class QueryRows {
     for (int j = 0; j < kBlockN / 2; j++) s[j] *= dp[j] - delta_[row_of(j)];
   }
 
-  // The sums over whole rows, of the probabilities (two rows) and of P * dP, say remainder and delta.
-  template <int kCount>
-  __device__ __forceinline__ void correct(const float (&sums)[kCount]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float sum = quad_sum(sums[r]), product = quad_sum(sums[2 + r]);
-      const bool blind = shift_[r] == kInfinity;
-      if (blind) continue;
-      remainder_[r] += log2f(sum);
-      set_delta(r, product / sum);
-    }
-  }
-
-  // For the kernels that follow.
-  __device__ __forceinline__ void keep() const {
-    if (threadIdx.x % 4 != 0) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int64_t row = first_row(a_, b_, h_) + query(r);
-      a_.rows.delta[row] = delta_[r];
-      if (a_.rows.remainder != nullptr) a_.rows.remainder[row] = remainder_[r];
-    }
-  }
-
   __device__ __forceinline__ int query(int r) const { return m_ + 8 * r; }
   __device__ __forceinline__ int key(int j) const { return n0_ + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2; }
 
  private:
   // Of accumulator j.
-  __device__ __forceinline__ bool is_seen(int j) const { return (bits_[row_of(j)] >> (j / 4 * 2 + j % 2) & 1) != 0; }
+  __device__ __forceinline__ bool is_visible(int j) const { return (bits_[row_of(j)] >> (j / 4 * 2 + j % 2) & 1) != 0; }
   __device__ __forceinline__ bool is_kept(int j) const {
     return (kept_[row_of(j)] >> (j / 4 % 4 * 8 + j / 16 * 2 + j % 2) & 1) != 0;
   }
 
-  // mean: of dP, weighted by P.
-  __device__ __forceinline__ void set_delta(int r, float mean) {
-    const int64_t row = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q + query(r);
-    delta_[r] = mean - (a_.p.dlse != nullptr ? a_.p.dlse[row] : 0.0f);
-  }
-
-  __device__ __forceinline__ void make_biased_probabilities(Tile& s) {
+  __device__ __forceinline__ void make_biased_probabilities(Tile& s) const {
     const BiasMatrix bias(a_.p.bias, b_, h_);
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) {
       const int r = row_of(j);
-      const float term = is_seen(j) ? bias(query(r), key(j)) : -kInfinity;
-      const float exponent = (s[j] * a_.p.softmax_scale + term - shift_[r]) * kLog2e - remainder_[r];
-      if (term == -kInfinity) bits_[r] &= ~(1u << (j / 4 * 2 + j % 2));
-      s[j] = term == -kInfinity ? 0.0f : exp2_approximate(exponent);
+      const float term = is_visible(j) ? bias(query(r), key(j)) : -kInfinity;
+      const float above = s[j] * a_.p.softmax_scale + term - shift_[r];
+      s[j] = term == -kInfinity ? 0.0f : exp2_approximate(above * kLog2e);
     }
   }
 
   const Arguments& a_;
   const DropoutMask dropout_;
   int b_, h_, m_, n0_;  // m_: the first of the thread's two rows; the other one is 8 further
-  float shift_[2], delta_[2], remainder_[2];
+  float shift_[2], delta_[2];
   uint32_t bits_[2], kept_[2];  // of their columns in the tile at hand, two in every eight
 };
 

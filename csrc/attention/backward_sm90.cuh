@@ -1,4 +1,4 @@
-// What the kernels of the backward on Hopper share: their arguments and sizes, and how unseen lines are cleared.
+// What the kernels of the backward on Hopper share: their arguments and sizes, and how lines of keys that take no part are cleared.
 #pragma once
 #include "attention/backward.cuh"
 #include "attention/backward_sm90.h"
@@ -21,7 +21,7 @@ struct Arguments {
 // For tiles of block_m queries and block_n keys; results are written by warpgroups, 64 rows each.
 inline Arguments arguments(const Backward& p, const PaddedRows& rows, int block_m, int block_n) {
   const Shape& s = p.shape;
-  const KeyRange keys = keys_in_band(s, p.by_key.band_lo, p.by_key.band_hi);
+  const KeyRange keys = keys_in_band(s, p.by_query.band_lo, p.by_query.band_hi);
   return {p,
           rows,
           map_of(p.q, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, block_m),
@@ -35,9 +35,8 @@ inline Arguments arguments(const Backward& p, const PaddedRows& rows, int block_
 }
 
 inline bool is_general(const Backward& p) {
-  return p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.coarse_from == 0.0f;
+  return p.bias.data != nullptr || p.dropout.rng_state != nullptr;
 }
-inline int head_dim(const Backward& p) { return std::max(p.shape.head_dim_k, p.shape.head_dim_v); }
 
 // Calls f(Tiles<n>{}) with head_dim padded to n.
 template <template <int> class Tiles, class Function>
@@ -54,14 +53,13 @@ __device__ __forceinline__ int64_t first_row(const Arguments& a, int b, int h) {
   return (static_cast<int64_t>(b) * a.p.shape.heads + h) * padded;
 }
 
-// Lines of a tile of keys from n0 on that no query of (b, h) sees become zero, by the threads of a warpgroup. Were there any?
+// Lines of a tile of keys from n0 on that take no part become zero, by the threads of a warpgroup. Were there any?
 template <class Tile>
-__device__ __forceinline__ bool clear_unseen_lines(Tile& tile, const Visibility& who, int b, int h, int n0, int keys,
-                                                   int thread) {
+__device__ __forceinline__ bool clear_excluded_lines(Tile& tile, const Mask& mask, int b, int n0, int keys, int thread) {
   constexpr int kLines = sizeof tile[0] / kLineBytes;
-  if (who.seen == nullptr || every_key_is_seen<kLines>(who, b, h, n0)) return false;
+  if (mask.columns == nullptr || all_columns_take_part<kLines>(mask, b, n0)) return false;
   const int n = n0 + thread;
-  if (thread < kLines && n < keys && !key_is_seen(who, b, h, n)) clear_line(tile, thread);
+  if (thread < kLines && n < keys && !takes_part(mask, b, n)) clear_line(tile, thread);
   return true;
 }
 

@@ -1,14 +1,10 @@
 // The backward of attention on Hopper, for 16-bit types. Formulas: backward.h
 //
 // In this order:
-//   backward_rows_sm90   what the others must know of each query
-//   backward_dq_sm90     dq; a block owns the queries that it writes, nobody adds to memory, and runs repeat bit for bit
+//   backward_rows_sm90   what the others read of each query: lse and delta = rowsum(out * dout) - dlse
+//   backward_dq_sm90     dq; a block owns the queries that it writes, no block adds to memory, and runs repeat bit for bit
 //   backward_dkdv_sm90   dk, dv, and dbias_keys; a block owns its keys
 //   bias_gradient_sm90   where it is wanted, dbias of a bias that has queries and keys
-// Some rows want delta and remainder from their definitions (backward.h says which, and why). Where all do, coarse_from is 0
-// and backward_dq_sm90 makes them, by a walk ahead of its own; p.delta and p.remainder are null. Under dropout it does so
-// in some blocks, too: measures_delta(). Else, with a bias, backward_rows(), which looks for coarse ones, comes first and
-// fills them.
 // These are 7 products of all visited pairs, 2 D FLOPs a score each. One kernel needs 5 for all three gradients, but adds up
 // dq in memory, in an order that no one fixes, so that runs differ in the last bits:
 //   backward_sum_sm90    in place of the last two, and backward_round_sm90 after it
@@ -20,15 +16,14 @@ namespace fastattn::attention {
 
 constexpr int kRowBlock = 128;  // the rows of a head are padded to it in PaddedRows
 
-// (B, H, Lq rounded up to kRowBlock). A query that sees nothing has shift +inf and delta 0.
+// (B, H, Lq rounded up to kRowBlock). A query that may attend to nothing has shift +inf and delta 0.
 struct PaddedRows {
   float *shift, *delta;  // shift: lse in powers of 2, or as it is where there is a bias
-  float* remainder;      // backward.h; may be null without a bias where coarse_from is not 0
 };
 
 // The tiles of a block: `own` rows of its side and `stream` of the other. head_dim: the larger of the two.
-BackwardTile backward_dq_sm90_tile(int head_dim);
-BackwardTile backward_dkdv_sm90_tile(int head_dim);
+TileSize backward_dq_sm90_tile(int head_dim);
+TileSize backward_dkdv_sm90_tile(int head_dim);
 
 void backward_rows_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
 void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);

@@ -5,11 +5,100 @@
 //   whole row of scores, which moves lse by as much and no probability, so its gradient is that of lse.
 // Grid: one block per (batch or 1, head or 1, 64 queries, 64 keys) of dbias. It loops over whatever is summed.
 // Registers: the sum of dS and a tile each of S and dP, [16, 64] of each warp, float32.
-// Work: 2 * (Dk + Dv) FLOPs a score in tiles that hold something to see; bytes: q, k, v and dout once per tile.
-#include "attention/backward_scores.cuh"
+// WorkItem: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.
+#include "attention/backward.cuh"
 
 namespace fastattn::attention {
 namespace {
+
+constexpr int kScoreTile = 64, kScoreThreads = 128;
+
+template <class T>
+constexpr int kPart = 128 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct ScoreShared {
+  using Tile = unsigned char[kScoreTile * kTileStride<T, kPart<T>>];
+  alignas(16) Tile a, b;
+  KeptBits<kScoreTile, kScoreTile> kept;
+  int any;
+};
+
+using ScoreTile = float[kScoreTile / 8][4];
+
+// Is `mine` true of some thread of the block?
+template <class T>
+__device__ __forceinline__ bool any_of_block(ScoreShared<T>& shared, bool mine) {
+  __syncthreads();  // the answer before was read
+  if (threadIdx.x == 0) shared.any = 0;
+  __syncthreads();
+  if (mine) shared.any = 1;
+  __syncthreads();
+  return shared.any != 0;
+}
+
+// product = rows m0 .. of x times the transpose of rows n0 .. of y. The head dimension comes in parts of 128 bytes.
+template <class T, class ReadRow, class ReadColumn>
+__device__ __forceinline__ void multiply_parts(ScoreShared<T>& shared, ScoreTile& product, Matrix<T> x, Matrix<T> y, int m0,
+                                               int n0, ReadRow read_row, ReadColumn read_column) {
+#pragma unroll
+  for (int j = 0; j < kScoreTile / 8; j++) product[j][0] = product[j][1] = product[j][2] = product[j][3] = 0.0f;
+#pragma unroll 1
+  for (; x.columns > 0; x.columns -= kPart<T>, y.columns -= kPart<T>, x.data += kPart<T>, y.data += kPart<T>) {
+    __syncthreads();  // the part before was read
+    load_tile<T, kScoreTile, kPart<T>, kScoreThreads>(shared.a, x, m0, read_row);
+    load_tile<T, kScoreTile, kPart<T>, kScoreThreads>(shared.b, y, n0, read_column);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    multiply_rows<T, kPart<T>>(product, shared.a, threadIdx.x / 32 * 16, shared.b, true);
+  }
+}
+
+// The probabilities and dP of queries m0 .. and keys n0 .. of a batch and head; false where all of them are masked. lse: of a
+// lane's two rows. The whole block calls it.
+template <class T>
+__device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& shared, int b, int h, int m0, int n0,
+                                            const float (&lse)[2], ScoreTile& s, ScoreTile& dp) {
+  const Shape& shape = p.shape;
+  const Mask& mask = p.by_query;
+  const int row = m0 + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  uint32_t bits[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    bits[half] = visible_bits<kScoreTile>(mask, b, h, row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k);
+  if (!any_of_block(shared, ((bits[0] | bits[1]) & 0xffff) != 0)) return false;
+
+  const int h_k = h / (shape.heads / shape.key_heads), last_m = min(m0 + kScoreTile, shape.seqlen_q) - 1;
+  const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
+  const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
+  const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
+  const auto read_query = [&](int m) { return p.lse[row0 + m] != -kInfinity; };
+  const auto read_key = [&](int n) {
+    return n >= m0 + mask.band_lo && n <= last_m + mask.band_hi && takes_part(mask, b, n);
+  };
+  multiply_parts<T>(shared, s, q, k, m0, n0, read_query, read_key);
+  multiply_parts<T>(shared, dp, dout, v, m0, n0, read_query, read_key);
+
+  const ScoreExponent exponent = exponent_of<T>(p);
+  const float shift[2] = {exponent.shift(lse[0]), exponent.shift(lse[1])};
+  make_probabilities<false>(s, exponent, p, b, h, row, n0, [&](int, int e) { return shift[e / 2]; });
+  clear_masked(s, bits[0], bits[1]);
+  const DropoutMask dropout(p.dropout);
+  if (dropout.active()) {
+    shared.kept.draw(dropout, row0 + m0, n0);  // what was drawn before was read before any_of_block
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kScoreTile / 8; j++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const bool kept = shared.kept.of[row - m0 + g + e / 2 * 8][j] >> (2 * c + e % 2) & 1;
+        dp[j][e] = kept ? dp[j][e] * dropout.scale() : 0.0f;
+      }
+    }
+  }
+  return true;
+}
 
 template <class T>
 __global__ void __launch_bounds__(kScoreThreads, 2) bias_gradient_kernel(const Backward p, void* dbias, int batch, int heads) {
@@ -23,18 +112,19 @@ __global__ void __launch_bounds__(kScoreThreads, 2) bias_gradient_kernel(const B
   for (int b = first_b; b < shape.batch; b += batch) {
     for (int h = first_h; h < shape.heads; h += heads) {
       const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
-      float lse[2], delta[2], dlse[2], remainder[2];
-      for_rows(p, row0, m0, [&](int half, int m, float its) {
-        lse[half] = its, dlse[half] = dlse_apart<T>(p, row0 + m, its);
+      float lse[2], delta[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int m = m0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+        lse[half] = m < shape.seqlen_q ? p.lse[row0 + m] : -kInfinity;
         delta[half] = m < shape.seqlen_q ? p.delta[row0 + m] : 0.0f;
-        remainder[half] = m < shape.seqlen_q && p.remainder != nullptr ? p.remainder[row0 + m] : 0.0f;
-      });
+      }
       ScoreTile s, dp;
-      if (!make_scores(p, shared, b, h, m0, n0, lse, remainder, s, dp)) continue;
+      if (!make_scores(p, shared, b, h, m0, n0, lse, s, dp)) continue;
 #pragma unroll
       for (int j = 0; j < kScoreTile / 8; j++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) sum[j][e] += score_gradient<T>(s[j][e], dp[j][e], delta[e / 2], dlse[e / 2]);
+        for (int e = 0; e < 4; e++) sum[j][e] += s[j][e] * (dp[j][e] - delta[e / 2]);
       }
     }
   }

@@ -2,13 +2,13 @@
 //   Formulas: backward.h; why it is a kernel of its own: bias_gradient.cu
 //
 // Grid: a block per (batch or 1, head or 1, 128 queries, 128 keys) of dbias. It loops over whatever is summed, in one order.
-// Roles: a warp of the producer warpgroup looks which of those hold something to see, and copies their operands by TMA, 64
+// Roles: a warp of the producer warpgroup finds those of which the tile is not masked as a whole, and copies their operands by TMA, 64
 //   columns at a time: of q and k for S, of dout and v for dP. Each of two consumer warpgroups owns 64 queries.
 // Registers of a consumer thread: S and dP (64 each). Heads of any dimension: none of them is held as a whole.
 // Shared memory: a ring of parts, 128 x 64 of either operand; the sum of dS, for which registers were too few: 96 to 216
 //   bytes were spilled.
 // Overlap: exponentials run beside the product of dP's first part.
-// Work: 2 (Dk + Dv) FLOPs a score in tiles that hold something to see; bytes: 512 (Dk + Dv) a tile, from L2: 64 FLOPs a byte,
+// WorkItem: 2 (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: 512 (Dk + Dv) a tile, from L2: 64 FLOPs a byte,
 //   so that L2, at 5.5 TB/s, allows 350 TFLOP/s. No larger tile fits into registers; neighbours that share operands by
 //   multicast would help.
 #include "attention/backward_scores_sm90.cuh"
@@ -31,31 +31,30 @@ struct Sum {
 };
 
 // The tile of dbias of a block.
-struct Work {
+struct WorkItem {
   int b, h, m0, n0;
 };
-__device__ __forceinline__ Work work_of_block(const Shape& shape, const Sum& sum) {
+__device__ __forceinline__ WorkItem item_of_block(const Shape& shape, const Sum& sum) {
   const int tiles_n = blocks_of(shape.seqlen_k, kBlock), tiles_m = blocks_of(shape.seqlen_q, kBlock);
   const int matrix = blockIdx.x / tiles_n / tiles_m;
   return {matrix / sum.heads, matrix % sum.heads, static_cast<int>(blockIdx.x) / tiles_n % tiles_m * kBlock,
           static_cast<int>(blockIdx.x) % tiles_n * kBlock};
 }
 
-// Does some query of the tile see one of its keys? Asked by a warp.
-__device__ __forceinline__ bool holds_some(const Backward& p, int b, int h, int m0, int n0) {
-  const Visibility& who = p.by_query;
+// Is anything of the tile visible? Asked by a warp.
+__device__ __forceinline__ bool is_any_visible(const Backward& p, int b, int h, int m0, int n0) {
   const int rows = min(kBlock, p.shape.seqlen_q - m0), lane = threadIdx.x % 32;
   bool some = false;
   for (int row = lane; row < rows; row += 32)
     for (int c = 0; c < kBitWords; c++)
-      some |= seen_word<kBlock>(who, b, h, m0 + row, n0, p.shape.seqlen_k, who.band_lo, who.band_hi, c) != 0;
+      some |= visible_word<kBlock>(p.by_query, b, h, m0 + row, n0, p.shape.seqlen_k, c) != 0;
   return __ballot_sync(0xffffffffu, some) != 0;
 }
 
 // By the first warp; its first lane copies.
 __device__ __forceinline__ void produce(const Arguments& a, const Sum& sum, Shared& shared) {
   const Shape& shape = a.p.shape;
-  const Work work = work_of_block(shape, sum);
+  const WorkItem item = item_of_block(shape, sum);
   RingOf<kParts> ring;
   const auto load = [&](const TensorMap& x, const TensorMap& y, int columns, int b, int h) {
     for (int column = 0; column < columns; column += kPanel, ring.advance()) {
@@ -64,13 +63,13 @@ __device__ __forceinline__ void produce(const Arguments& a, const Sum& sum, Shar
       shared.empty[ring.stage].wait(ring.phase ^ 1);
       shared.head[ring.stage] = b * shape.heads + h;
       full.arrive_expect(sizeof shared.x[0] + sizeof shared.y[0]);
-      tma_load(shared.x[ring.stage], x, full, column, work.m0, h, b);
-      tma_load(shared.y[ring.stage], y, full, column, work.n0 - a.key_begin, h / (shape.heads / shape.key_heads), b);
+      tma_load(shared.x[ring.stage], x, full, column, item.m0, h, b);
+      tma_load(shared.y[ring.stage], y, full, column, item.n0 - a.key_begin, h / (shape.heads / shape.key_heads), b);
     }
   };
-  for (int b = work.b; b < shape.batch; b += sum.batch) {
-    for (int h = work.h; h < shape.heads; h += sum.heads) {
-      if (!holds_some(a.p, b, h, work.m0, work.n0)) continue;
+  for (int b = item.b; b < shape.batch; b += sum.batch) {
+    for (int h = item.h; h < shape.heads; h += sum.heads) {
+      if (!is_any_visible(a.p, b, h, item.m0, item.n0)) continue;
       load(a.q, a.k, shape.head_dim_k, b, h);
       load(a.dout, a.v, shape.head_dim_v, b, h);
     }
@@ -85,7 +84,7 @@ template <class T>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, const Sum& sum, Shared& shared)
-      : a_(a), of_(sum), shared_(shared), work_(work_of_block(a.p.shape, sum)), group_(threadIdx.x / kGroup - 1), rows_(a) {}
+      : a_(a), of_(sum), shared_(shared), item_(item_of_block(a.p.shape, sum)), group_(threadIdx.x / kGroup - 1), rows_(a) {}
 
   __device__ __forceinline__ void run() {
     const Shape& shape = a_.p.shape;
@@ -95,8 +94,8 @@ class Consumer {
       wait_for_part();
       const int head = shared_.head[part_ % kParts];
       if (head < 0) break;
-      rows_.are(head / shape.heads, head % shape.heads, work_.m0 + group_ * kRowsOfGroup);
-      rows_.template look<true>(work_.n0);
+      rows_.load_rows(head / shape.heads, head % shape.heads, item_.m0 + group_ * kRowsOfGroup);
+      rows_.template load_mask<true>(item_.n0);
       Tile s, dp;
       start_part(s, false);
 #pragma unroll 1
@@ -138,11 +137,11 @@ class Consumer {
   __device__ __forceinline__ void store() {
     const Shape& shape = a_.p.shape;
     auto* const to = static_cast<Element*>(of_.dbias) +
-                     static_cast<int64_t>(work_.b * of_.heads + work_.h) * shape.seqlen_q * shape.seqlen_k;
-    const int thread = threadIdx.x % kGroup, first = work_.m0 + group_ * kRowsOfGroup + thread / 32 * 16 + thread % 32 / 4;
+                     static_cast<int64_t>(item_.b * of_.heads + item_.h) * shape.seqlen_q * shape.seqlen_k;
+    const int thread = threadIdx.x % kGroup, first = item_.m0 + group_ * kRowsOfGroup + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int j = 0; j < kBlock / 2; j++) {
-      const int m = first + 8 * row_of(j), n = work_.n0 + j / 4 * 8 + thread % 4 * 2 + j % 2;
+      const int m = first + 8 * row_of(j), n = item_.n0 + j / 4 * 8 + thread % 4 * 2 + j % 2;
       if (m < shape.seqlen_q && n < shape.seqlen_k) to[static_cast<int64_t>(m) * shape.seqlen_k + n] = Element(sum(j));
     }
   }
@@ -152,7 +151,7 @@ class Consumer {
   const Arguments& a_;
   const Sum& of_;
   Shared& shared_;
-  const Work work_;
+  const WorkItem item_;
   const int group_;
   QueryRows<kBlock, true> rows_;
   unsigned part_ = 0;  // the next one

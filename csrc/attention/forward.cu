@@ -2,15 +2,15 @@
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 // Grid: one block a (batch, head, kBlockM queries), the last queries of a head first: under a causal mask they have the
-//   longest way. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
+//   longest loop. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
 // Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the copy
 //   of the other runs; blocks of one multiprocessor fill each other's waits.
 // Short sequences, Lq and Lk up to 128: one block a (batch, head), with a warp for every 16 queries, so that k and v are read
-//   once. They want no lists: a block sees for itself how far keys are padding. Of float32 beyond head dimension 128 all 128
-//   queries find room on Hopper alone; elsewhere blocks share a head, 2 on sm_80, 4 on chips of 99 KiB. The kernels are those
-//   of long sequences, but for 16-bit types up to head dimension 64. These have one that takes 32 keys a tile: its 128
-//   registers leave room for 16 warps, two blocks of 128 queries, where 64 keys would leave room for one block.
-// Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
+//   once. They want no lists: a block looks at the bits of the columns to find the last real key. In float32 beyond head
+//   dimension 128, all 128 queries fit into Hopper's shared memory alone; elsewhere blocks share a head, 2 on sm_80, 4 on
+//   chips of 99 KiB. The kernels are those of long sequences, but for 16-bit types up to head dimension 64: these have one
+//   with 32 keys a tile, whose 128 registers let 16 warps run, two blocks of 128 queries; 64 keys allow one block.
+// WorkItem: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (no GPU has timed it yet), nothing spills; blocks of a multiprocessor:
@@ -26,7 +26,7 @@
 //   compile; short sequences with 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
-#include "attention/walk.cuh"
+#include "attention/tile_loop.cuh"
 #include "common/device.h"
 
 namespace fastattn::attention {
@@ -53,18 +53,17 @@ __device__ __forceinline__ void attend(const Forward& p) {
   const int own = threadIdx.x / 32 * 16, m = m0 + own + g;  // this warp's first query in the tile; this lane's two: m, m + 8
   unsigned char* const own_q = reinterpret_cast<unsigned char*>(&shared + 1) + own * kTileStride<T, kHeadDim>;
   const int64_t row = static_cast<int64_t>(head) * Lq + m;
-  const Visibility& who = p.visibility;
+  const Mask& mask = p.mask;
   const DropoutMask dropout(p.dropout);
 
-  // Keys that no query of the tile sees are left out: what they hold is nobody's business.
-  Walk walk = plan_walk<kBlockN>(who, b, h, m0, block_m, Lq, Lk, who.band_lo, who.band_hi);
-  if (kThreads == 0) mask_every_tile<kBlockN>(walk, who, b, h);
-  const int first_key = m0 + who.band_lo, last_key = min(m0 + block_m, Lq) - 1 + who.band_hi;
+  // Keys that take no part, or that the band excludes from the whole tile, may hold anything: they are read as zeros.
+  const TileLoop loop = plan_tiles<kBlockN>(mask, b, h, m0, block_m, Lq, Lk);
+  const int first_key = m0 + mask.band_lo, last_key = min(m0 + block_m, Lq) - 1 + mask.band_hi;
   const auto load_keys = [&](unsigned char* tile, const Rows& of, int columns, int i) {
     const Matrix<T> x(of, b, key_head, Lk, columns);  // made where it is used: registers are scarce
-    const bool all = i >= walk.partial && p.bias.data == nullptr;
-    load_tile<T, kBlockN, kHeadDim, kThreads>(tile, x, walk.tile(i) * kBlockN, [&](int n) {
-      return all || (n >= first_key && n <= last_key && key_is_seen(who, b, h, n));
+    const bool all = i >= loop.partial;
+    load_tile<T, kBlockN, kHeadDim, kThreads>(tile, x, loop.tile(i) * kBlockN, [&](int n) {
+      return all || (n >= first_key && n <= last_key && takes_part(mask, b, n));
     });
     cp_async_commit();
   };
@@ -74,9 +73,9 @@ __device__ __forceinline__ void attend(const Forward& p) {
   float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; the sum of this lane's columns
   load_tile<T, 16, kHeadDim, 32>(own_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + own, [](int) { return true; });
   cp_async_commit();
-  if (walk.count > 0) load_keys(shared.k, p.k, p.shape.head_dim_k, 0);
-  for (int i = 0; i < walk.count; i++) {
-    const int n0 = walk.tile(i) * kBlockN;
+  if (loop.count > 0) load_keys(shared.k, p.k, p.shape.head_dim_k, 0);
+  for (int i = 0; i < loop.count; i++) {
+    const int n0 = loop.tile(i) * kBlockN;
     cp_async_wait<0>();
     __syncthreads();  // k is there, and v was read
     load_keys(shared.v, p.v, p.shape.head_dim_v, i);
@@ -84,19 +83,19 @@ __device__ __forceinline__ void attend(const Forward& p) {
     multiply_rows<T, kHeadDim>(s, own_q, 0, shared.k);
     cp_async_wait<0>();
     __syncthreads();  // v is there, and k was read
-    if (i + 1 < walk.count) load_keys(shared.k, p.k, p.shape.head_dim_k, i + 1);
+    if (i + 1 < loop.count) load_keys(shared.k, p.k, p.shape.head_dim_k, i + 1);
 
     exponent.scale(s);
     if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (i < walk.partial)
-        hide(s, half, sees<kBlockN>(who, b, h, m + 8 * half, Lq, n0, Lk, who.band_lo, who.band_hi));
+      if (i < loop.partial)
+        mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));
       float max = row_max[half];
 #pragma unroll
       for (int j = 0; j < kTiles * 2; j++) max = fmaxf(max, s[j / 2][2 * half + j % 2]);
       max = quad_max(max);
-      // A row that has seen nothing yet keeps the maximum -inf; 0 in its place avoids -inf - -inf.
+      // A row without a visible key so far keeps the maximum -inf; 0 in its place avoids -inf - -inf.
       const float shift = max == -kInfinity ? 0.0f : max;
       const float rescale = exp2_approximate((row_max[half] - shift) * exponent.unit);
       exponent.apply(s, half, exponent.folded ? shift * exponent.unit : shift);
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(kShortThreads, 2) short_forward_kernel(const F
 
 bool is_short_forward(const Shape& shape) { return std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort; }
 
-// Warps of a block: all that a short sequence wants, or an equal share of them, that finds room.
+// Warps of a block: all that a short sequence wants, or an equal share of them that fits into shared memory.
 template <class Shared>
 int short_warps(int seqlen_q) {
   int device;
@@ -176,22 +175,18 @@ void launch_forward(const Forward& p, cudaStream_t stream) {
 
 }  // namespace
 
-TileSize forward_tile(const Shape& shape, DType dtype) {
+TileSize forward_tile(int head_dim, DType dtype) {
   TileSize size = {};
-  if (is_short_forward(shape)) return size;
-  with_head_dim(shape, [&](auto head_dim) {
-    with_type(dtype, false, [&](auto t) {
-      using Tile = ForwardTile<decltype(t), head_dim()>;
-      size = {Tile::kBlockM, Tile::kBlockN};
-    });
+  with_kernel(head_dim, dtype, false, [&](auto t, auto padded) {
+    using Tile = ForwardTile<decltype(t), padded()>;
+    size = {Tile::kBlockM, Tile::kBlockN};
   });
   return size;
 }
 
 void forward(const Forward& p, cudaStream_t stream) {
-  with_head_dim(p.shape, [&](auto head_dim) {
-    with_type(p.dtype, p.tf32, [&](auto t) { launch_forward<decltype(t), head_dim()>(p, stream); });
-  });
+  with_kernel(head_dim(p.shape), p.dtype, p.tf32,
+              [&](auto t, auto padded) { launch_forward<decltype(t), padded()>(p, stream); });
 }
 
 }  // namespace fastattn::attention

@@ -3,24 +3,24 @@
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1; Shah et al. 2024, FlashAttention-3, arXiv:2407.08608,
 //   for warp specialisation and the two overlaps.
 // Grid: a block per multiprocessor, which takes one (batch, head, tile of kBlockM queries) after the other; the last
-//   queries of a head first, as they have the longest way under a causal mask, and heads whose keys and values fit in the
+//   queries of a head first, as they have the longest loop under a causal mask, and heads whose keys and values fit in the
 //   L2 cache together.
 // Short sequences, Lq and Lk up to 128, head dimension up to 128: a (batch, head) is one tile of queries and one of keys, so
 //   that everything is read once, in one launch. At head dimension 64, 128 queries and keys, a tile reads and writes 64 KiB,
 //   2.1 us of a multiprocessor's share of 4 TB/s; k and v of the tile after, 32 KiB, are copied meanwhile, q after the product
 //   of the scores. The sm_80 kernel reads the same bytes in blocks of their own, two a multiprocessor, with mma.sync at half the
 //   rate: nothing says that it would be faster, and a record must decide. Beyond head dimension 128 keys are two tiles. Up to
-//   128 keys there are no lists: a block sees for itself what is hidden, and how far keys are padding.
+//   128 keys there are no lists: every tile is a partial one.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
 // Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), the sum (kHeadDim / 2).
 // Shared memory: the queries, two stages of keys and of values, the output on its way out.
 // Overlap: while a warpgroup computes the softmax of tile i, tensor cores work on its P V of tile i - 1 and, as warpgroups
 //   take turns to issue, on another one's products.
-// Work: 2 (Dk + Dv) FLOPs per score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
+// WorkItem: 2 (Dk + Dv) FLOPs per score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and the exponentials of a tile, 64 a thread and two
 //   factors, stand between the wait for its scores and the wait for the last P V. test_compile_sm90.py asserts both.
 // Dropped: 240 registers for a consumer and 24 for the producer, which then spills 32 to 44 bytes; a template parameter for
-//   the kind of mask, as band, spans and bits are one word a row once they are looked up, and full tiles have no mask code.
+//   the kind of mask, as band, intervals and bits are one word a row once they are loaded, and full tiles have no mask code.
 #include "attention/forward_sm90.cuh"
 #include "common/check.h"
 #include "common/mma.cuh"
@@ -36,7 +36,7 @@ enum NamedBarrier { kOfGroup = 1, kTurn = 4 };  // one for each consumer, both
 struct RowState {
   int m;
   float max = -kInfinity, sum = 0.0f;
-  uint32_t sees = ~0u;     // in the tile at hand: bit 2j + e is column 8j + 2 (lane % 4) + e
+  uint32_t visible = ~0u;  // in the tile at hand: bit 2j + e is column 8j + 2 (lane % 4) + e
   float rescale = 1.0f;    // of what was summed up to the last tile
 };
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2],
   if (kMasked) {
 #pragma unroll
     for (int i = 0; i < kCount; i++)
-      if ((rows[row_of(i)].sees >> (i / 4 * 2 + i % 2) & 1) == 0) s[i] = -kInfinity;
+      if ((rows[row_of(i)].visible >> (i / 4 * 2 + i % 2) & 1) == 0) s[i] = -kInfinity;
   }
   float max[2] = {rows[0].max, rows[1].max}, shift[2];
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2],
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     max[r] = quad_max(max[r]);
-    // A row that has seen nothing yet keeps the maximum -inf; 0 in its place avoids -inf - -inf.
+    // A row without a visible key so far keeps the maximum -inf; 0 in its place avoids -inf - -inf.
     shift[r] = kMasked && max[r] == -kInfinity ? 0.0f : kFolded ? max[r] * unit : max[r];
     rows[r].rescale = exp2_approximate(kFolded ? rows[r].max * unit - shift[r] : (rows[r].max - shift[r]) * unit);
     rows[r].max = max[r];
@@ -78,9 +78,9 @@ class Consumer {
     if (group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);  // the first turn is the first one's
     for (int turn = 0;; turn ^= 1) {
       shared_.full_q.wait(turn);
-      const int index = shared_.work;
+      const int index = shared_.item;
       if (index < 0) break;
-      attend(work_at<Tiles>(a_, index));
+      attend(item_at<Tiles>(a_, index));
     }
     if (thread_ == 0) bulk_wait<0>();
   }
@@ -90,33 +90,33 @@ class Consumer {
   using Yes = std::integral_constant<bool, true>;
   using No = std::integral_constant<bool, false>;
 
-  __device__ __forceinline__ void attend(const Work& work) {
+  __device__ __forceinline__ void attend(const WorkItem& item) {
     float out[kHeadDim / 2], s[kBlockN / 2];
     uint32_t p[kBlockN / 16][4];
     RowState rows[2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; i++) out[i] = 0.0f;
 #pragma unroll
-    for (int r = 0; r < 2; r++) rows[r].m = work.m0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
+    for (int r = 0; r < 2; r++) rows[r].m = item.m0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
     // Otherwise the scale is folded into the exponent's unit, which needs a maximum that commutes with it.
     const float unit = kGeneral ? kLog2e : a_.p.softmax_scale * kLog2e;
 
     // The first tile is always treated as a masked one. Where a tile begins is asked a tile ahead, as lists are in memory.
-    const int masked_tiles = kGeneral || work.walk.count == 0 ? work.walk.count : max(work.walk.partial, 1);
-    const auto first_key = [&](int i) { return i < masked_tiles ? work.walk.tile(i) * kBlockN : 0; };
+    const int masked_tiles = kGeneral || item.loop.count == 0 ? item.loop.count : max(item.loop.partial, 1);
+    const auto first_key = [&](int i) { return i < masked_tiles ? item.loop.tile(i) * kBlockN : 0; };
     int n0 = first_key(0), next_n0 = first_key(1);
 
-    if (work.walk.count > 0) {
+    if (item.loop.count > 0) {
       shared_.full_k[keys_.stage].wait(keys_.phase);
       wgmma_fence();
       start_scores(s);
       wgmma_wait<0>();
       release_keys();
-      look(work, n0, rows);
-      if constexpr (kGeneral) general_scores(s, work, n0, rows);
+      load_mask(item, n0, rows);
+      if constexpr (kGeneral) general_scores(s, item, n0, rows);
       softmax<true, !kGeneral>(s, rows, unit);
-      clean_values(work, n0);
-      pack(p, s, work, n0, rows);
+      clear_values(item, n0);
+      pack(p, s, item, n0, rows);
     }
     // Tile i: its scores and the P V of tile i - 1 are started together, and its softmax runs beside the latter.
     const auto step = [&](int i, auto kind) {
@@ -129,17 +129,17 @@ class Consumer {
       start_scores(s);
       start_sum(out, p);
       named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);
-      if (masked) look(work, n0, rows);
+      if (masked) load_mask(item, n0, rows);
       wgmma_wait<1>();
       release_keys();
-      if constexpr (kGeneral) general_scores(s, work, n0, rows);
+      if constexpr (kGeneral) general_scores(s, item, n0, rows);
       softmax<masked, !kGeneral>(s, rows, unit);
       // Never true: without an access to memory that depends on the softmax, ptxas moves the wait to before it.
       shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
       wgmma_wait<0>();
       release_values();
-      if (masked) clean_values(work, n0);
-      pack(p, s, work, n0, rows);
+      if (masked) clear_values(item, n0);
+      pack(p, s, item, n0, rows);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
     };
@@ -148,18 +148,18 @@ class Consumer {
     for (; i < masked_tiles; i++) step(i, Yes{});
     if constexpr (!kGeneral) {
 #pragma unroll 1
-      for (; i < work.walk.count; i++) step(i, No{});
+      for (; i < item.loop.count; i++) step(i, No{});
     }
-    if (!Tiles::kOutOverQueries && work.walk.count > 0) release_queries();
-    if (work.walk.count > 0) {
+    if (!Tiles::kOutOverQueries && item.loop.count > 0) release_queries();
+    if (item.loop.count > 0) {
       shared_.full_v[values_.stage].wait(values_.phase);
       wgmma_fence();
       start_sum(out, p);
       wgmma_wait<0>();
       release_values();
     }
-    store(work, out, rows, unit);
-    if (Tiles::kOutOverQueries || work.walk.count == 0) release_queries();
+    store(item, out, rows, unit);
+    if (Tiles::kOutOverQueries || item.loop.count == 0) release_queries();
   }
 
   // s = q k^T
@@ -179,50 +179,46 @@ class Consumer {
     wgmma_commit();
   }
 
-  // Which keys of the tile from n0 on the two rows see.
-  __device__ __forceinline__ void look(const Work& work, int n0, RowState (&rows)[2]) const {
-    const Visibility& who = a_.p.visibility;
+  // Which keys of the tile from n0 on are visible to the two rows.
+  __device__ __forceinline__ void load_mask(const WorkItem& item, int n0, RowState (&rows)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      rows[r].sees = sees<kBlockN>(who, work.b, work.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k,
-                                   who.band_lo, who.band_hi);
+      rows[r].visible = visible_bits<kBlockN>(a_.p.mask, item.b, item.h, rows[r].m, a_.p.shape.seqlen_q, n0,
+                                              a_.p.shape.seqlen_k);
   }
 
   // Scaled scores, the bias added.
-  __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const Work& work, int n0, RowState (&rows)[2]) const {
+  __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const WorkItem& item, int n0,
+                                                 const RowState (&rows)[2]) const {
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) s[j] *= a_.p.softmax_scale;
     if (a_.p.bias.data == nullptr) return;
     const int first = n0 + thread_ % 4 * 2;
-    const BiasMatrix bias(a_.p.bias, work.b, work.h);
+    const BiasMatrix bias(a_.p.bias, item.b, item.h);
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) {
-      const int column = j / 4 * 8 + j % 2, bit = j / 4 * 2 + j % 2;
-      RowState& row = rows[row_of(j)];
-      if ((row.sees >> bit & 1) == 0) continue;
-      const float term = bias(row.m, first + column);
-      if (term == -kInfinity) row.sees &= ~(1u << bit);
-      s[j] += term;
+      const RowState& row = rows[row_of(j)];
+      if ((row.visible >> (j / 4 * 2 + j % 2) & 1) != 0) s[j] += bias(row.m, first + j / 4 * 8 + j % 2);
     }
   }
 
-  // Values of keys that no query sees may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
-  __device__ __forceinline__ void clean_values(const Work& work, int n0) {
-    const Visibility& who = a_.p.visibility;
-    if (who.seen == nullptr || every_key_is_seen<kBlockN>(who, work.b, work.h, n0)) return;
+  // Values of keys that take no part may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
+  __device__ __forceinline__ void clear_values(const WorkItem& item, int n0) {
+    const Mask& mask = a_.p.mask;
+    if (mask.columns == nullptr || all_columns_take_part<kBlockN>(mask, item.b, n0)) return;
     shared_.full_v[values_.stage].wait(values_.phase);
     const int line = thread_, n = n0 + line;
-    if (line < kBlockN && n < a_.p.shape.seqlen_k && !key_is_seen(who, work.b, work.h, n))
+    if (line < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item.b, n))
       clear_line(shared_.v[values_.stage], line);
     fence_async_proxy();
     named_barrier_sync(kOfGroup + group_, kGroup);
   }
 
   // p = dropout(s), the factor of kept ones apart, as the A of the next product.
-  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], float (&s)[kBlockN / 2], const Work& work, int n0,
+  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], float (&s)[kBlockN / 2], const WorkItem& item, int n0,
                                        const RowState (&rows)[2]) const {
     if (kGeneral && dropout_.active()) {
-      const int64_t first = (static_cast<int64_t>(work.b) * a_.p.shape.heads + work.h) * a_.p.shape.seqlen_q;
+      const int64_t first = (static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q;
 #pragma unroll
       for (int column = 0; column < kBlockN; column += 32) {
 #pragma unroll
@@ -238,7 +234,7 @@ class Consumer {
     for (int j = 0; j < kBlockN / 4; j++) p[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
   }
 
-  __device__ __forceinline__ void store(const Work& work, const float (&out)[kHeadDim / 2], RowState (&rows)[2], float unit) {
+  __device__ __forceinline__ void store(const WorkItem& item, const float (&out)[kHeadDim / 2], RowState (&rows)[2], float unit) {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -246,7 +242,7 @@ class Consumer {
       const bool empty = sum == 0.0f;
       factor[r] = empty ? 0.0f : (kGeneral && dropout_.active() ? dropout_.scale() : 1.0f) / sum;
       if (thread_ % 4 == 0 && rows[r].m < a_.p.shape.seqlen_q)
-        a_.p.lse[(static_cast<int64_t>(work.b) * a_.p.shape.heads + work.h) * a_.p.shape.seqlen_q + rows[r].m] =
+        a_.p.lse[(static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q + rows[r].m] =
             empty ? -kInfinity : rows[r].max * (unit * kLn2) + logf(sum);
     }
     if (thread_ == 0) bulk_wait_read<0>();
@@ -269,7 +265,7 @@ class Consumer {
     const int first = group_ * kRowsOfGroup;
 #pragma unroll
     for (int panel = 0; panel < Tiles::kPanels; panel++)
-      tma_store(a_.out, shared_.out_panel(panel) + first * kLineBytes, panel * kPanel, work.m0 + first, work.h, work.b);
+      tma_store(a_.out, shared_.out_panel(panel) + first * kLineBytes, panel * kPanel, item.m0 + first, item.h, item.b);
     bulk_commit();
     if (Tiles::kOutOverQueries) bulk_wait_read<0>();
   }
@@ -317,15 +313,15 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) forward_sm90_kernel(const 
 }
 
 template <class T, class Tiles>
-void run(const Forward& p, int* next_work, cudaStream_t stream) {
+void run(const Forward& p, int* next_item, cudaStream_t stream) {
   const Shape& s = p.shape;
-  const KeyRange keys = keys_in_band(s, p.visibility.band_lo, p.visibility.band_hi);
+  const KeyRange keys = keys_in_band(s, p.mask.band_lo, p.mask.band_hi);
   constexpr int64_t kCacheBytes = 32 << 20;  // of keys and values: over half of the L2 cache
   const int64_t fitting = kCacheBytes / (int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v));
   int device, multiprocessors;
   FASTATTN_CHECK(cudaGetDevice(&device));
   FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  const int works = s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM), blocks = std::min(works, multiprocessors);
+  const int items = s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM), blocks = std::min(items, multiprocessors);
   // Of equal ones, a (batch, head) each, blocks take every so many, which saves the launch that clears the count.
   const bool alike = s.seqlen_q <= Tiles::kBlockM && s.seqlen_k <= kMaxShort;
   const Arguments a{p,
@@ -334,10 +330,10 @@ void run(const Forward& p, int* next_work, cudaStream_t stream) {
                     map_of(p.v, s.head_dim_v, keys.first, keys.count, s.key_heads, s.batch, Tiles::kBlockN),
                     map_of(p.out, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, kRowsOfGroup),
                     keys.first,
-                    works,
+                    items,
                     static_cast<int>(std::clamp<int64_t>(fitting, 1, s.batch * s.heads)) * (s.heads / s.key_heads),
-                    works > blocks && !alike ? next_work : nullptr};
-  if (a.next_work != nullptr) FASTATTN_CHECK(cudaMemsetAsync(next_work, 0, sizeof(int), stream));
+                    items > blocks && !alike ? next_item : nullptr};
+  if (a.next_item != nullptr) FASTATTN_CHECK(cudaMemsetAsync(next_item, 0, sizeof(int), stream));
   const bool general = p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.softmax_scale <= 0.0f;
   launch(general ? forward_sm90_kernel<T, Tiles, true> : forward_sm90_kernel<T, Tiles, false>, dim3(blocks),
          dim3(Tiles::kThreads), sizeof(Shared<Tiles>), stream, a);
@@ -354,15 +350,15 @@ void with_tiles(int head_dim, Function&& f) {
 }  // namespace
 
 TileSize forward_sm90_tile(int head_dim) {
-  TileSize size;
+  TileSize size = {};
   with_tiles(head_dim, [&](auto tiles) { size = {tiles.kBlockM, tiles.kBlockN}; });
   return size;
 }
 
-void forward_sm90(const Forward& p, int* next_work, cudaStream_t stream) {
+void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream) {
   with_tiles(std::max(p.shape.head_dim_k, p.shape.head_dim_v), [&](auto tiles) {
     using Size = decltype(tiles);
-    p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_work, stream) : run<__half, Size>(p, next_work, stream);
+    p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_item, stream) : run<__half, Size>(p, next_item, stream);
   });
 }
 

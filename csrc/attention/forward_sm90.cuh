@@ -16,7 +16,7 @@ struct Tiles {
   static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
   static constexpr int kThreads = kGroup * (kConsumers + 1);
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232, kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr bool kOutOverQueries = kHeadDim > 128;  // no room for both
+  static constexpr bool kOutOverQueries = kHeadDim > 128;  // both do not fit into shared memory
 };
 
 template <class Tiles>
@@ -26,7 +26,7 @@ struct alignas(1024) Shared {
   unsigned char k[kStages][Tiles::kPanels][Tiles::kBlockN * kLine], v[kStages][Tiles::kPanels][Tiles::kBlockN * kLine];
   unsigned char out[Tiles::kOutOverQueries ? 1 : Tiles::kPanels][Tiles::kOutOverQueries ? 1024 : Tiles::kBlockM * kLine];
   Barrier full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-  int work;  // that q is of; -1 at the end
+  int item;  // the work item that q is of; -1 at the end
 
   __device__ __forceinline__ unsigned char* out_panel(int panel) { return Tiles::kOutOverQueries ? q[panel] : out[panel]; }
 };
@@ -34,30 +34,26 @@ struct alignas(1024) Shared {
 struct Arguments {
   Forward p;
   TensorMap q, k, v, out;
-  int key_begin;  // the first key that k and v hold: those that the band hides from all queries are outside, and read as zero
-  int works, heads_together;
-  int* next_work;  // null: every gridDim.x-th work
+  int key_begin;  // the first key of the maps of k and v: keys_in_band
+  int items, heads_together;
+  int* next_item;  // null: a block takes every gridDim.x-th item
 };
 
-struct Work {
+struct WorkItem {
   int b, h, m0;
-  Walk walk;
+  TileLoop loop;
 };
 
 template <class Tiles>
-__device__ __forceinline__ Work work_at(const Arguments& a, int index) {
+__device__ __forceinline__ WorkItem item_at(const Arguments& a, int index) {
   const Shape& shape = a.p.shape;
   const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM), together = a.heads_together * tiles;
   const int first = index / together * a.heads_together;
   const int heads = min(a.heads_together, shape.batch * shape.heads - first), rest = index % together;
   const int head = first + rest % heads, b = head / shape.heads, h = head % shape.heads;
   const int m0 = (tiles - 1 - rest / heads) * Tiles::kBlockM;
-  const Visibility& who = a.p.visibility;
-  Work work = {b, h, m0, plan_walk<Tiles::kBlockN>(who, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k, who.band_lo,
-                                                   who.band_hi)};
-  // What is hidden in a single tile is looked up in any case.
-  if (Tiles::kBlockN < kMaxShort) mask_every_tile<Tiles::kBlockN>(work.walk, who, b, h);
-  return work;
+  return {b, h, m0,
+          plan_tiles<Tiles::kBlockN>(a.p.mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k)};
 }
 
 template <class Tiles>
@@ -65,26 +61,26 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
   for (const TensorMap* map : {&a.q, &a.k, &a.v, &a.out}) prefetch(*map);
   const int group = a.p.shape.heads / a.p.shape.key_heads;
   Ring keys, values;
-  const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, const Work& work, int i) {
+  const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, const WorkItem& item, int i) {
     empty[ring.stage].wait(ring.phase ^ 1);
-    const int key = work.walk.tile(i) * Tiles::kBlockN - a.key_begin;
-    load_panels(tiles[ring.stage], map, full[ring.stage], key, work.h / group, work.b);
+    const int key = item.loop.tile(i) * Tiles::kBlockN - a.key_begin;
+    load_panels(tiles[ring.stage], map, full[ring.stage], key, item.h / group, item.b);
     ring.advance();
   };
   int index = blockIdx.x;
   for (int turn = 0;; turn ^= 1) {
     shared.empty_q.wait(turn ^ 1);
-    shared.work = index < a.works ? index : -1;
-    if (index >= a.works) break;
-    const Work work = work_at<Tiles>(a, index);
-    load_panels(shared.q, a.q, shared.full_q, work.m0, work.h, work.b);
+    shared.item = index < a.items ? index : -1;
+    if (index >= a.items) break;
+    const WorkItem item = item_at<Tiles>(a, index);
+    load_panels(shared.q, a.q, shared.full_q, item.m0, item.h, item.b);
     // Keys a tile ahead of values: consumers want and release them in this order.
 #pragma unroll 1
-    for (int i = -1; i < work.walk.count; i++) {
-      if (i + 1 < work.walk.count) load(keys, shared.k, a.k, shared.full_k, shared.empty_k, work, i + 1);
-      if (i >= 0) load(values, shared.v, a.v, shared.full_v, shared.empty_v, work, i);
+    for (int i = -1; i < item.loop.count; i++) {
+      if (i + 1 < item.loop.count) load(keys, shared.k, a.k, shared.full_k, shared.empty_k, item, i + 1);
+      if (i >= 0) load(values, shared.v, a.v, shared.full_v, shared.empty_v, item, i);
     }
-    index = a.next_work == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(a.next_work, 1);
+    index = a.next_item == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(a.next_item, 1);
   }
   shared.full_q.arrive();
 }

@@ -8,8 +8,7 @@ namespace fastattn::attention {
 TileSize forward_sm90_tile(int head_dim);
 
 // q, k, v and out have no empty dimension; they start at a multiple of 16 bytes, and so do their rows, heads and batches.
-// visibility: with lists of forward_sm90_tile(); of up to kMaxShort keys also without. next_work: an int of scratch on the
-// device.
-void forward_sm90(const Forward& p, int* next_work, cudaStream_t stream);
+// mask: with lists of forward_sm90_tile(), or without. next_item: an int of scratch on the device.
+void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream);
 
 }  // namespace fastattn::attention

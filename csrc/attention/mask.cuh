@@ -1,4 +1,4 @@
-// Who sees whom, element by element: intervals, bits and bias. Formats: attention.h
+// Which elements of a tile are visible: band or intervals, and bits.   Formats: struct Mask of attention.h
 #pragma once
 #include "attention/attention.h"
 #include "common/launch.cuh"
@@ -8,16 +8,6 @@ namespace fastattn::attention {
 constexpr float kInfinity = __builtin_huge_valf();
 
 __host__ __device__ __forceinline__ int blocks_of(int count, int block) { return (count + block - 1) / block; }
-__host__ __device__ __forceinline__ int words_of_row(int columns) { return blocks_of(columns, kBitBlock) * kBitWords; }
-
-// The column in a block of 128 that is bit `bit` of word `word`, and the way back.
-__device__ __forceinline__ int column_of_bit(int word, int bit) { return bit / 2 * 8 + word * 2 + bit % 2; }
-__device__ __forceinline__ int word_of_column(int column) { return column % 8 / 2; }
-__device__ __forceinline__ int bit_of_column(int column) { return column / 8 * 2 + column % 2; }
-__device__ __forceinline__ bool has_bit(const uint32_t* row, int column) {
-  const uint32_t word = row[column / kBitBlock * kBitWords + word_of_column(column)];
-  return (word >> bit_of_column(column % kBitBlock) & 1) != 0;
-}
 
 __device__ __forceinline__ uint32_t first_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 // Word c of the bits of columns 0 .. end - 1 of a block, and of columns begin .. end - 1.
@@ -28,24 +18,57 @@ __device__ __forceinline__ uint32_t word_between(int begin, int end, int c) {
   return end > begin ? word_before(end, c) & ~word_before(begin, c) : 0;
 }
 
-// Word c of the columns that a row sees in a tile of kColumns from `column` on, of `columns` in all: bit 2j + e is column
-// 8j + 2c + e. Without spans, row r sees columns r + low .. r + high.
+// Word c of the columns that are visible to a row in a tile of kColumns from `column` on, of `columns` in all: bit 2j + e is
+// column 8j + 2c + e.
 template <int kColumns>
-__device__ __forceinline__ uint32_t seen_word(const Visibility& who, int64_t b, int64_t h, int row, int column, int columns,
-                                              int low, int high, int c) {
+__device__ __forceinline__ uint32_t visible_word(const Mask& mask, int64_t b, int64_t h, int row, int column, int columns,
+                                                 int c) {
   static_assert(kBitBlock % kColumns == 0, "a tile lies in one block of bits");
   uint32_t word = ~0u;
-  if (who.bits != nullptr)
-    word = who.bits[b * who.bits_stride_b + h * who.bits_stride_h + row * who.bits_stride +
-                    column / kBitBlock * kBitWords + c] >> column % kBitBlock / 4;
-  int begin = row + low, end = row + high + 1;
-  if (who.spans != nullptr) {
+  if (mask.bits != nullptr)
+    word = mask.bits[b * mask.bits_stride_b + h * mask.bits_stride_h + row * mask.bits_stride_row +
+                     column / kBitBlock * kBitWords + c] >> column % kBitBlock / 4;
+  int begin = row + mask.band_lo, end = row + mask.band_hi + 1;
+  if (mask.intervals != nullptr) {
     // 32 bits count all rows that memory holds, and 64 would spill registers of the Hopper kernels.
-    const int2 span = who.spans[static_cast<uint32_t>(b * who.spans_stride_b + row)];
-    begin = span.x, end = span.y;
+    const int2 interval = mask.intervals[static_cast<uint32_t>(b * mask.intervals_stride_b + row)];
+    begin = interval.x, end = interval.y;
   }
   begin = min(max(begin - column, 0), kColumns), end = min(min(end, columns) - column, kColumns);
   return word & word_between(begin, end, c);
+}
+
+// The bits of the columns that this lane's accumulators hold: bit 2j + e is column 8j + 2 (lane % 4) + e. A row past the last
+// sees nothing.
+template <int kColumns>
+__device__ __forceinline__ uint32_t visible_bits(const Mask& mask, int64_t b, int64_t h, int row, int rows, int column,
+                                                 int columns) {
+  return row < rows ? visible_word<kColumns>(mask, b, h, row, column, columns, threadIdx.x % 4) : 0;
+}
+
+// Does a column take part? One that does not may hold anything.
+__device__ __forceinline__ bool takes_part(const Mask& mask, int64_t b, int column) {
+  if (mask.columns == nullptr) return true;
+  const int in_block = column % kBitBlock;
+  const uint32_t word =
+      mask.columns[b * mask.columns_stride_b + column / kBitBlock * kBitWords + in_block % 8 / 2];
+  return (word >> (in_block / 8 * 2 + in_block % 2) & 1) != 0;
+}
+
+// Does some column of the tile of kColumns from `column` on take part, and do all of them? Past the last column none does.
+// Where mask.columns is not null.
+__device__ __forceinline__ uint4 column_words(const Mask& mask, int64_t b, int column) {
+  return *reinterpret_cast<const uint4*>(mask.columns + b * mask.columns_stride_b + column / kBitBlock * kBitWords);
+}
+template <int kColumns>
+__device__ __forceinline__ bool some_column_takes_part(const Mask& mask, int64_t b, int column) {
+  const uint4 words = column_words(mask, b, column);
+  return ((words.x | words.y | words.z | words.w) >> column % kBitBlock / 4 & first_bits(kColumns / 4)) != 0;
+}
+template <int kColumns>
+__device__ __forceinline__ bool all_columns_take_part(const Mask& mask, int64_t b, int column) {
+  const uint4 words = column_words(mask, b, column);
+  return (~(words.x & words.y & words.z & words.w) >> column % kBitBlock / 4 & first_bits(kColumns / 4)) == 0;
 }
 
 // The bias of one batch and head. One piece of code reads all types: it stands many times in a kernel.

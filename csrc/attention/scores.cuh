@@ -9,7 +9,7 @@
 
 namespace fastattn::attention {
 
-// Adds the bias of queries m, m + 8 and keys n, n + 1, n + 8, ..; a score whose bias is -inf becomes -inf, whatever it was.
+// Adds the bias of queries m, m + 8 and keys n, n + 1, n + 8, ..
 template <int kTiles>
 __device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& given, int b, int h, int m, int n, int Lq,
                                          int Lk) {
@@ -19,18 +19,17 @@ __device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& give
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int query = m + e / 2 * 8, key = n + 8 * j + e % 2;
-      const float added = query < Lq && key < Lk ? bias(query, key) : 0.0f;
-      s[j][e] = added == -kInfinity ? added : s[j][e] + added;
+      if (query < Lq && key < Lk) s[j][e] += bias(query, key);
     }
   }
 }
 
-// Makes -inf of what the query does not see; seen: bit 2 j + e, as sees() gives it.
+// Makes -inf of what is masked. visible: bit 2 j + e, as visible_bits() gives it.
 template <int kTiles>
-__device__ __forceinline__ void hide(float (&s)[kTiles][4], int half, uint32_t seen) {
+__device__ __forceinline__ void mask_scores(float (&s)[kTiles][4], int half, uint32_t visible) {
 #pragma unroll
   for (int j = 0; j < kTiles * 2; j++)
-    if ((seen >> j & 1) == 0) s[j / 2][2 * half + j % 2] = -kInfinity;
+    if ((visible >> j & 1) == 0) s[j / 2][2 * half + j % 2] = -kInfinity;
 }
 
 // Makes 0 of what dropout drops, in row `row` of its rule, from key n0 on.

@@ -1,6 +1,6 @@
 // What the Hopper kernels of attention share: rings of stages, and the tensor maps of their operands.
 #pragma once
-#include "attention/walk.cuh"
+#include "attention/tile_loop.cuh"
 #include "common/mma.cuh"
 #include "common/sm90/tma.cuh"
 #include "common/sm90/wgmma.cuh"

@@ -3,6 +3,8 @@
 // A tile is some rows of kHeadDim elements, each followed by 16 bytes that keep the rows apart in the memory banks
 // (fragment.cuh). What a matrix does not have, rows past its end and columns past its width, is zero in a tile.
 #pragma once
+#include <algorithm>
+
 #include "attention/attention.h"
 #include "common/fragment.cuh"
 #include "common/vec.cuh"
@@ -164,11 +166,18 @@ void with_type(DType dtype, bool tf32, Function&& f) {
 }
 
 template <class Function>
-void with_head_dim(const Shape& shape, Function&& f) {
-  const int head_dim = shape.head_dim_k > shape.head_dim_v ? shape.head_dim_k : shape.head_dim_v;
+void with_head_dim(int head_dim, Function&& f) {
   if (head_dim <= 64) return f(Int<64>{});
   if (head_dim <= 128) return f(Int<128>{});
   f(Int<256>{});
 }
+
+// Calls f(T, kHeadDim), as values that carry them in their types.
+template <class Function>
+void with_kernel(int head_dim, DType dtype, bool tf32, Function&& f) {
+  with_head_dim(head_dim, [&](auto padded) { with_type(dtype, tf32, [&](auto t) { f(t, padded); }); });
+}
+
+inline int head_dim(const Shape& shape) { return std::max(shape.head_dim_k, shape.head_dim_v); }
 
 }  // namespace fastattn::attention

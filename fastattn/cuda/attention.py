@@ -1,20 +1,17 @@
-"""The CUDA room of masked attention. Formula, layouts and kernels: csrc/attention/."""
+"""The CUDA backend of masked attention. Formula, layouts and kernels: csrc/attention/."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fastattn._attention_delta import wants_exact_delta
-from fastattn.cuda import DTYPES, address, device_index, dropout_constants, extension, refuse_device, stream
-from fastattn.cuda import _attention_short as short
+from fastattn.cuda import DTYPES, address, device_index, extension, refuse_device, stream
+from fastattn.cuda import _attention_arguments as arguments
 from fastattn.cuda import _attention_sm90 as sm90
-from fastattn.cuda import _visibility as who
-from fastattn.masks import AttentionMask
+from fastattn.masks import AttentionMask, Layout, PreparedMask
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/attention/attention.h
+MAX_SHORT = 128  # kMaxShort
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -31,29 +28,56 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout
     return None
 
 
+def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Layout, ...]:
+    """How the kernels want the mask: the forward's, then those of the backward by query and, unless short sequences
+    have a kernel of their own, by key. The kernels of short sequences want no lists."""
+    on_cpu, head_dim, hopper = q.device.type == "cpu", max(q.shape[3], v.shape[3]), sm90.suits(q, v)
+    tiles = _tiles(on_cpu, device_index(q), head_dim, DTYPES[q.dtype], hopper)
+    forward = Layout(False, *tiles[:2])
+    if max(q.shape[2], k.shape[2]) <= MAX_SHORT:
+        if _short_backward(on_cpu, device_index(q), head_dim, DTYPES[q.dtype]):
+            return Layout(), Layout()
+        forward = Layout()
+    return forward, Layout(False, *tiles[2:4]), Layout(True, *tiles[4:])
+
+
+# What C++ answers is a constant to torch.compile, which does not trace it. The CPU runner's device may change, in tests.
+@torch.compiler.assume_constant_result
+def _tiles(on_cpu: bool, device: int, head_dim: int, dtype: int, hopper: bool) -> tuple[int, ...]:
+    """(own, stream) of the forward, of dq's and of dkdv's kernel."""
+    module = extension(torch.device("cpu" if on_cpu else "cuda"))
+    return tuple(module.attention_tiles_sm90(head_dim) if hopper else module.attention_tiles(head_dim, dtype))
+
+
+@torch.compiler.assume_constant_result
+def _short_backward(on_cpu: bool, device: int, head_dim: int, dtype: int) -> bool:
+    return extension(torch.device("cpu" if on_cpu else "cuda")).attention_has_short_backward(head_dim, dtype, device)
+
+
 def attention_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AttentionMask | None,
+    bias: Tensor | None,
+    mask: PreparedMask,
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. rng_state: int64 (seed, offset), or None without dropout."""
-    out = _empty_like(q, v.shape[3])
+    lse (B, H, Lq) float32. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None without
+    dropout."""
+    out = arguments.empty_like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if sm90.serves(q, k, v, out):
-        sm90.forward(q, k, v, out, lse, mask, softmax_scale, dropout_p, rng_state)
-        return out, lse
-    module, sizes, dtype = extension(q.device), who.shape(q, k, v), DTYPES[q.dtype]
-    block_m, block_n = module.attention_fwd_tile(sizes, dtype)
-    visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
-    module.attention_fwd(
-        *map(who.rows, (q, k, v, out)), address(lse), sizes, softmax_scale, visibility, who.bias(mask),
-        address(rng_state), *dropout_constants(dropout_p), dtype, _tf32(), device_index(q), stream(q),
-    )  # fmt: skip
+    module, on_hopper = extension(q.device), sm90.serves(q, k, v, out)
+    call = module.AttentionForward()
+    arguments.common(call, q, k, v, lse, bias, softmax_scale, dropout_p, rng_state)
+    call.v, call.out = arguments.rows(v), arguments.rows(out)
+    call.mask = arguments.mask(module, mask, lists=on_hopper == sm90.suits(q, v))
+    if on_hopper:
+        sm90.forward(call, q)
+    else:
+        module.attention_forward(call, device_index(q), stream(q))
     return out, lse
 
 
@@ -65,139 +89,81 @@ def attention_bwd(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: AttentionMask | None,
+    bias: Tensor | None,
+    masks: tuple[PreparedMask, ...],
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
     needs_dbias: bool,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
-    it. grads: memory for dq, dk, dv. Returns them, in the inputs' dtypes and unless given in their memory order, and
-    dbias, as mask.bias, if needed."""
+    """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; masks: in mask_layouts()[1:]; the rest
+    as the forward took and gave it. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias."""
     dout, out = (t if t.stride(3) == 1 else t.contiguous() for t in (dout, out))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    dq, dk, dv = grads or (_empty_like(t, t.shape[3]) for t in (q, k, v))
-    bias = None if mask is None else mask.bias
-    dbias = None
+    dq, dk, dv = (arguments.empty_like(t, t.shape[3]) for t in (q, k, v))
+    bias_dtype = None if bias is None else bias.dtype
+    if needs_dbias and bias.dtype not in (q.dtype, torch.float32):  # kernels write no third type
+        bias = bias.float()
+    is_short = len(masks) == 1
+    on_hopper = not is_short and sm90.serves(q, k, v, out, dout, dq, dk, dv)
+
+    dbias = key_sums = delta = None
     if needs_dbias and bias.shape[3] == 1:
         # A bias that all keys share moves lse by as much, and no probability: its gradient is that of lse.
-        dlse_seen = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
-        dbias = dlse_seen.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
-    missing = needs_dbias and dbias is None
-    if missing and bias.dtype not in (q.dtype, torch.float32):  # kernels write no third type
-        mask = mask.with_bias(bias.float())
-    options = (lse, dlse, mask, softmax_scale, dropout_p, rng_state)
-    if short.serves(q, k, v):
-        with_keys = short.backward(q, k, v, dout, dq, dk, dv, *options, needs_dbias=missing, tf32=_tf32())
-    else:
-        call = sm90.backward if sm90.serves(q, k, v, out, dout, dq, dk, dv) else _backward
-        exact = wants_exact_delta(q, dropout_p)
-        with_keys = call(q, k, v, out, dout, dq, dk, dv, *options, needs_dbias=missing, exact=exact)
-    return dq, dk, dv, with_keys.to(bias.dtype) if missing else dbias
-
-
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    mask: AttentionMask | None,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    *,
-    needs_dbias: bool,
-    exact: bool,
-) -> Tensor | None:
-    """The kernels that serve every call. Fills dq, dk and dv; returns the gradient, if needed, of a bias with keys."""
-    module, sizes, dtype, tf32 = extension(q.device), who.shape(q, k, v), DTYPES[q.dtype], _tf32()
-    (B, H, Lq), Lk = q.shape[:3], k.shape[2]
-    bias = None if mask is None else mask.bias
-    exact |= q.dtype == torch.float32 and not tf32
-    delta = torch.empty_like(lse)
-    remainder = torch.empty_like(lse) if exact or bias is not None else None
-    dbias = key_sums = None
-    if needs_dbias and bias.shape[2] == 1:  # shared by all queries: a by-product of dk
-        key_sums = torch.empty(B, H, Lk, dtype=torch.float32, device=q.device)
+        dlse_of_rows = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
+        row_gradient = dlse_of_rows.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias_dtype)
+    elif needs_dbias and bias.shape[2] == 1:  # shared by all queries: a by-product of dk
+        key_sums = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
     elif needs_dbias:
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
-    own, streamed = module.attention_bwd_tile(sizes, dtype)
-    by_query, kept = who.visibility(mask, Lq, Lk, own, streamed, False, q.device)
-    by_key, kept_too = who.visibility(mask, Lq, Lk, streamed, own, True, q.device)
-    module.attention_bwd(
-        [*map(who.rows, (q, k, v, out, dout, dq, dk, dv))],
-        [*map(address, (lse, dlse, delta, remainder, key_sums))],
-        sizes, softmax_scale, 0.0 if exact or needs_dbias else sm90.COARSE, by_query, by_key, who.bias(mask),
-        (0, 0, 0) if dbias is None else (address(dbias), *bias.shape[:2]),
-        address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
-    )  # fmt: skip
-    if key_sums is None:
-        return dbias
-    return key_sums.sum_to_size(*bias.shape[:2], Lk).unsqueeze(2).to(bias.dtype)
+    if not on_hopper and not (is_short and (dbias is None or dbias.shape[:2] == q.shape[:2])):
+        delta = torch.empty_like(lse)
+
+    module = extension(q.device)
+    call = module.AttentionBackward()
+    arguments.common(call, q, k, v, lse, bias, softmax_scale, dropout_p, rng_state)
+    call.v, call.out, call.dout = map(arguments.rows, (v, out, dout))
+    call.dq, call.dk, call.dv = map(arguments.rows, (dq, dk, dv))
+    call.dlse, call.delta, call.dbias_keys = address(dlse), address(delta), address(key_sums)
+    lists = on_hopper == sm90.suits(q, v)
+    call.by_query = arguments.mask(module, masks[0], lists)
+    if is_short:
+        if k.shape[2] == 0:
+            dq.zero_()
+    else:
+        call.by_key = arguments.mask(module, masks[1], lists)
+    if on_hopper:
+        sm90.backward(call, q, v, bias, dropout_p, dbias)
+    else:
+        shape = (0, 0) if dbias is None else dbias.shape[:2]
+        module.attention_backward(call, address(dbias), *shape, is_short, device_index(q), stream(q))
+
+    if needs_dbias and bias.shape[3] == 1:
+        return dq, dk, dv, row_gradient
+    if key_sums is not None:
+        dbias = key_sums.sum_to_size(*bias.shape[:2], k.shape[2]).unsqueeze(2)
+    return dq, dk, dv, None if dbias is None else dbias.to(bias_dtype)
 
 
 def attention_weights(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    mask: AttentionMask | None,
+    bias: Tensor | None,
+    mask: PreparedMask,
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    wanted: tuple[range, ...] | Literal["mean", "argmax"],
+    mean: bool,
 ) -> Tensor:
-    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, heads, Lq, Lk)
-    of the heads in the ranges, or (B, Lq, Lk), their mean; or int64 (B, H, Lq), the key of the largest weight."""
-    if wanted == "argmax":
-        return _alignment(q, k, mask, softmax_scale)
-    module, sizes, dtype, tf32 = extension(q.device), who.shape(q, k, k), DTYPES[q.dtype], _tf32()
-    (B, H, Lq), Lk, mean = q.shape[:3], k.shape[2], wanted == "mean"
-    weights = torch.empty(B, *([] if mean else [sum(map(len, wanted))]), Lq, Lk, dtype=q.dtype, device=q.device)
-    visible, kept = who.elements(mask, Lq, Lk, q.device)
+    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk), or
+    their mean over the heads, (B, Lq, Lk). mask: prepared by Layout()."""
+    (B, H, Lq), Lk = q.shape[:3], k.shape[2]
     lse = lse.contiguous()
-    exact = q.dtype == torch.float32 and not tf32
-    totals = torch.empty_like(lse) if exact or (mask is not None and mask.bias is not None) else None
-    place = 0
-    for heads in (range(H),) if mean else wanted:
-        out = weights if mean else weights[:, place:]
-        module.attention_weights(
-            *map(who.rows, (q, k)), address(lse), address(totals), (address(out), out.stride(0)),
-            (heads.start, heads.step, len(heads)), mean, sizes, softmax_scale, visible, who.bias(mask),
-            address(rng_state), *dropout_constants(dropout_p), dtype, tf32, device_index(q), stream(q),
-        )  # fmt: skip
-        place += len(heads)
+    weights = torch.empty(B, *([] if mean else [H]), Lq, Lk, dtype=q.dtype, device=q.device)
+    module = extension(q.device)
+    call = module.AttentionWeights()
+    arguments.common(call, q, k, k, lse, bias, softmax_scale, dropout_p, rng_state)
+    call.weights, call.mean, call.mask = weights.data_ptr(), mean, arguments.mask(module, mask)
+    module.attention_weights(call, device_index(q), stream(q))
     return weights
-
-
-def _alignment(q: Tensor, k: Tensor, mask: AttentionMask | None, softmax_scale: float) -> Tensor:
-    module, sizes, dtype = extension(q.device), who.shape(q, k, k), DTYPES[q.dtype]
-    keys = torch.empty(q.shape[:3], dtype=torch.int64, device=q.device)
-    block_m, block_n = module.attention_fwd_tile(sizes, dtype)
-    visibility, kept = who.visibility(mask, q.shape[2], k.shape[2], block_m, block_n, False, q.device)
-    module.attention_alignment(
-        *map(who.rows, (q, k)), address(keys), sizes, softmax_scale, visibility, who.bias(mask), dtype, _tf32(),
-        device_index(q), stream(q),
-    )  # fmt: skip
-    return keys
-
-
-def _empty_like(x: Tensor, head_dim: int) -> Tensor:
-    """Uninitialised (B, H, L, head_dim) in x's memory order: (B, L, H, D) when x comes as a view of that."""
-    B, H, L, _ = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(B, L, H, head_dim).transpose(1, 2)
-    return x.new_empty(B, H, L, head_dim)
-
-
-def _tf32() -> bool:
-    """float32 is multiplied as torch multiplies it on a GPU, by default exactly."""
-    matmul = torch.backends.cuda.matmul
-    # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
