@@ -56,7 +56,7 @@ template <class T, int kStride, int kTiles>
 __device__ __forceinline__ void add_transposed(float (&sum)[kTiles][4], const unsigned char* scores, int key,
                                                const unsigned char* b) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll 1
   for (int row = 0; row < kChunkRows; row += kMmaDepth<T>) {
     uint32_t words[4];
     ldmatrix<true>(words, scores + (row + lane % 8 + lane / 16 * 8) * kScoreStride + (key + lane / 8 % 2 * 8) * 2);
@@ -250,6 +250,7 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     for (int half = 0; half < 2; half++) {
       const int m = m0 + row + g + 8 * half;
       delta[half] = 0.0f;
+#pragma unroll 1
       for (int w = 0; w < warps / 2; w++) delta[half] += shared.delta[w][row + g + 8 * half];
       if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
       if (p.delta != nullptr && warp < 2 && c == 0 && m < shape.seqlen_q) p.delta[row0 + m] = delta[half];
