@@ -56,7 +56,7 @@ template <class T, int kStride, int kTiles>
 __device__ __forceinline__ void add_transposed(float (&sum)[kTiles][4], const unsigned char* scores, int key,
                                                const unsigned char* b) {
   const int lane = threadIdx.x % 32;
-#pragma unroll 1
+#pragma unroll
   for (int row = 0; row < kChunkRows; row += kMmaDepth<T>) {
     uint32_t words[4];
     ldmatrix<true>(words, scores + (row + lane % 8 + lane / 16 * 8) * kScoreStride + (key + lane / 8 % 2 * 8) * 2);
