@@ -1,7 +1,6 @@
 """Flash attention in plain PyTorch, tile by tile, with a switch for one bug at a time.
 
-Without a bug it passes every check; the planted-bug tests show that each bug fails them. The bugs are those that the
-field's trackers report and those that this algorithm invites.
+Without a bug it passes every check; test_attention_planted.py shows that each bug fails them. Each stands for a class.
 """
 
 from __future__ import annotations
@@ -16,42 +15,14 @@ from fastattn.reference import philox
 TILE = 16
 
 BUGS = {
-    # masks
-    "mask one key to the left": "element mask read at index j + 1",
-    "mask one query down": "element mask read at index i + 1",
-    "mask ignored": "the mask never reaches the scores",
-    "partial tile taken as full": "one tile that needs the element mask runs without it",
+    "mask one key to the left": "the bool matrix is read at index j + 1",
     "last partial tile skipped": "the ragged last key tile is left out",
-    "tile skipped": "one visible key tile is left out",
-    "heads share the first head's mask": "mask of head 0 used for all",
-    "samples share the first sample's mask": "mask of sample 0 used for all",
-    # forward
     "accumulator not rescaled": "out is not multiplied by exp(old max - new max)",
-    "sum not rescaled": "the softmax denominator is not multiplied by exp(old max - new max)",
-    "scale missing": "scores are not scaled",
-    "bias after the scale": "the bias is scaled with the scores",
-    "lse in base 2": "lse is returned as log2",
-    "lse without the max": "lse = log(sum)",
-    "empty row divides by zero": "0 / 0 in a row that sees nothing",
-    "wrong key head": "query head h reads key head h mod Hk",
     "16-bit accumulator": "the output is accumulated in the input dtype",
-    # dropout
     "dropout row off by one": "Philox counter row + 1",
-    "dropout column from the tile": "Philox counter column restarts in each tile",
-    "dropout heads share a mask": "Philox counter without the head",
-    "dropout without rescale": "kept weights are not divided by 1 - p",
-    "dropout before the sum": "the denominator counts only kept weights",
-    # backward
-    "backward redraws dropout": "the backward uses another offset",
-    "dlse dropped": "the gradient of lse is ignored",
     "delta missing": "dS = P dP",
-    "dq not scaled": "softmax_scale missing in dq",
-    "dk not scaled": "softmax_scale missing in dk",
-    "dv without dropout": "dv uses P, not the dropped P",
     "dk of one head of the group": "grouped heads are not summed",
     "bias gradient of one sample": "the gradient of a broadcast bias is not summed over the batch",
-    "bias gradient scaled": "softmax_scale multiplies the bias gradient",
-    "last key tile without gradient": "dk, dv of the last tile are never written",
 }
 
 
@@ -72,21 +43,9 @@ def _visible(mask, q: Tensor, k: Tensor, bug: str | None) -> Tensor:
         keep = keep & (mask.bias != -torch.inf)
     if bug == "mask one key to the left":
         keep = torch.cat([keep[..., 1:], keep[..., -1:]], -1)
-    if bug == "mask one query down":
-        keep = torch.cat([keep[..., 1:, :], keep[..., -1:, :]], -2)
-    if bug == "mask ignored":
-        keep = torch.ones_like(keep)
-    if bug == "heads share the first head's mask":
-        keep = keep[:, :1].expand_as(keep)
-    if bug == "samples share the first sample's mask":
-        keep = keep[:1].expand_as(keep)
-    keep = keep.clone()
-    if bug == "partial tile taken as full":
-        keep[..., TILE:, :TILE] = True
     if bug == "last partial tile skipped" and Lk % TILE:
+        keep = keep.clone()
         keep[..., Lk - Lk % TILE :] = False
-    if bug == "tile skipped":
-        keep[..., :TILE] = False
     return keep
 
 
@@ -94,16 +53,9 @@ def _multiplier(rng_state: Tensor | None, like: Tensor, dropout_p: float, bug: s
     if rng_state is None:
         return 1.0
     B, H, Lq, Lk = like.shape
-    if bug == "dropout row off by one":
-        keep = philox.keep_mask(rng_state, B * H * Lq + 1, Lk, dropout_p)[1:]
-    elif bug == "dropout column from the tile":
-        keep = philox.keep_mask(rng_state, B * H * Lq, Lk, dropout_p)[:, torch.arange(Lk) % TILE]
-    elif bug == "dropout heads share a mask":
-        keep = philox.keep_mask(rng_state, Lq, Lk, dropout_p).expand(B, H, Lq, Lk)
-    else:
-        keep = philox.keep_mask(rng_state, B * H * Lq, Lk, dropout_p)
-    keep = keep.reshape(like.shape).to(like.dtype)
-    return keep if bug == "dropout without rescale" else keep * philox.rescale(dropout_p)
+    off = 1 if bug == "dropout row off by one" else 0
+    keep = philox.keep_mask(rng_state, B * H * Lq + off, Lk, dropout_p)[off:]
+    return keep.reshape(like.shape).to(like.dtype) * philox.rescale(dropout_p)
 
 
 def _probabilities(S: Tensor, lse: Tensor) -> Tensor:
@@ -113,15 +65,12 @@ def _probabilities(S: Tensor, lse: Tensor) -> Tensor:
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, mask, dropout_p, scale, rng_state, bug):
-        group = q.shape[1] // k.shape[1]
         keep = _visible(mask, q, k, bug)
-        heads = torch.arange(q.shape[1])
-        heads = heads % k.shape[1] if bug == "wrong key head" else heads // group
         wide = torch.promote_types(q.dtype, torch.float32)
-        K, V = k.to(wide)[:, heads], v.to(wide)[:, heads]
-        S = q.to(wide) * (1.0 if bug == "scale missing" else scale) @ K.mT
+        K, V = (t.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        S = q.to(wide) * scale @ K.mT
         if bias is not None:
-            S = S + bias.to(wide).where(keep, 0) * (scale if bug == "bias after the scale" else 1.0)
+            S = S + bias.to(wide).where(keep, 0)
         S = S.masked_fill(~keep, -torch.inf)
         M = _multiplier(rng_state, S, dropout_p, bug)
 
@@ -134,47 +83,34 @@ class _Flash(torch.autograd.Function):
             P = torch.exp(S[..., cols] - base)
             rescale = torch.exp(peak - base)
             W = P * (M if isinstance(M, float) else M[..., cols])
-            summed = W if bug == "dropout before the sum" else P
-            total = total * (1 if bug == "sum not rescaled" else rescale) + summed.sum(-1, keepdim=True)
+            total = total * rescale + P.sum(-1, keepdim=True)
             acc = acc * (1 if bug == "accumulator not rescaled" else rescale) + W @ V[..., cols, :]
             if bug == "16-bit accumulator":
                 acc = acc.to(q.dtype).to(wide)
             peak = peak_new
-        sees = total > 0
-        out = acc / (total if bug == "empty row divides by zero" else total.where(sees, 1))
-        lse = torch.log(total) + (0 if bug == "lse without the max" else peak)
-        lse = lse.where(sees, -torch.inf).squeeze(-1)
+        some = total > 0
+        out = (acc / total.where(some, 1)).to(q.dtype)
+        lse = (torch.log(total) + peak).where(some, -torch.inf).squeeze(-1)
         ctx.save_for_backward(q, K, V, bias, out, lse, S)
-        ctx.rest = k.shape[1], M, dropout_p, scale, rng_state, bug
+        ctx.rest = k.shape[1], M, scale, bug
         weights = (_probabilities(S, lse) * M).to(q.dtype)
         ctx.mark_non_differentiable(weights)
-        return out.to(q.dtype), lse / 0.6931471805599453 if bug == "lse in base 2" else lse, weights
+        return out, lse, weights
 
     @staticmethod
     def backward(ctx, dout, dlse, _):
         q, K, V, bias, out, lse, S = ctx.saved_tensors
-        Hk, M, dropout_p, scale, rng_state, bug = ctx.rest
-        if bug == "backward redraws dropout" and rng_state is not None:
-            M = _multiplier(rng_state + 1, S, dropout_p, bug)
+        Hk, M, scale, bug = ctx.rest
         dO = dout.to(K.dtype)
         P = _probabilities(S, lse)
         dP = M * (dO @ V.mT)
         delta = 0 if bug == "delta missing" else (dO * out).sum(-1, keepdim=True)
-        dS = P * (dP - delta + (0 if bug == "dlse dropped" else dlse[..., None]))
-        dq = dS @ K * (1 if bug == "dq not scaled" else scale)
-        dk = dS.mT @ q.to(K.dtype) * (1 if bug == "dk not scaled" else scale)
-        dv = (P if bug == "dv without dropout" else P * M).mT @ dO
-        dk, dv = (t.unflatten(1, (Hk, -1)) for t in (dk, dv))
+        dS = P * (dP - delta + dlse[..., None])
+        dk = (scale * dS.mT @ q.to(K.dtype)).unflatten(1, (Hk, -1))
         dk = dk[:, :, 0] if bug == "dk of one head of the group" else dk.sum(2)
-        dv = dv.sum(2)
-        if bug == "last key tile without gradient":
-            for t in (dk, dv):
-                t[:, :, (t.shape[2] - 1) // TILE * TILE :] = 0
+        dv = ((P * M).mT @ dO).unflatten(1, (Hk, -1)).sum(2)
         dbias = None
         if bias is not None:
-            if bug == "bias gradient scaled":
-                dS = dS * scale
-            if bug == "bias gradient of one sample" and bias.shape[0] == 1:
-                dS = dS[:1]
-            dbias = dS.sum_to_size(bias.shape).to(bias.dtype)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias, None, None, None, None, None
+            of_samples = dS[:1] if bug == "bias gradient of one sample" and bias.shape[0] == 1 else dS
+            dbias = of_samples.sum_to_size(bias.shape).to(bias.dtype)
+        return scale * (dS @ K).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias, None, None, None, None, None
