@@ -27,7 +27,8 @@ class _Stack(nn.Module):
     """
 
     def embed(self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None) -> Stream:
-        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions)); with norm_first the sum before dropout and norm.
+        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions));
+        with norm_first the sum before dropout and norm.
 
         name: the argument's name in error messages.
         """

@@ -38,7 +38,7 @@ class FusedTransformer(nn.Module):
         1 / sqrt(d_model), "none" neither. Without sharing it has no effect.
     emb_src_trg_weight_sharing: source and target embedding are one weight; for a joint vocabulary.
     attn_dropout: on attention weights. 0.1 whatever dropout is, as in the public implementation.
-    norm_first, activation, n_head_kv: see PendingResidual, PositionwiseFeedForward and MultiHeadAttention in fastattn.nn.
+    norm_first, activation, n_head_kv: see PendingResidual, PositionwiseFeedForward, MultiHeadAttention in fastattn.nn.
     pack_padding: True drops padding before both stacks, so that only real tokens are computed. Their results stay the
         same; logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays from
         about a quarter of padding on. None: ``loss`` on a CPU drops padding where packing.packing_pays says so.
@@ -97,7 +97,7 @@ class FusedTransformer(nn.Module):
             raise ValueError(f"scale_emb_or_prj must be one of {', '.join(SCALE_MODES)}, got {scale_emb_or_prj!r}")
         if d_word_vec != d_model:
             raise ValueError(
-                f"embeddings are added to the residual stream, so d_word_vec must equal d_model, got {d_word_vec} and {d_model}"
+                f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
             )
         if emb_src_trg_weight_sharing and n_src_vocab > n_trg_vocab:
             raise ValueError(
@@ -145,7 +145,7 @@ class FusedTransformer(nn.Module):
         smooth_over: str = "all",
         reduction: str = "mean",
     ) -> Tensor:
-        """Cross-entropy of forward(src_seq, trg_seq) and gold, a float32 scalar. The logits are never stored as a whole.
+        """Cross-entropy of forward(src_seq, trg_seq) and gold, float32 (). The logits are never stored as a whole.
 
         gold: integer (B, Lt) or (B * Lt,), the token that follows each of trg_seq; where it is padding it is ignored,
             and so is, with pack_padding, what follows padding in trg_seq.

@@ -40,8 +40,9 @@ class EncoderLayer(nn.Module):
     def forward(
         self, enc_input: Stream, slf_attn_mask: Tensor | AttentionMask | None = None, *, return_attns: bool = False
     ) -> tuple[Stream, Tensor | None]:
-        """enc_input: (B, L, d_model), or with norm_first a PendingResidual of such. slf_attn_mask: see as_attention_mask.
+        """enc_input: (B, L, d_model), or with norm_first a PendingResidual of such.
 
+        slf_attn_mask: see as_attention_mask.
         Returns (output, the same kind as enc_input; attention weights (B, n_head, L, L) or None).
         """
         x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
