@@ -19,19 +19,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "benchmarks")]
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import fastattn  # noqa: E402
 
 MULTIPROCESSORS = 132  # of the GPU that launches believe in
 Case = tuple[str, str, Callable[[], Any]]  # architecture, name, calls
 
 
 def attention(dtype: str, head_dim: int, mask: str, backward: bool = True) -> None:
-    """mask: "causal" needs no tensor; "tensors" is a bool mask with key padding; then ", dropout", ", bias" and ", dlse",
-    a gradient of lse."""
-    import torch
-
-    import fastattn
-
+    """mask: "causal" needs no tensor; "tensors" is a bool mask with key padding; in both, also "dropout", "bias" and
+    "dlse", a gradient of lse."""
     B, H, L = 2, 4, 1024  # long enough for the largest tiles
     q, k, v = (torch.zeros(B, H, L, head_dim, dtype=getattr(torch, dtype), requires_grad=backward) for _ in range(3))
     given: dict[str, Any] = {}
@@ -49,10 +50,6 @@ def attention(dtype: str, head_dim: int, mask: str, backward: bool = True) -> No
 
 
 def layer_norm(dtype: str, hidden: int, dropout_p: float = 0.1, rms: bool = False, x_bias: bool = False) -> None:
-    import torch
-
-    import fastattn
-
     rows = 2 * MULTIPROCESSORS * max(4096 // hidden, 1)
     x, residual = (torch.zeros(rows, hidden, dtype=getattr(torch, dtype), requires_grad=True) for _ in range(2))
     weight, bias = (torch.zeros_like(x[0], requires_grad=True) for _ in range(2))
@@ -66,10 +63,6 @@ def layer_norm(dtype: str, hidden: int, dropout_p: float = 0.1, rms: bool = Fals
 
 def embed_layer_norm(dtype: str, hidden: int) -> None:
     """dtype: of the embedding; the result is bfloat16, as under autocast."""
-    import torch
-
-    import fastattn
-
     embedding = torch.zeros(1024, hidden, dtype=getattr(torch, dtype), requires_grad=True)
     weight, bias = (torch.zeros(hidden, requires_grad=True) for _ in range(2))
     tokens, table = torch.zeros(32, 256, dtype=torch.int64), torch.zeros(256, hidden)
@@ -80,10 +73,6 @@ def embed_layer_norm(dtype: str, hidden: int) -> None:
 
 def feed_forward(dtype: str, activation: str, dropout_p: float = 0.1, tokens: int = 512) -> None:
     """dtype "tf32": float32 as torch multiplies it with allow_tf32. Few tokens, as in decoding, are cut smaller."""
-    import torch
-
-    import fastattn
-
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     d, d_ff = 512, 2048
     rows = 2 * d_ff if activation.endswith("glu") else d_ff
@@ -94,10 +83,6 @@ def feed_forward(dtype: str, activation: str, dropout_p: float = 0.1, tokens: in
 
 
 def cross_entropy(dtype: str, n_class: int, gradient: bool = True) -> None:
-    import torch
-
-    import fastattn
-
     x = torch.zeros(8, 64, dtype=getattr(torch, dtype), requires_grad=gradient)
     weight, target = torch.zeros(n_class, 64, dtype=x.dtype), torch.zeros(8, dtype=torch.int64)
     loss = fastattn.linear_cross_entropy(x, weight, target, label_smoothing=0.1, backend="triton")

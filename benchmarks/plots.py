@@ -230,7 +230,7 @@ def _contributions(record: Record, out: Path) -> str | None:
         axes.text(0.5, y + 0.33, caption, fontsize=8, va="top")
     axes.axvline(100, color="black", lw=1, ls="--")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-    axes.set_ylim(len(bars) - 0.3, -0.5)  # from above, with room for the last caption
+    axes.set_ylim(len(bars) - 0.3, -0.5)  # from above, with space for the last caption
     axes.set_xlim(right=axes.get_xlim()[1] * 1.07)
     axes.set_xlabel("percent of the reference path's time (dashed: 100 %)")
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
