@@ -169,8 +169,8 @@ def imported(module: str) -> Any:
 class Checked:
     """One case, whose providers are compared with the reference formula in float64, by the one rule for error.
 
-    T, the size of the terms that are summed up in a result, is measured: how far the result in float64 moves when each
-    input moves by a small relative amount of random sign, the root mean square of some draws.
+    T, the size of the terms that are summed up in a result, is measured: the result's own size, and how far it moves,
+    in float64, when each input moves by a small relative amount of random sign (the root mean square of some draws).
     """
 
     def __init__(self, benchmark: Benchmark, case: Any, device: torch.device) -> None:
@@ -216,7 +216,7 @@ class Checked:
         truth = {name: result.double() for name, result in solve(exact).items()}
         nearby = [solve(exact.changed(moved)) for _ in range(DRAWS)]
         terms = {
-            name: (sum((other[name] - value) ** 2 for other in nearby) / DRAWS).sqrt() / PERTURBATION
+            name: (sum((other[name] - value) ** 2 for other in nearby) / DRAWS).sqrt() / PERTURBATION + value.abs()
             for name, value in truth.items()
         }
         return truth, solve(low), terms

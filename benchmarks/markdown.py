@@ -135,8 +135,8 @@ def write_report(record: Record, out: Path) -> Path:
         "## Everything measured",
         "",
         "Medians; in brackets the quartiles. Speed: how many times fastattn's default fits into the time, by samples",
-        "that alternate with its own. Error: share of the bound of `fastattn.error_rule.judge`. Memory: the peak of the",
-        "last direction beyond what was allocated before.",
+        "that alternate with its own. Error: share of the bound of `fastattn.error_rule.judge`. Memory: the peak of",
+        "the last direction beyond what was allocated before.",
     ]
     for name, op in record["ops"].items():
         lines += ["", f"## {name}", "", f"{op['formula']}."]

@@ -66,8 +66,8 @@ def _numbers(tile: Tile) -> str:
 
 
 def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
-    """The table of kernels/attention/config.py, by what training spends its time on. "weights" keeps its tiles, as nobody
-    trains with it."""
+    """The table of kernels/attention/config.py, by what training spends its time on. "weights" keeps its tiles, as
+    nobody trains with it."""
     from fastattn.kernels.attention import config
 
     head_dims, dtypes = ((64,), (torch.float32,)) if quick else ((64, 128, 256), (torch.bfloat16, torch.float32))
@@ -249,7 +249,7 @@ def render(found: dict[str, Any]) -> str:
 
 
 def candidates_jobs(only: Sequence[str], arch: int) -> list[Callable[[], Any]]:
-    """A call for each candidate of these tables, which compiles it: the small problem compiles as the large one does."""
+    """A call for each candidate of these tables that compiles it. The small problem compiles as the large one does."""
 
     def job(row: Row, tile: Tile) -> Callable[[], Any]:
         return lambda: call(row, tile, row.checked)()
