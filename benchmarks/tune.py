@@ -12,6 +12,7 @@ quartile. The candidates are compiled beforehand, in a process a core: they shar
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -68,7 +69,7 @@ def _numbers(tile: Tile) -> str:
 def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
     """The table of kernels/attention/config.py, by what training spends its time on. "weights" keeps its tiles, as
     nobody trains with it."""
-    from fastattn.kernels.attention import config
+    config = importlib.import_module("fastattn.kernels.attention.config")  # the package has a function of that name
 
     head_dims, dtypes = ((64,), (torch.float32,)) if quick else ((64, 128, 256), (torch.bfloat16, torch.float32))
     for dtype, head_dim, kernel in itertools.product(dtypes, head_dims, ("forward", "dq", "dkv", "dbias")):

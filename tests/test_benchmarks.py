@@ -49,8 +49,8 @@ def test_pairs_flops_and_bytes_of_attention(load: Any) -> None:
 
 
 def test_a_models_flops_are_those_of_its_products(load: Any) -> None:
-    """torch counts the products of plain PyTorch, none padded, and the masked causal half. One teacher-forced pass meets
-    each token once, as incremental decoding would."""
+    """torch counts the products of plain PyTorch, none padded, and the masked causal half. One teacher-forced pass
+    meets each token once, as incremental decoding would."""
     module, cases, models = load("bench_transformer"), load("cases"), load("models")
     case = cases.StepCase(3, 20, 2, 32, 64, 4, 50, dropout_p=0.0, spread=0.0)
     plain = next(provider for provider in module.providers(CPU) if provider.name == "plain PyTorch")
@@ -117,7 +117,7 @@ def test_a_step_takes_at_most_half_of_the_reference_paths_memory(load: Any) -> N
 
 
 def test_a_step_is_checked_by_its_loss_and_by_every_op(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that is 10 % off fails; the model's ops are those that can be left out; torch.nn's model is the same."""
+    """A gradient 10 % off fails; the ops asked for are those that can be left out; the rivals are the same model."""
     from fastattn import _dispatch
 
     models, harness, module = load("models"), load("harness"), load("bench_transformer")
