@@ -25,6 +25,7 @@ import models
 import torch
 from cases import MemoryCase, StepCase
 from harness import Inputs, Provider, Run
+from records import KEPT
 from tables import cases_of
 from torch import nn
 
@@ -32,7 +33,6 @@ from fastattn import use_backend
 
 # What FusedTransformer.loss calls.
 MODEL_OPS = ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embed_layer_norm")
-KEPT = "default, padding kept"
 COMPARED = 32  # sentences: float64 logits of a whole batch may not fit into memory
 RIVALS = {
     "plain PyTorch": models.plain,
@@ -124,8 +124,8 @@ def providers(device: torch.device) -> list[Provider]:
         found.append(provider("default, pack_padding", models.packed))
     found += [provider(name, build) for name, build in RIVALS.items()]
     for op_name in MODEL_OPS:
-        notes = {"without": op_name, "against": KEPT}
-        found.append(provider(f"default, {op_name} by reference", models.padded, left_out=op_name, **notes))
+        name = f"default, {op_name} by reference"
+        found.append(provider(name, models.padded, left_out=op_name, without=op_name))
     found += [provider(backend, models.padded, backend) for backend in (("aten", "triton") if on_gpu else ())]
     found += [provider(f"torch.compile of {name}", build, compiled="default") for name, build in RIVALS.items()]
     if on_gpu:  # CUDA graphs

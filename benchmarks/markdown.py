@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import records
-from records import Record, Row, bound_ms, default_row, machine, median, named, rate, rows_of, slowdown
+from records import KEPT, Record, Row, bound_ms, default_row, machine, median, named, rate, rows_of, slowdown
 
 README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
-KEPT = "default, padding kept"  # bench_transformer.KEPT
 PLAIN = "plain PyTorch"
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 3

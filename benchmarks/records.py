@@ -22,6 +22,7 @@ from cases import label
 from fastattn.doctor import devices, versions
 
 ROOT = Path(__file__).resolve().parents[1]
+KEPT = "default, padding kept"  # the provider that shows what dropping padding gains in a training step
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
 Record = dict[str, Any]
 Row = dict[str, Any]
