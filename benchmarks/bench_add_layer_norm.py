@@ -1,11 +1,11 @@
 """dropout_add_layer_norm: every backend, torch's operators one after the other and compiled, Liger-Kernel, quack.
 
-python benchmarks/bench_add_layer_norm.py [--device cuda] [--out FILE.json] [--quick]
+pytest benchmarks/bench_add_layer_norm.py --benchmark-only            the quick cases
+python benchmarks/report.py --out DIR --only add_layer_norm
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import harness
@@ -58,10 +58,10 @@ def quack(case: NormCase, inputs: Inputs, dropout_p: float) -> Any:
 
 def providers(device: torch.device) -> list[Provider]:
     found = harness.ours(dropout_add_layer_norm, lambda case, inputs, dropout_p: {"dropout_p": dropout_p})
-    found.append(harness.peer("torch", torch_operators))
-    found.append(harness.peer("torch.compile", torch_operators, compiled=True))
+    found.append(harness.rival("torch", torch_operators))
+    found.append(harness.rival("torch.compile", torch_operators, compiled=True))
     others: dict[str, Function] = {"Liger-Kernel": liger, "quack": quack} if device.type == "cuda" else {}
-    return found + [harness.peer(name, function) for name, function in others.items()]
+    return found + [harness.rival(name, function) for name, function in others.items()]
 
 
 BENCHMARK = harness.Benchmark(
@@ -76,7 +76,3 @@ BENCHMARK = harness.Benchmark(
 
 def test_add_layer_norm(benchmark: Any, timed: Any) -> None:
     benchmark(timed)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.main(BENCHMARK))

@@ -1,6 +1,7 @@
 """scaled_dot_product_attention: every backend, torch's own with each of its kernels pinned, FlexAttention, others.
 
-    python benchmarks/bench_attention.py [--device cuda] [--out FILE.json] [--quick]
+    pytest benchmarks/bench_attention.py --benchmark-only            the quick cases
+    python benchmarks/report.py --out DIR --only attention
 
 Masks are made before the clock starts, as a training step makes them once for all its layers; "default, new mask"
 prepares its mask in every forward.
@@ -8,10 +9,9 @@ prepares its mask in every forward.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import attention_peers
+import attention_rivals
 import harness
 import torch
 from cases import AttentionCase
@@ -76,7 +76,7 @@ def mask_tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def new_mask(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
-    """The default path with a mask that it has not seen before: what a single layer pays."""
+    """The default path with a new mask at every call: what a single layer pays."""
     if not inputs.fixed:
         raise Refused("no mask to prepare")
     given = arguments(case, inputs, dropout_p)
@@ -95,11 +95,11 @@ def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> A
 
 def providers(device: torch.device) -> list[Provider]:
     found = [*harness.ours(scaled_dot_product_attention, arguments), Provider("default, new mask", new_mask)]
-    found += attention_peers.torch_kernels(device)
-    found.append(harness.peer("torch.compile of reference", compiled_formula, compiled=True))
+    found += attention_rivals.torch_kernels(device)
+    found.append(harness.rival("torch.compile of reference", compiled_formula, compiled=True))
     if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel
-        found += [attention_peers.flash_attention(version) for version in (2, 3, 4)]
-        found += [attention_peers.flex(count_mask) for count_mask in (False, True)]
+        found += [attention_rivals.flash_attention(version) for version in (2, 3, 4)]
+        found += [attention_rivals.flex(count_mask) for count_mask in (False, True)]
     return found
 
 
@@ -116,7 +116,3 @@ BENCHMARK = harness.Benchmark(
 
 def test_attention(benchmark: Any, timed: Any) -> None:
     benchmark(timed)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.main(BENCHMARK))

@@ -1,6 +1,7 @@
 """Greedy translation with the whole encoder-decoder: the default path against the reference path, and plain PyTorch.
 
-    python benchmarks/bench_decoding.py [--device cuda] [--out FILE.json] [--quick]
+    pytest benchmarks/bench_decoding.py --benchmark-only            the quick cases
+    python benchmarks/report.py --out DIR --only decoding
 
 There is no incremental decoding yet: the source is encoded once, and each step decodes the whole prefix. What was
 encoded FusedTransformer projects to keys and values once, which plain PyTorch's decoder does at every step; "projected
@@ -11,7 +12,6 @@ tokens/s counts those of all sentences.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import harness
@@ -104,7 +104,3 @@ BENCHMARK = harness.Benchmark(
 
 def test_decoding(benchmark: Any, timed: Any) -> None:
     benchmark(timed)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.main(BENCHMARK))

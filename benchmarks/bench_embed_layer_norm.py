@@ -1,11 +1,11 @@
 """embed_layer_norm: every backend, and torch's operators one after the other and compiled.
 
-python benchmarks/bench_embed_layer_norm.py [--device cuda] [--out FILE.json] [--quick]
+pytest benchmarks/bench_embed_layer_norm.py --benchmark-only            the quick cases
+python benchmarks/report.py --out DIR --only embed_layer_norm
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import harness
@@ -50,8 +50,8 @@ def arguments(case: EmbedCase, inputs: Inputs, dropout_p: float) -> dict[str, An
 
 def providers(device: torch.device) -> list[Provider]:
     found = harness.ours(embed_layer_norm, arguments)
-    found.append(harness.peer("torch", torch_operators))
-    return [*found, harness.peer("torch.compile", torch_operators, compiled=True)]
+    found.append(harness.rival("torch", torch_operators))
+    return [*found, harness.rival("torch.compile", torch_operators, compiled=True)]
 
 
 BENCHMARK = harness.Benchmark(
@@ -66,7 +66,3 @@ BENCHMARK = harness.Benchmark(
 
 def test_embed_layer_norm(benchmark: Any, timed: Any) -> None:
     benchmark(timed)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.main(BENCHMARK))

@@ -1,11 +1,11 @@
 """feed_forward: every backend, torch's operators one after the other and compiled, Liger-Kernel's gated activations.
 
-python benchmarks/bench_feed_forward.py [--device cuda] [--out FILE.json] [--quick]
+pytest benchmarks/bench_feed_forward.py --benchmark-only            the quick cases
+python benchmarks/report.py --out DIR --only feed_forward
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import harness
@@ -72,9 +72,9 @@ def liger(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
 
 
 def providers(device: torch.device) -> list[Provider]:
-    found = [*harness.ours(feed_forward, arguments), harness.peer("torch", torch_operators)]
-    found.append(harness.peer("torch.compile", torch_operators, compiled=True))
-    return found + ([harness.peer("Liger-Kernel", liger)] if device.type == "cuda" else [])
+    found = [*harness.ours(feed_forward, arguments), harness.rival("torch", torch_operators)]
+    found.append(harness.rival("torch.compile", torch_operators, compiled=True))
+    return found + ([harness.rival("Liger-Kernel", liger)] if device.type == "cuda" else [])
 
 
 BENCHMARK = harness.Benchmark(
@@ -89,7 +89,3 @@ BENCHMARK = harness.Benchmark(
 
 def test_feed_forward(benchmark: Any, timed: Any) -> None:
     benchmark(timed)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.main(BENCHMARK))

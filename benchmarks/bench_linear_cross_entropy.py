@@ -1,11 +1,11 @@
 """linear_cross_entropy: every backend, torch's operators one after the other and compiled, Liger-Kernel, quack.
 
-python benchmarks/bench_linear_cross_entropy.py [--device cuda] [--out FILE.json] [--quick]
+pytest benchmarks/bench_linear_cross_entropy.py --benchmark-only            the quick cases
+python benchmarks/report.py --out DIR --only linear_cross_entropy
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import harness
@@ -75,10 +75,10 @@ def providers(device: torch.device) -> list[Provider]:
         lambda case, inputs, dropout_p: {"target": inputs.fixed["target"]} | _options(case),
         finish=lambda loss, leaves: in_dtype_of(loss, leaves["x"]),
     )
-    found.append(harness.peer("torch", torch_operators))
-    found.append(harness.peer("torch.compile", torch_operators, compiled=True))
+    found.append(harness.rival("torch", torch_operators))
+    found.append(harness.rival("torch.compile", torch_operators, compiled=True))
     others = {"Liger-Kernel": liger, "quack": quack} if device.type == "cuda" else {}
-    return found + [harness.peer(name, function) for name, function in others.items()]
+    return found + [harness.rival(name, function) for name, function in others.items()]
 
 
 BENCHMARK = harness.Benchmark(
@@ -93,7 +93,3 @@ BENCHMARK = harness.Benchmark(
 
 def test_linear_cross_entropy(benchmark: Any, timed: Any) -> None:
     benchmark(timed)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.main(BENCHMARK))

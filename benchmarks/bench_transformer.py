@@ -1,18 +1,21 @@
-"""One whole training step of the encoder-decoder: by each backend, and by the plain PyTorch that a user would replace.
+"""One whole training step of the encoder-decoder, and its memory: by fastattn, and by what PyTorch has instead.
 
-    python benchmarks/bench_transformer.py [--device cuda] [--out FILE.json] [--quick]
+    pytest benchmarks/bench_transformer.py --benchmark-only            the quick cases
+    python benchmarks/report.py --out DIR --only transformer memory
 
 Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends
-take the loss from FusedTransformer.loss, as its users do; the reference path and the peers from their logits by torch's
-cross_entropy. Logits, loss and gradients are compared on the first sentences of the batch, peers without dropout; speed
-is measured with it. tokens/s counts real target tokens; a case says which share of its batch is padding. "default, ...
-by reference" leaves one op out: what that op contributes. Those keep the padding, as the reference path would be slow
-without, and are compared with "padding kept"; the default may drop it, see FusedTransformer.
+take the loss from FusedTransformer.loss, as its users do; the reference path and the rivals from their logits by
+torch's cross_entropy. Logits, loss and gradients are compared on the first sentences of the batch, without dropout;
+speed is measured with it. tokens/s counts real target tokens; a case says which share of its batch is padding.
+
+"default, padding kept" is fastattn with padding in all its work: what it takes longer is the part of the gain that
+comes from dropping padding. "default, ... by reference" leaves one op out, which shows what that op contributes; those
+keep the padding too. Of memory, what a step needs beyond weights and Adam's state counts: activations, gradients and
+temporary tensors.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,8 +23,9 @@ from typing import Any
 import harness
 import models
 import torch
-from cases import StepCase
+from cases import MemoryCase, StepCase
 from harness import Inputs, Provider, Run
+from records import KEPT
 from tables import cases_of
 from torch import nn
 
@@ -29,8 +33,12 @@ from fastattn import use_backend
 
 # What FusedTransformer.loss calls.
 MODEL_OPS = ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embed_layer_norm")
-KEPT = "default, padding kept"
 COMPARED = 32  # sentences: float64 logits of a whole batch may not fit into memory
+RIVALS = {
+    "plain PyTorch": models.plain,
+    "plain PyTorch with SDPA": models.plain_sdpa,
+    "torch.nn.Transformer": models.TorchTransformer,
+}
 
 
 def make_inputs(case: StepCase, device: torch.device) -> Inputs:
@@ -70,7 +78,8 @@ def step_of(
             logits = model(src, trg)[gold.flatten() != models.PAD]  # nobody promises anything of the others
             loss = loss_of(model, src, trg, gold)
         loss.backward()
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        named = getattr(model, "gradients", lambda: {name: p.grad for name, p in model.named_parameters()})()
+        gradients = torch.cat([named[name].flatten() for name in sorted(named)])
         optimizer.zero_grad()
         # The loss in the logits' dtype: one number's own error, in float32, is a matter of luck. Gradients in bfloat16:
         # of some ten million relus one may be so near to 0 that rounding opens or closes it, and a float32 gradient
@@ -90,8 +99,8 @@ def provider(
     compiled: str | None = None,
     **notes: Any,
 ) -> Provider:
-    """compiled: by torch.compile in this mode. What is compiled is a peer, also where its model is fastattn's."""
-    ours = build is not models.plain and not compiled
+    """compiled: by torch.compile in this mode."""
+    ours = build not in RIVALS.values()
     loss_of = models.fused_loss if ours and backend != "reference" else models.plain_loss
 
     def make(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
@@ -104,8 +113,7 @@ def provider(
             model.compile(dynamic=False, mode=compiled)
         return step_of(model, case, inputs, loss_of, backend, left_out, **notes)
 
-    later = 0 if compiled is None else 18  # cases: it compiles for a minute or two
-    return Provider(name, make, ours, later, same_dropout=build is models.padded)  # rows without padding are others
+    return Provider(name, make, ours, later=18 if compiled else 0)  # cases: it compiles for a minute or two
 
 
 def providers(device: torch.device) -> list[Provider]:
@@ -114,16 +122,24 @@ def providers(device: torch.device) -> list[Provider]:
     found.append(provider(KEPT, models.padded, without="pack_padding"))
     if on_gpu:  # where it is never dropped unasked
         found.append(provider("default, pack_padding", models.packed))
-    found.append(provider("plain PyTorch", models.plain))
+    found += [provider(name, build) for name, build in RIVALS.items()]
     for op_name in MODEL_OPS:
-        notes = {"without": op_name, "against": KEPT}
-        found.append(provider(f"default, {op_name} by reference", models.padded, left_out=op_name, **notes))
+        name = f"default, {op_name} by reference"
+        found.append(provider(name, models.padded, left_out=op_name, without=op_name))
     found += [provider(backend, models.padded, backend) for backend in (("aten", "triton") if on_gpu else ())]
-    found.append(provider("torch.compile of plain", models.plain, compiled="default"))
-    found.append(provider("torch.compile of reference", models.padded, backend="reference", compiled="default"))
+    found += [provider(f"torch.compile of {name}", build, compiled="default") for name, build in RIVALS.items()]
     if on_gpu:  # CUDA graphs
-        found.append(provider("torch.compile, CUDA graphs", models.plain, compiled="reduce-overhead"))
+        build = models.plain_sdpa
+        found.append(
+            provider("torch.compile of plain PyTorch with SDPA, CUDA graphs", build, compiled="reduce-overhead")
+        )
     return found
+
+
+def memory_providers(device: torch.device) -> list[Provider]:
+    found = [provider("reference", backend="reference"), provider("default", default=True)]
+    found += [provider(backend, backend=backend) for backend in (("aten", "triton") if device.type == "cuda" else ())]
+    return found + [provider(name, build) for name, build in RIVALS.items()]
 
 
 BENCHMARK = harness.Benchmark(
@@ -134,11 +150,15 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
 )
+MEMORY = harness.Benchmark(
+    name="memory",
+    cases=cases_of(MemoryCase),
+    directions=(),
+    rates=(),
+    inputs=make_inputs,
+    providers=memory_providers,
+)
 
 
 def test_transformer(benchmark: Any, timed: Any) -> None:
     benchmark(timed)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.main(BENCHMARK))

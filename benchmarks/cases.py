@@ -109,7 +109,7 @@ class AttentionCase(Case):
         return rank < max(1, round(shape[2] * (1 - self.masked)))
 
     def dense(self) -> torch.Tensor | None:
-        """(batch or 1, 1, length_q, length_k) bool, what may be seen, or None when all may."""
+        """(batch or 1, 1, length_q, length_k) bool, the visible pairs, or None when all are."""
         if self.mask in ("causal", "alibi"):
             return torch.ones(1, 1, self.length_q, self.length_k, dtype=torch.bool).tril()
         if self.mask == "padding":
@@ -345,7 +345,7 @@ class DecodingCase(ModelCase):
 
     formula = (
         "FLOPs: each new token meets the decoder's weights once, each source token the encoder's; "
-        "bytes: the decoder's weights and the keys and values seen so far, once a step"
+        "bytes: the decoder's weights and the keys and values made so far, once a step"
     )
 
     def __str__(self) -> str:
@@ -356,8 +356,8 @@ class DecodingCase(ModelCase):
         lengths, new, size = self.lengths[0].double(), self.new_tokens, self.dtype.itemsize
         source = lengths.sum().item()
         decoder = self.n_layers * self.layer + self.d_model * self.n_vocab
-        seen = self.batch * new * (new + 1) / 2 + source * new  # keys of all steps, in one layer
+        keys = self.batch * new * (new + 1) / 2 + source * new  # keys of all steps, in one layer
         flop = 2 * (self.batch * new * decoder + source * self.n_layers * self.layer)
-        flop += 4 * self.d_model * self.n_layers * (seen + (lengths**2).sum().item())
-        byte = (new * decoder + 2 * self.d_model * self.n_layers * seen) * size
+        flop += 4 * self.d_model * self.n_layers * (keys + (lengths**2).sum().item())
+        byte = (new * decoder + 2 * self.d_model * self.n_layers * keys) * size
         return {"decode": {"flop": flop, "byte": byte, "token": float(self.batch * new)}}

@@ -8,26 +8,24 @@ import bench_decoding
 import bench_embed_layer_norm
 import bench_feed_forward
 import bench_linear_cross_entropy
-import bench_memory
 import bench_transformer
 from cases import Case
 from harness import Benchmark
 from tables import TABLES
 
-_MODULES = (
-    bench_transformer,
-    bench_attention,
-    bench_add_layer_norm,
-    bench_feed_forward,
-    bench_linear_cross_entropy,
-    bench_embed_layer_norm,
-    bench_decoding,
-    bench_memory,
+BENCHMARKS: tuple[Benchmark, ...] = (
+    bench_transformer.BENCHMARK,
+    bench_transformer.MEMORY,
+    bench_attention.BENCHMARK,
+    bench_add_layer_norm.BENCHMARK,
+    bench_feed_forward.BENCHMARK,
+    bench_linear_cross_entropy.BENCHMARK,
+    bench_embed_layer_norm.BENCHMARK,
+    bench_decoding.BENCHMARK,
 )
-BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in _MODULES}
 
 
 def plan(table: str) -> list[tuple[Benchmark, Case]]:
     """Every case of this table with the benchmark that measures it."""
-    owner = {type(case): benchmark for benchmark in BENCHMARKS.values() for case in benchmark.cases[table]}
+    owner = {type(case): benchmark for benchmark in BENCHMARKS for case in benchmark.cases[table]}
     return [(owner[type(case)], case) for case in TABLES[table]]

@@ -29,11 +29,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def timed(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """The call to time, checked, and synchronised with the device."""
     benchmark, case, provider, direction = request.param
-    inputs = benchmark.inputs(case, DEVICE)
-    checker = harness.Checker(benchmark, case, inputs, benchmark.providers(DEVICE)[0])
+    checked = harness.Checked(benchmark, case, DEVICE)
     try:
-        assert checker.ratio(provider) <= harness.WRONG, "wrong result"
-        call = provider.make(case, inputs, case.dropout_p).timed[direction]
+        assert checked.error_over_bound(provider) <= 1, "wrong result"
+        call = provider.make(case, checked.inputs, case.dropout_p).timed[direction]
     except harness.Refused as refused:
         pytest.skip(str(refused))
 

@@ -1,12 +1,12 @@
-"""Every CUDA room on small problems, on the CPU through csrc/host and on the GPU: one set of sources, one answer.
+"""Every CUDA kernel on small problems, on the CPU through csrc/host and on the GPU: one set of sources, one answer.
 
-    python benchmarks/host_device.py [--kept FOLDER]     both, compared
+    python benchmarks/host_device.py                     both, compared
     python benchmarks/host_device.py --only device       the GPU alone: short enough for compute-sanitizer
 
-Each side is judged against the reference formula in float64, as by the doctor; and the device against the host, which
-must be as near to each other as the plain formula is to the host. "bits equal" says that nothing differs: expected
-where a kernel only adds and multiplies, not where the CPU's exp or square root rounds another way. Without a GPU the
-host's half runs, and that is said. Exit status 1 if anything is out of bounds or fails.
+Each side is judged against the reference formula in float64, as by the doctor. "bits equal" says in how many results
+the device and the host differ nowhere: expected where a kernel only adds and multiplies, not where the CPU's exp or
+square root rounds another way. Without a GPU the host's half runs. Exit status 1 if anything is out of bounds or
+fails.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -26,17 +25,15 @@ import fastattn
 import fastattn.cuda
 from fastattn._dispatch import OPS
 from fastattn._problems import Problem, problems, solve
-from fastattn.doctor import DTYPES, judge
+from fastattn.doctor import DTYPES, check
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "cuda"))  # host_build.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cuda"))  # host_build.py
 
 RNG_STATE = (0x1234_5678_9ABC_DEF0, 0x1_0000_002A)  # seed and offset of the dropout, on both sides
 # Beside the doctor's problems, where the kernels switch: chunks and warps of a row, vectors or single elements.
 WIDTHS = (7, 64, 100, 264, 520, 1040, 4104, 16384)
 HEAD_DIMS = (16, 40, 128, 256)
 CLASSES = (7, 1000, 2061, 50257)
-Results = dict[str, torch.Tensor]
 
 
 def all_problems(device: torch.device) -> Iterator[Problem]:
@@ -76,80 +73,53 @@ def fixed_dropout() -> Iterator[None]:
         yield
 
 
-def refusal(problem: Problem, dtype: torch.dtype) -> str | None:
-    """Why the CUDA room cannot serve a problem."""
-    tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
-    return fastattn.explain(problem.op, **tensors, **problem.options).refusals["cuda"]
-
-
-def orders(problem: Problem) -> list[Callable[..., Any]]:
-    """The plain formula, in each order that is honest."""
-    functions = [problem.function, problem.other_order] if problem.other_order else [problem.function]
-    return [partial(function, backend="reference") for function in functions]
-
-
-def outside(results: Results, truth: Results, lows: Sequence[Results]) -> list[str]:
-    """Which results are out of bounds, by how much."""
-    found = []
-    for name, wanted in truth.items():
-        ratios = [judge(results[name].cpu(), wanted.double(), low[name]).ratio for low in lows]
-        found += [f"{name} {min(ratios):.2f} x its bound"] if not min(ratios) <= 1 else []
-    return found
-
-
-def compare(dtype: torch.dtype, sides: Sequence[str], problem: Problem, again: Problem | None) -> tuple[str, bool]:
-    """What to say of one problem, and whether all is well. again: the same problem on the device."""
-    given = {"host": problem, "device": again}
-    if refused := [(side, reason) for side in sides if (reason := refusal(given[side], dtype))]:
-        return f"refused by the {refused[0][0]}: {refused[0][1]}", True
-    truth = solve(problem, orders(problem)[0], dtype, torch.float64)
-    lows = [solve(problem, order, dtype, dtype) for order in orders(problem)]
-    results = {}
-    for side in sides:
-        room = partial(given[side].function, backend="cuda")
-        results[side] = {name: t.detach().cpu() for name, t in solve(given[side], room, dtype, dtype).items()}
-    said = [f"{side}: {bad}" for side in sides for bad in outside(results[side], truth, lows)]
-    if len(sides) == 2:
-        host, device = results["host"], results["device"]
-        said += [f"device against host: {bad}" for bad in outside(device, host, lows)]
-        equal = sum(torch.equal(host[name], device[name]) for name in host)
-        return "; ".join(said) or f"ok, bits equal in {equal} of {len(host)} results", not said
-    return "; ".join(said) or "ok", not said
+def compare(dtype: torch.dtype, sides: dict[str, Problem]) -> tuple[str, bool]:
+    """What to say of one problem, given on each side's device, and whether all is well."""
+    for side, problem in sides.items():
+        tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
+        if reason := fastattn.explain(problem.op, **tensors, **problem.options).refusals["cuda"]:
+            return f"refused by the {side}: {reason}", True
+    bad = [
+        f"{side}: {record.get('failed') or record['result'] + ' is out of bounds'}"
+        for side, problem in sides.items()
+        for record in check(problem, dtype, ["cuda"])
+        if not record["ok"]
+    ]
+    if bad or len(sides) == 1:
+        return "; ".join(bad) or "ok", not bad
+    host, device = (solve(p, partial(p.function, backend="cuda"), dtype, dtype) for p in sides.values())
+    equal = sum(torch.equal(host[name].cpu(), device[name].cpu()) for name in host)
+    return f"ok, bits equal in {equal} of {len(host)} results", True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("host", "device"), help="one side")
-    parser.add_argument("--kept", type=Path, metavar="FOLDER", help="where the host build is kept (build/host)")
     arguments = parser.parse_args(argv)
-    sides = [arguments.only] if arguments.only else ["host", "device"]
-    if "device" in sides and not torch.cuda.is_available():
-        if arguments.only:
-            parser.error("--only device: there is no GPU")
+    sides = {"host": all_problems(torch.device("cpu"))}
+    if torch.cuda.is_available():
+        sides["device"] = all_problems(torch.device("cuda"))
+    else:
         print("there is no GPU: the device's half is left out")
-        sides = ["host"]
+    if arguments.only:
+        sides = {side: given for side, given in sides.items() if side == arguments.only}
+        if not sides:
+            parser.error("--only device: there is no GPU")
     if "host" in sides:
         import host_build
 
         if reason := host_build.why_not():
             parser.error(reason)
-        library = host_build.build("_C", host_build.extension_sources(), arguments.kept or host_build.KEPT)
-        fastattn.cuda.load_host_runner(library)
+        fastattn.cuda.load_host_runner(host_build.build("_C", host_build.extension_sources(), host_build.KEPT))
     served = failed = 0
-    on_host = all_problems(torch.device("cpu"))
-    on_device = all_problems(torch.device("cuda")) if "device" in sides else None
     with fixed_dropout():
-        for problem in on_host:
-            again = next(on_device) if on_device else None
+        for given in zip(*sides.values(), strict=True):
             for dtype in DTYPES:
-                try:
-                    said, well = compare(dtype, sides, problem, again)
-                except Exception as error:  # the finding, not the end
-                    said, well = f"failed: {type(error).__name__}: {error}", False
+                outcome, well = compare(dtype, dict(zip(sides, given, strict=True)))
                 failed += not well
-                served += not said.startswith("refused")
-                print(f"{problem.op}, {problem.case}, {str(dtype)[6:]}: {said}", flush=True)
-    print(f"{served} problems solved by the CUDA rooms on {' and '.join(sides)}, {failed} not as they should be")
+                served += not outcome.startswith("refused")
+                print(f"{given[0].op}, {given[0].case}, {str(dtype)[6:]}: {outcome}", flush=True)
+    print(f"{served} problems solved by the CUDA kernels on {' and '.join(sides)}, {failed} not as they should be")
     return int(failed > 0 or served == 0)
 
 

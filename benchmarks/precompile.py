@@ -1,7 +1,7 @@
 """Triton kernels compiled beforehand, in a process a core: nothing runs, Triton's cache is filled.
 
 A launch on a CPU tensor, under `compiling`, compiles what the same launch compiles on the GPU: Triton looks at dtypes,
-at numbers and at the alignment of pointers only. As a program it compiles what the doctor will launch:
+at numbers and at the alignment of pointers only. As a program this compiles what the doctor will launch:
 
     python benchmarks/precompile.py [--capability 90] [--seconds N]
 """
@@ -14,41 +14,69 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from compiled_triton import NoDriver, compile_only
 
 from fastattn._dispatch import OPS
 from fastattn._problems import problems, solve
 from fastattn.doctor import DTYPES
 
 
-@contextlib.contextmanager
-def compiling(capability: int) -> Iterator[None]:
-    """Inside, backend="triton" takes CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running."""
-    from triton.runtime.driver import driver
+class _NoDriver:
+    """The few answers that Triton's launcher wants from a driver before it compiles."""
 
-    driver.set_active(NoDriver(capability))
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)  # Triton makes 90 90a
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # Triton keeps kernels by device, so each architecture is a device of its own
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: None) -> Iterator[None]:
+    """Inside, backend="triton" takes CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running.
+
+    each: what to do with every compiled kernel. For a process that does nothing else: afterwards Triton still believes
+    in a GPU. TRITON_INTERPRET must not be set.
+    """
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        each(compiled)
+        return compiled
+
+    driver.set_active(_NoDriver(capability))
     with contextlib.ExitStack() as stack:
         for served_by in {op.served_by for op in OPS.values()}:
-            with contextlib.suppress(ImportError):  # an op may have no Triton room
-                stack.enter_context(mock.patch(f"fastattn.kernels.{served_by}.why_not", lambda *_: None))
-        stack.enter_context(compile_only())
+            stack.enter_context(mock.patch(f"fastattn.kernels.{served_by}.why_not", lambda *_: None))
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         yield
 
 
-def every(jobs: Sequence[Callable[[], Any]], slice_number: int, slices: int, capability: int) -> None:
-    """Every slices-th of these calls, compiling. What cannot be compiled is met again, and told, when it is run."""
+def compile_slice(jobs: Sequence[Callable[[], Any]], first: int, step: int, capability: int) -> None:
+    """Compile what every step-th of these calls launches. What cannot be compiled is reported when it is run."""
     with compiling(capability):
-        for job in jobs[slice_number::slices]:
+        for job in jobs[first::step]:
             with contextlib.suppress(Exception):
                 job()
 
 
-def over_cores(command: Sequence[str], seconds: float) -> None:
+def over_cores(command: Iterable[str], seconds: float) -> None:
     """`command --slice NUMBER SLICES` in a process a core, ended after so many seconds."""
     slices, deadline = os.cpu_count() or 1, time.monotonic() + seconds
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -63,7 +91,7 @@ def over_cores(command: Sequence[str], seconds: float) -> None:
 
 
 def doctors_jobs() -> list[Callable[[], Any]]:
-    """Every problem that the doctor solves on a GPU, forward and backward."""
+    """A call for every problem that the doctor solves on a GPU, forward and backward."""
 
     def job(problem: Any, dtype: torch.dtype) -> Callable[[], Any]:
         return lambda: solve(problem, lambda **named: problem.function(**named, backend="triton"), dtype, dtype)
@@ -71,24 +99,20 @@ def doctors_jobs() -> list[Callable[[], Any]]:
     return [job(problem, dtype) for problem in problems(torch.device("cpu"), large=True) for dtype in DTYPES]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, metavar="N", help="90 for sm_90; default: the GPU at hand")
     parser.add_argument("--seconds", type=float, default=300.0, metavar="N", help="stop after this long")
     parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    capability = arguments.capability
-    if capability is None:
-        if not torch.cuda.is_available():
-            parser.error("there is no GPU here: --capability says for which to compile")
-        major, minor = torch.cuda.get_device_capability()
-        capability = 10 * major + minor
+    if arguments.capability is None and not torch.cuda.is_available():
+        parser.error("there is no GPU here: --capability says for which to compile")
+    capability = arguments.capability or int("{}{}".format(*torch.cuda.get_device_capability()))
     if arguments.slice:
-        every(doctors_jobs(), *arguments.slice, capability)
-        return 0
-    over_cores([sys.executable, __file__, "--capability", str(capability)], arguments.seconds)
-    return 0
+        compile_slice(doctors_jobs(), *arguments.slice, capability)
+    else:
+        over_cores([sys.executable, __file__, "--capability", str(capability)], arguments.seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
-"""Records: what was measured where, as JSON, and what follows from it: rates, shares of the bound, tables of text.
+"""Records: what was measured where, as JSON, and what follows from it: rates, shares of the bound, comparisons.
 
-{"environment": {...}, "ceilings": {...} or None, "ops": {op: {"formula", "baseline", "directions", "rates"}},
+{"environment": {...}, "ceilings": {...} or None, "ops": {op: {"formula", "directions", "rates"}},
  "cases": [{"op", "case", "dtype", "series", "work": {direction: {"flop", "byte", ...}}}], in the table's order,
  "rows": [{"op", "case", "provider", "ours", "status", "reason" or "timings" and so on}]}
 """
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from cases import label
 from fastattn.doctor import devices, versions
 
 ROOT = Path(__file__).resolve().parents[1]
+KEPT = "default, padding kept"  # the provider that shows what dropping padding gains in a training step
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -63,13 +64,12 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def described(plan: Sequence[tuple[Any, Any]], device: torch.device) -> Record:
+def described(plan: Sequence[tuple[Any, Any]]) -> Record:
     """The part of a record that follows from the plan, a list of (benchmark, case), alone: "ops" and "cases"."""
     benchmarks = {benchmark.name: benchmark for benchmark, _ in plan}
     ops = {
         name: {
             "formula": next(case.formula for given, case in plan if given.name == name),
-            "baseline": benchmark.providers(device)[0].name,
             "directions": list(benchmark.directions),
             "rates": list(benchmark.rates),
         }
@@ -160,29 +160,43 @@ def machine(record: Record) -> str:
     return f"{device}; {', '.join(parts)}"
 
 
-def text(record: Record) -> str:
-    """The record for a terminal: median [quartiles], rates, speed-up over the reference path, error / bound."""
-    return "\n".join(_text_lines(record)) + "\n"
+def slowdown(rows: Sequence[Row], row: Row | None, direction: str) -> float | None:
+    """How many times fastattn's default fits into a provider's time: by alternating samples, else by the medians."""
+    ms, default_ms = median(row, direction), median(default_row(rows), direction)
+    if ms is None or default_ms is None:
+        return None
+    return row.get("speed", {}).get(direction, ms / default_ms)
 
 
-def _text_lines(record: Record) -> Iterator[str]:
-    yield machine(record)
-    for name, op in record["ops"].items():
-        yield f"\n{name}: {op['formula']}"
-        for case in (case for case in record["cases"] if case["op"] == name):
-            rows = rows_of(record, case)
-            yield f"\n{case['case']}"
-            baseline = named(rows, op["baseline"])
-            for row in rows:
-                if row["status"] != "ok":
-                    yield f"  {row['provider']:<45}{row['status']}: {row['reason']}"
-                    continue
-                if not row["timings"]:
-                    yield f"  {row['provider']:<45}{row['peak_mib']:>10.1f} MiB  error {row['error_over_bound']:.2f}"
-                for direction, timed in row["timings"].items():
-                    ms, base = timed["median_ms"], median(baseline, direction)
-                    spread = f"{ms:>10.3f} ms [{timed['q1_ms']:.3f}, {timed['q3_ms']:.3f}]"
-                    speeds = "".join(f"{rate(case['work'][direction][unit], ms, unit):>16}" for unit in op["rates"])
-                    speed_up = f"{base / ms:>8.2f}x" if base else ""
-                    rest = f"  error {row['error_over_bound']:.2f}{row['peak_mib']:>10.1f} MiB"
-                    yield f"  {row['provider']:<45}{direction:<9}{spread:<36}{speeds}{speed_up}{rest}"
+def compare(a: Path, b: Path) -> int:
+    """Prints what got slower or faster from a to b by more than the quartiles of both. Returns 1 when something of
+    fastattn got slower or larger, or no longer works, else 0."""
+    before, after = load(a), load(b)
+    print(f"A: {a}: {machine(before)}\nB: {b}: {machine(after)}")
+    if machine(before) != machine(after):
+        print("Not the same machine or versions: differences are not the code's alone.")
+    earlier = {(row["op"], row["case"], row["provider"]): row for row in before["rows"]}
+    worse = shared = 0
+    for row in after["rows"]:
+        old = earlier.get((row["op"], row["case"], row["provider"]))
+        if old is None:
+            continue
+        shared += 1
+        name = f"{row['op']} {row['case']}: {row['provider']}"
+        if old["status"] != row["status"]:
+            print(f"{name}: {old['status']} -> {row['status']} {row.get('reason', '')}".rstrip())
+            worse += row["ours"] and old["status"] == "ok"
+        if old["status"] != "ok" or row["status"] != "ok":
+            continue
+        if not row["timings"]:
+            found = "more" * (row["peak_mib"] > 1.02 * old["peak_mib"])  # a tensor more; two runs need not be equal
+            print(f"{name}, memory: {old['peak_mib']:.1f} -> {row['peak_mib']:.1f} MiB {found}".rstrip())
+            worse += row["ours"] and bool(found)
+        for direction, timed in row["timings"].items():
+            then = old["timings"][direction]
+            found = "slower" * (timed["q1_ms"] > then["q3_ms"]) + "faster" * (timed["q3_ms"] < then["q1_ms"])
+            ratio = timed["median_ms"] / then["median_ms"]
+            print(f"{name}, {direction}: {then['median_ms']:.4g} -> {timed['median_ms']:.4g} ms, {ratio:.2f}x {found}")
+            worse += row["ours"] and found == "slower"
+    print(f"{shared} measurements in both; of fastattn, {worse} got slower beyond the quartiles or larger, or broke")
+    return int(worse > 0)

@@ -3,12 +3,12 @@
     python benchmarks/report.py --out DIR [--minutes N] [--only OP ...] [--device cuda]
     python benchmarks/report.py --render RECORD      report.md and plots anew, also on another machine
     python benchmarks/report.py --compare A B        two records side by side, and what got slower
-    python benchmarks/report.py --readme | --check   the README's tables from the records in results/: write, compare
+    python benchmarks/report.py --readme             RESULTS.md and the README's figures from the records in results/
 
-DIR gets rows.jsonl (each result, as soon as it is known), record.json (after each case), at the end report.md and the
-plots, and the measuring process's output. The most valuable cases come first; each provider works in another process,
-within a time limit, so one that crashes, hangs or runs out of memory is a line in the report. Run again with the same
-DIR, the report goes on where it was stopped, unless code, machine or versions have changed.
+DIR gets rows.jsonl (each result, as soon as it is known), at the end record.json, report.md and the plots, and the
+measuring process's output. The most valuable cases come first; each provider works in another process, within a time
+limit, so one that crashes, hangs or runs out of memory is a line in the report. Run again with the same DIR, the report
+goes on where it was stopped, unless code, machine or versions have changed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import markdown
 import records
-import report_compare
-import report_markdown
-import report_readme
 import torch
-from report_worker import Job, Task, Worker
+from worker import Job, Task, Worker
 
 from fastattn.doctor import usable_device
 
@@ -62,59 +60,47 @@ class Log:
             os.fsync(file.fileno())
 
 
-def jobs_of(plan: Sequence[tuple[Any, Any]], device: torch.device, quick: bool) -> list[Job]:
-    """Every provider on every case, in the plan's order; what takes long to get ready later, not at all if quick."""
-    ordered = [
-        (index + provider.later, Job(index, provider.name))
-        for index, (benchmark, _) in enumerate(plan)
-        for provider in benchmark.providers(device)
-        if not (quick and provider.later)
-    ]
-    return [Job(None, "")] + [job for _, job in sorted(ordered, key=lambda pair: pair[0])]
-
-
 class Report:
-    """One folder's worth of results."""
+    """One folder's worth of results. only: the names of the benchmarks to run, or None for all."""
 
-    def __init__(
-        self, out: Path, device: torch.device, table: str, only: Sequence[str] | None, catalogue: str, limit_s: float
-    ) -> None:
+    def __init__(self, out: Path, device: torch.device, table: str, only: Sequence[str] | None, catalogue: str) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.device, self.quick, self.limit_s = out, device, table == "quick", limit_s
+        self.out, self.device, self.quick = out, device, table == "quick"
         self.plan = importlib.import_module(catalogue).plan(table)
-        self.only = only
+        self.jobs = [job for job in self._all_jobs() if only is None or self.plan[job.index][0].name in only]
         self.environment = records.environment(device) | {"table": table}
         fixed = {key: self.environment[key] for key in ("device", "versions", "sources", "threads", "table")}
         run = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
         self.log = Log(out / "rows.jsonl", run)
-        self.worker = Worker(
-            Task(catalogue, table, str(device), out / "worker.log", 0.02 if self.quick else BUDGET_S[device.type])
-        )
+        budget_s = 0.02 if self.quick else BUDGET_S[device.type]
+        self.worker = Worker(Task(catalogue, table, str(device), out / "worker.log", budget_s))
 
-    def measure(self, deadline: float, say: Callable[[str], None]) -> None:
-        """All jobs that are not done, until time.monotonic() reaches the deadline."""
-        jobs = [job for job in jobs_of(self.plan, self.device, self.quick) if self._wanted(job)]
+    def _all_jobs(self) -> list[Job]:
+        """Every provider on every case in the plan's order; what takes long to get ready later, or not if quick."""
+        ordered = [
+            (index + provider.later, Job(index, provider.name))
+            for index, (benchmark, _) in enumerate(self.plan)
+            for provider in benchmark.providers(self.device)
+            if not (self.quick and provider.later)
+        ]
+        return [job for _, job in sorted(ordered, key=lambda pair: pair[0])]
+
+    def measure(self, limit_s: float, deadline: float, say: Callable[[str], None]) -> None:
+        """All jobs that are not done, until time.monotonic() reaches the deadline. limit_s: of one job."""
         done = {(row["op"], row["case"], row["provider"]) for row in self.log.rows}
-        todo = [job for job in jobs if self._key(job) not in done]
-        say(f"{len(jobs)} measurements, {len(jobs) - len(todo)} of them done before")
-        current = None
+        todo = [job for job in (Job(None, ""), *self.jobs) if self._key(job) not in done]
+        say(f"{len(self.jobs) + 1} measurements, {len(self.jobs) + 1 - len(todo)} of them done before")
         try:
             for number, job in enumerate(todo, 1):
-                if job.index != current:
-                    self._write_record()
-                    current = job.index
-                row = None if time.monotonic() >= deadline else self.worker.ask(job, self.limit_s, deadline)
+                row = None if time.monotonic() >= deadline else self.worker.ask(job, limit_s, deadline)
                 if row is None:
                     break  # the report's time is up
                 op, case, provider = self._key(job)
                 row = {"op": op, "case": case, "provider": provider, "ours": self._is_ours(job)} | row
                 self.log.append(row)
-                say(f"{number}/{len(todo)} {op} {case}: {provider} {report_markdown.brief(row)}")
+                say(f"{number}/{len(todo)} {op} {case}: {provider} {markdown.brief(row)}")
         finally:
             self.worker.stop()
-
-    def _wanted(self, job: Job) -> bool:
-        return self.only is None or job.index is None or self.plan[job.index][0].name in self.only
 
     def _key(self, job: Job) -> tuple[str, str, str]:
         if job.index is None:
@@ -127,24 +113,18 @@ class Report:
             return False
         return next(p.ours for p in self.plan[job.index][0].providers(self.device) if p.name == job.provider)
 
-    def record(self) -> records.Record:
-        """What is known now. Rows in the plan's order; "missing" counts the measurements there was no time for."""
+    def write(self) -> records.Record:
+        """record.json, report.md and the plots. "missing" counts the measurements there was no time for."""
         known = {(row["op"], row["case"], row["provider"]): row for row in self.log.rows}
-        jobs = [job for job in jobs_of(self.plan, self.device, self.quick) if self._wanted(job)]
-        order = sorted((job for job in jobs if job.index is not None), key=lambda job: job.index)
-        rows = [known[self._key(job)] for job in order if self._key(job) in known]
-        wanted = [pair for index, pair in enumerate(self.plan) if self._wanted(Job(index, ""))]
+        in_order = sorted(self.jobs, key=lambda job: job.index)
+        rows = [known[self._key(job)] for job in in_order if self._key(job) in known]
+        cases = [self.plan[index] for index in sorted({job.index for job in self.jobs})]
         ceilings = known.get(("ceilings", "", ""), {}).get("ceilings")
-        record = {"environment": self.environment, "ceilings": ceilings, "missing": len(order) - len(rows)}
-        return record | records.described(wanted, self.device) | {"rows": rows}
-
-    def _write_record(self) -> None:
-        records.save(self.record(), self.out / "record.json")
-
-    def write(self) -> Path:
-        """record.json, report.md and the plots."""
-        self._write_record()
-        return report_markdown.write(records.load(self.out), self.out)
+        record = {"environment": self.environment, "ceilings": ceilings, "missing": len(in_order) - len(rows)}
+        records.save(record | records.described(cases) | {"rows": rows}, self.out / "record.json")
+        record = records.load(self.out)
+        markdown.write_report(record, self.out)
+        return record
 
 
 def parser() -> argparse.ArgumentParser:
@@ -154,46 +134,42 @@ def parser() -> argparse.ArgumentParser:
     action.add_argument("--out", type=Path, metavar="DIR", help="measure, and write everything here")
     action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and plots of this record")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="records, or folders with one")
-    action.add_argument("--readme", action="store_true", help="write the README's tables from the committed records")
-    action.add_argument("--check", action="store_true", help="fail if the README and the committed records disagree")
+    action.add_argument("--readme", action="store_true", help="write the tables from the committed records")
     made.add_argument("--minutes", type=float, default=8.0, metavar="N", help="stop after this long (default 8)")
     made.add_argument("--only", nargs="+", metavar="OP", help="only these benchmarks")
     made.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
     made.add_argument("--quick", action="store_true", help="tiny cases, to see that everything runs")
-    made.add_argument("--limit", type=float, metavar="S", help="seconds for one provider on one case")
     return made
 
 
 def main(argv: Sequence[str] | None = None, catalogue: str = "catalogue") -> int:
-    """The command. Measuring returns 1 when a backend of fastattn failed or was wrong; --compare, when one got slower;
-    --check, when the README is not what the records say."""
+    """The command. Returns 1 when a backend of fastattn failed or was wrong; with --compare, when one got slower."""
     arguments = parser().parse_args(argv)
     if arguments.render:
         folder = arguments.render if arguments.render.is_dir() else arguments.render.parent
-        print(f"wrote {report_markdown.write(records.load(arguments.render), folder)}")
+        print(f"wrote {markdown.write_report(records.load(arguments.render), folder)}")
         return 0
     if arguments.compare:
-        return report_compare.main(*arguments.compare)
-    if arguments.readme or arguments.check:
-        return report_readme.main(write=arguments.readme)
-    start = time.monotonic()
-    device = arguments.device
-    if arguments.only:
-        names = {benchmark.name for benchmark, _ in importlib.import_module(catalogue).plan("quick")}
-        if unknown := set(arguments.only) - names:
-            parser().error(f"--only: no benchmark {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-    table = "quick" if arguments.quick else device.type
-    report = Report(arguments.out, device, table, arguments.only, catalogue, arguments.limit or LIMIT_S[device.type])
+        return records.compare(*arguments.compare)
+    if arguments.readme:
+        markdown.write_results()
+        return 0
+    start, device = time.monotonic(), arguments.device
+    names = {benchmark.name for benchmark, _ in importlib.import_module(catalogue).plan("quick")}
+    if unknown := set(arguments.only or ()) - names:
+        parser().error(f"--only: no benchmark {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    report = Report(arguments.out, device, "quick" if arguments.quick else device.type, arguments.only, catalogue)
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {line}", flush=True)
 
     try:
-        report.measure(start + max(0.0, 60 * arguments.minutes - WRITING_S), say)
+        report.measure(LIMIT_S[device.type], start + max(0.0, 60 * arguments.minutes - WRITING_S), say)
     except KeyboardInterrupt:
         say("stopped")
-    say(f"wrote {report.write()}")
-    return int(any(records.is_our_failure(row) for row in report.record()["rows"]))
+    record = report.write()
+    say(f"wrote {arguments.out / 'report.md'}")
+    return int(any(records.is_our_failure(row) for row in record["rows"]))
 
 
 if __name__ == "__main__":

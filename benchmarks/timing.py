@@ -18,6 +18,8 @@ import torch
 from cases import label
 from torch.profiler import ProfilerActivity, profile
 
+Call = Callable[[], Any]
+
 
 class Timing(NamedTuple):
     """Quartiles in milliseconds, of `samples` calls, and the fastest: on a busy machine the steadiest figure."""
@@ -29,40 +31,49 @@ class Timing(NamedTuple):
     samples: int
 
 
-def measure(call: Callable[[], Any], device: torch.device, budget_s: float) -> Timing:
-    """Time a call: three warm-up calls, then at least 5 and at most 200 samples in about budget_s seconds."""
+def measure(call: Call, device: torch.device, budget_s: float) -> Timing:
+    """Time one call: three warm-up calls, then at least 5 and at most 200 samples in about budget_s seconds."""
+    return measure_in_turn([call], device, budget_s)[0]
+
+
+def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float) -> list[Timing]:
+    """Time several calls whose samples alternate, so that what slows the machine down for a while slows all of them."""
     sample = _sample_on_gpu if device.type == "cuda" else _sample_on_cpu
-    first = sample(call, device, 3)[-1]
-    samples = sample(call, device, max(5, min(200, int(budget_s * 1e3 / max(first, 1e-3)))))
-    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-    return Timing(min(samples), q1, median, q3, len(samples))
+    first_ms = max(sum(samples[-1] for samples in sample(calls, device, 3)), 1e-3)
+    found = sample(calls, device, max(5, min(200, int(budget_s * 1e3 * len(calls) / first_ms))))
+    quartiles = [statistics.quantiles(samples, n=4, method="inclusive") for samples in found]
+    return [Timing(min(s), *q, len(s)) for s, q in zip(found, quartiles, strict=True)]
 
 
-def _sample_on_cpu(call: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    samples = []
+def _sample_on_cpu(calls: list[Call], device: torch.device, count: int) -> list[list[float]]:
+    samples: list[list[float]] = [[] for _ in calls]
     for _ in range(count):
-        start = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - start) * 1e3)
+        for call, times in zip(calls, samples, strict=True):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
     return samples
 
 
-def _sample_on_gpu(call: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+def _sample_on_gpu(calls: list[Call], device: torch.device, count: int) -> list[list[float]]:
     cache = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in events:
-        cache.zero_()
-        start.record()
-        call()
-        end.record()
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    for _ in range(count):
+        for call, pairs in zip(calls, events, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cache.zero_()
+            start.record()
+            call()
+            end.record()
+            pairs.append((start, end))
     torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) for start, end in events]
+    return [[start.elapsed_time(end) for start, end in pairs] for pairs in events]
 
 
-def peak_mib(call: Callable[[], Any], device: torch.device) -> float:
+def peak_mib(call: Call, device: torch.device) -> float:
     """Memory that a call needs beyond what was allocated before it.
 
-    On a CPU: the running sum of the allocations and releases that torch's profiler sees, which are those of tensors;
+    On a CPU: the running sum of the allocations and releases that torch's profiler reports, which are those of tensors;
     what a library takes for itself behind torch's back is not in it.
     """
     if device.type == "cuda":

@@ -1,9 +1,9 @@
 """A whole training step in CUDA graphs: forward, loss, backward, clipping and optimizer as one launch from the host.
 
-A small model's step is a thousand launches, which the host issues more slowly than a GPU runs them. A CUDA graph issues
-them all at once, but repeats exactly what it saw: shapes, addresses and every number that Python held. So batches are
-padded to a few shapes, inputs and learning rates are copied to where the graph reads them, dropout seeds are drawn on
-the device by the captured work itself, and what cannot be captured is refused.
+A small model's step takes hundreds of launches, which the host issues more slowly than a GPU runs them. A CUDA graph
+issues them all at once, but repeats exactly what was captured: shapes, addresses and every number from Python. So
+batches are padded to a few shapes, inputs and learning rates are copied to fixed addresses, dropout seeds are drawn on
+the device by captured operators, and a model or optimizer that cannot be captured is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from fastattn._dispatch import requested
 from fastattn.models import FusedTransformer
 
-# Steps that each shape runs eagerly, on real batches, before it is captured: the first compiles kernels and makes the
-# optimizer's state, the second finds both in place, as every later one will. Nothing has to be undone afterwards.
+# Each bucket runs this many steps eagerly before it is captured. The first compiles kernels and creates the optimizer's
+# state. The second runs as every later step will. Both train on real batches, so nothing has to be undone.
 WARM_UP = 2
 
 
@@ -30,25 +30,26 @@ class GraphedStep:
     """step = GraphedStep(model, optimizer, batch_tokens=8192);  loss = step(src_seq, trg_seq, gold)
 
     Each call is one training step of a FusedTransformer: its loss, the gradients, and the optimizer's update. A batch
-    is padded to the smallest bucket that holds it; padding is masked and its gold ignored, so loss and update are those
-    of the batch as it is. A bucket's first two steps run eagerly, the third is captured, and from then on it is
-    replayed: every call is a full step on its batch, with fresh dropout.
+    is padded to the smallest bucket that it fits. Padding is masked and its gold ignored, so loss and update are those
+    of the batch without it. A bucket's first two steps run eagerly, the third is captured, and all later ones replay
+    the graph. Every call is a full step on its own batch, with fresh dropout.
 
     model: in training or evaluation mode, on one GPU, without hooks and without pack_padding.
     optimizer: made with capturable=True; Adam and AdamW also take fused=True, the fastest. Learning rates may be set
-        before any step, as numbers, by a scheduler or as tensors; the other settings stay as they are.
+        before any step, as numbers, by a scheduler or as tensors; the other settings must not change.
     buckets: lengths of source and target to pad to.
-    batch_tokens: padded tokens a side of a bucket's batch: a bucket of length L takes batch_tokens // L sentences, and
-        `rows` says how many fit; or batch_size: as many sentences in every bucket. Fewer are filled up with empty ones.
+    batch_tokens: padded tokens of source, or of target, in a batch: a bucket of length L takes batch_tokens // L
+        sentences, and `rows` says how many fit. Or batch_size: the number of sentences in every bucket. Smaller batches
+        are filled up with empty sentences.
     label_smoothing, smooth_over: as in ``FusedTransformer.loss``.
     max_grad_norm: clips the gradients' norm to this; `grad_norm` is the norm before, of the last update.
-    accumulate: calls to an update of the weights; its gradient is that of the mean over the tokens of all of them, as
-        if they had been one batch.
+    accumulate: calls for each update of the weights. The gradient is that of the mean over all their tokens, as if they
+        had been one batch.
     autocast: torch.bfloat16 runs forward and loss under torch.autocast. Do not open torch.autocast around a step.
-    capture: False runs the very same padded step eagerly, also on a CPU, to look into it with a debugger.
+    capture: False runs the same padded step eagerly, also on a CPU, for debugging.
 
-    Memory is one pool for all buckets, about what the largest takes. Gradients are None between steps, or with
-    accumulate > 1 buffers of the step's own.
+    All buckets share one memory pool, about as large as the largest bucket needs. Gradients are None between steps;
+    with accumulate > 1 they are buffers that the step owns.
     Raises ValueError or TypeError naming what cannot be captured, at construction or at the step that meets it.
     """
 
@@ -102,28 +103,28 @@ class GraphedStep:
         return self.batch_size or max(self.batch_tokens // bucket, 1)
 
     def reset(self) -> None:
-        """Forgets every graph: after a change that a step refuses, or of what Python decides, as a dropout rate is."""
+        """Drop every graph. Call it after a change that a step refuses, and after a change of a dropout rate."""
         self._inputs: dict[int, _Inputs] = {}
-        self._work: dict[Any, _Replayed] = {}
+        self._captured_work: dict[Any, _CapturedWork] = {}
         self._graphs = _CudaGraphs(self._device) if self.capture else None
-        self._rates = _Rates(self.optimizer, self._device)
-        self._state = self.optimizer.state
-        self._frozen = self._what_is_frozen()
+        self._learning_rates = _LearningRates(self.optimizer, self._device)
+        self._optimizer_state = self.optimizer.state
+        self._captured_settings = self._current_settings()
 
     def __call__(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
         """One step. src_seq: integer (B, Ls); trg_seq: integer (B, Lt); gold: as trg_seq or flat; on any device.
 
-        Returns the loss a token of this batch before the update, a float32 scalar on the device. Nothing waits for it.
+        Returns the loss a token of this batch before the update: a float32 scalar on the device, not waited for.
         """
         self._check_unchanged()
-        inputs = self._fill(src_seq, trg_seq, gold)
-        self._rates.refresh()
-        # What a graph does depends on these; a change of one of them is another graph, not an error.
-        kind = (inputs, self.model.training, requested(None)[0])
+        inputs = self._copy_batch(src_seq, trg_seq, gold)
+        self._learning_rates.copy_to_device()
+        # Each combination of these has a graph of its own.
+        key = (inputs, self.model.training, requested(None)[0])
         if self.accumulate == 1:
-            self._run(kind, lambda: (self._backward(inputs), self._update()))
+            self._run(key, lambda: (self._backward(inputs), self._update()))
             return inputs.loss.clone()
-        self._run(kind, lambda: self._backward(inputs))
+        self._run(key, lambda: self._backward(inputs))
         self._calls += 1
         loss = inputs.loss.clone()
         if self._calls == self.accumulate:
@@ -131,26 +132,26 @@ class GraphedStep:
             self._run("update", self._update)
         return loss
 
-    def _run(self, kind: Any, work: Callable[[], Any]) -> None:
-        """work(), by its graph if there are graphs."""
+    def _run(self, key: Any, work: Callable[[], Any]) -> None:
+        """work(), by the graph of this key unless capture=False."""
         if self._graphs is None:
             work()
             return
-        if kind not in self._work:
-            self._work[kind] = _Replayed(work, self._graphs)
-        self._work[kind]()
+        if key not in self._captured_work:
+            self._captured_work[key] = _CapturedWork(work, self._graphs)
+        self._captured_work[key]()
 
-    # --- the step itself, which is what a graph holds -----------------------------------------------------------------
+    # --- the step itself, which graphs capture ------------------------------------------------------------------------
 
     def _attach_gradients(self) -> None:
-        """None where a step is an update: the backward's own tensors become the gradients, nothing is added."""
+        """Set gradients to the buffers of accumulation; or to None, and the backward will set its own tensors."""
         for i, p in enumerate(self._parameters):
             p.grad = None if self._gradients is None else self._gradients[i]
 
     def _backward(self, inputs: _Inputs) -> None:
         """Loss and gradients of the padded batch."""
         self._attach_gradients()
-        alone = self.accumulate == 1
+        is_whole_update = self.accumulate == 1
         precision = nullcontext() if self.autocast is None else torch.autocast(self._device.type, self.autocast)
         with torch.enable_grad(), precision:
             loss = self.model.loss(
@@ -159,38 +160,38 @@ class GraphedStep:
                 inputs.gold,
                 self.label_smoothing,
                 smooth_over=self.smooth_over,
-                reduction="mean" if alone else "sum",
+                reduction="mean" if is_whole_update else "sum",
             )
         loss.backward()
         loss = loss.detach()
-        if not alone:
+        if not is_whole_update:
             tokens = (inputs.gold != self.model.trg_pad_idx).sum()
             self._tokens += tokens
             loss = loss / tokens
         inputs.loss.copy_(loss)
 
     def _update(self) -> None:
-        """Clipping and the optimizer; leaves no gradients."""
+        """Clipping and the optimizer; gradients are None or zero afterwards."""
         if self._gradients is not None:
             self._attach_gradients()
             torch._foreach_div_(self._gradients, self._tokens.clamp(min=1).to(self._gradients[0].dtype))
             self._tokens.zero_()
         if self.max_grad_norm is not None:
             self.grad_norm.copy_(torch.nn.utils.clip_grad_norm_(self._parameters, self.max_grad_norm))
-        with self._rates.lent():
+        with self._learning_rates.use_device_lr():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self._gradients is None)
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def _bucket_length(self, length: int) -> int:
-        place = bisect_left(self.buckets, length)
-        if place == len(self.buckets):
+        index = bisect_left(self.buckets, length)
+        if index == len(self.buckets):
             raise ValueError(f"a sentence of {length} tokens is longer than the last of buckets {self.buckets}")
-        return self.buckets[place]
+        return self.buckets[index]
 
-    def _fill(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> _Inputs:
-        """Copies the batch to where its bucket's graph reads it."""
+    def _copy_batch(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> _Inputs:
+        """Copy the batch, padded, into the tensors that its bucket's graph reads."""
         for name, t in (("src_seq", src_seq), ("trg_seq", trg_seq), ("gold", gold)):
             if not isinstance(t, Tensor) or t.is_floating_point() or t.dtype == torch.bool:
                 raise TypeError(f"{name} must be a Tensor of integers, got {getattr(t, 'dtype', type(t).__name__)}")
@@ -207,41 +208,41 @@ class GraphedStep:
                 "taken: plan batches by step.rows(length), or raise batch_tokens or batch_size"
             )
         if length not in self._inputs:
-            places = (torch.empty(rows, length, dtype=torch.int64, device=self._device) for _ in range(3))
-            self._inputs[length] = _Inputs(*places, torch.empty((), dtype=torch.float32, device=self._device))
+            sequences = (torch.empty(rows, length, dtype=torch.int64, device=self._device) for _ in range(3))
+            self._inputs[length] = _Inputs(*sequences, torch.empty((), dtype=torch.float32, device=self._device))
         inputs = self._inputs[length]
         batch = (src_seq, trg_seq, gold.reshape(trg_seq.shape))
         pads = (self.model.src_pad_idx, self.model.trg_pad_idx, self.model.trg_pad_idx)
-        for place, t, pad in zip((inputs.src_seq, inputs.trg_seq, inputs.gold), batch, pads, strict=True):
-            place.fill_(pad)[: t.shape[0], : t.shape[1]].copy_(t, non_blocking=True)
+        for padded, t, pad in zip((inputs.src_seq, inputs.trg_seq, inputs.gold), batch, pads, strict=True):
+            padded.fill_(pad)[: t.shape[0], : t.shape[1]].copy_(t, non_blocking=True)
         return inputs
 
-    # --- what a graph holds fast --------------------------------------------------------------------------------------
+    # --- what a graph repeats and a step must not change --------------------------------------------------------------
 
-    def _what_is_frozen(self) -> dict[str, Any]:
+    def _current_settings(self) -> dict[str, Any]:
         groups = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.optimizer.param_groups]
         settings = {f"param_groups[{i}][{k!r}]": v for i, group in enumerate(groups) for k, v in group.items()}
         return settings | {
-            "the optimizer's state, as by load_state_dict,": self.optimizer.state is self._state,
-            "where the parameters lie": [p.data_ptr() for p in self._parameters],
+            "the optimizer's state, as by load_state_dict,": self.optimizer.state is self._optimizer_state,
+            "the parameters' addresses": [p.data_ptr() for p in self._parameters],
             "which parameters require grad": [p.requires_grad for p in self.model.parameters()],
         }
 
     def _check_unchanged(self) -> None:
         if torch.is_autocast_enabled(self._device.type):
-            raise ValueError("a step under torch.autocast might keep casts of old weights: use autocast= instead")
-        now = self._what_is_frozen()
-        for name, before in self._frozen.items():
+            raise ValueError("a step under torch.autocast might use casts of old weights: use autocast= instead")
+        now = self._current_settings()
+        for name, before in self._captured_settings.items():
             if now.get(name) != before:
                 raise ValueError(
-                    f"{name} changed since graphs were captured, which would go on with the old one; call reset() to "
+                    f"{name} changed since graphs were captured, and they would use the old value; call reset() to "
                     "capture again (a parameter that now requires grad: make another GraphedStep)"
                 )
 
 
 @dataclass(eq=False)
 class _Inputs:
-    """Where a bucket's graphs read the batch, int64 (rows, length) each, and where they leave the loss."""
+    """The batch that a bucket's graphs read, int64 (rows, length) each, and the loss that they write."""
 
     src_seq: Tensor
     trg_seq: Tensor
@@ -249,65 +250,65 @@ class _Inputs:
     loss: Tensor
 
 
-class _Rates:
-    """The learning rates on the device, where a graph reads them; the optimizer's groups keep what their user set."""
+class _LearningRates:
+    """Copies of the learning rates on the device, for graphs to read. The optimizer's groups keep what the user set."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.groups = optimizer.param_groups
         self.on_device = [torch.zeros((), device=device) for _ in self.groups]
-        self.written: list[Any] = [None] * len(self.groups)
+        self.copied: list[Any] = [None] * len(self.groups)
 
-    def refresh(self) -> None:
+    def copy_to_device(self) -> None:
         for i, group in enumerate(self.groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):
                 self.on_device[i].copy_(rate)
-            elif rate != self.written[i]:
+            elif rate != self.copied[i]:
                 self.on_device[i].fill_(rate)
-            self.written[i] = None if isinstance(rate, Tensor) else rate
+            self.copied[i] = None if isinstance(rate, Tensor) else rate
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Within it the optimizer finds the device's rates."""
-        own = [group["lr"] for group in self.groups]
+    def use_device_lr(self) -> Iterator[None]:
+        """Within it the optimizer's groups hold the rates on the device."""
+        users_rates = [group["lr"] for group in self.groups]
         for group, rate in zip(self.groups, self.on_device, strict=True):
             group["lr"] = rate
         try:
             yield
         finally:
-            for group, rate in zip(self.groups, own, strict=True):
+            for group, rate in zip(self.groups, users_rates, strict=True):
                 group["lr"] = rate
 
 
 class _CudaGraphs:
-    """All that needs a GPU: one stream to warm up and capture on, and one memory pool for all graphs."""
+    """The calls of torch.cuda: one stream for warm-up and capture, and one memory pool for all graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """Runs it once, on the stream of the capture: what libraries keep for a stream is made then."""
-        here = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(here)
+        """work(), on the stream of the capture: libraries such as cuBLAS allocate workspaces for each stream."""
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             work()
-        here.wait_stream(self.stream)
+        current.wait_stream(self.stream)
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What replays it. Capturing runs nothing on the GPU."""
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        """A function that replays work. Capturing runs nothing on the GPU."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
         try:
-            # thread_local: a data loader's thread may pin memory meanwhile.
+            # thread_local: another thread, such as a data loader's, may pin memory during the capture.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 work()
         finally:
-            torch.cuda.set_stream(here)  # a capture that failed does not go back by itself
+            torch.cuda.set_stream(current)  # a failed capture does not restore it
         return graph.replay
 
 
-class _Replayed:
-    """Work that runs eagerly WARM_UP times, then is captured, and replayed ever after."""
+class _CapturedWork:
+    """Work that runs eagerly WARM_UP times, is then captured, and from then on replayed."""
 
     def __init__(self, work: Callable[[], None], graphs: _CudaGraphs) -> None:
         self.work, self.graphs, self.runs = work, graphs, 0
@@ -324,19 +325,20 @@ class _Replayed:
             except RuntimeError as error:
                 raise RuntimeError(
                     f"the training step could not be captured: {error}\nSomething in it waits for the device; "
-                    "GraphedStep(..., capture=False) runs the same step eagerly, to look for it"
+                    "GraphedStep(..., capture=False) runs the same step eagerly, for a debugger"
                 ) from error
         self.replay()
 
 
 def _check_model(model: Any) -> None:
+    """Raise if the model cannot be captured."""
     if not isinstance(model, FusedTransformer):
         raise TypeError(
             f"model must be a FusedTransformer itself, got {type(model).__name__}; what wraps one, such as "
-            "DistributedDataParallel or torch.compile, acts from Python at every step, which a graph does not repeat"
+            "DistributedDataParallel or torch.compile, runs Python code at every step, which a graph does not repeat"
         )
     if model.pack_padding:
-        raise ValueError("model has pack_padding=True, which waits for the device to count tokens; buckets replace it")
+        raise ValueError("model has pack_padding=True, which waits for the device to count tokens; use buckets instead")
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for name, module in model.named_modules():
         if any(getattr(module, kind) for kind in hooks):
@@ -347,15 +349,15 @@ def _check_model(model: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, model: FusedTransformer, capture: bool) -> torch.device:
-    """The parameters' device."""
+    """Raise if the optimizer cannot be captured; returns the parameters' device."""
     if not isinstance(optimizer, Optimizer):
         hint = ": a GradScaler decides on the host whether to update" if "Scaler" in type(optimizer).__name__ else ""
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError("optimizer has a hook, which a graph would not call")
-    served = {p for group in optimizer.param_groups for p in group["params"]}
+    optimized = {p for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
-        if p.requires_grad and p not in served:
+        if p.requires_grad and p not in optimized:
             raise ValueError(f"optimizer does not have parameter {name}: pass it, or give it requires_grad_(False)")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
@@ -368,7 +370,7 @@ def _check_optimizer(optimizer: Any, model: FusedTransformer, capture: bool) -> 
     for group in optimizer.param_groups:
         if not group.get("capturable"):
             raise ValueError(
-                f"optimizer {type(optimizer).__name__} keeps numbers in Python, which a graph would repeat: make it "
-                "with capturable=True"
+                f"optimizer {type(optimizer).__name__} keeps its step count in Python, which a graph would repeat: "
+                "construct it with capturable=True"
             )
     return device

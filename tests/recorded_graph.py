@@ -1,7 +1,7 @@
-"""A CUDA graph's behaviour on a CPU: what ran is repeated, operator by operator and kernel by kernel, at its addresses.
+"""The behaviour of a CUDA graph on a CPU: operators and Triton kernels are recorded and replayed at their addresses.
 
-As a GPU's graph it holds fast every number that Python held, refuses what reads a value on the host, runs nothing while
-it is captured, and leaves in memory that the capture allocated no value that a replay does not write.
+Like a GPU's graph it repeats every number that came from Python, refuses to read a value on the host, and computes
+nothing during the capture: memory allocated then holds no value until a replay writes it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
-# Files that look at values, but only those of a CPU tensor.
-LOOKS_ON_A_CPU = ("ops/linear_cross_entropy.py", "ops/embed_layer_norm.py", "ops/_arguments.py")
 
 
 class RecordedGraphs:
@@ -55,19 +53,21 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-        self.before: dict[int, tuple[Any, Any]] = {}  # memory from before the capture, and what it held
-        self.made: dict[int, Tensor] = {}  # by address; kept, so that no address is used twice
+        # By address: storages from before the capture with a copy of what they held, and tensors allocated during the
+        # capture. The latter are kept alive so that no address is used twice.
+        self.before: dict[int, tuple[Any, Any]] = {}
+        self.allocated: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in HOST_READS and not _looks_on_a_cpu():
+        if name in HOST_READS and not _checks_arguments():  # public ops check values, but only on a CPU
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         self.remember((args, kwargs))
         out = func(*args, **kwargs)
         for t in _tensors(out):
             if t.untyped_storage().data_ptr() not in self.before:
-                self.made[t.untyped_storage().data_ptr()] = t
+                self.allocated[t.untyped_storage().data_ptr()] = t
         if not func.is_view and not name.startswith(("empty", "new_empty")):
             self.calls.append((func, args, kwargs, out))
         return out
@@ -75,33 +75,35 @@ class _Recorder(TorchDispatchMode):
     def remember(self, arguments: Any) -> None:
         for t in _tensors(arguments):
             storage = t.untyped_storage()
-            if storage.data_ptr() not in self.made and storage.data_ptr() not in self.before:
+            if storage.data_ptr() not in self.allocated and storage.data_ptr() not in self.before:
                 self.before[storage.data_ptr()] = (storage, storage.clone())
 
     def undo(self) -> None:
-        """Nothing ran; and new memory holds nothing of use."""
+        """Restore old memory and fill new memory with 0xFF: a capture computes nothing."""
         for storage, held in self.before.values():
             storage.copy_(held)
-        for t in self.made.values():
+        for t in self.allocated.values():
             t.untyped_storage().fill_(0xFF)
 
     @torch.no_grad()
     def replay(self) -> None:
         for function, args, kwargs, recorded in self.calls:
             result = function(*args, **kwargs)
-            for new, place in zip(_tensors(result), _tensors(recorded), strict=True):
-                if new.data_ptr() != place.data_ptr():
-                    place.copy_(new)
+            for new, old in zip(_tensors(result), _tensors(recorded), strict=True):
+                if new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
-def _looks_on_a_cpu() -> bool:
+def _checks_arguments() -> bool:
+    """Whether the innermost line of the package on the stack is one of the public ops."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(LOOKS_ON_A_CPU):
-            return True
+        path = frame.f_code.co_filename
+        if "/fastattn/" in path or "/kernels/" in path:
+            return "/fastattn/ops/" in path
         frame = frame.f_back
     return False

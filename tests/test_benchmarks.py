@@ -1,180 +1,240 @@
-"""Every benchmark makes a valid record on a CPU, and times nothing that is wrong."""
+"""What the benchmarks measure: the work of a case, counted another way, and rivals that solve the same problem."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 CPU = torch.device("cpu")
+MASKS = ("full", "causal", "padding", "blocks", "alibi", "bias")
 
 
-def wrong(load: Any, function: Any, ours: bool = False) -> Any:
-    """A provider that computes `function` of the leaves instead of the op."""
-    harness = load("harness")
-    return harness.Provider("wrong", lambda case, inputs, dropout_p: harness.run_of(function, inputs), ours)
+def counted(call: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
 
 
-def with_provider(load: Any, name: str, provider: Any) -> Any:
-    """The benchmark `name` with the reference path, one more provider, and PyTorch's own operators after it."""
-    module: ModuleType = load(name)
-    harness = load("harness")
-    fields = vars(module.BENCHMARK)
-    providers = module.providers(CPU)
-    peer = next(peer for peer in providers if not peer.ours and not peer.later)
-    return harness.Benchmark(**fields | {"providers": lambda device: [providers[0], provider, peer]})
+def test_lengths_are_like_multi30ks(load: Any) -> None:
+    """Multi30k's English words: the median is 11, 5 % are below 7, 1 % above 23; in batches padded to 23."""
+    cases = load("cases")
+    lengths = torch.cat([cases.draw_lengths(100, 23, cases.MULTI30K, seed) for seed in range(200)]).double()
+    assert lengths.median().item() == pytest.approx(11, abs=1)
+    assert lengths.quantile(0.05).item() == pytest.approx(7, abs=1.5)
+    assert lengths.log().std().item() == pytest.approx(cases.MULTI30K, rel=0.05) and lengths.max() == 23
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_script_makes_a_record_and_a_table(
-    name: str, load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = load(name)
-    out = tmp_path / "records" / "record.json"
-    assert load("harness").main(module.BENCHMARK, ["--quick", "--device", "cpu", "--out", str(out)]) == 0
-    record = json.loads(out.read_text())
-    table = capsys.readouterr().out
-
-    assert record["complete"] is True
-    assert record["ops"][module.BENCHMARK.name]["formula"] in table
-    environment = record["environment"]
-    assert environment["device"]["name"] and environment["versions"]["torch"] == torch.__version__
-    assert environment["threads"] == torch.get_num_threads()
-    assert environment["date"].startswith("20")
-
-    cases = [str(case) for case in module.BENCHMARK.cases["quick"]]
-    providers = [provider.name for provider in module.providers(CPU) if not provider.later]
-    assert [(row["case"], row["provider"]) for row in record["rows"]] == [(c, p) for c in cases for p in providers]
-    for row in record["rows"]:
-        assert row["case"] in table
-        if row["status"] == "refused":
-            assert row["reason"] in table
-            continue
-        assert row["status"] == "ok", row
-        assert row["error_over_bound"] <= load("harness").WRONG
-        assert list(row["timings"]) == list(module.BENCHMARK.directions)
-        for timing in row["timings"].values():
-            assert 0 < timing["min_ms"] <= timing["q1_ms"] <= timing["median_ms"] <= timing["q3_ms"]
-            assert timing["samples"] >= 5
-        assert row["peak_mib"] > 0
-    default = [row for row in record["rows"] if row.get("default")]
-    assert [row["case"] for row in default] == cases
+def test_pairs_flops_and_bytes_of_attention(load: Any) -> None:
+    cases = load("cases")
+    for mask in MASKS:
+        case = cases.AttentionCase(3, 2, 150, 200, 8, mask)
+        dense = case.dense()
+        pairs = 3 * 150 * 200 if dense is None else dense.expand(3, 1, 150, 200).sum().item()
+        assert case.pairs == pairs and case.work["forward"]["flop"] == 4 * 2 * pairs * 8, mask
+    full, biased = (cases.AttentionCase(2, 3, 4, 4, 8, mask).work for mask in ("full", "bias"))
+    assert full["backward"]["byte"] == 8 * (2 * 3 * 4 * 8) * 4  # q, k, v, out, dout; dq, dk, dv
+    assert biased["both"]["byte"] - full["both"]["byte"] == 3 * (3 * 4 * 4) * 4  # bias twice read, dbias
 
 
-def test_a_provider_that_returns_zeros_is_not_timed(load: Any) -> None:
-    def zeros(x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        return x * 0 + sum(0 * t.sum() for t in others.values())
+def test_a_models_flops_are_those_of_its_products(load: Any) -> None:
+    """torch counts the products of plain PyTorch, none padded, and the masked causal half. One teacher-forced pass
+    meets each token once, as incremental decoding would."""
+    module, cases, models = load("bench_transformer"), load("cases"), load("models")
+    case = cases.StepCase(3, 20, 2, 32, 64, 4, 50, dropout_p=0.0, spread=0.0)
+    plain = next(provider for provider in module.providers(CPU) if provider.name == "plain PyTorch")
+    run = plain.make(case, module.make_inputs(case, CPU), 0.0)
+    causal_half = 12 * 32 * 2 * 3 * (20 * 20 - 20 * 21 / 2)
+    assert counted(run.timed["step"]) == case.work["step"]["flop"] + causal_half
 
-    benchmark = with_provider(load, "bench_add_layer_norm", wrong(load, zeros))
-    rows = load("harness").measure_all(benchmark, CPU, quick=True)["rows"]
-    assert [row["status"] for row in rows] == ["ok", "wrong result", "ok"] * 2
-    assert all("timings" not in row for row in rows if row["status"] == "wrong result")
-
-
-def test_a_provider_that_is_wrong_in_one_gradient_is_not_timed(load: Any) -> None:
-    def unscaled(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        total = residual + x
-        normal = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=1e-6)
-        return normal * weight + (bias + (bias - bias.detach()))  # the value is right, the gradient of bias double
-
-    benchmark = with_provider(load, "bench_add_layer_norm", wrong(load, unscaled))
-    harness = load("harness")
-    case = benchmark.cases["quick"][0]
-    inputs = benchmark.inputs(case, CPU)
-    reference, provider, _ = benchmark.providers(CPU)
-    checker = harness.Checker(benchmark, case, inputs, reference)
-    assert checker.ratio(reference) <= 1 and checker.ratio(provider) > harness.WRONG
+    case = cases.DecodingCase(3, 12, 2, 32, 64, 4, 50, new_tokens=12, spread=0.0)
+    model = models.plain(case, 0.0, 20).eval()
+    src_seq = models.make_inputs(case, CPU, 20).fixed["src_seq"]
+    causal_half = 4 * 32 * 2 * 3 * (12 * 12 - 12 * 13 / 2)
+    with torch.no_grad():
+        assert counted(lambda: model(src_seq, src_seq)) == case.work["decode"]["flop"] + causal_half
 
 
-LOSSES = {
-    "right": (lambda loss: loss, "ok"),
-    "value": (lambda loss: loss + 0.1 * loss.detach(), "wrong result"),
-    "gradient": (lambda loss: 1.1 * loss - 0.1 * loss.detach(), "wrong result"),
-}
+def test_a_case_says_what_share_of_it_is_padding(load: Any) -> None:
+    cases, models = load("cases"), load("models")
+    case = cases.StepCase(8, 64, 1, 32, 64, 2, 50)
+    fixed = models.make_inputs(case, CPU, 64).fixed
+    source, gold = fixed["src_seq"] == models.PAD, fixed["trg_seq"][:, 1:] == models.PAD
+    share = torch.cat([source, gold]).double().mean().item()
+    assert share > 0.25 and f" {share:.0%} padding," in str(case)
 
 
-@pytest.mark.parametrize("planted", LOSSES)
-def test_a_step_with_a_wrong_loss_is_not_timed(planted: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fastattn's backends are measured with FusedTransformer.loss, so that is what is checked."""
-    change, status = LOSSES[planted]
+def test_plans_name_every_measurement_once(load: Any) -> None:
+    for table, device in (("quick", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
+        plan = load("catalogue").plan(table)
+        assert {benchmark.name for benchmark, _ in plan} == {given.name for given in load("catalogue").BENCHMARKS}
+        providers = [(b.name, str(case), p.name) for b, case in plan for p in b.providers(torch.device(device))]
+        assert len(set(providers)) == len(providers), table
+        for _, case in plan:
+            assert all(work["flop"] > 0 and work["byte"] > 0 for work in case.work.values())
+
+
+def test_memory_is_that_of_the_tensors_alive_at_once(load: Any) -> None:
+    x = torch.ones(2**18)  # 1 MiB
+
+    def call() -> Tensor:
+        for _ in range(3):
+            y = (x + 1) * 2  # two at a time, and the first is released
+        return y
+
+    assert 2 <= load("timing").peak_mib(call, CPU) <= 3.1
+
+
+@pytest.mark.full
+def test_a_step_takes_at_most_half_of_the_reference_paths_memory(load: Any) -> None:
+    """The base model at 2048 tokens, sequences of 512, dropout 0.1, no padding. To be quick it has 8000 words, which
+    favours the reference path, as the fused loss keeps no logits, and is measured with one layer and with two: each
+    layer more takes as much again, so that these figures give those of all six."""
+    module, timing, cases = (load(name) for name in ("bench_transformer", "timing", "cases"))
+
+    def peak(provider: Any, n_layers: int) -> float:
+        case = cases.MemoryCase(4, 512, n_layers, 512, 2048, 8, 8000)
+        run = provider.make(case, module.MEMORY.inputs(case, CPU), case.dropout_p)
+        return timing.peak_mib(run.timed["step"], CPU)
+
+    reference, default, *_ = module.memory_providers(CPU)
+    (one, two), (fused_one, fused_two) = ([peak(given, n) for n in (1, 2)] for given in (reference, default))
+    whole, fused_whole = one + 5 * (two - one), fused_one + 5 * (fused_two - fused_one)
+    assert fused_two <= two / 2 and fused_whole <= whole / 2, (
+        f"{fused_whole:.0f} MiB, by the reference path {whole:.0f}"
+    )
+
+
+def test_a_step_is_checked_by_its_loss_and_by_every_op(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient 10 % off fails; the ops asked for are those that can be left out; the rivals are the same model."""
+    from fastattn import _dispatch
+
     models, harness, module = load("models"), load("harness"), load("bench_transformer")
+    providers = {provider.name: provider for provider in module.providers(CPU)}
+    checked = harness.Checked(module.BENCHMARK, module.BENCHMARK.cases["quick"][0], CPU)
+    asked, choose = set(), _dispatch.choose
+    monkeypatch.setattr(_dispatch, "choose", lambda op, *rest: (asked.add(op), choose(op, *rest))[1])
+    assert checked.error_over_bound(providers["default"]) <= 1
+    assert asked == set(module.MODEL_OPS)
+    for rival in module.RIVALS:
+        assert checked.error_over_bound(providers[rival]) <= 1, rival
     fused_loss = models.fused_loss
-    monkeypatch.setattr(models, "fused_loss", lambda *arguments: change(fused_loss(*arguments)))
+    monkeypatch.setattr(models, "fused_loss", lambda *given: 1.1 * (loss := fused_loss(*given)) - 0.1 * loss.detach())
+    wrong = module.provider("default")
+    assert harness.measure_provider(checked, wrong, 0.01)["status"] == "wrong result"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mask", MASKS)
+def test_attentions_rivals_have_the_same_problem(mask: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the part that is compared, with grouped heads; FlexAttention uncompiled and without its GPU-only backward."""
+    module, harness, rivals = load("bench_attention"), load("harness"), load("attention_rivals")
+    case = load("cases").AttentionCase(2, 4, 128, 128, 16, mask, heads_k=None if mask == "bias" else 2)
+    checked = harness.Checked(module.BENCHMARK, case, CPU)
+    for provider in (checked.providers[0], rivals.torch_sdpa(None, None)):
+        assert checked.error_over_bound(provider) <= 1
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    inputs = checked.inputs._replace(leaves={name: leaf.detach() for name, leaf in checked.inputs.leaves.items()})
+    expected = checked.providers[0].make(case, inputs, 0.0).timed["forward"]()
+    for count_mask in (False, True):
+        provider = rivals.flex(count_mask)
+        if count_mask and mask in ("full", "bias"):
+            with pytest.raises(harness.Refused, match="no mask to build"):
+                provider.make(case, inputs, 0.0)
+        else:
+            torch.testing.assert_close(provider.make(case, inputs, 0.0).timed["forward"](), expected)
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:
+    """q (B, Lq, H, D), k and v (B, Lk, Hk, D)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, enable_gqa=True).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """q (all queries, H, D), k and v (all keys, Hk, D); offsets int32. Returns (out, lse), as some versions do."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+    spans = zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True)
+    outs = [flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for a, b, c, d in spans]
+    return torch.cat(outs), None
+
+
+@pytest.mark.full
+def test_rivals_that_need_a_gpu_by_stand_ins_with_their_signatures(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+    liger = SimpleNamespace(
+        liger_layer_norm=lambda X, W, B, eps: F.layer_norm(X, W.shape, W, B, eps),
+        liger_swiglu=lambda a, b: F.silu(a) * b,
+        liger_fused_linear_cross_entropy=lambda input, weight, target, **options: F.cross_entropy(
+            input @ weight.T, target, **options
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", liger)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(cross_entropy=F.cross_entropy))
+    cases, harness, attention = load("cases"), load("harness"), load("cases").AttentionCase
+    modules = {name: load(f"bench_{name}") for name in ("add_layer_norm", "feed_forward", "linear_cross_entropy")}
+    modules["attention"] = load("bench_attention")
+    flash_2 = load("attention_rivals").flash_attention(2)
+    provided = [
+        *(("attention", flash_2, case) for case in (
+            attention(2, 4, 40, 72, 16), attention(2, 4, 40, 40, 16, "causal"), attention(3, 2, 24, 40, 16, "padding")
+        )),
+        *((name, harness.rival("Liger-Kernel", modules[name].liger), case) for name, case in (
+            ("add_layer_norm", cases.NormCase(40, 96)),
+            ("feed_forward", cases.FeedForwardCase(40, 48, 96, "swiglu")),
+            ("linear_cross_entropy", cases.CrossEntropyCase(40, 32, 60)),
+        )),
+        ("linear_cross_entropy", harness.rival("quack", modules["linear_cross_entropy"].quack),
+         cases.CrossEntropyCase(40, 32, 60, smoothing=0.0)),
+    ]  # fmt: skip
+    for name, provider, case in provided:
+        assert harness.Checked(modules[name].BENCHMARK, case, CPU).error_over_bound(provider) <= 1, case
+    for refused in (attention(2, 4, 40, 72, 16, "causal"), attention(2, 4, 72, 72, 16, "blocks")):
+        with pytest.raises(harness.Refused):
+            harness.Checked(modules["attention"].BENCHMARK, refused, CPU).error_over_bound(flash_2)
+    with pytest.raises(harness.Refused, match="cannot be imported"):
+        harness.imported("no_such_module_anywhere")
+
+
+def test_a_pinned_kernel_that_did_not_run_is_refused(load: Any) -> None:
+    rivals, module, harness = load("attention_rivals"), load("bench_attention"), load("harness")
     case = module.BENCHMARK.cases["quick"][0]
-    inputs = module.make_inputs(case, CPU)
-    reference, default, *_ = module.providers(CPU)
-    for provider, wanted in ((default, status), (reference, "ok")):
-        checker = harness.Checker(module.BENCHMARK, case, inputs, reference)
-        row = harness.measure_provider(module.BENCHMARK, case, provider, inputs, checker, CPU, 0.01)
-        assert row["status"] == wanted, row
+    inputs, backends = module.make_inputs(case, CPU), torch.nn.attention.SDPBackend
+    with pytest.raises(harness.Refused, match="pinned, but math ran"):
+        rivals.torch_sdpa("flash (CPU)", backends.MATH).make(case, inputs, 0.0)
+    with pytest.raises(harness.Refused, match="no such kernel"):
+        rivals.torch_sdpa("cudnn", backends.CUDNN_ATTENTION).make(case, inputs, 0.0)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_failure_is_recorded_and_fails_the_script_when_it_is_ours(
-    ours: bool, load: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(**leaves: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("planted")
-
-    benchmark = with_provider(load, "bench_feed_forward", wrong(load, broken, ours))
-    assert load("harness").main(benchmark, ["--quick", "--device", "cpu"]) == int(ours)
-    assert "failed: RuntimeError: planted" in capsys.readouterr().out
-
-
-def test_the_part_of_attention_that_is_compared_is_the_same_problem(load: Any) -> None:
-    """With grouped heads, a mask and dropout: the reference on the part equals the part of the reference."""
-    cases, harness, module = load("cases"), load("harness"), load("bench_attention")
-    reference = module.providers(CPU)[0]
-    for mask in ("full", "causal", "padding", "blocks", "alibi", "bias"):
-        heads_k = None if mask == "bias" else 2
-        case = cases.AttentionCase(2, 4, 70, 80, 16, mask, heads_k=heads_k, dropout_p=0.0 if mask == "bias" else 0.2)
-        checker = harness.Checker(module.BENCHMARK, case, module.make_inputs(case, CPU), reference)
-        assert checker.ratio(reference) < 0.7
-
-
-def test_a_script_runs_by_itself() -> None:
-    command = [sys.executable, str(BENCHMARKS / "bench_add_layer_norm.py"), "--quick", "--device", "cpu"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert "reference" in result.stdout
-
-
+@pytest.mark.full
 def test_torch_compile_is_checked_and_timed(load: Any) -> None:
     module, harness = load("bench_attention"), load("harness")
-    reference, *_ = providers = module.providers(CPU)
-    compiled = next(provider for provider in providers if provider.later)
-    case = module.BENCHMARK.cases["quick"][0]
-    inputs = module.BENCHMARK.inputs(case, CPU)
-    checker = harness.Checker(module.BENCHMARK, case, inputs, reference)
-    row = harness.measure_provider(module.BENCHMARK, case, compiled, inputs, checker, CPU, 0.01)
+    checked = harness.Checked(module.BENCHMARK, module.BENCHMARK.cases["quick"][0], CPU)
+    compiled = next(provider for provider in checked.providers if provider.later)
+    row = harness.measure_provider(checked, compiled, 0.01)
     assert row["status"] == "ok", row
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_a_pinned_kernel_that_did_not_run_is_refused(load: Any) -> None:
-    peers, module, harness = load("attention_peers"), load("bench_attention"), load("harness")
-    case = module.BENCHMARK.cases["quick"][0]
-    inputs = module.make_inputs(case, CPU)
-    backends = torch.nn.attention.SDPBackend
-    with pytest.raises(harness.Refused, match="pinned, but math ran"):
-        peers.torch_sdpa("flash (CPU)", backends.MATH).make(case, inputs, 0.0)
-    with pytest.raises(harness.Refused, match="no such kernel"):
-        peers.torch_sdpa("cudnn", backends.CUDNN_ATTENTION).make(case, inputs, 0.0)
-    assert peers.torch_sdpa("math", backends.MATH).make(case, inputs, 0.0).notes == {"ran": "math"}
-
-
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("pytest_benchmark") is None, reason="pytest-benchmark is not installed")
-def test_pytest_benchmark_collects_the_scripts() -> None:
+def test_pytest_benchmark_collects_the_benchmarks() -> None:
     command = [sys.executable, "-m", "pytest", str(BENCHMARKS / "bench_add_layer_norm.py"), "--benchmark-only", "-q"]
     command += ["--benchmark-max-time=0.01", "--benchmark-min-rounds=1", "-p", "no:cacheprovider", "-k", "forward"]
     # Under pytest-xdist its variables would tell the new process that it is a worker, where nothing is timed.

@@ -40,8 +40,8 @@ struct alignas(16) ForwardShared {
   static constexpr size_t kBytesOfWarp = 16 * kTileStride<T, kHeadDim>;
 };
 
-// A block of kThreads threads, or, 0, of any number: 16 queries a warp.
-template <class T, int kHeadDim, int kBlockN, int kThreads>
+// A block of kThreads threads, or, 0, of any number: 16 queries a warp. kLists: whether the mask may have lists.
+template <class T, int kHeadDim, int kBlockN, int kThreads, bool kLists>
 __device__ __forceinline__ void attend(const Forward& p) {
   constexpr int kTiles = kBlockN / 8;
   auto& shared = shared_memory<ForwardShared<T, kHeadDim, kBlockN>>();
@@ -57,11 +57,12 @@ __device__ __forceinline__ void attend(const Forward& p) {
   const DropoutMask dropout(p.dropout);
 
   // Keys that take no part, or that the band excludes from the whole tile, may hold anything: they are read as zeros.
-  const TileLoop loop = plan_tiles<kBlockN>(mask, b, h, m0, block_m, Lq, Lk);
+  const TileLoop loop = kLists ? plan_tiles<kBlockN>(mask, b, h, m0, block_m, Lq, Lk)
+                               : plan_tiles_of_band<kBlockN>(mask, b, m0, block_m, Lq, Lk);
   const int first_key = m0 + mask.band_lo, last_key = min(m0 + block_m, Lq) - 1 + mask.band_hi;
   const auto load_keys = [&](unsigned char* tile, const Rows& of, int columns, int i) {
     const Matrix<T> x(of, b, key_head, Lk, columns);  // made where it is used: registers are scarce
-    const bool all = i >= loop.partial;
+    const bool all = kLists && i >= loop.partial;
     load_tile<T, kBlockN, kHeadDim, kThreads>(tile, x, loop.tile(i) * kBlockN, [&](int n) {
       return all || (n >= first_key && n <= last_key && takes_part(mask, b, n));
     });
@@ -134,12 +135,12 @@ template <class T, int kHeadDim>
 __global__ void __launch_bounds__(kShortApart<T, kHeadDim> ? 128 : kShortThreads,
                                   kShortApart<T, kHeadDim> ? 3 : kHeadDim == 64 ? 2 : 1)
 forward_kernel(const Forward p) {
-  attend<T, kHeadDim, ForwardTile<T, kHeadDim>::kBlockN, kShortApart<T, kHeadDim> ? 128 : 0>(p);
+  attend<T, kHeadDim, ForwardTile<T, kHeadDim>::kBlockN, kShortApart<T, kHeadDim> ? 128 : 0, true>(p);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kShortThreads, 2) short_forward_kernel(const Forward p) {
-  attend<T, 64, 32, 0>(p);
+  attend<T, 64, 32, 0, false>(p);
 }
 
 bool is_short_forward(const Shape& shape) { return std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort; }

@@ -250,6 +250,7 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     for (int half = 0; half < 2; half++) {
       const int m = m0 + row + g + 8 * half;
       delta[half] = 0.0f;
+#pragma unroll 1
       for (int w = 0; w < warps / 2; w++) delta[half] += shared.delta[w][row + g + 8 * half];
       if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
       if (p.delta != nullptr && warp < 2 && c == 0 && m < shape.seqlen_q) p.delta[row0 + m] = delta[half];

@@ -16,17 +16,12 @@ struct TileLoop {
   }
 };
 
-// For the tile of own_rows rows from `own` on, of `rows` in all, and tiles of kStream of `columns` columns. Without lists the
-// band says which tiles are visited; unless it restricts alone, each of them is a partial one, and the last ones are left out
-// in which no column takes part.
+// For the tile of own_rows rows from `own` on, of `rows` in all, and tiles of kStream of `columns` columns: those that the band
+// leaves. Unless it restricts alone, each of them is a partial one, and the last ones are left out in which no column takes
+// part.
 template <int kStream>
-__device__ __forceinline__ TileLoop plan_tiles(const Mask& mask, int64_t b, int64_t h, int own, int own_rows, int rows,
-                                               int columns) {
-  if (mask.tiles != nullptr) {
-    const int64_t list = b * mask.lists_stride_b + h * mask.lists_stride_h + own / own_rows;
-    const int2 counts = mask.counts[list];
-    return {mask.tiles + list * mask.max_tiles, 0, 0, counts.x, counts.y};
-  }
+__device__ __forceinline__ TileLoop plan_tiles_of_band(const Mask& mask, int64_t b, int own, int own_rows, int rows,
+                                                       int columns) {
   const int last = min(own + own_rows, rows) - 1, low = mask.band_lo, high = mask.band_hi;
   const int begin_first = max(own + low, 0), begin_last = max(last + low, 0);
   const int end_first = max(min(own + high + 1, columns), 0), end_last = max(min(last + high + 1, columns), 0);
@@ -40,6 +35,16 @@ __device__ __forceinline__ TileLoop plan_tiles(const Mask& mask, int64_t b, int6
   loop.left = full > 0 ? full_from - loop.first : loop.count;
   loop.partial = loop.count - full;
   return loop;
+}
+
+// Those of the lists, where there are any.
+template <int kStream>
+__device__ __forceinline__ TileLoop plan_tiles(const Mask& mask, int64_t b, int64_t h, int own, int own_rows, int rows,
+                                               int columns) {
+  if (mask.tiles == nullptr) return plan_tiles_of_band<kStream>(mask, b, own, own_rows, rows, columns);
+  const int64_t list = b * mask.lists_stride_b + h * mask.lists_stride_h + own / own_rows;
+  const int2 counts = mask.counts[list];
+  return {mask.tiles + list * mask.max_tiles, 0, 0, counts.x, counts.y};
 }
 
 }  // namespace fastattn::attention

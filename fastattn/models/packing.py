@@ -1,4 +1,4 @@
-"""Sequences without their padding: the real tokens of a batch, one sequence below the other."""
+"""Packing: the real tokens of a padded batch as one long sequence, and when that is worth its cost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fastattn import _dispatch
 
 
 class Packed:
-    """tokens (1, T): the T tokens of seq (B, L) that are not pad_idx, sequence by sequence.
+    """The T tokens of seq (B, L) that are not pad_idx, sequence after sequence, as `tokens` (1, T).
 
-    position (1, T): where each stood in its sequence.     cu_seqlens (B + 1,) int32: where each sequence starts.
-    index (T,): where each stood in seq.flatten().
-    On a GPU it waits for the device once, to learn T.
+    position (1, T): each token's place in its sequence.     index (T,): its place in seq.flatten().
+    cu_seqlens (B + 1,) int32: where each sequence starts.
+    On a GPU the constructor waits for the device once, to read T.
     """
 
     def __init__(self, seq: Tensor, pad_idx: int) -> None:
@@ -35,14 +35,14 @@ class Packed:
         return padded.unflatten(0, self.shape)
 
 
-def worth_it(
+def packing_pays(
     src_seq: Tensor, trg_seq: Tensor, gold: Tensor, src_pad_idx: int, trg_pad_idx: int, *, backend: str | None
 ) -> bool:
-    """Whether a training step is faster without padding: where a quarter or more of (B, Ls) and (B, Lt) tokens is.
+    """Whether a training step is faster without padding: a quarter or more of all tokens of src_seq and trg_seq is.
 
-    Only where it costs nothing to ask, on a CPU, and where packing changes no result: wherever trg_seq is padding,
-    gold is. The kernels that do not run there are left alone, and so is the plain formula, which would compute every
-    score between two sequences.
+    False on a GPU, where counting would wait for the device, and in backends other than aten: the plain formula would
+    compute the scores between all sequences. False too where packing would change the loss: where gold is a real token
+    and trg_seq is padding.
     """
     if src_seq.device.type != "cpu" or torch.compiler.is_compiling():
         return False

@@ -1,12 +1,12 @@
-"""The Transformer: its two stacks tied together by masks, shared embeddings, and the projection with its loss.
+"""The Transformer: encoder and decoder, their masks, shared embeddings, the output projection and the loss.
 
 Architecture, argument order and the names of modules and parameters are those of the widely used PyTorch
-implementation attention-is-all-you-need-pytorch, so a state_dict of one loads strictly into the other. Fusion shows
-in no parameter: use_backend("reference") runs the same object by the plain formulas.
+implementation attention-is-all-you-need-pytorch, so a state_dict of one loads strictly into the other. No parameter
+is changed for the fused ops: use_backend("reference") runs the same object by the plain formulas.
 
-Differences, all on purpose: attention weights are made only where they are asked for; a query that may attend to
-nothing gets 0 instead of the mean of all values; norm_first, activation and n_head_kv, off by default, vary the
-sublayers as fastattn.nn describes.     Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762.
+Differences, all on purpose: attention weights are computed only on request; a query that may attend to nothing gives 0
+instead of the mean of all values; norm_first, activation and n_head_kv, off by default, vary the sublayers as
+fastattn.nn describes.     Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastattn import _dispatch
 from fastattn.masks import AttentionMask
-from fastattn.models.packing import Packed, worth_it
+from fastattn.models.packing import Packed, packing_pays
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.recompute import recomputed
 from fastattn.ops import _arguments as arguments
@@ -34,17 +34,17 @@ class FusedTransformer(nn.Module):
     n_layers: of the encoder, and as many of the decoder.  n_head, d_k, d_v: attention heads and their widths.
     dropout: after the embeddings and after every sublayer.     n_position: the longest sequence.
     trg_emb_prj_weight_sharing: target embedding and output projection are one weight (section 3.4), and then
-        scale_emb_or_prj says where its scale is set right: "emb" multiplies embeddings by sqrt(d_model), "prj" the
-        logits by 1 / sqrt(d_model), "none" neither. Without sharing it has no effect.
+        scale_emb_or_prj says what is scaled: "emb" multiplies embeddings by sqrt(d_model), "prj" multiplies logits by
+        1 / sqrt(d_model), "none" neither. Without sharing it has no effect.
     emb_src_trg_weight_sharing: source and target embedding are one weight; for a joint vocabulary.
     attn_dropout: on attention weights. 0.1 whatever dropout is, as in the public implementation.
-    norm_first, activation, n_head_kv: see OpenSum, PositionwiseFeedForward and MultiHeadAttention in fastattn.nn.
-    pack_padding: True: drop padding once for both stacks, so that all work is done on real tokens, whose results stay
-        the same. Logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays
-        from about a quarter of padding on. None: where packing.worth_it says so, which is in ``loss`` on a CPU.
-    recompute: keep neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which makes them
-        again: two fifths less memory between the two (gated forms two thirds), for a sixth more of the feed-forward's
-        work. Gradients stay the same; under torch.autocast they are rounded elsewhere.
+    norm_first, activation, n_head_kv: see PendingResidual, PositionwiseFeedForward, MultiHeadAttention in fastattn.nn.
+    pack_padding: True drops padding before both stacks, so that only real tokens are computed. Their results stay the
+        same; logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays from
+        about a quarter of padding on. None: ``loss`` on a CPU drops padding where packing.packing_pays says so.
+    recompute: save neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which computes
+        them again. Saved activations take two fifths less memory (two thirds with gated activations), and the
+        feed-forward takes a sixth more time. Gradients stay the same, but for other roundings under torch.autocast.
     backend: given to every op; None leaves the choice to use_backend, FASTATTN_BACKEND and each op's own order.
     ValueError where the arguments contradict each other.
 
@@ -92,12 +92,12 @@ class FusedTransformer(nn.Module):
         for name, index, vocabulary in pads:
             if not isinstance(index, Integral) or not 0 <= index < vocabulary:
                 raise ValueError(f"{name} must be an integer from 0 to {vocabulary - 1}, a token, got {index!r}")
-        _dispatch.requested(backend)  # a name that there is not is an error now, not in the first forward
+        _dispatch.requested(backend)  # an unknown name is an error here, not in the first forward
         if scale_emb_or_prj not in SCALE_MODES:
             raise ValueError(f"scale_emb_or_prj must be one of {', '.join(SCALE_MODES)}, got {scale_emb_or_prj!r}")
         if d_word_vec != d_model:
             raise ValueError(
-                f"embeddings join the residual stream, so d_word_vec must equal d_model, got {d_word_vec} and {d_model}"
+                f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
             )
         if emb_src_trg_weight_sharing and n_src_vocab > n_trg_vocab:
             raise ValueError(
@@ -145,13 +145,13 @@ class FusedTransformer(nn.Module):
         smooth_over: str = "all",
         reduction: str = "mean",
     ) -> Tensor:
-        """Cross-entropy of forward(src_seq, trg_seq) and gold, a float32 scalar; the logits are never kept.
+        """Cross-entropy of forward(src_seq, trg_seq) and gold, float32 (). The logits are never stored as a whole.
 
         gold: integer (B, Lt) or (B * Lt,), the token that follows each of trg_seq; where it is padding it is ignored,
             and so is, with pack_padding, what follows padding in trg_seq.
         label_smoothing, smooth_over: as in ``linear_cross_entropy``: torch's smoothing, or with "others" the public
             implementation's.     reduction: "mean" over the tokens that are not ignored, or "sum".
-        Wrappers that act on forward, as DistributedDataParallel does, want a module whose forward calls this.
+        For wrappers that act on forward, as DistributedDataParallel does, write a module whose forward calls this.
         """
         _check_sequences(src_seq, trg_seq)
         if reduction not in ("mean", "sum"):
@@ -164,7 +164,7 @@ class FusedTransformer(nn.Module):
         gold, pack = gold.reshape(trg_seq.shape), self.pack_padding
         if pack is None:
             pads = (self.src_pad_idx, self.trg_pad_idx)
-            pack = worth_it(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend)
+            pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend)
         dec_output, packed = self.decode(src_seq, trg_seq, pack)
         return linear_cross_entropy(
             dec_output,
@@ -189,7 +189,7 @@ class FusedTransformer(nn.Module):
             return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
 
     def decode_packed(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed]:
-        """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and how to bring them back in place."""
+        """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and the Packed that unpacks it."""
         self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
         src, trg = Packed(src_seq, self.src_pad_idx), Packed(trg_seq, self.trg_pad_idx)
         src_mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
@@ -199,19 +199,19 @@ class FusedTransformer(nn.Module):
         dec_output, *_ = self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)
         return dec_output, trg
 
-    # One mask a batch for each role: the layers share what it prepares.
+    # Each mask is built once a batch. All layers share it and what it prepares.
 
     def src_mask(self, src_seq: Tensor) -> AttentionMask:
-        """Real source tokens are seen: by the encoder, and by the decoder's attention to it. src_seq: (B, Ls)."""
+        """Real source tokens are visible, to the encoder and to the decoder's attention to it. src_seq: (B, Ls)."""
         return AttentionMask(key_padding=src_seq != self.src_pad_idx)
 
     def trg_mask(self, trg_seq: Tensor) -> AttentionMask:
-        """A target token sees real tokens up to itself. trg_seq: (B, Lt)."""
+        """Real tokens up to itself are visible to a target token. trg_seq: (B, Lt)."""
         return AttentionMask(key_padding=trg_seq != self.trg_pad_idx, is_causal=True)
 
     def project(self, dec_output: Tensor) -> Tensor:
         """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
-        # Scaling d_model numbers a token instead of n_trg_vocab logits.
+        # The d_model inputs are scaled instead of the n_trg_vocab logits: fewer numbers.
         return self.trg_word_prj(dec_output * self.d_model**-0.5 if self.scale_prj else dec_output)
 
     def extra_repr(self) -> str:
@@ -219,7 +219,7 @@ class FusedTransformer(nn.Module):
 
 
 def _check_sequences(src_seq: object, trg_seq: object) -> None:
-    """Both are tensors, (B, Ls) and (B, Lt); what they hold the stacks look at."""
+    """Raise unless both are tensors, (B, Ls) and (B, Lt). The stacks check dtypes and values."""
     for name, seq in (("src_seq", src_seq), ("trg_seq", trg_seq)):
         if not isinstance(seq, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(seq).__name__}")

@@ -4,13 +4,13 @@ from fastattn.nn.attention import MultiHeadAttention, ScaledDotProductAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.layers import DecoderLayer, EncoderLayer
 from fastattn.nn.position import PositionalEncoding
-from fastattn.nn.residual import OpenSum
+from fastattn.nn.residual import PendingResidual
 
 __all__ = [
     "DecoderLayer",
     "EncoderLayer",
     "MultiHeadAttention",
-    "OpenSum",
+    "PendingResidual",
     "PositionalEncoding",
     "PositionwiseFeedForward",
     "ScaledDotProductAttention",

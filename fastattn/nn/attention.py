@@ -1,20 +1,17 @@
-"""Multi-head attention and what it is made of."""
+"""Multi-head attention, its core op as a module, and the conversion of dense masks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
-from fastattn.nn.joint_linear import join, joint_linear
-from fastattn.nn.residual import OpenSum, Stream, active, add_norm
+from fastattn.nn.joint_linear import joint_linear
+from fastattn.nn.residual import PendingResidual, Stream, add_norm, current_dropout_p
 from fastattn.ops.attention import scaled_dot_product_attention
 
 
 def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None:
-    """One AttentionMask for a dense mask without a head dimension, so that many layers can share what it prepares.
+    """The AttentionMask of a dense mask without a head dimension. All layers can share it and what it prepares.
 
     mask: (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), bool or integer, nonzero = attend; ValueError for anything else.
         An AttentionMask or None is returned as it is.
@@ -49,14 +46,14 @@ class ScaledDotProductAttention(nn.Module):
 
         mask: AttentionMask, or a tensor broadcastable to (B, H, Lq, Lk), bool with True = attend or float to add.
         Returns (out (B, H, Lq, Dv), weights (B, H, Lq, Lk) after dropout or None). The weights cost a further pass
-        and Lq * Lk memory, so they are made on request. A query that may attend to nothing gives 0.
+        and Lq * Lk memory, so they are computed on request only. A query that may attend to nothing gives 0.
         """
         result = scaled_dot_product_attention(
             q,
             k,
             v,
             mask,
-            active(self.dropout),
+            current_dropout_p(self.dropout),
             scale=1 / self.temperature,
             enable_gqa=k.size(1) != q.size(1),
             return_weights=return_attn,
@@ -76,7 +73,7 @@ class MultiHeadAttention(nn.Module):
         implementation.
     n_head_kv: heads of w_ks and w_vs, each shared by n_head / n_head_kv query heads (grouped-query attention, Ainslie
         et al. 2023, arXiv:2305.13245); n_head unless given. ValueError where it does not divide n_head.
-    norm_first: see OpenSum; layer_norm then comes before the projections.
+    norm_first: see PendingResidual; layer_norm then comes before the projections.
     Source: Vaswani et al. 2017, section 3.2.2.
     """
 
@@ -106,7 +103,6 @@ class MultiHeadAttention(nn.Module):
         self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
         self.dropout = nn.Dropout(dropout)
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
-        self.join_weights()
 
     def forward(
         self,
@@ -120,17 +116,17 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Stream, Tensor | None]:
         """q: (B, Lq, d_model), also the residual; k, v: (B, Lk, d_model). mask: see as_attention_mask.
 
-        With norm_first q is an OpenSum; k and v are complete and normalised, or for self-attention q itself.
-        projected: (w_ks(k), w_vs(v)), where they are known already.
+        With norm_first q is a PendingResidual; k and v are normalised tensors, or for self-attention q itself.
+        projected: (w_ks(k), w_vs(v)), where they were computed before.
         Returns (output, the same kind as q; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
         if self.norm_first:
             normed, total = add_norm(q, self.dropout, self.layer_norm, self.backend, return_sum=True)
             k, v = (normed if x is q else x for x in (k, v))
             out, attn = self.branch(normed, k, v, mask, return_attn, projected)
-            return OpenSum(out, total), attn
+            return PendingResidual(out, total), attn
         out, attn = self.branch(q, k, v, mask, return_attn, projected)
-        return add_norm(OpenSum(out, q), self.dropout, self.layer_norm, self.backend), attn
+        return add_norm(PendingResidual(out, q), self.dropout, self.layer_norm, self.backend), attn
 
     def branch(
         self,
@@ -141,7 +137,7 @@ class MultiHeadAttention(nn.Module):
         return_attn: bool,
         projected: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Projections, attention and fc: what the residual connection goes around. Returns (out, weights or None)."""
+        """The branch of the residual connection: projections, attention and fc. Returns (out, weights or None)."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3 or x.shape[2] != self.fc.out_features:
                 expected = f"(B, L, d_model = {self.fc.out_features})"
@@ -156,19 +152,6 @@ class MultiHeadAttention(nn.Module):
         q, k, v = _heads(q, self.n_head), _heads(k, self.n_head_kv), _heads(v, self.n_head_kv)
         out, attn = self.attention(q, k, v, as_attention_mask(mask), return_attn=return_attn)
         return self.fc(out.transpose(1, 2).flatten(2)), attn
-
-    def join_weights(self) -> None:
-        """Lay the weights of w_qs, w_ks and w_vs side by side, so that self-attention reads them as one."""
-        join(linear.weight for linear in (self.w_qs, self.w_ks, self.w_vs))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiHeadAttention:
-        super()._apply(fn, recurse)  # a cast or a move gives each parameter memory of its own
-        self.join_weights()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.join_weights()  # so does a copy
 
     def extra_repr(self) -> str:
         return (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastattn.nn.recompute import recomputing
-from fastattn.nn.residual import OpenSum, Stream, add_norm, norm_adds_bias
+from fastattn.nn.recompute import is_recomputing
+from fastattn.nn.residual import PendingResidual, Stream, add_norm, norm_adds_bias
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 
@@ -15,7 +15,8 @@ class PositionwiseFeedForward(nn.Module):
     d_in, d_hid: model width and hidden width. dropout: after w_2; inside there is none, as in the paper.
     activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, geglu_tanh, swiglu. The gated ones have w_1 of
         2 * d_hid rows, the gate first, and use act(gate) * up (Shazeer 2020, arXiv:2002.05202).
-    norm_first: see OpenSum; layer_norm then comes before w_1.     Source: Vaswani et al. 2017, sections 3.3 and 5.4.
+    norm_first: see PendingResidual; layer_norm then comes before w_1.
+    Source: Vaswani et al. 2017, sections 3.3 and 5.4.
     """
 
     def __init__(
@@ -38,24 +39,25 @@ class PositionwiseFeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Stream) -> Stream:
-        """x: (B, L, d_in), or with norm_first an OpenSum of such. Returns the same kind."""
+        """x: (B, L, d_in), or with norm_first a PendingResidual of such. Returns the same kind."""
         if self.norm_first:
             normed, total = add_norm(x, self.dropout, self.layer_norm, self.backend, return_sum=True)
             out, bias = self.branch(normed)
-            return OpenSum(out, total, bias)
+            return PendingResidual(out, total, bias)
         out, bias = self.branch(x)
-        return add_norm(OpenSum(out, x, bias), self.dropout, self.layer_norm, self.backend)
+        return add_norm(PendingResidual(out, x, bias), self.dropout, self.layer_norm, self.backend)
 
     def branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """w_2(activation(w_1(x))) and None; or that without the bias of w_2, and the bias, where the norm adds it.
+        """(w_2(activation(w_1(x))), None), or where the norm adds the bias of w_2: (the same without it, the bias).
 
         x: (B, L, d_in); the branch has its shape, and the autocast dtype under torch.autocast.
         """
-        bias, later = self.w_2.bias, None
+        bias, bias_for_norm = self.w_2.bias, None
         if norm_adds_bias(x, self.backend):
-            bias, later = None, bias
+            bias, bias_for_norm = None, bias
         weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, bias)
-        return feed_forward(x, *weights, self.activation, recompute=recomputing(), backend=self.backend), later
+        out = feed_forward(x, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
+        return out, bias_for_norm
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

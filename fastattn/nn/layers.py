@@ -40,8 +40,9 @@ class EncoderLayer(nn.Module):
     def forward(
         self, enc_input: Stream, slf_attn_mask: Tensor | AttentionMask | None = None, *, return_attns: bool = False
     ) -> tuple[Stream, Tensor | None]:
-        """enc_input: (B, L, d_model), or with norm_first an OpenSum of such. slf_attn_mask: see as_attention_mask.
+        """enc_input: (B, L, d_model), or with norm_first a PendingResidual of such.
 
+        slf_attn_mask: see as_attention_mask.
         Returns (output, the same kind as enc_input; attention weights (B, n_head, L, L) or None).
         """
         x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
@@ -86,10 +87,10 @@ class DecoderLayer(nn.Module):
         return_attns: bool = False,
         enc_projected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Stream, Tensor | None, Tensor | None]:
-        """dec_input: (B, Lt, d_model), or with norm_first an OpenSum of such; enc_output: (B, Ls, d_model).
+        """dec_input: (B, Lt, d_model), or with norm_first a PendingResidual of such; enc_output: (B, Ls, d_model).
 
         Masks: see as_attention_mask. enc_projected: enc_attn's keys and values, (w_ks(enc_output), w_vs(enc_output)),
-        where they are known already.
+        where they were computed before.
         Returns (output, the same kind as dec_input; weights of the self-attention (B, n_head, Lt, Lt) and of the
         attention to the encoder (B, n_head, Lt, Ls), or None).
         """

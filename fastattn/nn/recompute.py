@@ -1,8 +1,9 @@
-"""Memory for time: what the backward can make again is not kept for it.
+"""Less memory for more time: outputs that the backward can compute again are not saved for it.
 
-A sublayer keeps, for each token, the hidden layer of its feed-forward (d_inner numbers) and the output of its norm
-(d_model). The hidden layer follows from its input by one product. A norm's output is kept by what reads it, for the
-gradient of its weights, while the norm keeps the sum that it normalised: one follows from the other in one pass.
+For each token a sublayer saves the hidden layer of its feed-forward (d_inner numbers) and the output of its norm
+(d_model numbers). One product of the saved input gives the hidden layer again. The norm's output is saved by the linear
+maps that read it, for their weights' gradients, while the norm itself saves the sum that it normalised. One pass over
+that sum gives the output again.
 """
 
 from __future__ import annotations
@@ -15,49 +16,55 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-Again = Callable[[], Tensor]
-# Of the contexts, innermost last: by address of its storage, a norm's output and what makes it once more.
-_outputs: list[dict[int, tuple[StorageWeakRef, int, Again]]] = []
+Recompute = Callable[[], Tensor]
+# One dict for each open context, innermost last. It maps the storage of a norm's output to a weak reference to that
+# storage, the output's number of elements, and the function that computes the output again.
+_norm_outputs: list[dict[int, tuple[StorageWeakRef, int, Recompute]]] = []
 
 
 @contextmanager
 def recomputed(wanted: bool = True) -> Iterator[None]:
-    """Within it the modules of fastattn.nn keep neither hidden layers nor outputs of norms for the backward.
+    """Within it the modules of fastattn.nn save neither hidden layers nor outputs of norms for the backward.
 
-    Gradients stay as they are; in 16-bit types a norm's output is made again from the rounded sum, and may differ in
-    its last place. Under torch.compile, which decides on this by itself, it changes nothing.
+    Gradients stay as they are, except in 16-bit types: there a norm's output is computed again from the rounded sum and
+    may differ in its last bit. Under torch.compile, which plans recomputation by itself, it changes nothing.
     """
     if not wanted or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    _outputs.append({})
+    _norm_outputs.append({})
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
-        _outputs.pop()
+        _norm_outputs.pop()
 
 
-def recomputing() -> bool:
-    """Whether that is asked for now."""
-    return bool(_outputs)
+def is_recomputing() -> bool:
+    """Whether a context of ``recomputed`` is open."""
+    return bool(_norm_outputs)
 
 
-def note_norm(out: Tensor, again: Again) -> None:
-    """out is the output of a norm, in memory of its own; again() makes it once more."""
+def remember_norm(out: Tensor, recompute: Recompute) -> None:
+    """Register out, a norm's output with a storage of its own, and the function that computes it again."""
     storage = StorageWeakRef(out.untyped_storage())
-    _outputs[-1][storage.cdata] = storage, out.numel(), again
+    _norm_outputs[-1][storage.cdata] = storage, out.numel(), recompute
 
 
 def _pack(t: Tensor) -> Any:
-    """What is kept in place of t. A weak reference keeps an address from being used again: it names one storage."""
-    _, numel, again = _outputs[-1].get(t.untyped_storage()._cdata, (None, -1, None)) if _outputs else (None, -1, None)
-    return (again, t.shape) if numel == t.numel() and t.is_contiguous() else t
+    """What autograd saves in place of t: for the output of a norm the function that computes it, and its shape.
+
+    The weak reference keeps the storage's address from being reused, so the address identifies one storage.
+    """
+    known = _norm_outputs[-1].get(t.untyped_storage()._cdata) if _norm_outputs else None
+    if known is None or known[1] != t.numel() or not t.is_contiguous():
+        return t
+    return known[2], t.shape
 
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    again, shape = packed
+    recompute, shape = packed
     with torch.no_grad():
-        return again().view(shape)
+        return recompute().view(shape)

@@ -35,8 +35,8 @@ def triton():
 
 
 @pytest.fixture
-def cuda_backends():
-    """The CUDA backends serve the model's device; skips, with the reason, where they cannot."""
+def cuda():
+    """Skips, with the reason, where the CUDA kernels cannot serve; without a GPU they do through csrc/host."""
     if DEVICE == "cpu":
         if reason := host_build.why_not():
             pytest.skip(reason)

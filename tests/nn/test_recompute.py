@@ -1,4 +1,4 @@
-"""recompute=True: the same step with less kept between forward and backward."""
+"""recompute=True: the same step with less saved between forward and backward."""
 
 import pytest
 import torch
@@ -7,73 +7,69 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastattn import FusedTransformer, dropout_add_layer_norm, explain, use_backend
-from fastattn.nn.recompute import recomputed, recomputing
+from fastattn.nn.recompute import is_recomputing, recomputed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD, VOCAB = 0, 30
 VARIANTS = {"public": {}, "beyond": dict(norm_first=True, activation="swiglu", n_head_kv=1)}
 
 
-def model(recompute, **changes):
+def build_model(recompute, **changes):
     torch.manual_seed(5)
     options = dict(d_word_vec=32, d_model=32, d_inner=128, n_layers=2, n_head=2, d_k=16, d_v=16, n_position=40)
     options |= dict(dropout=0.2, attn_dropout=0.3) | changes
     return FusedTransformer(VOCAB, VOCAB, PAD, PAD, recompute=recompute, **options).to(DEVICE)
 
 
-def a_batch(length):
-    """src_seq, trg_seq and gold (3, length), padded at the end."""
-    tokens = torch.randint(1, VOCAB, (3, 2 * length + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+def random_batch(rows, length):
+    """src_seq, trg_seq and gold (rows, length), two of them padded at the end."""
+    tokens = torch.randint(1, VOCAB, (rows, 2 * length + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     src_seq, trg_seq, gold = tokens[:, :length].clone(), tokens[:, length:-1].clone(), tokens[:, length + 1 :].clone()
-    src_seq[1, 5:], trg_seq[2, 4:], gold[2, 4:] = PAD, PAD, PAD
+    src_seq[1, length - 2 :], trg_seq[2, length - 3 :], gold[2, length - 3 :] = PAD, PAD, PAD
     return src_seq, trg_seq, gold
 
 
-def step(m, batch, backend, autocast=False):
+def train_step(model, batch, backend, autocast=False):
     """The loss, and each parameter's gradient."""
     torch.manual_seed(9)
     with use_backend(backend), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        loss = m.loss(*batch, 0.1)
+        loss = model.loss(*batch, 0.1)
     loss.backward()  # outside of use_backend, as a user may have it
-    return loss.detach(), {name: p.grad for name, p in m.named_parameters()}
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def assert_equal_steps(backend, **options):
-    batch = a_batch(7)
-    (loss, grads), (same_loss, same_grads) = (step(model(r, **options), batch, backend) for r in (False, True))
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("backend", ["reference", "aten", pytest.param("triton", marks=pytest.mark.full)])
+def test_equal_bit_for_bit(backend, variant, packing):
+    options = VARIANTS[variant]
+    if backend == "triton":
+        x = torch.zeros(1, 16, device=DEVICE)
+        if reason := explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]:
+            pytest.skip(reason)
+        options = dict(n_layers=1, n_head=1, d_k=32, d_v=32) | options
+    (loss, grads), (same_loss, same_grads) = (
+        train_step(build_model(recompute, pack_padding=packing, **options), random_batch(3, 7), backend)
+        for recompute in (False, True)
+    )
     assert torch.equal(loss, same_loss)
     for name, grad in grads.items():
         assert torch.equal(grad, same_grads[name]), name
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("backend", ["reference", "aten"])
-def test_equal_bit_for_bit(backend, options, packing):
-    assert_equal_steps(backend, pack_padding=packing, **options)
-
-
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_triton_is_equal_bit_for_bit(options):
-    x = torch.zeros(1, 16, device=DEVICE)
-    if reason := explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]:
-        pytest.skip(reason)
-    assert_equal_steps("triton", **dict(n_layers=1, n_head=1, d_k=32, d_v=32) | options)
-
-
 def test_autocast_is_as_exact():
-    """Norms are made again from rounded sums: other roundings, no larger error."""
-    batch = a_batch(7)
-    loss, grads = step(model(False), batch, "aten", autocast=True)
-    same_loss, again = step(model(True), batch, "aten", autocast=True)
-    _, truth = step(model(False), batch, "aten")
+    """Norms are computed again from rounded sums: other roundings, no larger error."""
+    batch = random_batch(3, 7)
+    loss, grads = train_step(build_model(False), batch, "aten", autocast=True)
+    same_loss, again = train_step(build_model(True), batch, "aten", autocast=True)
+    _, truth = train_step(build_model(False), batch, "aten")
     assert torch.equal(loss, same_loss)
     for name, grad in truth.items():
         assert (again[name] - grad).norm() <= 2 * (grads[name] - grad).norm(), name
 
 
 class Allocations(TorchDispatchMode):
-    """What is allocated within it; kept() is how many bytes of that are still held."""
+    """Notes the storages allocated within it. kept() is how many of their bytes are still held."""
 
     def __enter__(self):
         self.storages = {}
@@ -89,32 +85,32 @@ class Allocations(TorchDispatchMode):
 
     def kept(self, parameters):
         own = {p.untyped_storage()._cdata for p in parameters}
-        return sum(size for place, (ref, size) in self.storages.items() if place not in own and not ref.expired())
+        return sum(size for cdata, (ref, size) in self.storages.items() if cdata not in own and not ref.expired())
 
 
-def kept_bytes(recompute, **options):
-    src_seq, trg_seq, _ = a_batch(32)
-    m = model(recompute, dropout=0.0, attn_dropout=0.0, **options)
+def saved_bytes(recompute, **options):
+    src_seq, trg_seq, _ = random_batch(12, 32)
+    model = build_model(recompute, dropout=0.0, attn_dropout=0.0, **options)
     with use_backend("aten"), Allocations() as allocations:
-        dec_output, _ = m.decode(src_seq, trg_seq, False)
-        kept = allocations.kept(m.parameters())
+        dec_output, _ = model.decode(src_seq, trg_seq, False)
+        saved = allocations.kept(model.parameters())
     dec_output.sum().backward()
-    return kept
+    return saved
 
 
 @pytest.mark.parametrize(("variant", "share"), [("public", 0.65), ("beyond", 0.35)])
-def test_less_is_kept(variant, share):
-    """With d_inner = 4 d_model, hidden layers and norms are 13 of 30 parts of d_model in an encoder and a decoder layer
-    (gated ones more), beside what both stacks begin with."""
-    assert kept_bytes(True, **VARIANTS[variant]) < share * kept_bytes(False, **VARIANTS[variant])
+def test_less_is_saved(variant, share):
+    """With d_inner = 4 d_model, hidden layers and norms are 13 of the 30 d_model numbers that an encoder and a decoder
+    layer save for each token, and more with gated activations."""
+    assert saved_bytes(True, **VARIANTS[variant]) < share * saved_bytes(False, **VARIANTS[variant])
 
 
 def test_the_context_ends():
-    assert not recomputing()
+    assert not is_recomputing()
     with pytest.raises(KeyError), recomputed():
-        assert recomputing()
+        assert is_recomputing()
         raise KeyError
     with recomputed(False):
-        assert not recomputing()
+        assert not is_recomputing()
     with torch.no_grad(), recomputed():
-        assert not recomputing()
+        assert not is_recomputing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ matplotlib.use("Agg")  # files only, no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from records import Record, Row, default_row, median, named, rows_of
+from records import KEPT, Record, Row, default_row, median, named, rows_of
 
-OURS, PEER = "#c1272d", "#44546a"
+OURS, RIVAL = "#c1272d", "#44546a"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f", "#000000")
 MARKERS = "os^Dv<>P"
 Curve = list[tuple[int, Row, Row]]  # (x, case, row), by x
@@ -24,9 +24,15 @@ Curve = list[tuple[int, Row, Row]]  # (x, case, row), by x
 def draw(record: Record, out: Path) -> list[str]:
     """Write every plot that the record has the figures for; returns their file names."""
     series = _series(record)
-    made = [_speed(name, curves, out) for name, curves in series.items()]
-    made += [_memory(series, out), _roofline(record, out), _contributions(record, out)]
-    return [name for name in made if name]
+    figures = {
+        f"speed_{name.replace(' ', '_').replace('%', '')}.png": _speed(name, curves) for name, curves in series.items()
+    }
+    figures |= {"memory.png": _memory(series), "roofline.png": _roofline(record), "step.png": _contributions(record)}
+    made = {name: figure for name, figure in figures.items() if figure}
+    for name, figure in made.items():
+        figure.savefig(out / name, dpi=110)
+        plt.close(figure)
+    return list(made)
 
 
 def _series(record: Record) -> dict[str, dict[str, Curve]]:
@@ -38,12 +44,12 @@ def _series(record: Record) -> dict[str, dict[str, Curve]]:
         name, x = case["series"]
         for row in rows_of(record, case):
             if row["status"] == "ok":
-                provider = "default" if row.get("default") else row["provider"]
+                provider = "fastattn (default)" if row.get("default") else row["provider"]
                 found.setdefault(name, {}).setdefault(provider, []).append((x, case, row))
     for curves in found.values():
         for curve in curves.values():
             curve.sort(key=lambda point: point[0])
-    return {name: curves for name, curves in found.items() if len(curves.get("default", ())) >= 3}
+    return {name: curves for name, curves in found.items() if len(curves.get("fastattn (default)", ())) >= 3}
 
 
 def _flop_per_s(case: Row, row: Row, direction: str) -> float:
@@ -62,111 +68,88 @@ def _length_axis(axes: Axes, lengths: list[int]) -> None:
     axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("sequence length, equally many tokens in all")
+    axes.grid(alpha=0.3, which="both")
 
 
-def _save(figure: Any, out: Path, name: str) -> str:
-    figure.savefig(out / name, dpi=110)
-    plt.close(figure)
-    return name
-
-
-def _speed(name: str, curves: dict[str, Curve], out: Path) -> str | None:
-    """Speed against length: a panel for each peer, with fastattn's default in all of them."""
-    peers = [provider for provider, curve in curves.items() if provider != "default" and len(curve) >= 2]
-    if not peers or not curves["default"][0][2]["timings"]:
-        return None
-    columns = min(3, len(peers))
-    lines = -(-len(peers) // columns)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(4.2 * columns, 3.1 * lines + 0.5), sharey=True, squeeze=False, layout="constrained"
-    )
-    lengths = [x for x, _, _ in curves["default"]]
-    for axes, peer in zip(grid.flat, peers, strict=False):
-        for provider, colour in ((peer, PEER), ("default", OURS)):
-            points = [(x, _flop_per_s(case, row, "both")) for x, case, row in curves[provider]]
-            axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=_legend(provider))
-        axes.set_title(peer, fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="upper left")
-        _length_axis(axes, lengths)
-        _flop_axis(axes.yaxis)
-    for axes in grid.flat[len(peers) :]:
+def _panels(titles: Sequence[str], columns: int, width: float, height: float, **options: Any) -> tuple[Any, list[Axes]]:
+    """A figure with a panel for each title."""
+    columns = min(columns, len(titles))
+    lines = -(-len(titles) // columns)
+    size = (width * columns, height * lines + 0.5)
+    figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", **options)
+    for axes, title in zip(grid.flat, titles, strict=False):
+        axes.set_title(title, fontsize=10)
+    for axes in grid.flat[len(titles) :]:
         axes.set_visible(False)
-    for axes in grid[:, 0]:
+    return figure, list(grid.flat[: len(titles)])
+
+
+def _speed(name: str, curves: dict[str, Curve]) -> Any:
+    """Speed against length: a panel for each rival, with fastattn's default in all of them."""
+    default = curves["fastattn (default)"]
+    rivals = [provider for provider, curve in curves.items() if curve is not default and len(curve) >= 2]
+    if not rivals or not default[0][2]["timings"]:
+        return None
+    figure, panels = _panels(rivals, 3, 4.2, 3.1, sharey=True)
+    for axes, rival in zip(panels, rivals, strict=True):
+        for provider, colour in ((rival, RIVAL), ("fastattn (default)", OURS)):
+            points = [(x, _flop_per_s(case, row, "both")) for x, case, row in curves[provider]]
+            axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=provider)
         axes.set_ylabel("FLOP/s, forward and backward")
-    grid[0, 0].set_ylim(0, 1.2 * grid[0, 0].get_ylim()[1])  # of all panels; now that all have their curves
+        axes.label_outer()
+        axes.legend(fontsize=8, loc="upper left")
+        _length_axis(axes, [x for x, _, _ in default])
+        _flop_axis(axes.yaxis)
+    panels[0].set_ylim(0, 1.2 * panels[0].get_ylim()[1])  # of all panels; now that all have their curves
     figure.suptitle(f"{name}: higher is faster")
-    return _save(figure, out, f"speed_{name.replace(' ', '_').replace('%', '')}.png")
+    return figure
 
 
-def _legend(provider: str) -> str:
-    return "fastattn (default)" if provider == "default" else provider
-
-
-def _memory(series: dict[str, dict[str, Curve]], out: Path) -> str | None:
+def _memory(series: dict[str, dict[str, Curve]]) -> Any:
     """Peak memory against length, of an op's forward and backward or of a whole step: a panel for each series."""
     if not series:
         return None
-    columns = min(2, len(series))
-    lines = -(-len(series) // columns)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(7.2 * columns, 3.8 * lines), squeeze=False, layout="constrained"
-    )
-    for axes, (name, curves) in zip(grid.flat, series.items(), strict=False):
-        styles = zip(sorted(curves, key=lambda provider: provider != "default"), (OURS, *COLOURS * 2), strict=False)
-        for number, (provider, colour) in enumerate(styles):
+    figure, panels = _panels(list(series), 2, 7.2, 3.8)
+    for axes, curves in zip(panels, series.values(), strict=True):
+        providers = sorted(curves, key=lambda provider: provider != "fastattn (default)")
+        for number, (provider, colour) in enumerate(zip(providers, (OURS, *COLOURS * 2), strict=False)):
             points = [(x, row["peak_mib"]) for x, _, row in curves[provider]]
-            width = 2.2 if provider == "default" else 1.2
             marker = MARKERS[number % len(MARKERS)]
-            axes.plot(*zip(*points, strict=True), color=colour, lw=width, marker=marker, ms=4, label=_legend(provider))
+            axes.plot(*zip(*points, strict=True), color=colour, lw=1.2, marker=marker, ms=4, label=provider)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel("peak memory, MiB")
-        axes.set_title(name, fontsize=10)
-        axes.grid(alpha=0.3, which="both")
-        _length_axis(axes, [x for x, _, _ in curves["default"]])
+        _length_axis(axes, [x for x, _, _ in curves["fastattn (default)"]])
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    for axes in grid.flat[len(series) :]:
-        axes.set_visible(False)
-    figure.suptitle(
-        "Memory of forward and backward beyond their inputs,\n"
-        "of a step beyond weights and Adam's state: lower is better",
-        fontsize=10,
-    )
-    return _save(figure, out, "memory.png")
+    figure.suptitle("Memory beyond inputs, or beyond weights and Adam's state: lower is better", fontsize=10)
+    return figure
 
 
-def _roofline(record: Record, out: Path) -> str | None:
+def _roofline(record: Record) -> Any:
     """Every case by fastattn's default, under the roof that copying and matrix products put over it."""
     points = list(_roofline_points(record))
     if record["ceilings"] is None or not points:
         return None
     figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
     byte_per_s, products = record["ceilings"]["byte_per_s"], record["ceilings"]["flop_per_s"]
-    used = {dtype for _, dtype, _, _ in points}
+    dtypes = sorted({dtype for _, dtype, _, _ in points})
     left = min(x for _, _, x, _ in points) / 3
-    right = 3 * max([x for _, _, x, _ in points] + [products[dtype] / byte_per_s for dtype in used])
-    for dtype in sorted(used):
-        ridge = products[dtype] / byte_per_s
-        axes.plot([left, ridge, right], [left * byte_per_s, products[dtype], products[dtype]], color="black", lw=1.2)
-        axes.annotate(
-            f"matrix products, {dtype}", (right, products[dtype]), xytext=(0, 4), textcoords="offset points",
-            ha="right", fontsize=8,
-        )  # fmt: skip
-    axes.annotate(
-        "copy", (2 * left, 2 * left * byte_per_s), xytext=(-6, 4), textcoords="offset points", fontsize=8, ha="right"
-    )
+    right = 3 * max([x for _, _, x, _ in points] + [products[dtype] / byte_per_s for dtype in dtypes])
+    for dtype in dtypes:
+        roof = [left * byte_per_s, products[dtype], products[dtype]]
+        axes.plot([left, products[dtype] / byte_per_s, right], roof, color="black", lw=1.2)
+        axes.text(right, 1.05 * products[dtype], f"matrix products, {dtype}", ha="right", fontsize=8)
+    axes.text(2 * left, 2.2 * left * byte_per_s, "copy", ha="right", fontsize=8)
     for number, op in enumerate(dict.fromkeys(op for op, _, _, _ in points)):
-        for dtype in sorted(used):
+        for dtype in dtypes:
             chosen = [(x, y) for other, other_dtype, x, y in points if (other, other_dtype) == (op, dtype)]
+            style = {"facecolors": "none" if dtype == "fp32" else COLOURS[number], "edgecolors": COLOURS[number]}
             if chosen:
-                filled = COLOURS[number] if dtype != "fp32" else "none"
                 axes.scatter(
-                    *zip(*chosen, strict=True), marker=MARKERS[number], s=42, facecolors=filled,
-                    edgecolors=COLOURS[number], label=f"{op}, {dtype}", zorder=3,
-                )  # fmt: skip
+                    *zip(*chosen, strict=True), marker=MARKERS[number], label=f"{op}, {dtype}", zorder=3, **style
+                )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(left, right)
@@ -177,7 +160,7 @@ def _roofline(record: Record, out: Path) -> str | None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.set_title("Roofline: fastattn's default, forward and backward (above the roof: served from a cache)")
-    return _save(figure, out, "roofline.png")
+    return figure
 
 
 def _roofline_points(record: Record) -> Iterator[tuple[str, str, float, float]]:
@@ -191,20 +174,21 @@ def _roofline_points(record: Record) -> Iterator[tuple[str, str, float, float]]:
 
 
 def contributions(rows: list[Row]) -> tuple[float, float, dict[str, float]] | None:
-    """(reference ms, default ms, name -> milliseconds that the step takes longer without it: an op, by the reference
-    path instead, or something else that a row leaves out)."""
+    """(reference ms, default ms, name -> milliseconds that the step takes longer without it: without dropping padding,
+    or with padding kept and this op by the reference path)."""
     reference, default = median(named(rows, "reference"), "step"), median(default_row(rows), "step")
     if not reference or not default:
         return None
+    kept = median(named(rows, KEPT), "step")
     left_out = {}
     for row in rows:
-        whole = median(named(rows, row["against"]), "step") if "against" in row else default
+        whole = default if row["provider"] == KEPT else kept
         if row.get("without") and whole and median(row, "step"):
             left_out[row["without"]] = median(row, "step") - whole
     return reference, default, left_out
 
 
-def _contributions(record: Record, out: Path) -> str | None:
+def _contributions(record: Record) -> Any:
     """A bar for each training step: the default's time, and on it what each op saves, up to the reference path's."""
     bars = [(case["case"], contributions(rows_of(record, case))) for case in record["cases"] if "step" in case["work"]]
     bars = [(name, found) for name, found in bars if found and found[2]]
@@ -230,9 +214,9 @@ def _contributions(record: Record, out: Path) -> str | None:
         axes.text(0.5, y + 0.33, caption, fontsize=8, va="top")
     axes.axvline(100, color="black", lw=1, ls="--")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-    axes.set_ylim(len(bars) - 0.3, -0.5)  # from above, with room for the last caption
+    axes.set_ylim(len(bars) - 0.3, -0.5)  # from above, with space for the last caption
     axes.set_xlim(right=axes.get_xlim()[1] * 1.07)
     axes.set_xlabel("percent of the reference path's time (dashed: 100 %)")
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
-    figure.suptitle("One training step, and what each part saves beside the reference path; right: speed-up")
-    return _save(figure, out, "step.png")
+    figure.suptitle("One training step beside the reference path, and what each part of fastattn saves")
+    return figure

@@ -1,6 +1,6 @@
 """Attention by others: torch's kernels each pinned, FlexAttention, and FlashAttention 2, 3 and 4.
 
-All take what `bench_attention.make_inputs` makes. What a peer has no argument for, it refuses; FlashAttention is given
+All take what `bench_attention.make_inputs` makes. What a rival has no argument for, it refuses; FlashAttention is given
 padding as packed keys, whose indices are made before the clock starts.
 """
 
@@ -86,7 +86,7 @@ def flex(count_mask: bool) -> Provider:
             raise Refused("no mask to build")
         device = inputs.leaves["query"].device
         torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = False  # as for every compiled peer: see harness.peer
+        torch._functorch.config.donated_buffer = False  # as for every compiled rival: see harness.rival
         attention = torch.compile(module.flex_attention, dynamic=False)
         build = torch.compile(module.create_block_mask, dynamic=False)
 

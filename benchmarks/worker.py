@@ -106,7 +106,7 @@ def serve(connection: Connection, task: Task) -> None:
     os.dup2(log, 2)
     plan = importlib.import_module(task.catalogue).plan(task.table)
     device = torch.device(task.device)
-    current: tuple[Any, ...] = (None,)  # (index, inputs, checker): a case's are kept while its providers take turns
+    current: tuple[int | None, Any] = (None, None)  # a case is kept while its providers take turns
     connection.send(True)
     while True:
         try:
@@ -119,18 +119,16 @@ def serve(connection: Connection, task: Task) -> None:
             continue
         benchmark, case = plan[index]
         print(f"{benchmark.name} {case}: {name}", flush=True)
-        providers = benchmark.providers(device)
         if current[0] != index:
-            current = (None,)
+            current = (None, None)
             _empty_cache(device)
             try:
-                inputs = benchmark.inputs(case, device)
+                current = (index, harness.Checked(benchmark, case, device))
             except torch.OutOfMemoryError as error:
                 connection.send(({"status": "out of memory", "reason": str(error).splitlines()[0]}, True))
                 continue
-            current = (index, inputs, harness.Checker(benchmark, case, inputs, providers[0]))
-        provider = next(provider for provider in providers if provider.name == name)
-        row = harness.measure_provider(benchmark, case, provider, *current[1:], device, task.budget_s)
+        provider = next(provider for provider in current[1].providers if provider.name == name)
+        row = harness.measure_provider(current[1], provider, task.budget_s)
         connection.send((row, _empty_cache(device)))
 
 

@@ -1,0 +1,226 @@
+"""Records as Markdown: the report of one run, RESULTS.md of all committed records, and the README's few figures.
+
+Nothing in these files is typed: `report.py --readme` writes them from benchmarks/results/report_*.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import records
+from records import KEPT, Record, Row, bound_ms, default_row, machine, median, named, rate, rows_of, slowdown
+
+README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RESULTS.md"
+BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
+PLAIN = "plain PyTorch"
+NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
+README_ROWS = 3
+
+
+def brief(row: Row) -> str:
+    """One result in a few words, for the terminal."""
+    if row["status"] != "ok" or "timings" not in row:
+        return f"{row['status']}: {row['reason']}" if "reason" in row else row["status"]
+    if not row["timings"]:
+        return f"{row['peak_mib']:.1f} MiB"
+    return ", ".join(f"{direction} {timed['median_ms']:.3g} ms" for direction, timed in row["timings"].items())
+
+
+def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(header) + " |"
+    yield "|---|" + "---:|" * (len(header) - 1)
+    for cells in body:
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _times(ratio: float | None) -> str:
+    return f"{ratio:.2f}x" if ratio else "-"
+
+
+def _share(bound: float | None, ms: float | None) -> str:
+    return f"{bound / ms:.0%}" if bound and ms else "-"
+
+
+def fastest_other(rows: Sequence[Row], direction: str) -> str:
+    """How often fastattn's default fits into the time of its fastest rival, and which that is."""
+    found = [(slowdown(rows, row, direction), row["provider"]) for row in rows if not row["ours"]]
+    found = sorted((ratio, name) for ratio, name in found if ratio)
+    return f"{_times(found[0][0])} {found[0][1]}" if found else "-"
+
+
+def summary(record: Record) -> Iterator[str]:
+    """A line for each case: fastattn's default against the others."""
+    for name, op in record["ops"].items():
+        cases = [case for case in record["cases"] if case["op"] == name and rows_of(record, case)]
+        if not cases:
+            continue
+        if op["directions"]:
+            direction = op["directions"][-1]
+            done = {"both": "forward and backward", "step": "one training step", "decode": "one batch"}[direction]
+            header = ["case", "fastattn, ms", "fastest other", "of the bound", "reference path"]
+            if direction == "step":
+                header.insert(3, "by dropping padding")
+            body = [_speed_cells(record, case, direction) for case in cases]
+        else:
+            done = "at its peak, of one training step beyond weights and Adam's state"
+            header = ["case", "fastattn, MiB", PLAIN, "reference path"]
+            body = [_memory_cells(record, case) for case in cases]
+        yield from ("", f"**{name}**, {done}", "")
+        yield from table(header, body)
+
+
+def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
+    rows = rows_of(record, case)
+    ms = median(default_row(rows), direction)
+    cells = [case["case"], f"{ms:.3g}" if ms else "-", fastest_other(rows, direction)]
+    if direction == "step":
+        cells.append(_times(slowdown(rows, named(rows, KEPT), direction)))
+    reference = slowdown(rows, named(rows, "reference"), direction)
+    return [*cells, _share(bound_ms(record, case, direction), ms), _times(reference)]
+
+
+def _memory_cells(record: Record, case: Row) -> list[str]:
+    rows = rows_of(record, case)
+    found = (default_row(rows), named(rows, PLAIN), named(rows, "reference"))
+    ours, *others = (row["peak_mib"] if row and row["status"] == "ok" else None for row in found)
+    ratios = [_times(mib / ours) if mib and ours else "-" for mib in others]
+    return [case["case"], f"{ours:.1f}" if ours else "-", *ratios]
+
+
+def how_to_read() -> str:
+    return (
+        "Over 1x: fastattn's default is faster, or takes less memory, than the column's name.\n"
+        "Fastest other: the fastest of what a user would pick instead. By dropping padding: how much longer fastattn\n"
+        "takes when it keeps the padding, which is that part of its gain. Of the bound: the share of the least time\n"
+        "that the FLOPs and bytes of the case can take at this machine's ceilings. The reference path is the\n"
+        "specification, not a rival."
+    )
+
+
+def ceilings(record: Record) -> str:
+    measured = record["ceilings"]
+    if measured is None:
+        return "Ceilings were not measured."
+    products = ", ".join(f"{per_s / 1e12:.3g} TFLOP/s in {dtype}" for dtype, per_s in measured["flop_per_s"].items())
+    return f"Measured here: copying {measured['byte_per_s'] / 1e9:.4g} GB/s, large matrix products {products}."
+
+
+def provenance(record: Record) -> Iterator[str]:
+    environment = record["environment"]
+    changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
+    yield f"On {machine(record)}, {environment['date'][:10]},"
+    yield f"commit {(environment['commit'] or 'unknown')[:10]}{changed}, sources {environment['sources']}."
+    if environment["load_before"] is not None:
+        busy = ": others were at work, the figures are rough" if environment["load_before"] > 0.5 else ""
+        yield f"Load of the machine before the first measurement: {environment['load_before']:.2f}{busy}."
+    yield ceilings(record)
+
+
+def write_report(record: Record, out: Path) -> Path:
+    """report.md and its plots. Returns the report's path."""
+    lines = ["# fastattn: benchmark report", "", *provenance(record)]
+    if record["missing"]:
+        lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
+    lines += ["", "## Summary", "", how_to_read(), *summary(record)]
+    try:
+        import plots  # a machine that measures need not be able to draw
+
+        lines += [line for name in plots.draw(record, out) for line in ("", f"![{name}]({name})")]
+    except ImportError as error:
+        lines += ["", f"No plots: {error}. `report.py --render` draws them anywhere."]
+    lines += [
+        "",
+        "## Everything measured",
+        "",
+        "Medians; in brackets the quartiles. Speed: how many times fastattn's default fits into the time, by samples",
+        "that alternate with its own. Error: share of the bound of `fastattn.error_rule.judge`. Memory: the peak of",
+        "the last direction beyond what was allocated before.",
+    ]
+    for name, op in record["ops"].items():
+        lines += ["", f"## {name}", "", f"{op['formula']}."]
+        for case in (case for case in record["cases"] if case["op"] == name):
+            if rows := rows_of(record, case):
+                lines += ["", f"### {case['case']}", "", *_details(record, case, op, rows)]
+    path = out / "report.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterator[str]:
+    header = ["provider", *(f"{direction}, ms" for direction in op["directions"])]
+    header += [*(f"{unit}s" for unit in op["rates"]), *(["of the bound", "speed"] if op["directions"] else [])]
+    header += ["error", "MiB"]
+    body, refused = [], []
+    for row in rows:
+        if row["status"] != "ok":
+            refused.append(f"- {row['provider']}: {row['status']}: {row['reason']}")
+            continue
+        notes = f" ({row['ran']} ran)" if row.get("ran", row["provider"]) not in row["provider"] else ""
+        notes += f" (mask alone {row['mask_ms']:.3g} ms)" if "mask_ms" in row else ""
+        notes += " (default)" if row.get("default") and row["provider"] != "default" else ""
+        cells = [row["provider"] + notes]
+        for timed in row["timings"].values():
+            cells.append(f"{timed['median_ms']:.4g} [{timed['q1_ms']:.4g}, {timed['q3_ms']:.4g}]")
+        for last in op["directions"][-1:]:
+            ms = median(row, last)
+            cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
+            cells += [_share(bound_ms(record, case, last), ms), _times(slowdown(rows, row, last))]
+        body.append([*cells, f"{row['error_over_bound']:.2f}", f"{row['peak_mib']:.1f}"])
+    if body:
+        yield from table(header, body)
+    if refused:
+        yield from ("", *refused)
+
+
+def committed(folder: Path) -> list[tuple[Path, Record]]:
+    """The records report_*.json of a folder, those of GPUs first."""
+    found = [(path, records.load(path)) for path in sorted(folder.glob("report_*.json"))]
+    return sorted(found, key=lambda pair: not _on_gpu(pair[1]))
+
+
+def _on_gpu(record: Record) -> bool:
+    return record["environment"]["device"]["device"] != "cpu"
+
+
+def results(found: Sequence[tuple[Path, Record]]) -> str:
+    """RESULTS.md: the tables of every record."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python benchmarks/report.py --readme` from the records named below.",
+        how_to_read(),
+    ]
+    lines += [] if any(_on_gpu(record) for _, record in found) else [NO_GPU]
+    for path, record in found:
+        lines += ["", f"## [{path.name}](results/{path.name})", "", *provenance(record), *summary(record)]
+    return "\n".join(lines) + "\n"
+
+
+def figures(found: Sequence[tuple[Path, Record]]) -> str:
+    """What stands between the README's markers: the first training steps of the first record."""
+    if not found:
+        return NO_GPU + "\n"
+    path, record = found[0]
+    cases = [case for case in record["cases"] if "step" in case["work"] and rows_of(record, case)][:README_ROWS]
+    body = [_speed_cells(record, case, "step")[:4] for case in cases]
+    lines = [] if _on_gpu(record) else [NO_GPU, ""]
+    lines += [f"On {machine(record)}, {record['environment']['date'][:10]}"]
+    lines += [f"([record](benchmarks/results/{path.name})):", ""]
+    lines += table(["one training step", "fastattn, ms", "gain over the fastest other", "by dropping padding"], body)
+    return "\n".join(lines) + "\n"
+
+
+def with_figures(readme: str, text: str) -> str:
+    """A README with this text between its markers. ValueError where it has none."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"README.md must hold the markers {BEGIN.strip()} and {END.strip()}, once each, in this order")
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + text + END + rest.split(END)[1]
+
+
+def write_results() -> None:
+    """RESULTS.md and the README's figures, from benchmarks/results/."""
+    found = committed(RESULTS.parent / "results")
+    RESULTS.write_text(results(found))
+    README.write_text(with_figures(README.read_text(), figures(found)))

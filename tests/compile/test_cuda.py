@@ -1,0 +1,139 @@
+"""The CUDA sources compiled by nvcc with the options of setup.py, for sm_80 and sm_90, or for sm_90a where only Hopper
+can run them: no spills where there were none, tensor core instructions in every product, wgmma that is not serialized,
+and in Hopper's attention forward the order of waits. `pytest -rP` prints the registers and static shared memory of each
+kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from machine_code import Kernel, cuobjdump, kernels_of, report
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+if shutil.which("nvcc") is None or shutil.which("c++filt") is None or cuobjdump() is None:
+    pytest.skip("needs nvcc, c++filt and the cuobjdump that comes with Triton", allow_module_level=True)
+
+SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
+EVERYDAY = ("feed_forward/product.cu", "feed_forward/product_sm90.cu", "linear_cross_entropy/rows.cu")
+# Kernels that multiply no matrices; all others use tensor cores for every type but exact float32.
+NO_PRODUCTS = (
+    r"layer_norm|cross_entropy|pointwise|add_partial|backward_rows_sm90|backward_round|prepare|spans|bits|tiles"
+)
+# The most loads and stores of spilled registers that these kernels had, on one architecture or the other.
+SPILLS = {
+    "embed_layer_norm::backward_kernel<4, false>": 108,
+    "embed_layer_norm::backward_kernel<4, true>": 37,
+    "add_layer_norm::backward_kernel<float, float, 4, false>": 8,
+}
+MARKS = {  # instruction -> its letter in `order`; a wait is followed by the number of products it leaves under way
+    r"HGMMA": "G",
+    r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)": "W",
+    r"MUFU\.EX2": "x",
+    r"BAR\.SYNC": "B",
+    r"BAR\.ARV": "b",
+}
+
+
+def compiled(source: str, folder: Path) -> list[Kernel]:
+    """The kernels of a source on each architecture it is for, with their demangled names."""
+    hopper = source.endswith("_sm90.cu")
+    found = []
+    for virtual, arch in (("compute_90a", "sm_90a"),) if hopper else (("compute_80", "sm_80"), ("compute_80", "sm_90")):
+        cubin = folder / f"{arch}.cubin"
+        command = ["nvcc", "-std=c++17", "-O2", f"-I{CSRC}", f"-gencode=arch={virtual},code={arch}", "-cubin"]
+        done = subprocess.run([*command, CSRC / source, "-o", cubin], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        kernels = kernels_of(cubin, arch)
+        symbols = "\n".join(kernel.name for kernel in kernels)
+        names = subprocess.run(["c++filt"], input=symbols, capture_output=True, text=True, check=True).stdout
+        pairs = zip(kernels, names.splitlines(), strict=True)
+        found += [kernel._replace(name=short(name)) for kernel, name in pairs]
+    return found
+
+
+def short(demangled: str) -> str:
+    """attention::forward_kernel<__half, 64> of a demangled name: no result, arguments, or namespaces that all share."""
+    name = re.sub(r"\(anonymous namespace\)::|\bfastattn::|^void ", "", demangled)
+    return re.match(r"[\w:]+(?:<.*>(?=\())?", name)[0]
+
+
+def nvcc_version() -> str:
+    said = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"release ([\d.]+)", said)[1]
+
+
+def order(kernel: Kernel) -> str:
+    """Tensor core products, waits for them, exponentials and barriers, in the order of the code."""
+    found = []
+    for instruction in kernel.code:
+        for pattern, letter in MARKS.items():
+            if match := re.match(pattern, instruction):
+                found.append(letter + (match[1] if match.groups() else ""))
+    return "".join(found)
+
+
+@pytest.mark.parametrize("source", [pytest.param(s, marks=() if s in EVERYDAY else pytest.mark.full) for s in SOURCES])
+def test_kernels(source: str, tmp_path: Path) -> None:
+    problems = []
+    for kernel in compiled(source, tmp_path):
+        print(kernel)
+        problems += [f"{problem}: {kernel}" for problem in problems_of(kernel)]
+    report(problems, "nvcc", nvcc_version())
+
+
+def problems_of(kernel: Kernel) -> list[str]:
+    found = []
+    if kernel.spills > SPILLS.get(kernel.name, 0):
+        found.append(f"{kernel.spills} accesses of spilled registers")
+    if re.search(NO_PRODUCTS, kernel.name) or re.search(r"<float\b", kernel.name):
+        return found
+    if kernel.arch != "sm_90a":
+        return found if kernel.count("HMMA") else [*found, "no tensor core instruction"]
+    if kernel.count("HGMMA") == 0 or kernel.count("HMMA"):
+        found.append("a product without wgmma")
+    if kernel.serialized:
+        found.append("each wgmma waits for the one before it")
+    # setmaxnreg shares out what the launch gives, 65536 registers over 512 or 384 threads; with fewer, warps hang.
+    if kernel.count("USETMAXREG") and kernel.registers not in (128, 168):
+        found.append("not 128 or 168 registers")
+    if kernel.name.startswith("attention::forward_sm90_kernel"):
+        found += problems_of_forward_order(kernel)
+    return found
+
+
+def problems_of_forward_order(kernel: Kernel) -> list[str]:
+    """A step starts Q K^T and the last tile's P V in its turn and has all exponentials between the waits for the two.
+
+    ptxas may move the wait for a product to before the work that was meant to be done beside it, and says nothing.
+    """
+    head_dim = int(re.search(r"Tiles<(\d+)", kernel.name)[1])
+    keys = 64 if head_dim == 256 else 128
+    products = head_dim // 16 + keys // 16
+    exponentials = keys // 2 + 2  # of a thread's scores, and the factors of its two rows
+    step = f"B{'G' * products}bW1{'x' * exponentials}W0"
+    marks = order(kernel)
+    return [] if marks.count(step) == marks.count("W1") > 0 else [f"no {step} in {marks}"]
+
+
+@pytest.mark.full
+def test_the_extension_of_setup_py(tmp_path: Path) -> None:
+    """It imports without a driver and says so; all but Hopper's own sources carry PTX for later chips."""
+    environment = os.environ | {"FASTATTN_FORCE_CUDA": "1", "FASTATTN_SKIP_CUDA": "0"}
+    environment.pop("FASTATTN_CUDA_ARCHS", None)
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "temp"]
+    done = subprocess.run(command, cwd=CSRC.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (library,) = (tmp_path / "fastattn").glob("_C*.so")
+    program = "import _C; assert _C.device_type == 'cuda'; print(_C.device_problem(0) or 'none')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=library.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    listed = subprocess.run([cuobjdump(), "-lptx", library], capture_output=True, text=True, check=True).stdout
+    assert listed.count(".sm_80.ptx") == sum(not source.endswith("_sm90.cu") for source in SOURCES)

@@ -1,0 +1,66 @@
+"""The Triton kernels compiled for sm_80 and sm_90a without a GPU: no spills where there were none, every product on
+tensor cores, shared memory that fits. `pytest -rP` prints the registers and shared memory of each kernel."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton_cases
+from machine_code import Kernel, report
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+# The most loads and stores of spilled registers that these kernels had when their tiles were chosen. Others have none.
+SPILLS = {
+    ("attention_dkv_kernel", "bfloat16 D256 causal"): 72,
+    ("attention_dq_kernel", "float16 D128 tensors, dropout, bias"): 16,
+    ("attention_dkv_kernel", "float16 D128 tensors, dropout, bias"): 77,
+    ("attention_dkv_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 46,
+    ("attention_dbias_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 47,
+    ("add_layer_norm_bwd_kernel", "bfloat16 hidden 512"): 2,
+    ("add_layer_norm_bwd_kernel", "bfloat16 hidden 16384"): 36,
+    ("feed_forward_bwd_kernel", "bfloat16 geglu"): 34,
+}
+# The weights, which are looked at and not trained with, have tiles of 32 rows at D 256: too few for wgmma.
+WITHOUT_WGMMA = ("attention_weights_kernel", "bfloat16 D256 causal")
+SHARED = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024}  # that a block may have
+
+
+def compiled(group: str) -> list[tuple[str, Kernel, int, int]]:
+    """(case, kernel, products, products on tensor cores) of every kernel that the cases of a group launch."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).with_name("triton_cases.py"), group]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return [(line["case"], Kernel(*line["kernel"]), line["dots"], line["on_tensor_cores"]) for line in lines]
+
+
+GROUPS = [pytest.param(group, marks=() if group == "everyday" else pytest.mark.full) for group in triton_cases.GROUPS]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels(group: str) -> None:
+    problems = []
+    for case, kernel, dots, on_tensor_cores in compiled(group):
+        print(f"[{case}] {kernel}")
+        found = []
+        if kernel.spills > SPILLS.get((kernel.name, case), 0):
+            found.append(f"{kernel.spills} accesses of spilled registers")
+        if kernel.shared > SHARED[kernel.arch]:
+            found.append("more shared memory than a block may have")
+        if dots and not case.startswith("float32"):  # exact float32 products have no tensor core
+            if on_tensor_cores < dots or kernel.count("HMMA", "HGMMA") == 0:
+                found.append("a product without tensor cores")
+            elif kernel.arch == "sm_90a" and kernel.count("HMMA") and (kernel.name, case) != WITHOUT_WGMMA:
+                found.append("a product by mma.sync instead of wgmma, at half the speed")
+        problems += [f"{problem}: [{case}] {kernel}" for problem in found]
+    report(problems, "triton", importlib.metadata.version("triton"))

@@ -1,0 +1,77 @@
+"""The whole model in every backend against the reference path: packing, dropout, autocast, and loss or logits."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_checks import DEVICE, PAD_TRG, TINY, assert_same_gradients, fused
+
+from fastattn import _dispatch, use_backend
+
+VARIANTS = {"public": dict(activation="relu"), "beyond": dict(norm_first=True, n_head_kv=1, activation="swiglu")}
+EVERYDAY = [("public", False, False, True), ("beyond", True, True, False)]  # they differ in everything
+CASES = [
+    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in EVERYDAY else pytest.mark.full)
+    for case in itertools.product(VARIANTS, (False, True), (False, True), (False, True))
+]
+
+
+def gradients(model, batch, backend, autocast, by_loss, seed=5):
+    """The gradient of each parameter. An equal seed draws equal dropout in every backend."""
+    src, trg = batch
+    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with use_backend(backend), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        if by_loss:
+            loss = model.loss(src, trg, gold, 0.1, reduction="sum")
+        else:
+            options = dict(ignore_index=PAD_TRG, label_smoothing=0.1, reduction="sum")
+            loss = F.cross_entropy(model(src, trg).float(), gold.flatten(), **options)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("variant", "pack_padding", "autocast", "by_loss"), CASES)
+@pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
+def test_gradients_are_those_of_the_reference(
+    backend, variant, pack_padding, autocast, by_loss, batch, request, monkeypatch
+):
+    """By the loss with dropout, by the logits without. The backend serves every op."""
+    if backend != "aten":
+        request.getfixturevalue(backend)
+    served, choose = set(), _dispatch.choose
+
+    def choose_and_note(op, *arguments):
+        name, module = choose(op, *arguments)
+        served.add((op, name))
+        return name, module
+
+    options = dict.fromkeys(("dropout", "attn_dropout"), 0.2 if by_loss else 0.0) | VARIANTS[variant]
+    if autocast and variant == "public":
+        # In 16 bits a relu near 0 may be on in one backend and off in the other, which among so few weights is a large
+        # difference. gelu has no kink.
+        options["activation"] = "gelu"
+    model = fused(**TINY, pack_padding=pack_padding, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(_dispatch, "choose", choose_and_note)
+        actual = gradients(model, batch, backend, autocast, by_loss)
+    ops = {"attention", "add_layer_norm", "feed_forward"}
+    ops |= {"embed_layer_norm"} if variant == "public" else set()
+    ops |= {"linear_cross_entropy"} if by_loss else set()
+    assert served == {(op, backend) for op in ops}
+    exact = gradients(model, batch, "reference", False, by_loss)
+    if not autocast:
+        assert_same_gradients(actual, exact, 1e-3)
+        return
+    low = gradients(model, batch, "reference", True, by_loss)
+    error, allowed = (sum((g[n] - exact[n]).square().sum() for n in exact).sqrt() for g in (actual, low))
+    assert error <= 1.5 * allowed, f"error {error:.2e}, of the reference under autocast {allowed:.2e}"
+
+
+def test_the_comparison_notices_another_dropout(batch):
+    model = fused(**TINY, dropout=0.2)
+    exact = gradients(model, batch, "reference", False, True)
+    with pytest.raises(AssertionError):
+        assert_same_gradients(gradients(model, batch, "aten", False, True, seed=6), exact, 1e-3)
