@@ -121,7 +121,7 @@ def packed_and_padded(Lq: int, Lk: int, device: torch.device | str = "cpu") -> K
 
 
 def is_visible(kwargs: Kwargs, b: int, h: int, i: int, j: int, Lq: int, Lk: int) -> bool:
-    """Is key j visible to query i of head h of sample b? Written from the docstring of AttentionMask, one pair at a time."""
+    """Is key j visible to query i? Written from the docstring of AttentionMask, one pair at a time."""
     if kwargs.get("cu_seqlens_q") is not None:
         starts_q = kwargs["cu_seqlens_q"].tolist()
         starts_k = kwargs.get("cu_seqlens_k", kwargs["cu_seqlens_q"]).tolist()

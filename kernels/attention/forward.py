@@ -12,7 +12,7 @@ large as the scores is ever in memory.
 Work: 2 * (Dk + Dv) FLOPs per visited score; bytes: q and out once, k and v once per query tile, mostly from L2. Only
 visited tiles cost: what lies outside the band, or is masked as a whole, is not loaded.
 Compiled offline with triton 3.6, bf16, sm_90a (no GPU has timed it yet): causal D 64 takes 127 registers and 64 KiB of
-shared memory, two programs an SM; D 128 237 and 128 KiB; D 128 with a bool matrix 242 and 98 KiB. Nothing spills.
+shared memory, two programs an SM; D 128 237 and 128 KiB; D 128 with a bool matrix 234 and 98 KiB. Nothing spills.
 Tried and dropped, same compiler:
     tiles of 128 x 128, or 4 warps for 128 x 64: at D 128 they spill, 5 to 120 stores without a mask, more with one;
     a word of mask bits loaded for each element, not for each row: dq of D 128 spills 28 stores for 8, and the words of
@@ -84,10 +84,11 @@ def attention_forward_kernel(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if not FOLD_SCALE:
                 scores *= softmax_scale
+            if not FULL:
+                keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
             if bias is not None:
                 scores += load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
             if not FULL:
-                keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
                 scores = tl.where(keep, scores, float("-inf"))
 
             new_max = tl.maximum(row_max, tl.max(scores, axis=1))
