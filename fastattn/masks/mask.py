@@ -77,9 +77,9 @@ class AttentionMask:
             )
         self._bands = {name: FREE for name in _ALIGNMENTS}
         self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else FREE)
-        self._cache: dict[Any, Any] = {}  # key -> (versions of the tensors and stream, what was made)
-        tensors = self._tensors().values()
-        self._made_while = _recording(next(iter(tensors)).device if tensors else None)
+        self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, what was made)
+        tensors = list(self._tensors().values())
+        self._made_while = _recording(tensors[0].device if tensors else None)
 
     @classmethod
     def of(cls, attn_mask: AttentionMask | Tensor | None) -> AttentionMask | None:
@@ -122,7 +122,7 @@ class AttentionMask:
     def replace(self, **tensors: Tensor | None) -> AttentionMask:
         """The same mask with other tensors, given by their names."""
         other = self.with_bias(self.bias)
-        other.__dict__.update(tensors, _cache={})
+        other.__dict__.update(tensors, _cache=[])
         return other
 
     def __repr__(self) -> str:
@@ -264,12 +264,18 @@ class AttentionMask:
         if state != self._made_while:
             return build()
         stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
-        found = self._cache.get(key)
-        if found is None or found[0] != stamp:
-            # What validation under torch.inference_mode prepares must serve training too.
-            with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
-                found = self._cache[key] = (stamp, build())
-        return found[1]
+        # A list, because in a dict's key a length that torch.compile traces as a symbol would become a constant.
+        for place, (made_for, made_at, made) in enumerate(self._cache):
+            if made_for == key:
+                if made_at == stamp:
+                    return made
+                del self._cache[place]
+                break
+        # What validation under torch.inference_mode prepares must serve training too.
+        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            made = build()
+        self._cache.append((key, stamp, made))
+        return made
 
 
 def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:

@@ -6,7 +6,8 @@ Grid: one program per element of (batch or 1, head or 1, query tile or 1, key ti
 - batches, heads, query tiles - and keeps the sum of dS in registers, [BLOCK_M, BLOCK_N] float32.
 Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, the bias and dbias once.
 A bias broadcast over both heads and queries leaves few programs, and long loops: right, not fast.
-MEASURED
+Compiled offline, triton 3.6, with dropout and a bool matrix: sm_90a 190 registers at D 128, no spills; sm_80 255 at
+D 64, 28 stores spill.
 
 A bias broadcast over the keys needs no kernel. It adds one number to a whole row of scores, which moves lse by as much
 and changes no weight, dropped or not: sum_j dS_ij = dlse_i. A sum of dS would show how delta was rounded with a 16-bit

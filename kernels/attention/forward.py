@@ -6,13 +6,13 @@
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 Grid: one program per (batch, head, BLOCK_M queries), in one dimension. The last queries of a head come first: under a
 causal mask they have the longest loop.
-Registers: the accumulator [BLOCK_M, BLOCK_DV] and the running maximum and sum of BLOCK_M rows, in float32. Shared memory:
-tiles of keys and values, num_stages deep, and on sm_90 the queries, which are read once. Nothing as large as the scores
-is ever in memory.
+Registers: the accumulator [BLOCK_M, BLOCK_DV] and the running maximum and sum of BLOCK_M rows, in float32.
+Shared memory: tiles of keys and values, num_stages deep, and on sm_90 the queries, which are read once. Nothing as
+large as the scores is ever in memory.
 Work: 2 * (Dk + Dv) FLOPs per visited score; bytes: q and out once, k and v once per query tile, mostly from L2. Only
 visited tiles cost: what lies outside the band, or is masked as a whole, is not loaded.
 Compiled offline with triton 3.6, bf16, sm_90a (no GPU has timed it yet): causal D 64 takes 127 registers and 64 KiB of
-shared memory, two programs an SM; D 128 233 and 128 KiB; D 128 with a bool matrix 242 and 98 KiB. Nothing spills.
+shared memory, two programs an SM; D 128 237 and 128 KiB; D 128 with a bool matrix 242 and 98 KiB. Nothing spills.
 Tried and dropped, same compiler:
     tiles of 128 x 128, or 4 warps for 128 x 64: at D 128 they spill, 5 to 120 stores without a mask, more with one;
     a word of mask bits loaded for each element, not for each row: dq of D 128 spills 28 stores for 8, and the words of

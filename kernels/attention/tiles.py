@@ -84,6 +84,7 @@ def columns_of_tile(mask, begin, end, first_row, last_row, columns, band_lo, ban
     else:
         tile_begin = tl.maximum(first_row + band_lo, 0)
         tile_end = tl.maximum(tl.minimum(last_row + band_hi + 1, columns), 0)
+        tile_end = tl.where(band_lo <= band_hi, tile_end, 0)
     return tile_begin, tile_end
 
 

@@ -258,7 +258,7 @@ def test_equal_masks_equal_results(backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bitwise_repeatable(backend: str, device: torch.device) -> None:
     attend = backend_call(backend, device)
-    p = make(B=2, H=1, Lq=70, Lk=70, D=16, mask="decoder", bias=(1, 1, 1, 70), dropout_p=0.2, device=device)
+    p = make(B=2, H=1, Lq=20, Lk=70, D=16, mask="decoder", bias=(1, 1, 1, 70), dropout_p=0.2, device=device)
     first = solve(p, attend)
     for _ in range(1 if device.type == "cpu" else 30):
         for name, a, b in zip(first._fields, first, solve(p, attend), strict=True):

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_checks import BACKENDS, Problem, Results, backend_call, check, exact, make, plain, solve, terms
+from attention_checks import BACKENDS, Attend, Problem, Results, backend_call, check, exact, make, plain, solve, terms
 from helpers import assert_close_as_torch
 from mask_cases import offsets, prefix
 
 from fastattn import AttentionMask, explain, scaled_dot_product_attention
 
 full = pytest.mark.full
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NaN in the interpreter
 
 
 def excluded(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,6 +44,12 @@ def poisoned(p: Problem) -> Problem:
         name: poison(getattr(p, name), rows) for name in ("q", "dout", "dlse") if getattr(p, name) is not None
     }
     return p.but(**of_queries, k=poison(p.k, columns), v=poison(p.v, columns))
+
+
+def same_when_poisoned(p: Problem, attend: Attend) -> None:
+    clean, dirty = solve(p, attend), solve(poisoned(p), attend)
+    for name, a, b in zip(clean._fields, clean, dirty, strict=True):
+        assert a is None or torch.equal(a, b), f"{name}: what is excluded has reached it"
 
 
 # Two key tiles and two query tiles, some of them not visited.
@@ -85,9 +92,7 @@ def test_what_structure_excludes_may_be_nan(backend: str, case: str, device: tor
     moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in p.mask.items()}
     tensors = ("q", "k", "v", "dout", "dlse", "bias")
     p = p.but(**{n: None if getattr(p, n) is None else getattr(p, n).to(device) for n in tensors}, mask=moved)
-    clean, dirty = solve(p, attend), solve(poisoned(p), attend)
-    for name, a, b in zip(clean._fields, clean, dirty, strict=True):
-        assert a is None or torch.equal(a, b), f"{name}: what is excluded has reached it"
+    same_when_poisoned(p, attend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

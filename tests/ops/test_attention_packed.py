@@ -54,7 +54,7 @@ def test_aten_agrees_with_float64_in_16_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["strays", "of another"])
 def test_poison_does_not_spread(kind: str) -> None:
-    same_when_poisoned(packed(kind), "aten", torch.device("cpu"))
+    same_when_poisoned(packed(kind), backend_call("aten", torch.device("cpu")))
 
 
 def test_what_is_not_taken_apart() -> None:

@@ -1,4 +1,4 @@
-"""The checks can fail: bugs planted in a correct flash attention and in the sources of the Triton kernels are caught."""
+"""The checks can fail: bugs planted in a correct flash attention and in the Triton kernels' sources are caught."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn._dispatch import load_backend
-from fastattn.masks import flatten
+from fastattn.masks import Layout, flatten
 from fastattn.reference import philox
 
 SDPA = scaled_dot_product_attention
@@ -43,10 +43,17 @@ def test_opcheck(backend: str, name: str, device: torch.device) -> None:
     if "before" in name:
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (p.q, p.k, p.v))
         p = p.but(q=q, k=k, v=v)
-    torch.library.opcheck(torch.ops.fastattn.attention.default, operator_arguments(p, backend))
+    arguments = operator_arguments(p, backend)
+    torch.library.opcheck(torch.ops.fastattn.attention.default, arguments)
+    prepared = flatten([AttentionMask(**p.mask).prepare(*p.shape[2:], Layout(), device)])
+    lse = torch.zeros(p.shape[:3], device=device)
+    given = (p.q, p.k, lse, p.bias, *prepared, *arguments[6:9], False, backend)
+    torch.library.opcheck(torch.ops.fastattn.attention_weights.default, given)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=() if b in KERNEL_BACKENDS else pytest.mark.full) for b in BACKENDS]
+)
 def test_compiled_in_one_graph(backend: str, device: torch.device) -> None:
     """The masks' tensors are inputs of the graph; AttentionMask is built and prepared in it."""
     backend_call(backend, device)

@@ -25,11 +25,11 @@ def weights_of(p: Problem, wanted: bool | str, backend: str) -> torch.Tensor:
 
 MEANS: dict[str, dict[str, Any]] = {
     "decoder, several tiles": {
-        "Lq": 70,
+        "Lq": 40,
         "Lk": 141,
         "D": 33,
         "mask": "decoder",
-        "bias": (1, 4, 70, 141),
+        "bias": (1, 4, 40, 141),
         "dropout_p": 0.3,
     },
     "grouped": {"Hk": 2, "Lq": 13, "Lk": 21, "D": 16, "mask": "attn_mask", "dtype": torch.bfloat16},
