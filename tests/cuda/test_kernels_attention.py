@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 import fastattn.cuda
 from fastattn import AttentionMask, explain
+from fastattn._dispatch import load_backend
 from fastattn.cuda import _attention_arguments, _attention_sm90
 from fastattn.cuda import attention as backend
+from fastattn.reference.philox import draw_rng_state
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 full = pytest.mark.full
@@ -203,29 +205,15 @@ def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forward_of_one_backend_backward_of_another(kind: str, kernels: torch.device) -> None:
     """Masks, dropout and lse mean the same in CUDA and in Triton, both ways."""
     p = make(B=2, H=1, Lq=21, Lk=40, D=16, mask=kind, dtype=BFLOAT16, dropout_p=0.2, device=kernels)
-    mask, p = AttentionMask(**p.mask), p.but(dlse=None)
-
-    def attend(forward: str, backward: str) -> Results:
-        given = [t.detach().requires_grad_() for t in (p.q, p.k, p.v)]
-        options = {"scale": p.scale, "return_lse": True}
-        torch.manual_seed(p.seed)
-        out, lse = fastattn.scaled_dot_product_attention(*given, mask, p.dropout_p, backend=forward, **options)
-        torch.manual_seed(p.seed)
-        theirs, _ = fastattn.scaled_dot_product_attention(*given, mask, p.dropout_p, backend=backward, **options)
-        compare(p, Results(theirs.detach(), lse.detach(), *[None] * 5), ("out", "lse"))
-        context = theirs.grad_fn
-        saved = (*context.saved_tensors[:3], out.detach(), lse.detach(), *context.saved_tensors[5:])
-        masks, numbers = saved[7:], context.options[0]
-        module = fastattn._dispatch.load_backend("attention", backward)
-        prepared = fastattn.masks.unflatten(masks, numbers)
-        return Results(
-            *saved[3:5],
-            None,
-            *module.attention_bwd(p.dout, None, *saved[:5], None, prepared, p.scale, p.dropout_p, saved[6], False),
-        )
-
-    for pair in (("cuda", "triton"), ("triton", "cuda")):
-        compare(p, attend(*pair), ("dq", "dk", "dv"))
+    mask, modules = AttentionMask(**p.mask), [load_backend("attention", name) for name in ("cuda", "triton")]
+    torch.manual_seed(p.seed)
+    options = (p.scale, p.dropout_p, draw_rng_state(kernels))
+    for forward, backward in (modules, modules[::-1]):
+        first, *_ = (mask.prepare(21, 40, layout, kernels) for layout in forward.mask_layouts(p.q, p.k, p.v, None))
+        _, *others = (mask.prepare(21, 40, layout, kernels) for layout in backward.mask_layouts(p.q, p.k, p.v, None))
+        out, lse = forward.attention_fwd(p.q, p.k, p.v, None, first, *options)
+        given = (p.dout, p.dlse, p.q, p.k, p.v, out, lse, None, tuple(others), *options, False)
+        compare(p, Results(out, lse, None, *backward.attention_bwd(*given)), ("out", "lse", "dq", "dk", "dv"))
 
 
 @full
