@@ -21,7 +21,7 @@ def offsets(*lengths: int) -> Tensor:
 
 
 def scattered(Lq: int, Lk: int, keys: int, seed: int = 0) -> Tensor:
-    """Bool (1, 1, Lq, Lk): each query sees that many keys, anywhere."""
+    """Bool (1, 1, Lq, Lk): that many keys are visible to each query, anywhere."""
     g = torch.Generator().manual_seed(seed)
     places = torch.rand(Lq, Lk, generator=g).argsort(-1)[:, :keys]
     return torch.zeros(1, 1, Lq, Lk, dtype=torch.bool).scatter_(3, places[None, None], True)
@@ -38,7 +38,7 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
     query_lengths = [max(Lq - 2 * b - 1, 0) for b in range(B)]
     holes = coin(B, Lk)
     if B > 1:
-        holes[-1] = False  # nothing to see in the last sample
+        holes[-1] = False  # nothing is visible in the last sample
     full = coin(B, H, Lq, Lk)
     full[0, 0, Lq // 2] = False  # one empty row
     if B * H > 1:
@@ -109,7 +109,7 @@ KINDS = tuple(mask_kinds(2, 2, 4, 4))
 
 
 def packed_and_padded(Lq: int, Lk: int, device: torch.device | str = "cpu") -> Kwargs:
-    """All but an attn_mask at once, for two samples; in one of them only padded queries might see some of the keys."""
+    """All but an attn_mask at once, for two samples; in one of them some keys are visible to padded queries alone."""
     tensors = {
         "key_padding": torch.arange(Lk).expand(2, Lk) % 7 != 3,
         "query_padding": prefix([Lq, Lq * 2 // 3], Lq),
@@ -120,8 +120,8 @@ def packed_and_padded(Lq: int, Lk: int, device: torch.device | str = "cpu") -> K
     return {name: t.to(device) for name, t in tensors.items()} | window
 
 
-def sees(kwargs: Kwargs, b: int, h: int, i: int, j: int, Lq: int, Lk: int) -> bool:
-    """May query i of head h of sample b see key j? Written from the docstring of AttentionMask, one pair at a time."""
+def is_visible(kwargs: Kwargs, b: int, h: int, i: int, j: int, Lq: int, Lk: int) -> bool:
+    """Is key j visible to query i of head h of sample b? Written from the docstring of AttentionMask, one pair at a time."""
     if kwargs.get("cu_seqlens_q") is not None:
         starts_q = kwargs["cu_seqlens_q"].tolist()
         starts_k = kwargs.get("cu_seqlens_k", kwargs["cu_seqlens_q"]).tolist()
@@ -158,11 +158,11 @@ def brute_force(kwargs: Kwargs, B: int, H: int, Lq: int, Lk: int) -> Tensor:
         for h in range(H):
             for i in range(Lq):
                 for j in range(Lk):
-                    keep[b, h, i, j] = sees(kwargs, b, h, i, j, Lq, Lk)
+                    keep[b, h, i, j] = is_visible(kwargs, b, h, i, j, Lq, Lk)
     return keep
 
 
-# Kinds that hide some key from all queries, or a query from all keys; the last two are no names of mask_kinds().
+# Kinds that mask some key for all queries, or all keys for some query; the last two are no names of mask_kinds().
 HIDING = (
     *("window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder"),
     *("bias", "packed and padded"),

@@ -5,7 +5,7 @@
 
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in two kernels: one owns query tiles and writes dq
 and delta, the other owns key tiles and writes dk and dv. S and dP are computed twice, 7 products where one kernel needs
-5, but nobody adds into memory that another program writes: no atomics, no float32 copy of dq, equal results run to run.
+5, but no program adds into memory that another one writes: no atomics, no float32 copy of dq, equal results run to run.
 lse is differentiable at no cost: its gradient only shifts delta.
 Compiled offline, triton 3.6, bf16 causal, sm_90a: dq 128 registers at D 64 and 209 at D 128, dk and dv 254 and 239;
 nothing spills. With dropout, bias and a bool matrix together, D 128: 8 and 13 stores spill.

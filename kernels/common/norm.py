@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of rows in registers: what the rooms that normalise share, forward and backward.
+"""LayerNorm and RMSNorm of rows in registers: what the kernels that normalise share, forward and backward.
 
 A tile is BLOCK_M whole rows, [BLOCK_M, BLOCK_N] float32, zero in columns past `hidden`. IS_RMS: RMSNorm, without mean
 and bias. `statistics` is float32, made by the forward for the backward: mean (rows), rstd (rows), then TICKETS zeros,

@@ -255,8 +255,8 @@ def compare(p: Problem, actual: Results, names: tuple[str, ...] = Results._field
             assert not actual.weights[dropped].any(), "a dropped weight is not 0"
             sure = keep & ~dropped & (truth.weights > 1e-3)  # far from underflow
             assert (actual.weights[sure] > 0).all(), "a weight was dropped that the rule keeps"
-    unseen = ~keep.unflatten(1, (p.k.shape[1], -1)).any(2).any(-2)  # (B, Hk, Lk)
+    unattended = ~keep.unflatten(1, (p.k.shape[1], -1)).any(2).any(-2)  # (B, Hk, Lk)
     for name in ("dk", "dv"):
         grad = getattr(actual, name)
         if name in names and grad is not None:
-            assert not grad[unseen].any(), f"{name}: a key that no query attends to must get exactly 0 gradient"
+            assert not grad[unattended].any(), f"{name}: a key that no query attends to must get exactly 0 gradient"

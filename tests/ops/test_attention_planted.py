@@ -63,7 +63,7 @@ class Bug(NamedTuple):
     right: str
     wrong: str
     problem: Problem
-    result: str  # in which the bug must be seen
+    result: str  # that must show the bug
 
 
 SHAPE = {"B": 2, "H": 2, "Lq": 20, "Lk": 140, "D": 16}
