@@ -42,21 +42,15 @@ def batch() -> Batch:
     )
 
 
-@pytest.mark.parametrize(
-    ("step", "rate"),
-    [
+def test_learning_rate() -> None:
+    for step, rate in (
         (1, 512**-0.5 * 4000**-1.5),
         (2000, 512**-0.5 * 2000 * 4000**-1.5),
         (4000, (512 * 4000) ** -0.5),
         (16000, (512 * 16000) ** -0.5),
-    ],
-)
-def test_learning_rate(step: int, rate: float) -> None:
-    assert learning_rate(step, d_model=512, warmup=4000) == pytest.approx(rate, rel=1e-12)
-    assert learning_rate(step, d_model=512, warmup=4000, scale=2.0) == pytest.approx(2 * rate, rel=1e-12)
-
-
-def test_learning_rate_peaks_at_the_end_of_warm_up() -> None:
+    ):
+        assert learning_rate(step, d_model=512, warmup=4000) == pytest.approx(rate, rel=1e-12)
+        assert learning_rate(step, d_model=512, warmup=4000, scale=2.0) == pytest.approx(2 * rate, rel=1e-12)
     assert max(range(1, 2000), key=lambda step: learning_rate(step, 128, 300)) == 300
 
 
