@@ -323,7 +323,7 @@ def linear_cross_entropy_terms(
         T_z    = |s| Size(rss(x, weight^T), bias)            T_lse = Size over classes of P T_z
         T_loss = Size(lse, T_lse, Size over classes of q T_z), of a row
         T_sum  = Size over rows of T_loss + Size of the running sums of losses, which are float32; a mean: / count
-        T_dz   = |s rate| Size(P, P T_z, P T_lse, q)
+        T_dz   = |s rate| Size(P, P T_z, P T_lse, P log P, q)
         T_dx   = rss(T_dz, weight)      T_dweight = rss(T_dz^T, x)      T_dbias = Size over rows of T_dz
     """
     keep = distribution.any(-1)
@@ -339,7 +339,7 @@ def linear_cross_entropy_terms(
     losses = lse.squeeze(-1) * keep - (distribution * z).sum(-1)
     loss_size = _size(lse, lse_size, of_target).squeeze(-1) * keep
     rate = (dloss.double() * keep).unsqueeze(-1) / (keep.sum().clamp_min(1) if reduction == "mean" else 1)
-    dz_size = (logit_scale * rate).abs() * _size(p, p * z_size, p * lse_size, distribution)
+    dz_size = (logit_scale * rate).abs() * _size(p, p * z_size, p * lse_size, p.xlogy(p), distribution)
     if torch.finfo(dtype).bits == 16:
         loss_size = loss_size * (torch.finfo(dtype).eps / (8 * torch.finfo(torch.float32).eps))
     if reduction != "none":

@@ -10,16 +10,17 @@ from fastattn.error_rule import judge
 
 
 def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
-    """The backends that have this op. Whether one can serve on this machine, its why_not says."""
+    """The backends that implement this op. Whether one can serve on this machine, its why_not says."""
     there = (b for b in BACKENDS if not (absence(op_name, b) or "").startswith("there is no"))
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 
 
 def assert_close_as_torch(actual: Tensor, truth: Tensor, low: Tensor, terms: Tensor, what: str = "result") -> None:
-    """actual is as near to truth (float64) as fastattn.error_rule.judge asks, which has the arguments."""
+    """actual is as near to truth (float64) as the rule of fastattn.error_rule.judge asks; low is the plain formula's
+    result in the tested dtype, terms the size of the terms that are summed up in each element."""
     assert actual.shape == truth.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
     assert actual.dtype == low.dtype, f"{what}: dtype {actual.dtype}, expected {low.dtype}"
-    judgement = judge(actual, truth, low, terms)
+    judgement = judge(actual.detach(), truth.detach(), low.detach(), terms.detach())
     assert judgement.ok, f"{what}: error {judgement.error:.3e} is over the bound {judgement.bound:.3e}"
 
 
