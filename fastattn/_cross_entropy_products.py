@@ -3,7 +3,7 @@
     logits = x weight^T;    dlogits: a backend's kernel, which adds the bias       linear_cross_entropy.py
     dx = dlogits weight;    dweight = dlogits^T x;    dbias = column sums of dlogits
 
-What the backends of Triton and CUDA share: each brings its own kernel over rows. The three products are cuBLAS's. Logits
+Triton and CUDA share this: each brings its own kernel over rows. The three products are cuBLAS's. Logits
 exist once, in x's dtype, and the kernel writes dlogits in their place, so that of a reduced loss nothing but the
 gradients outlives the forward. One launch serves all tokens; only where their logits exceed LOGITS_BYTES are tokens
 cut into chunks, and weight's gradient is then added up in float32 (8 bytes of traffic for each of its elements a
