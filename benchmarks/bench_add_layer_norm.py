@@ -56,8 +56,12 @@ def quack(case: NormCase, inputs: Inputs, dropout_p: float) -> Any:
     raise harness.Refused("quack's LayerNorm has no backward")
 
 
+def arguments(case: NormCase, inputs: Inputs, dropout_p: float) -> dict[str, Any]:
+    return {"dropout_p": dropout_p}
+
+
 def providers(device: torch.device) -> list[Provider]:
-    found = harness.ours(dropout_add_layer_norm, lambda case, inputs, dropout_p: {"dropout_p": dropout_p})
+    found = harness.ours(dropout_add_layer_norm, arguments)
     found.append(harness.rival("torch", torch_operators))
     found.append(harness.rival("torch.compile", torch_operators, compiled=True))
     others: dict[str, Function] = {"Liger-Kernel": liger, "quack": quack} if device.type == "cuda" else {}
@@ -71,6 +75,7 @@ BENCHMARK = harness.Benchmark(
     rates=("byte",),
     inputs=make_inputs,
     providers=providers,
+    terms=harness.terms_of("add_layer_norm", arguments),
 )
 
 

@@ -61,6 +61,7 @@ BENCHMARK = harness.Benchmark(
     rates=("byte",),
     inputs=make_inputs,
     providers=providers,
+    terms=harness.terms_of("embed_layer_norm", arguments),
 )
 
 

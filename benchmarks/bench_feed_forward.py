@@ -84,6 +84,7 @@ BENCHMARK = harness.Benchmark(
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
+    terms=harness.terms_of("feed_forward", arguments),
 )
 
 

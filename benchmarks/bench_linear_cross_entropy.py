@@ -69,12 +69,12 @@ def quack(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> Any:
     return lambda x, weight: in_dtype_of(cross_entropy(F.linear(x, weight), target, ignore_index=PAD), x)
 
 
+def arguments(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> dict[str, Any]:
+    return {"target": inputs.fixed["target"], "logit_scale": 1.0, "reduction": "mean"} | _options(case)
+
+
 def providers(device: torch.device) -> list[Provider]:
-    found = harness.ours(
-        linear_cross_entropy,
-        lambda case, inputs, dropout_p: {"target": inputs.fixed["target"]} | _options(case),
-        finish=lambda loss, leaves: in_dtype_of(loss, leaves["x"]),
-    )
+    found = harness.ours(linear_cross_entropy, arguments, finish=lambda loss, leaves: in_dtype_of(loss, leaves["x"]))
     found.append(harness.rival("torch", torch_operators))
     found.append(harness.rival("torch.compile", torch_operators, compiled=True))
     others = {"Liger-Kernel": liger, "quack": quack} if device.type == "cuda" else {}
@@ -88,6 +88,9 @@ BENCHMARK = harness.Benchmark(
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
+    terms=harness.terms_of(
+        "linear_cross_entropy", arguments, lambda inputs: {"bias": torch.zeros_like(inputs.leaves["weight"][:, 0])}
+    ),
 )
 
 

@@ -10,6 +10,7 @@ Directions. forward: with inputs that require gradients, so what the backward ne
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn._dispatch import BACKENDS
+from fastattn._problems import problems
 from fastattn.error_rule import judge
 
 SEED = 20170612
@@ -74,7 +76,8 @@ class Benchmark:
     cases: by table, "quick", "cpu" and "cuda". directions: what is timed; none where only the peak memory of a Run's
     last call is of interest. inputs: (case, device) -> Inputs. rates: units shown in the tables.
     part: (case, name, tensor) -> the part that is compared of an input, the result "out" or a gradient, where all of it
-    would be too much.
+    would be too much. terms: (case, Inputs in float64) -> T of each result, see fastattn/error_rule.py; where there is
+    none, T is measured.
     """
 
     name: str
@@ -84,6 +87,27 @@ class Benchmark:
     inputs: Callable[[Any, torch.device], Inputs]
     providers: Callable[[torch.device], list[Provider]]
     part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
+    terms: Callable[[Any, Inputs], dict[str, Tensor]] | None = None
+
+
+@functools.cache
+def _op_terms() -> dict[str, Callable[..., dict[str, Tensor]]]:
+    return {problem.op: problem.terms for problem in problems(torch.device("cpu"))}
+
+
+def terms_of(
+    op_name: str,
+    arguments: Callable[[Any, Inputs, float], dict[str, Any]],
+    more: Callable[[Inputs], dict[str, Tensor]] = lambda inputs: {},
+) -> Callable[[Any, Inputs], dict[str, Tensor]]:
+    """T of an op's results as the doctor has it. arguments: see `ours`; more: tensors beside the leaves."""
+
+    def terms(case: Any, inputs: Inputs) -> dict[str, Tensor]:
+        tensors = {name: leaf.detach() for name, leaf in inputs.leaves.items()} | more(inputs)
+        options = arguments(case, inputs, 0.0) | {"dtype": case.dtype}
+        return _op_terms()[op_name](tensors, options, [inputs.dout])
+
+    return terms
 
 
 def run_of(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run:
@@ -169,8 +193,9 @@ def imported(module: str) -> Any:
 class Checked:
     """One case, whose providers are compared with the reference formula in float64, by the one rule for error.
 
-    T, the size of the terms that are summed up in a result, is measured: the result's own size, and how far it moves,
-    in float64, when each input moves by a small relative amount of random sign (the root mean square of some draws).
+    T, the size of the terms that are summed up in a result, is the op's; of whole models it is measured: the result's
+    own size, and how far it moves, in float64, when each input moves by a small relative amount of random sign (the
+    root mean square of some draws).
     """
 
     def __init__(self, benchmark: Benchmark, case: Any, device: torch.device) -> None:
@@ -204,22 +229,26 @@ class Checked:
         fixed = {name: self._part(name, value) for name, value in self.inputs.fixed.items()}
         low = Inputs(leaves, fixed, self._part("out", self.inputs.dout)).changed(lambda t: t)
         exact = low.changed(lambda t: t.double())
+        truth = self._solve(exact)
+        terms = self.benchmark.terms(self.case, exact) if self.benchmark.terms else self._measured_terms(exact, truth)
+        return truth, self._solve(low), {name: terms[name].view(value.shape) for name, value in truth.items()}
+
+    def _solve(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The reference path's results."""
+        return _results(self.providers[0].make(self.case, inputs, 0.0))
+
+    def _measured_terms(self, exact: Inputs, truth: dict[str, Tensor]) -> dict[str, Tensor]:
         signs = torch.Generator(self.device).manual_seed(SEED)
 
         def moved(t: Tensor) -> Tensor:
             sign = torch.randint(0, 2, t.shape, generator=signs, device=t.device) * 2 - 1
             return t * (1 + PERTURBATION * sign)
 
-        def solve(inputs: Inputs) -> dict[str, Tensor]:
-            return _results(self.providers[0].make(self.case, inputs, 0.0))
-
-        truth = {name: result.double() for name, result in solve(exact).items()}
-        nearby = [solve(exact.changed(moved)) for _ in range(DRAWS)]
-        terms = {
+        nearby = [self._solve(exact.changed(moved)) for _ in range(DRAWS)]
+        return {
             name: (sum((other[name] - value) ** 2 for other in nearby) / DRAWS).sqrt() / PERTURBATION + value.abs()
             for name, value in truth.items()
         }
-        return truth, solve(low), terms
 
     def _part(self, name: str, value: Any) -> Any:
         return self.benchmark.part(self.case, name, value) if isinstance(value, Tensor) else value

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -38,7 +37,10 @@ CLASSES = (7, 1000, 2061, 50257)
 
 def all_problems(device: torch.device) -> Iterator[Problem]:
     """Small problems, with equal numbers on every device."""
-    yield from problems(device, large=False)
+    of_op = {}
+    for problem in problems(device, large=False):
+        of_op[problem.op] = problem
+        yield problem
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -48,17 +50,19 @@ def all_problems(device: torch.device) -> Iterator[Problem]:
         rows = 19 if width < 4096 else 3
         tensors = {"x": randn(rows, width), "residual": randn(rows, width)}
         tensors |= {"weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
-        options = {"dropout_p": 0.2, "eps": 0.01}
-        yield Problem("add_layer_norm", f"width {width}", fastattn.dropout_add_layer_norm, tensors, options)
+        norm = of_op["add_layer_norm"]._replace(case=f"width {width}")
+        yield norm._replace(tensors=tensors, options={"dropout_p": 0.2})
     for dim in HEAD_DIMS:
         tensors = {"query": randn(1, 2, 70, dim), "key": randn(1, 2, 150, dim), "value": randn(1, 2, 150, dim)}
         mask = fastattn.AttentionMask(is_causal=True, align="bottom_right")
-        options = {"attn_mask": mask, "dropout_p": 0.2}
-        yield Problem("attention", f"head dimension {dim}", fastattn.scaled_dot_product_attention, tensors, options)
+        attention = of_op["attention"]._replace(case=f"head dimension {dim}")
+        yield attention._replace(tensors=tensors, options={"attn_mask": mask, "dropout_p": 0.2})
     for classes in CLASSES:
-        tensors = {"x": randn(3, 16), "weight": 0.5 * randn(classes, 16)}
-        options = {"target": torch.arange(3).to(device), "ignore_index": 1, "label_smoothing": 0.1, "reduction": "none"}
-        yield Problem("linear_cross_entropy", f"{classes} classes", fastattn.linear_cross_entropy, tensors, options)
+        tensors = {"x": randn(3, 16), "weight": 0.5 * randn(classes, 16), "bias": 0.1 * randn(classes)}
+        options = {"target": torch.arange(3).to(device), "ignore_index": 1, "label_smoothing": 0.1}
+        options |= {"reduction": "none", "logit_scale": 1.0}
+        cross_entropy = of_op["linear_cross_entropy"]._replace(case=f"{classes} classes")
+        yield cross_entropy._replace(tensors=tensors, options=options)
 
 
 @contextlib.contextmanager
@@ -87,7 +91,7 @@ def compare(dtype: torch.dtype, sides: dict[str, Problem]) -> tuple[str, bool]:
     ]
     if bad or len(sides) == 1:
         return "; ".join(bad) or "ok", not bad
-    host, device = (solve(p, partial(p.function, backend="cuda"), dtype, dtype) for p in sides.values())
+    host, device = (solve(problem, "cuda", dtype, dtype) for problem in sides.values())
     equal = sum(torch.equal(host[name].cpu(), device[name].cpu()) for name in host)
     return f"ok, bits equal in {equal} of {len(host)} results", True
 

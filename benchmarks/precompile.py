@@ -94,7 +94,7 @@ def doctors_jobs() -> list[Callable[[], Any]]:
     """A call for every problem that the doctor solves on a GPU, forward and backward."""
 
     def job(problem: Any, dtype: torch.dtype) -> Callable[[], Any]:
-        return lambda: solve(problem, lambda **named: problem.function(**named, backend="triton"), dtype, dtype)
+        return lambda: solve(problem, "triton", dtype, dtype)
 
     return [job(problem, dtype) for problem in problems(torch.device("cpu"), large=True) for dtype in DTYPES]
 

@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import markdown
 import records
+import report_markdown
 import torch
-from worker import Job, Task, Worker
+from report_worker import Job, Task, Worker
 
 from fastattn.doctor import usable_device
 
@@ -98,7 +98,7 @@ class Report:
                 op, case, provider = self._key(job)
                 row = {"op": op, "case": case, "provider": provider, "ours": self._is_ours(job)} | row
                 self.log.append(row)
-                say(f"{number}/{len(todo)} {op} {case}: {provider} {markdown.brief(row)}")
+                say(f"{number}/{len(todo)} {op} {case}: {provider} {report_markdown.brief(row)}")
         finally:
             self.worker.stop()
 
@@ -123,7 +123,7 @@ class Report:
         record = {"environment": self.environment, "ceilings": ceilings, "missing": len(in_order) - len(rows)}
         records.save(record | records.described(cases) | {"rows": rows}, self.out / "record.json")
         record = records.load(self.out)
-        markdown.write_report(record, self.out)
+        report_markdown.write_report(record, self.out)
         return record
 
 
@@ -147,12 +147,12 @@ def main(argv: Sequence[str] | None = None, catalogue: str = "catalogue") -> int
     arguments = parser().parse_args(argv)
     if arguments.render:
         folder = arguments.render if arguments.render.is_dir() else arguments.render.parent
-        print(f"wrote {markdown.write_report(records.load(arguments.render), folder)}")
+        print(f"wrote {report_markdown.write_report(records.load(arguments.render), folder)}")
         return 0
     if arguments.compare:
         return records.compare(*arguments.compare)
     if arguments.readme:
-        markdown.write_results()
+        report_markdown.write_results()
         return 0
     start, device = time.monotonic(), arguments.device
     names = {benchmark.name for benchmark, _ in importlib.import_module(catalogue).plan("quick")}

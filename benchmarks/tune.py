@@ -12,6 +12,7 @@ quartile. The candidates are compiled beforehand, in a process a core: they shar
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -29,8 +30,7 @@ import timing  # before torch: it sets what torch reads when imported
 import torch
 from precompile import compile_slice, over_cores
 
-import fastattn
-from fastattn._problems import Problem
+from fastattn._problems import Problem, problems
 from fastattn.doctor import check, devices, usable_device, versions
 
 SEED = 20170612
@@ -62,6 +62,12 @@ def _randn(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.T
     return {name: torch.randn(shape, generator=generator, device=device) for name, shape in shapes.items()}
 
 
+@functools.cache
+def _problem_of(op_name: str) -> Problem:
+    """One of the doctor's, whose tensors and options are to be replaced."""
+    return next(problem for problem in problems(torch.device("cpu")) if problem.op == op_name)
+
+
 def _numbers(tile: Tile) -> str:
     return ", ".join(map(str, tile))
 
@@ -86,8 +92,7 @@ def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             tensors = _randn(device, query=shape, key=shape, value=shape)
             if kernel == "dbias":
                 tensors |= _randn(device, attn_mask=(1, heads, length, length))
-            function = fastattn.scaled_dot_product_attention
-            return Problem("attention", "causal", function, tensors, {"is_causal": True})
+            return _problem_of("attention")._replace(tensors=tensors, options={"is_causal": True})
 
         def use(tile: Tile, kernel: str = kernel) -> AbstractContextManager:
             look_up = config._look_up
@@ -126,7 +131,7 @@ def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             tensors = _randn(device, x=(tokens, d), weight1=(rows, d), bias1=(rows,), weight2=(d, d_ff), bias2=(d,))
             tensors["weight1"] *= d**-0.5
             tensors["weight2"] *= d_ff**-0.5
-            return Problem("feed_forward", activation, fastattn.feed_forward, tensors, {"activation": activation})
+            return _problem_of("feed_forward")._replace(tensors=tensors, options={"activation": activation})
 
         def paste(tile: Tile, dtype: torch.dtype = dtype, few: bool = few, wide: bool = wide) -> str:
             tokens = "few" if few else "many"
@@ -156,7 +161,7 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
 
         def problem(rows: int, hidden: int = hidden) -> Problem:
             tensors = _randn(device, x=(rows, hidden), residual=(rows, hidden), weight=(hidden,), bias=(hidden,))
-            return Problem("add_layer_norm", "dropout", fastattn.dropout_add_layer_norm, tensors, {"dropout_p": 0.1})
+            return _problem_of("add_layer_norm")._replace(tensors=tensors, options={"dropout_p": 0.1})
 
         yield Row(
             f"layer norm {direction}, hidden {hidden}", torch.bfloat16,

@@ -1,9 +1,9 @@
 """Trains a Transformer to translate, with fastattn: `python examples/train_translation.py`.
 
-Without options it makes its own sentence pairs (dates as people write them, to ISO dates), trains on whatever device
-there is, and prints how many held-out dates come out right, how fast the fused and the reference path are, and whether
-they agree. With `--data DIR --source de --target en` it trains on your text. `--help` lists everything; the training
-loop is in translation/training.py.
+Without options it generates sentence pairs (dates as people write them, to ISO dates), trains on the GPU or the CPU,
+and prints how many held-out dates come out right, how fast the fused and the reference path are, and whether they
+agree. With `--data DIR --source de --target en` it trains on your text. `--help` lists everything; the training loop is
+in translation/training.py.
 """
 
 import signal
@@ -25,7 +25,7 @@ from translation.checkpoint import (
 from translation.data import Corpus, DataError, Example, encode, read_corpus
 from translation.dates import date_corpus
 from translation.decoding import Score, bleu, exact_match, translate
-from translation.measure import Agreement, Speed, compare_losses, explain_backends, measure_speed
+from translation.measure import Agreement, BackendError, Speed, choose_backends, compare_losses, measure_speed
 from translation.report import device_name, plot, write_record
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BpeTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
@@ -36,18 +36,10 @@ from fastattn import FusedTransformer, use_backend
 EXAMPLES_SHOWN = 8
 
 
-class BackendError(Exception):
-    """The backend asked for cannot serve."""
-
-
 class StopRequest:
-    """Within its context, Ctrl-C and a termination signal become a question that the training loop asks every step.
+    """Called within its context: whether Ctrl-C or a termination signal came. A second signal ends the program."""
 
-    A second signal ends the program at once.
-    """
-
-    def __init__(self) -> None:
-        self.signal_number = 0
+    signal_number = 0
 
     def __enter__(self) -> "StopRequest":
         self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -66,7 +58,7 @@ class StopRequest:
 
 
 def make_corpus(settings: Settings) -> Corpus:
-    """The user's text, or dates."""
+    """The user's text with --data, else dates."""
     if settings.data:
         return read_corpus(settings.data, settings.source, settings.target, settings.lowercase)
     return date_corpus(settings.dates, settings.held_out, writings=2, seed=settings.seed)
@@ -79,7 +71,7 @@ def make_tokenizer(corpus: Corpus, settings: Settings) -> Tokenizer:
 
 
 def encode_part(corpus: Corpus, part: str, tokenizer: Tokenizer, settings: Settings) -> list[Example]:
-    """`corpus.train` or `corpus.val`, encoded; says what was left out."""
+    """`corpus.train` or `corpus.val`, encoded; prints what was left out."""
     pairs = getattr(corpus, part)
     examples, dropped = encode(pairs, tokenizer, settings.max_length)
     if dropped:
@@ -88,15 +80,6 @@ def encode_part(corpus: Corpus, part: str, tokenizer: Tokenizer, settings: Setti
     if not examples:
         raise DataError(f"{settings.data}: no pair of {part} is left; raise --max-length")
     return examples
-
-
-def name_backends(settings: Settings) -> dict[str, str]:
-    """Which backend serves each op. BackendError with every reason where one cannot be served."""
-    explanations = explain_backends(settings)
-    for explanation in explanations.values():
-        if explanation.chosen is None:
-            raise BackendError(str(explanation))
-    return {op: explanation.chosen for op, explanation in explanations.items()}
 
 
 def score(model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, settings: Settings) -> list[Score]:
@@ -113,29 +96,28 @@ def score(model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, setting
 
 
 def show(scores: Sequence[Score], out: Path) -> None:
-    """Prints every score and a handful of translations; writes all translations to `out`."""
+    """Prints every score and some translations; writes all translations to `out`."""
     for result in scores:
         print(f"{result.test}: {result.metric} {result.value:.2f} on {len(result.pairs)} sentences", end="")
         print(f"  ({result.signature})" if result.signature else "")
         lines = "".join(translation.replace("\n", " ") + "\n" for translation in result.translations)
         (out / f"{result.test}.translations").write_text(lines, encoding="utf-8")
-    handful = zip(scores[0].pairs[:EXAMPLES_SHOWN], scores[0].translations, strict=False)
-    for (source, target), translation in handful:
+    for (source, target), translation in zip(scores[0].pairs[:EXAMPLES_SHOWN], scores[0].translations, strict=False):
         print(f"  {source}\n    -> {translation}" + ("" if translation == target else f"\n    not {target}"))
 
 
 def measure(
     model: FusedTransformer, examples: Sequence[Example], settings: Settings, vocabulary: int
 ) -> tuple[Speed | None, Agreement | None]:
-    """Compares the fused path with the reference path, in speed and in result, as far as the settings ask for it."""
+    """Compares the fused path with the reference path, in speed and in result, unless the settings switch it off."""
     speed = measure_speed(model, examples, settings) if settings.measure_steps else None
     if speed:
-        print(f"training: {speed.fused:,.0f} tokens/s fused, {speed.reference:,.0f} tokens/s reference", end="")
-        print(f" ({speed.fused / speed.reference:.2f} times as fast)")
+        rates = f"{speed.fused:,.0f} tokens/s fused, {speed.reference:,.0f} tokens/s reference"
+        print(f"training: {rates} ({speed.fused / speed.reference:.2f} times as fast)")
     agreement = compare_losses(examples, settings, vocabulary) if settings.compare_steps else None
     if agreement:
-        print(f"first {agreement.steps} steps without dropout: the losses of both differ by at most ", end="")
-        print(f"{agreement.largest_relative_difference:.1e}, relative")
+        difference = f"{agreement.largest_relative_difference:.1e}, relative"
+        print(f"first {agreement.steps} steps without dropout: the losses of both differ by at most {difference}")
     return speed, agreement
 
 
@@ -146,7 +128,7 @@ def run(settings: Settings, resume: bool) -> int:
     if settings.data and state_path.exists() and not resume:
         raise ResumeError(f"{out}: holds a run already; continue it with --resume, or choose another --out")
     saved = load_run(state_path, settings) if resume else None
-    backends = name_backends(settings)
+    backends = choose_backends(settings)
     corpus = make_corpus(settings)
     tokenizer = load_tokenizer(saved["tokenizer"]) if saved else make_tokenizer(corpus, settings)
     examples = encode_part(corpus, "train", tokenizer, settings)

@@ -1,9 +1,9 @@
 """Logits, losses and gradients of the linear layer with cross-entropy.   Specification: fastattn/reference/
 
-    logits = x weight^T;    dlogits: a room's kernel, which adds the bias       linear_cross_entropy.py
+    logits = x weight^T;    dlogits: a backend's kernel, which adds the bias       linear_cross_entropy.py
     dx = dlogits weight;    dweight = dlogits^T x;    dbias = column sums of dlogits
 
-What the rooms of Triton and CUDA share: each brings its own kernel over rows. The three products are cuBLAS's. Logits
+Triton and CUDA share this: each brings its own kernel over rows. The three products are cuBLAS's. Logits
 exist once, in x's dtype, and the kernel writes dlogits in their place, so that of a reduced loss nothing but the
 gradients outlives the forward. One launch serves all tokens; only where their logits exceed LOGITS_BYTES are tokens
 cut into chunks, and weight's gradient is then added up in float32 (8 bytes of traffic for each of its elements a
@@ -26,7 +26,7 @@ LOGITS_BYTES = 1 << 30  # 16k tokens of 32k classes, 4k of 128k: still enough ro
 
 
 class Rows(NamedTuple):
-    """A room's kernel, and memory as it wants to read it.
+    """A backend's kernel, and memory as it wants to read it.
 
     cross_entropy_rows(logits, bias, target, losses, dloss, count, label_smoothing, ignore_index, logit_scale,
     needs_gradient) writes losses and, if asked, the gradient in place of logits, which come from empty_logits(rows,
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 def forward(
-    room: Rows,
+    backend: Rows,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -56,14 +56,14 @@ def forward(
     keep = target != ignore_index
     count = keep.sum() if reduction == "mean" else None
     options = (label_smoothing, ignore_index, logit_scale)
-    losses, grads = _walk(room, None, count, keep, x, weight, bias, target, options, needs)
+    losses, grads = _chunked_losses_and_grads(backend, None, count, keep, x, weight, bias, target, options, needs)
     if reduction == "none":
         return losses, grads
     return losses.sum() if count is None else losses.sum() / count, grads
 
 
 def backward(
-    room: Rows,
+    backend: Rows,
     dloss: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -79,11 +79,11 @@ def backward(
     keep = target != ignore_index
     count = keep.sum() if reduction == "mean" else None
     options = (label_smoothing, ignore_index, logit_scale)
-    return _walk(room, dloss, count, keep, x, weight, bias, target, options, needs)[1]
+    return _chunked_losses_and_grads(backend, dloss, count, keep, x, weight, bias, target, options, needs)[1]
 
 
-def _walk(
-    room: Rows,
+def _chunked_losses_and_grads(
+    backend: Rows,
     dloss: Tensor | None,
     count: Tensor | None,
     keep: Tensor,
@@ -102,10 +102,10 @@ def _walk(
     step = max(LOGITS_BYTES // (n_class * x.element_size()), 1)
     for start in range(0, max(tokens, 1), step):  # at least once: gradients of no tokens are 0
         rows = slice(start, start + step)
-        logits = room.empty_logits(len(x[rows]), n_class, x)
+        logits = backend.empty_logits(len(x[rows]), n_class, x)
         torch.mm(x[rows], weight.t(), out=logits)
         of_rows = dloss if dloss is None or dloss.dim() == 0 else dloss[rows]
-        room.cross_entropy_rows(logits, bias, target[rows], losses[rows], of_rows, count, *options, any(needs))
+        backend.cross_entropy_rows(logits, bias, target[rows], losses[rows], of_rows, count, *options, any(needs))
         if needs[0]:
             torch.mm(logits, weight, out=dx[rows])
         if needs[1]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import fastattn
+from fastattn import error_rule
+from fastattn.reference import philox
+from fastattn.reference.feed_forward import ACTIVATIONS, GATED
 
 SEED = 20170612  # of the problems and of their dropout, so that a report can be repeated
 
@@ -16,18 +19,16 @@ SEED = 20170612  # of the problems and of their dropout, so that a report can be
 class Problem(NamedTuple):
     """One small random problem: `function(**tensors, **options, backend=...)` solves it. Each tensor has a gradient.
 
-    other_order: the same formula in plain PyTorch, in another order that is just as honest, where the order matters.
-    by_sentence: the function is called for each x and target of the batch: of one number, the plain formula's error
-        is luck, and the largest of many is not.
+    terms: called as terms(tensors, options, douts) with tensors in float64 and the gradients of the outputs, it gives T
+        of each result, see error_rule.py.
     """
 
     op: str
     case: str
     function: Callable[..., Any]
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
     options: dict[str, Any]
-    other_order: Callable[..., Any] | None = None
-    by_sentence: bool = False
+    terms: Callable[[dict[str, Tensor], dict[str, Any], list[Tensor]], dict[str, Tensor]]
 
 
 def problems(device: torch.device, large: bool | None = None) -> Iterator[Problem]:
@@ -35,10 +36,10 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     size: large ones on a GPU, unless told otherwise."""
     generator = torch.Generator().manual_seed(SEED)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return (torch.rand(shape, generator=generator) < 0.6).to(device)
 
     large = device.type == "cuda" if large is None else large
@@ -52,7 +53,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
         }
         if bias:
             tensors["attn_mask"] = randn(1, heads, length_q, length_k)
-        return Problem("attention", case, fastattn.scaled_dot_product_attention, tensors, options, divided_last)
+        return Problem("attention", case, fastattn.scaled_dot_product_attention, tensors, options, _attention_terms)
 
     lengths = torch.tensor([length_k // 3, length_k], device=device)
     key_padding = torch.arange(length_k, device=device) < lengths[:, None]
@@ -66,9 +67,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield attention("grouped-query", heads_k=1, enable_gqa=True)
     yield attention("causal, dropout", is_causal=True, dropout_p=0.2)
 
-    # Few rows on a CPU: over many, torch's own float32 gradients of weight and bias, summed one row after the other,
-    # are further from float64 than twice the formula's, and aten would be called out of bounds for it.
-    rows, width = (300, 512) if large else (10, 96)
+    rows, width = (300, 512) if large else (40, 96)
 
     def add_layer_norm(case: str, residual: bool = True, x_bias: bool = False, **options: Any) -> Problem:
         tensors = {"x": randn(2, rows, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
@@ -78,7 +77,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
             tensors["residual"] = randn(2, rows, width)
         else:
             options["residual"] = None
-        return Problem("add_layer_norm", case, fastattn.dropout_add_layer_norm, tensors, options)
+        return Problem("add_layer_norm", case, fastattn.dropout_add_layer_norm, tensors, options, _add_layer_norm_terms)
 
     yield add_layer_norm("residual, with sum", return_sum=True)
     yield add_layer_norm("no residual", residual=False)
@@ -86,7 +85,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
 
     def add_rms_norm(case: str, **options: Any) -> Problem:
         tensors = {"x": randn(2, rows, width), "residual": randn(2, rows, width), "weight": 1 + 0.1 * randn(width)}
-        return Problem("add_rms_norm", case, fastattn.dropout_add_rms_norm, tensors, options)
+        return Problem("add_rms_norm", case, fastattn.dropout_add_rms_norm, tensors, options, _add_layer_norm_terms)
 
     yield add_rms_norm("with sum", return_sum=True)
     yield add_rms_norm("dropout", dropout_p=0.2)
@@ -95,7 +94,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
         words = torch.randint(0, 29, (2, rows), generator=generator).to(device)
         tensors = {"embedding": randn(29, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
         options |= {"tokens": words, "position_table": randn(rows, width).float(), "scale": 3.0, "padding_idx": 0}
-        return Problem("embed_layer_norm", case, fastattn.embed_layer_norm, tensors, options)
+        return Problem("embed_layer_norm", case, fastattn.embed_layer_norm, tensors, options, _embed_layer_norm_terms)
 
     yield embed_layer_norm("in order")
     position = torch.arange(rows, device=device).expand(2, -1)
@@ -113,7 +112,8 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
             "bias2": 0.1 * randn(d_model),
         }
         case = f"{activation}, dropout" if "dropout_p" in options else activation
-        return Problem("feed_forward", case, fastattn.feed_forward, tensors, {"activation": activation, **options})
+        options["activation"] = activation
+        return Problem("feed_forward", case, fastattn.feed_forward, tensors, options, _feed_forward_terms)
 
     yield feed_forward("relu")
     yield feed_forward("gelu")
@@ -124,66 +124,122 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     target = torch.randint(0, classes, (sentences, length), generator=generator)
     target[:, length - 2 :] = 0  # padding
 
-    def linear_cross_entropy(case: str, by_sentence: bool = False, **options: Any) -> Problem:
+    def linear_cross_entropy(case: str, **options: Any) -> Problem:
         tensors = {
             "x": randn(sentences, length, d_model),
             "weight": 2 * randn(classes, d_model) * d_model**-0.5,
             "bias": 0.1 * randn(classes),
         }
-        options |= {"target": target.to(device), "ignore_index": 0, "logit_scale": 0.5}
-        function = fastattn.linear_cross_entropy
-        return Problem("linear_cross_entropy", case, function, tensors, options, by_sentence=by_sentence)
+        options |= {"target": target.to(device), "ignore_index": 0, "logit_scale": 0.5, "label_smoothing": 0.1}
+        terms = _linear_cross_entropy_terms
+        return Problem("linear_cross_entropy", case, fastattn.linear_cross_entropy, tensors, options, terms)
 
-    yield linear_cross_entropy("mean, smoothed", by_sentence=True, label_smoothing=0.1)
-    yield linear_cross_entropy("none, others", reduction="none", label_smoothing=0.1, smooth_over="others")
-
-
-def divided_last(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | fastattn.AttentionMask | None = None,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
-    **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention in the order of tiled algorithms: by the sum of a row's exponentials is divided after the product.
-
-    Its backward therefore subtracts rowsum(dout * out) from dout value^T, which cancels less exactly than the softmax's
-    own, most of all in a query that sees few keys. The reference's zero weights say what is masked and dropped.
-    """
-    weights = partial(fastattn.scaled_dot_product_attention, query, key, value, attn_mask, return_weights=True)
-    with torch.no_grad():
-        kept = weights(dropout_p=dropout_p, **options)[-1] != 0
-        seen = weights(**options)[-1] != 0
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    acc = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.mT).to(acc) * query.shape[-1] ** -0.5
-    if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
-        scores = scores + attn_mask
-    peak = scores.detach().amax(-1, keepdim=True)
-    exps = torch.exp(scores - peak).where(seen, 0)
-    total = exps.sum(-1, keepdim=True)
-    divisor = total.where(seen.any(-1, keepdim=True), 1) * (1 - dropout_p)
-    out = (exps.where(kept, 0).to(value.dtype) @ value / divisor).to(value.dtype)
-    return (out, (peak + total.log()).squeeze(-1)) if return_lse else out
+    yield linear_cross_entropy("mean", reduction="mean")
+    yield linear_cross_entropy("none, others", reduction="none", smooth_over="others")
 
 
-def solve(
-    problem: Problem, function: Callable[..., Any], given: torch.dtype, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Outputs and gradients of `problem` by `function`, of its tensors rounded to `given`, computed in `dtype`."""
+def solve(problem: Problem, backend: str, given: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Outputs and gradients of `problem` by a backend, of its tensors rounded to `given`, computed in `dtype`."""
     leaves = {name: t.to(given).to(dtype).requires_grad_() for name, t in problem.tensors.items()}
     torch.manual_seed(SEED)  # one dropout mask for every backend and dtype
-    if problem.by_sentence:
-        targets, options = problem.options["target"], problem.options
-        calls = (leaves | options | {"x": x, "target": t} for x, t in zip(leaves["x"], targets, strict=True))
-        outputs = torch.stack([function(**call) for call in calls])
-    else:
-        outputs = function(**leaves, **problem.options)
+    outputs = problem.function(**leaves, **problem.options, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(SEED)
-    douts = [torch.randn(out.shape, generator=generator).to(given).to(out) for out in outputs]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), douts)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), _gradients_of_outputs(outputs, given))
     results = {"out" if i == 0 else f"out[{i}]": out for i, out in enumerate(outputs)}
     return results | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def sizes_of_terms(problem: Problem, given: torch.dtype, truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    """T of each result, for tensors rounded to `given`; truth: the results, of which the shapes matter."""
+    tensors = {name: t.to(given).double() for name, t in problem.tensors.items()}
+    douts = _gradients_of_outputs([t for name, t in truth.items() if name.startswith("out")], given)
+    terms = problem.terms(tensors, problem.options | {"dtype": given}, douts)
+    return {name: terms[name].view(t.shape) for name, t in truth.items()}
+
+
+def _gradients_of_outputs(outputs: Iterable[Tensor], given: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    return [torch.randn(out.shape, generator=generator).to(given).to(out) for out in outputs]
+
+
+def _dropout_multiplier(options: dict[str, Any], device: torch.device, rows: int, columns: int) -> Tensor:
+    """(rows, columns): 0 where the problem's dropout drops, else 1 / (1 - p); or 1 where there is no dropout."""
+    dropout_p = options.get("dropout_p", 0.0)
+    if dropout_p == 0:
+        return torch.ones((), dtype=torch.float64, device=device)
+    torch.manual_seed(SEED)
+    return philox.keep_factor(philox.draw_rng_state(device), rows, columns, dropout_p, torch.float64)
+
+
+def _attention_terms(tensors: dict[str, Tensor], options: dict[str, Any], douts: list[Tensor]) -> dict[str, Tensor]:
+    q, k, v, bias = (tensors.get(name) for name in ("query", "key", "value", "attn_mask"))
+    (B, H, Lq, D), Lk, device = q.shape, k.shape[2], q.device
+    visible = torch.ones(1, 1, Lq, Lk, dtype=torch.bool, device=device)
+    if options.get("is_causal"):
+        visible = visible.tril()
+    if "attn_mask" in options:
+        visible = visible & fastattn.AttentionMask.of(options["attn_mask"]).dense(B, H, Lq, Lk, device)
+    multiplier = _dropout_multiplier(options, device, B * H * Lq, Lk)
+    multiplier = multiplier.view(B, H, Lq, Lk) if multiplier.dim() else multiplier
+    dlse = douts[1] if options.get("return_lse") else None
+    terms = error_rule.attention_terms(q, k, v, douts[0], dlse, visible, bias, multiplier, D**-0.5)
+    names = {"out": "out", "out[1]": "lse", "grad of query": "dq", "grad of key": "dk", "grad of value": "dv"}
+    return _renamed(terms, names | {"grad of attn_mask": "dbias"})
+
+
+def _add_layer_norm_terms(
+    tensors: dict[str, Tensor], options: dict[str, Any], douts: list[Tensor]
+) -> dict[str, Tensor]:
+    x, residual, dout, *dz = (_matrix(t) for t in (tensors["x"], tensors.get("residual"), *douts))
+    parameters = (tensors.get(name) for name in ("weight", "bias", "x_bias"))
+    multiplier = _dropout_multiplier(options, x.device, *x.shape)
+    terms = error_rule.add_layer_norm_terms(x, residual, *parameters, dout, *(dz or [None]), multiplier, 1e-6)
+    names = {"out": "out", "out[1]": "z"} | {f"grad of {name}": f"d{name}" for name in tensors}
+    return _renamed(terms, names)
+
+
+def _embed_layer_norm_terms(
+    tensors: dict[str, Tensor], options: dict[str, Any], douts: list[Tensor]
+) -> dict[str, Tensor]:
+    tokens, table, position = options["tokens"], options["position_table"], options.get("position")
+    rows = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if position is None else position
+    dout = _matrix(douts[0])
+    multiplier = _dropout_multiplier(options, dout.device, *dout.shape)
+    terms = error_rule.embed_layer_norm_terms(
+        tokens.flatten(), tensors["embedding"], table[rows.flatten()], tensors["weight"], tensors["bias"],
+        dout, multiplier, options["scale"], options["padding_idx"], 1e-6,
+    )  # fmt: skip
+    return _renamed(terms, {"out": "out"} | {f"grad of {name}": f"d{name}" for name in tensors})
+
+
+def _feed_forward_terms(tensors: dict[str, Tensor], options: dict[str, Any], douts: list[Tensor]) -> dict[str, Tensor]:
+    activation = options["activation"]
+    x, dout = _matrix(tensors["x"]), _matrix(douts[0])
+    parameters = (tensors[name] for name in ("weight1", "bias1", "weight2", "bias2"))
+    multiplier = _dropout_multiplier(options, x.device, len(x), tensors["weight2"].shape[1])
+    function = ACTIVATIONS[GATED.get(activation, activation)]
+    terms = error_rule.feed_forward_terms(x, *parameters, dout, multiplier, function, activation in GATED)
+    return _renamed(terms, {"out": "out"} | {f"grad of {name}": f"d{name}" for name in tensors})
+
+
+def _linear_cross_entropy_terms(
+    tensors: dict[str, Tensor], options: dict[str, Any], douts: list[Tensor]
+) -> dict[str, Tensor]:
+    target, classes, smoothing = options["target"].flatten(), len(tensors["weight"]), options["label_smoothing"]
+    one_hot = torch.nn.functional.one_hot(target, classes).double()
+    others = (1 - one_hot) / (classes - 1) if options.get("smooth_over") == "others" else 1 / classes
+    distribution = ((1 - smoothing) * one_hot + smoothing * others) * (target != options["ignore_index"])[:, None]
+    terms = error_rule.linear_cross_entropy_terms(
+        _matrix(tensors["x"]), tensors["weight"], tensors["bias"], distribution,
+        douts[0].flatten() if douts[0].dim() else douts[0],
+        options["logit_scale"], options["reduction"], options["dtype"],
+    )  # fmt: skip
+    return _renamed(terms, {"out": "loss"} | {f"grad of {name}": f"d{name}" for name in tensors})
+
+
+def _matrix(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.flatten(0, -2)
+
+
+def _renamed(terms: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    return {name: terms[old] for name, old in names.items() if old in terms}

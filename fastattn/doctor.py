@@ -1,7 +1,7 @@
 """`python -m fastattn doctor`: what is installed, which backend serves what and why, and how far each is from float64.
 
 The doctor solves small random problems, forward and backward, with every backend that can serve them, and compares each
-output and each gradient with the reference formula in float64. The rule, here and in the tests, is `judge`.
+output and each gradient with the reference formula in float64, by the rule of error_rule.py.
 """
 
 from __future__ import annotations
@@ -15,108 +15,35 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import fastattn
 from fastattn import cuda
 from fastattn._dispatch import BACKENDS, requested
-from fastattn._problems import Problem, problems, solve
+from fastattn._problems import Problem, problems, sizes_of_terms, solve
+from fastattn.error_rule import Judgement, judge
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Judgement(NamedTuple):
-    """The comparison that came closest to its bound, or went furthest past it."""
-
-    error: float
-    bound: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether it is within its bound."""
-        return self.error <= self.bound
-
-    @property
-    def ratio(self) -> float:
-        """error / bound; 1 is the limit, 0 is exact."""
-        return self.error / self.bound if self.bound > 0 else (0.0 if self.error == 0 else float("inf"))
-
-
-def judge(actual: torch.Tensor, truth: torch.Tensor, low: torch.Tensor) -> Judgement:
-    """Is `actual` as near to `truth` as a plain formula at its precision can be expected to come?
-
-    actual: the result under test. truth: the same result from the reference formula in float64. low: the same from the
-    reference formula run in the tested dtype; low and actual have one dtype. All three have one shape.
-
-    With u = eps / 2 of that dtype (u * |t| is at least the rounding error of t), both of these must hold:
-        for every i:   |actual_i - truth_i|   <=  2 * max_j |low_j - truth_j|  +  u * |truth_i|
-        on the whole:   rms(actual - truth)   <=  2 * rms(low - truth)         +  u * rms(truth)
-    that is: at most twice the error of the plain formula, plus one rounding of the output. The first catches one wrong
-    element, the second a small error spread over all of them. Below the normal numbers u * |t| is taken at the smallest
-    normal one. An element where truth, rounded to the dtype, is +-inf must be exactly that infinity. NaN never passes.
-    An element that is not finite in `low` where truth is (the plain formula overflowed) adds nothing to the bound.
-
-    Returns the (error, bound) that has the largest error / bound; passed when error <= bound. An infinity or NaN out of
-    place gives error inf. Raises ValueError when shapes or dtypes differ or truth has a NaN.
-    Source: in the spirit of the tests of FlashAttention (Dao et al. 2022, arXiv:2205.14135): 2x the error of PyTorch.
-    """
-    if not actual.shape == truth.shape == low.shape:
-        shapes = ", ".join(str(tuple(t.shape)) for t in (actual, truth, low))
-        raise ValueError(f"shapes of actual, truth, low differ: {shapes}")
-    if actual.dtype != low.dtype:
-        raise ValueError(f"dtypes differ: actual {actual.dtype}, low {low.dtype}")
-    if actual.numel() == 0:
-        return Judgement(0.0, 0.0)
-    actual, truth, low = (t.detach().to(device=actual.device) for t in (actual, truth.double(), low))
-    if truth.isnan().any():
-        raise ValueError("truth has a NaN; it cannot judge anything")
-    finfo = torch.finfo(actual.dtype)
-    rounded = truth.to(actual.dtype)
-    infinite = rounded.isinf()
-
-    zero = truth.new_zeros(())
-    error = torch.where(infinite, zero, actual.double() - truth).abs()
-    truth = torch.where(infinite, zero, truth)
-    error_low = torch.where(infinite | ~low.isfinite(), zero, low.double() - truth).abs()
-    rounding = truth.abs().clamp_min(finfo.smallest_normal) * (finfo.eps / 2)
-
-    bound = 2 * error_low.max() + rounding
-    if (infinite & (actual != rounded)).any() or not error.isfinite().all():
-        return Judgement(float("inf"), bound.max().item())
-    worst = (error / bound).argmax()
-    by_max = Judgement(error.flatten()[worst].item(), bound.flatten()[worst].item())
-    by_rms = Judgement(_rms(error), 2 * _rms(error_low) + _rms(rounding))
-    return max(by_max, by_rms, key=lambda judgement: judgement.ratio)
-
-
-def _rms(x: torch.Tensor) -> float:
-    return x.square().mean().sqrt().item()
-
-
 def check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Judge every output and gradient of each backend: one record each. An exception is a record too.
-
-    Where the formula has two honest orders in plain PyTorch, the less exact of them sets the bound.
-    """
-    reference = partial(problem.function, backend="reference")
-    truth = solve(problem, reference, dtype, torch.float64)
-    orders = [reference, partial(problem.other_order, backend="reference")] if problem.other_order else [reference]
-    lows = [solve(problem, order, dtype, dtype) for order in orders]
+    """Judge every output and gradient of each backend: one record each. An exception is a record too."""
+    truth = solve(problem, "reference", dtype, torch.float64)
+    low = solve(problem, "reference", dtype, dtype)
+    terms = sizes_of_terms(problem, dtype, truth)
     for backend in backends:
         record = {"op": problem.op, "case": problem.case, "backend": backend, "dtype": _name(dtype)}
         try:
-            actual = solve(problem, partial(problem.function, backend=backend), dtype, dtype)
+            actual = solve(problem, backend, dtype, dtype)
             for result in truth:
-                judgements = [judge(actual[result], truth[result], low[result]) for low in lows]
-                judgement = min(judgements, key=lambda judgement: judgement.ratio)
+                judgement = judge(actual[result], truth[result], low[result], terms[result])
                 error = judgement.error if math.isfinite(judgement.error) else None  # JSON has no inf
                 yield record | {"result": result, "error": error, "bound": judgement.bound, "ok": judgement.ok}
         except Exception as error:  # whatever a backend does wrong is the finding, not the end of the report
-            yield record | {"failed": _told(error), "ok": False}
+            yield record | {"failed": _format_error(error), "ok": False}
 
 
 def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[str, Any]:
@@ -132,7 +59,7 @@ def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[st
                 try:
                     explanation = fastattn.explain(problem.function, **tensors, **problem.options)
                 except Exception as error:  # a backend that cannot even be imported: the other ops are still examined
-                    report["checks"].append(case | {"backend": "any", "failed": _told(error), "ok": False})
+                    report["checks"].append(case | {"backend": "any", "failed": _format_error(error), "ok": False})
                     continue
                 case["default"] = explanation.chosen
                 refusals = {backend: explanation.refusals[backend] for backend in backends}
@@ -145,7 +72,7 @@ def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[st
     return report
 
 
-def _told(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -183,7 +110,7 @@ def versions() -> dict[str, Any]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU, then every GPU that torch sees."""
+    """The CPU, then every GPU that torch finds."""
     found: list[dict[str, Any]] = [{"device": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

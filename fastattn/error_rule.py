@@ -7,6 +7,7 @@ problem, computed in float64, and say nothing about an implementation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -151,3 +152,221 @@ def attention_terms(
         of_bias = w + p * d + p * multiplier * rss(dout, v.mT)
         terms["dbias"] = of_bias.square().sum_to_size(bias.shape).sqrt()
     return terms
+
+
+def add_layer_norm_terms(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    dout: Tensor,
+    dz: Tensor | None,
+    multiplier: Tensor,
+    eps: float,
+) -> dict[str, Tensor]:
+    """T of out, z, dx, dresidual, dweight, and of dbias and dx_bias where there are such, float64.
+
+    x, residual, dout, dz (rows, hidden); weight, bias, x_bias (hidden,); no bias: RMSNorm. multiplier (rows, hidden): 0
+    where dropout drops, else 1 / (1 - p). Size is the root sum of squares, mean_size(t) = Size of t / hidden in a row.
+
+        T_z   = Size(Z x, Z x_bias, residual, z)
+        T_n   = Size(n, rstd T_z, rstd mean_size(T_z))               of n = (z - mean) rstd
+        T_out = Size(weight T_n, bias)                               with g = dout weight, m = mean(g n):
+        T_dresidual = Size(rstd g, rstd mean(g), rstd mean_size(g), rstd m T_n, rstd n mean_size(g T_n), dz, dresidual)
+        T_dx  = Z T_dresidual          T_dx_bias = Size over rows of T_dx
+        T_dweight = Running(dout n, dout T_n)                        T_dbias = Running(dout, dout)
+    z and dresidual are among their own terms, as they are rounded before they are used again. PyTorch's own backward
+    adds rows one after the other in the dtype of weight, which rounds each running sum: Running(t, size) is the Size of
+    the sums of the first k rows of t, for every k, plus that of the terms in these sums. In RMSNorm the terms of both
+    subtracted means are missing.
+    """
+    x, weight, dout = x.double(), weight.double(), dout.double()
+    z_terms = [multiplier * x]
+    if x_bias is not None:
+        z_terms.append(multiplier * x_bias.double())
+    if residual is not None:
+        z_terms.append(residual.double())
+    z = sum(z_terms)
+    z_size = _size(*z_terms, z)
+    is_rms = bias is None
+    centred = z if is_rms else z - z.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    n = centred * rstd
+    n_terms = [n, rstd * z_size]
+    if not is_rms:
+        n_terms.append(rstd * _mean_size(z_size))
+    n_size = _size(*n_terms)
+    g = dout * weight
+    gn_mean, g_mean = (g * n).mean(-1, keepdim=True), 0 if is_rms else g.mean(-1, keepdim=True)
+    dresidual = rstd * (g - g_mean - n * gn_mean)
+    dresidual_terms = [rstd * g, rstd * gn_mean * n_size, rstd * n * _mean_size(g * n_size)]
+    if not is_rms:
+        dresidual_terms += [rstd * g_mean, rstd * _mean_size(g)]
+    if dz is not None:
+        dresidual = dresidual + dz.double()
+        dresidual_terms.append(dz.double())
+    dresidual_size = _size(*dresidual_terms, dresidual)
+    terms = {
+        "out": weight.abs() * n_size if is_rms else _size(weight * n_size, bias.double()),
+        "z": z_size,
+        "dx": multiplier * dresidual_size,
+        "dresidual": dresidual_size,
+        "dweight": _size_of_running_sums(dout * n, dout * n_size),
+    }
+    if not is_rms:
+        terms["dbias"] = _size_of_running_sums(dout, dout)
+    if x_bias is not None:
+        terms["dx_bias"] = _size_of_rows(terms["dx"])
+    return terms
+
+
+def embed_layer_norm_terms(
+    tokens: Tensor,
+    embedding: Tensor,
+    position_rows: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    dout: Tensor,
+    multiplier: Tensor,
+    scale: float,
+    padding_idx: int | None,
+    eps: float,
+) -> dict[str, Tensor]:
+    """T of out, dembedding, dweight and dbias, float64: those of layer normalisation, with embedding rows and positions
+    in place of x and residual, both dropped; T_dembedding = |scale| Running(0, T_dx), over a token's rows.
+
+    tokens (rows,); position_rows, dout, multiplier (rows, hidden): the table's row of each token, as in
+    add_layer_norm_terms. padding_idx gets no gradient.
+    """
+    words, positions = scale * embedding.double()[tokens], multiplier * position_rows.double()
+    terms = add_layer_norm_terms(words, positions, weight, bias, None, dout, None, multiplier, eps)
+    dembedding = torch.zeros_like(embedding, dtype=torch.float64)
+    for token in tokens.unique():
+        of_rows = scale * terms["dx"][tokens == token]
+        dembedding[token] = _size_of_running_sums(torch.zeros_like(of_rows), of_rows)
+    if padding_idx is not None:
+        dembedding[padding_idx] = 0
+    return {name: terms[name] for name in ("out", "dweight", "dbias")} | {"dembedding": dembedding}
+
+
+def feed_forward_terms(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    dout: Tensor,
+    multiplier: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
+) -> dict[str, Tensor]:
+    """T of out, dx, dweight1, dbias1, dweight2, dbias2, float64.
+
+    x (tokens, d), dout (tokens, d_out), multiplier (tokens, d_ff) as in add_layer_norm_terms. activation: of the
+    pre-activation, or of its first half, the gate, which is then multiplied by the second, up (else up = 1, T_up = 0).
+
+    With z the pre-activation, f the activation, Z the multiplier, Size the root sum of squares, dh = Z (dout weight2):
+        T_z    = Size(rss(x, weight1^T), bias1)              T_h   = Z Size(f up, f' up T_gate, f T_up)
+        T_out  = Size(rss(T_h, weight2^T), bias2)            T_dh  = Z rss(dout, weight2)
+        T_dgate = Size(T_dh f' up, dh f'' up T_gate, dh f' T_up)      T_dup = Size(T_dh f, dh f' T_gate)
+        T_dx   = rss(T_dz, weight1)    T_dweight1 = rss(T_dz^T, x)    T_dbias1 = Size over rows of T_dz
+        T_dweight2 = rss(dout^T, T_h)                                 T_dbias2 = Size over rows of dout
+    """
+    x, weight1, weight2, dout = (t.double() for t in (x, weight1, weight2, dout))
+    bias1, bias2 = (torch.zeros((), device=x.device) if t is None else t.double() for t in (bias1, bias2))
+    rss = root_sum_of_squares
+    z, z_size = x @ weight1.mT + bias1, _size(rss(x, weight1.mT), bias1)
+    (gate, up), (gate_size, up_size) = (
+        (t.chunk(2, dim=-1) for t in (z, z_size)) if gated else ((z, z.new_ones(())), (z_size, z.new_zeros(())))
+    )
+    with torch.enable_grad():
+        gate = gate.detach().requires_grad_()
+        value = activation(gate)
+        (slope,) = torch.autograd.grad(value.sum(), gate, create_graph=True)
+        curve = torch.zeros_like(gate)
+        if slope.requires_grad:
+            (curve,) = torch.autograd.grad(slope.sum(), gate, allow_unused=True, materialize_grads=True)
+    value, slope = value.detach(), slope.detach()
+    h_size = multiplier * _size(value * up, slope * up * gate_size, value * up_size)
+    dh, dh_size = multiplier * (dout @ weight2), multiplier * rss(dout, weight2)
+    dz_size = _size(dh_size * slope * up, dh * curve * up * gate_size, dh * slope * up_size)
+    if gated:
+        dz_size = torch.cat([dz_size, _size(dh_size * value, dh * slope * gate_size)], dim=-1)
+    return {
+        "out": _size(rss(h_size, weight2.mT), bias2),
+        "dx": rss(dz_size, weight1),
+        "dweight1": rss(dz_size.mT, x),
+        "dbias1": _size_of_rows(dz_size),
+        "dweight2": rss(dout.mT, h_size),
+        "dbias2": _size_of_rows(dout),
+    }
+
+
+def linear_cross_entropy_terms(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    distribution: Tensor,
+    dloss: Tensor,
+    logit_scale: float,
+    reduction: str,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """T of loss, dx, dweight and dbias, float64.
+
+    x (tokens, d); distribution q (tokens, classes): what label smoothing makes of the target, 0 in ignored rows; dloss:
+    as the loss; dtype: x's under test. Logits are rounded to it while the loss is float32, so that T of a row's loss is
+    given in float32's units: for 16 bits it is u(dtype) / (8 u(float32)) times as large.
+
+    With P the softmax, s the scale, rate the gradient of a row's loss, Size the root sum of squares:
+        T_z    = |s| Size(rss(x, weight^T), bias)            T_lse = Size over classes of P T_z
+        T_loss = Size(lse, T_lse, Size over classes of q T_z), of a row
+        T_sum  = Size over rows of T_loss + Size of the running sums of losses, which are float32; a mean: / count
+        T_dz   = |s rate| Size(P, P T_z, P T_lse, P log P, q)
+        T_dx   = rss(T_dz, weight)      T_dweight = rss(T_dz^T, x)      T_dbias = Size over rows of T_dz
+    """
+    keep = distribution.any(-1)
+    x, weight = x.double().where(keep[:, None], 0), weight.double()
+    bias = torch.zeros((), device=x.device) if bias is None else bias.double()
+    rss = root_sum_of_squares
+    z = logit_scale * (x @ weight.mT + bias)
+    z_size = abs(logit_scale) * _size(rss(x, weight.mT), bias.masked_fill(bias.isinf(), 0))
+    lse = z.logsumexp(-1, keepdim=True)
+    p = (z - lse).exp()
+    lse_size = (p * z_size).square().sum(-1, keepdim=True).sqrt()
+    of_target = (distribution * z_size).square().sum(-1, keepdim=True).sqrt()
+    losses = lse.squeeze(-1) * keep - (distribution * z).sum(-1)
+    loss_size = _size(lse, lse_size, of_target).squeeze(-1) * keep
+    rate = (dloss.double() * keep).unsqueeze(-1) / (keep.sum().clamp_min(1) if reduction == "mean" else 1)
+    dz_size = (logit_scale * rate).abs() * _size(p, p * z_size, p * lse_size, p.xlogy(p), distribution)
+    if torch.finfo(dtype).bits == 16:
+        loss_size = loss_size * (torch.finfo(dtype).eps / (8 * torch.finfo(torch.float32).eps))
+    if reduction != "none":
+        loss_size = _size_of_rows(loss_size) + _size_of_rows(losses.cumsum(0))
+    if reduction == "mean":
+        loss_size = loss_size / keep.sum()
+    return {
+        "loss": loss_size,
+        "dx": rss(dz_size, weight),
+        "dweight": rss(dz_size.mT, x),
+        "dbias": _size_of_rows(dz_size),
+    }
+
+
+def _size(*terms: Tensor) -> Tensor:
+    """The root sum of squares of terms that broadcast to each other."""
+    return sum(t.square() for t in terms).sqrt()
+
+
+def _mean_size(t: Tensor) -> Tensor:
+    """The root sum of squares of what the mean of a row adds up."""
+    return t.square().sum(-1, keepdim=True).sqrt() / t.shape[-1]
+
+
+def _size_of_rows(t: Tensor) -> Tensor:
+    return t.square().sum(0).sqrt()
+
+
+def _size_of_running_sums(t: Tensor, size: Tensor) -> Tensor:
+    return t.cumsum(0).square().sum(0).sqrt() + size.square().cumsum(0).sum(0).sqrt()

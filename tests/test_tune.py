@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from fastattn import dropout_add_layer_norm
-from fastattn._problems import Problem
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 CPU = torch.device("cpu")
@@ -44,9 +43,9 @@ def planted_row(tune: Any, candidates: list[tuple[int]]) -> Any:
         yield
         used.pop()
 
-    def problem() -> Problem:
+    def problem() -> Any:
         tensors = {"x": torch.randn(10, 8), "weight": torch.ones(8), "bias": torch.zeros(8)}
-        return Problem("add_layer_norm", "planted", function, tensors, {})
+        return tune._problem_of("add_layer_norm")._replace(function=function, tensors=tensors, options={})
 
     return tune.Row(
         "planted", torch.float32, problem, problem, "forward", TABLE, candidates, use, lambda tile: f"tile = {tile}"

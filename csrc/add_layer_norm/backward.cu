@@ -5,18 +5,18 @@
 //   dx = dropout(dsum);   dweight = sum over rows of dout * normal;   dbias = sum over rows of dout;   dx_bias = of dx
 //   RMSNorm: mean and mean(g) are 0, and there is no dbias
 //
-// Grid: about two blocks of 256 threads a multiprocessor, each walking the rows in strides of the grid. A row belongs to
+// Grid: about two blocks of 256 threads a multiprocessor, each taking every grid-th row. A row belongs to
 //   one warp up to hidden 512, to hidden / 512 warps above; narrow rows share a block, several in flight.
 // Registers: a thread owns the same columns in every row, so it sums their dweight and dbias in registers, and keeps
 //   their weight there. dout and z of the row stay in registers, as read, between the two passes; beyond hidden 8192,
-//   where 512 threads have no room for them, the second pass reads them again, from L2.
+//   where they do not fit 512 threads' registers, the second pass reads them again, from L2.
 // Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias. With x_bias, each
 //   thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and written for each row, 8 bytes an element of
 //   the 128 a clock. Beyond 8192 the registers of the addresses would spill, and the sum is a launch of its own.
 // Code: all but how z is read and its gradient written is in common/norm_backward.cuh, shared with embed_layer_norm.
 // Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024 the
-//   last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order: who adds
-//   depends on the run, what is added does not, so equal inputs give equal bits. Wider rows leave it to a second kernel.
+//   last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order: which
+//   block adds depends on the run, what it adds does not, so equal inputs give equal bits. Wider rows leave it to a second kernel.
 //   By arithmetic, not measured: a block alone reads about 0.1 TB/s of L2, so the end of this launch costs 2 tickets, 1 us
 //   each, and 2 x 17 rows of 8 hidden bytes: 3.5 us at hidden 512, 5 at 1024, 11 at 4096. A second launch is 1 us of gap
 //   and 3 of loads at any width, and 2 to 3 us of the host, which eager training of small models waits for.

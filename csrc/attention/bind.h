@@ -40,8 +40,10 @@ inline bool has_short_backward(int head_dim, int dtype, int device) {
   return attention::has_short_backward(head_dim, DType(dtype), device);
 }
 
+// Local to the module: a process may load several builds, as tests do.
 inline void bind(pybind11::module_& m) {
-  pybind11::class_<Mask> mask(m, "AttentionMask");
+  const pybind11::module_local local;
+  pybind11::class_<Mask> mask(m, "AttentionMask", local);
   mask.def(pybind11::init([] { return Mask{}; }));
   mask.def_readwrite("band_lo", &Mask::band_lo).def_readwrite("band_hi", &Mask::band_hi);
   field<int64_t>(mask, "intervals", &Mask::intervals);
@@ -57,18 +59,18 @@ inline void bind(pybind11::module_& m) {
   mask.def_readwrite("lists_stride_b", &Mask::lists_stride_b).def_readwrite("lists_stride_h", &Mask::lists_stride_h);
 
   using Matrix = std::array<int64_t, 4>;
-  pybind11::class_<Forward> forward_arguments(m, "AttentionForward");
+  pybind11::class_<Forward> forward_arguments(m, "AttentionForward", local);
   common_fields(forward_arguments);
   field<Matrix>(forward_arguments, "v", &Forward::v);
   field<Matrix>(forward_arguments, "out", &Forward::out);
   forward_arguments.def_readwrite("mask", &Forward::mask);
 
-  pybind11::class_<Weights> weights_arguments(m, "AttentionWeights");
+  pybind11::class_<Weights> weights_arguments(m, "AttentionWeights", local);
   common_fields(weights_arguments);
   field<int64_t>(weights_arguments, "weights", &Weights::weights);
   weights_arguments.def_readwrite("mean", &Weights::mean).def_readwrite("mask", &Weights::mask);
 
-  pybind11::class_<Backward> backward_arguments(m, "AttentionBackward");
+  pybind11::class_<Backward> backward_arguments(m, "AttentionBackward", local);
   common_fields(backward_arguments);
   field<Matrix>(backward_arguments, "v", &Backward::v);
   field<Matrix>(backward_arguments, "out", &Backward::out);

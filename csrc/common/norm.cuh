@@ -1,7 +1,7 @@
-// LayerNorm and RMSNorm of rows in registers: what the rooms that normalise share; the backward's part: norm_backward.cuh
+// LayerNorm and RMSNorm of rows in registers: what the ops that normalise share; the backward's part: norm_backward.cuh
 //
-// P is a room's Forward or Backward, with the members weight, bias or dbias, statistics, rows, hidden and so on of
-// add_layer_norm.h. Types may be Any (any.cuh); then the room has an Array where others have a pointer.
+// P is an op's Forward or Backward, with the members weight, bias or dbias, statistics, rows, hidden and so on of
+// add_layer_norm.h. Types may be Any (any.cuh); then the op has an Array where others have a pointer.
 #pragma once
 #include "common/any.cuh"
 #include "common/norm.h"

@@ -1,17 +1,17 @@
-// Backward of LayerNorm and RMSNorm: what the rooms that normalise share. Grid, registers, sums: add_layer_norm/backward.cu
+// Backward of LayerNorm and RMSNorm: what the ops that normalise share. Grid, registers, sums: add_layer_norm/backward.cu
 //
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dz = (g - mean(g) - normal * mean(g * normal)) * rstd;   dweight = sum of dout * normal;   dbias = sum of dout
-//   dx_bias = sum of what the room makes of dz
+//   dx_bias = sum of what the op makes of dz
 //
-// How a room reads z, and what it makes of dz, is its Rows:
+// How an op reads z, and what it makes of dz, is its Rows:
 //   kKeep                                   chunks of a row, at most, that a thread holds between its two passes
 //   Z                                       the type in which a chunk of z is held
 //   begin(row, live)                        before all others: the thread's row; live: it exists
 //   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, zero outside; twice, if need be
 //   write(grad, row, c, count)              the gradient of that chunk; leaves in grad what dx_bias sums
 //
-// P::kHasXBias: the room has a dx_bias, which may be null. Its sums are in shared memory, where a thread adds to its own; in
+// P::kHasXBias: the op has a dx_bias, which may be null. Its sums are in shared memory, where a thread adds to its own; in
 // registers they would take those that hold the row.
 #pragma once
 #include "common/norm.cuh"

@@ -21,7 +21,7 @@ __device__ __forceinline__ T* z_at(const Hidden& hidden, void* z, int64_t row, i
   return const_cast<T*>(z_at<T>(hidden, static_cast<const void*>(z), row, col, up));
 }
 
-// One half of z: bias1 is added, and z stored. What is stored is what goes on, so that the backward sees the same.
+// One half of z: bias1 is added, and z stored. The rounded value goes on, so that the backward reads the same.
 template <class T, bool kAligned>
 __device__ __forceinline__ void finish_z(const Forward& p, float (&z)[kChunk], int64_t row, int col, bool up) {
   const int inside = columns_inside<kAligned>(col, p.hidden.d_ff);

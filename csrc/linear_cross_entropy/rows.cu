@@ -1,8 +1,8 @@
 // Cross-entropy of rows of logits, and its gradient in their place.   Formula, shapes and limits: linear_cross_entropy.h
 //
 // Grid: a block a row, of a warp for every 1024 classes up to 16 warps; up to 1024 classes a warp a row, four rows a block.
-// The row is swept twice, in chunks of eight, of which a thread has kAhead loads under way at once.
-//   The first sweep keeps a running maximum, a sum of exponentials relative to it and a sum of logits a thread: no exchange
+// The row is read twice, in chunks of eight, of which a thread has kAhead loads under way at once.
+//   The first pass keeps a running maximum, a sum of exponentials relative to it and a sum of logits a thread: no exchange
 //   before the row's end, and then one. The second makes the gradient. Powers are of 2, and log2(e) is part of the scale.
 // Shared memory: the row, where it fits (163 KiB on an A100, 227 on an H100: 83k and 116k classes in 16 bits); a thread reads
 //   back what it wrote itself, so that no barrier is needed. A wider row is read from memory again: from L2 in part, as 264
@@ -10,7 +10,7 @@
 // Traffic: a logit is read and written, 4 bytes in 16-bit types; where no gradient is asked for, read. bias stays in L2.
 //   On an H200 two exponentials a logit take half of the time that memory does, some 22 instructions three quarters.
 // Rows or a bias that begin off a 16-byte boundary are read and written one by one, as are the last up to seven of a count
-//   of classes that eight does not divide. The room makes its rows begin on a boundary.
+//   of classes that eight does not divide. fastattn/cuda/linear_cross_entropy.py makes rows begin on a boundary.
 // Dropped before measuring: the row in registers, which asks for a kernel for each of some widths; cp.async, whose data its
 //   own thread would have to wait for as well.
 #include "common/reduce.cuh"

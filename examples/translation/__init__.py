@@ -2,7 +2,7 @@
 
 import importlib.util
 
-# Some are first used when a run is over: say now what is missing.
+# Some are first used when a run is over, so a missing one is reported now.
 NEEDED = ("tqdm", "matplotlib", "tokenizers", "sacrebleu")
 if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
     raise SystemExit(f'error: {", ".join(missing)} not installed; pip install ".[examples]" brings it')

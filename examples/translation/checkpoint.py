@@ -1,4 +1,4 @@
-"""Saving a run so that it continues as if nothing had happened, and the averaged weights that are its result."""
+"""Saving and resuming a run, and the averaged weights that are its result."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ class ResumeError(Exception):
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    """A hash of the encoded training pairs: a run must go on with the text it began with."""
+    """A hash of the encoded training pairs: a run must be resumed with the text it began with."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(example.source.tobytes())
@@ -64,7 +64,7 @@ def save_run(
 
 
 def load_run(path: Path, settings: Settings) -> dict[str, Any]:
-    """What `save_run` wrote, checked against the settings it is to go on with."""
+    """What `save_run` wrote. ResumeError where there is nothing, or the settings have changed."""
     if not path.is_file():
         raise ResumeError(f"{path}: no such file, so there is nothing to resume; leave --resume out to begin")
     content = torch.load(path, map_location="cpu", weights_only=True)
@@ -110,7 +110,7 @@ def average(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def averaged_weights(
     out: Path, model: FusedTransformer, progress: Progress, keep: int
 ) -> tuple[dict[str, Tensor], int]:
-    """The mean of the last `keep` checkpoints, the present weights being the last one; and how many there were."""
+    """The mean of the last `keep` checkpoints, of which the present weights are the last; and how many there were."""
     # After a whole number of epochs the present weights are those that the last epoch saved.
     last = progress.epoch if progress.position else progress.epoch - 1
     paths = [epoch_path(out, epoch) for epoch in range(max(1, last - keep + 2), last + 1)]

@@ -15,12 +15,12 @@ from translation.tokens import BOS, EOS, PAD, Tokenizer
 
 Pair = tuple[str, str]
 
-# Sentences are sorted by length within a pool of this many: a batch has little padding, and is another one every epoch.
+# Sentences are sorted by length within pools of this many: batches have little padding, and differ every epoch.
 POOL = 8192
 
 
 class DataError(Exception):
-    """The user's files cannot be used; the message names the file and, where there is one, the line."""
+    """The user's files cannot be used; the message names the file and, where possible, the line."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Batch:
 
 
 def read_corpus(folder: str | Path, source: str, target: str, lowercase: bool = False) -> Corpus:
-    """Reads train, val and every test* file of two languages: `train.de`, `train.en.gz`, ...; all in lower case where
-    `lowercase` says so.
+    """Reads train, val and every test* file of two languages: `train.de`, `train.en.gz`, ...; `lowercase` lowers all.
+
     Raises DataError where a file is missing, empty, not UTF-8, or does not pair line by line with its partner.
     """
     folder = Path(folder)
@@ -138,11 +138,11 @@ def encode(pairs: Sequence[Pair], tokenizer: Tokenizer, max_length: int) -> tupl
 def plan_batches(
     examples: Sequence[Example], batch_tokens: int, rng: random.Random | None = None, length_step: int = 1
 ) -> list[list[int]]:
-    """Groups examples of similar length into batches of at most `batch_tokens` padded tokens a side, where lengths are
-    padded to multiples of `length_step`; gives indices.
+    """Groups examples of similar length into batches of at most `batch_tokens` padded source, or target, tokens.
 
-    With `rng` the examples and the batches come in a random order that depends on nothing but the generator, which is
-    what lets an interrupted epoch be continued. A single example longer than the budget is a batch of its own.
+    Lengths are padded to multiples of `length_step`. Returns indices. With `rng` the order of examples and batches is
+    random and depends on the generator alone, so an interrupted epoch can be resumed. A single example longer than
+    `batch_tokens` is a batch of its own.
     """
     order = list(range(len(examples)))
     if rng:

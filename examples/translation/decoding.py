@@ -1,4 +1,4 @@
-"""Translation, greedily or by beam search, and the scores of what it gives."""
+"""Translation by beam search, and the scores of translations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from translation.data import Pair, pad
 from translation.settings import Settings
 from translation.tokens import BOS, EOS, Tokenizer
 
-HYPOTHESES = 128  # translated together: as many sentences, or fewer under beam search
+HYPOTHESES = 128  # translated together: HYPOTHESES // beam sentences
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Source sentences as the decoder needs them at every step: a row each."""
+    """What the decoder needs of B source sentences at every step."""
 
     model: FusedTransformer
     source: Tensor  # (B, Ls) int64, PAD on the right
     output: Tensor  # (B, Ls, d_model), the encoder's
-    projected: dict[nn.Module, tuple[Tensor, Tensor]]  # keys and values of each decoder layer, made once
+    projected: dict[nn.Module, tuple[Tensor, Tensor]]  # keys and values of each decoder layer, computed once
 
     @classmethod
     def of(cls, model: FusedTransformer, source: Tensor) -> "Encoded":
@@ -42,45 +42,19 @@ class Encoded:
 
 
 @torch.no_grad()
-def greedy(model: FusedTransformer, source: Tensor, max_new_tokens: int) -> list[list[int]]:
-    """The most likely next token, again and again, until EOS or `max_new_tokens`.
-
-    source: (B, Ls) int64, PAD on the right. Returns B lists of token ids without BOS and EOS. The source is encoded
-    once; sentences that have ended leave the batch. The model must be in eval mode.
-    """
-    encoded = Encoded.of(model, source)
-    prefix = source.new_full((len(source), 1), BOS)
-    rows = torch.arange(len(source), device=source.device)  # which sentence each row of the batch is
-    translations: list[list[int]] = [[] for _ in range(len(source))]
-    for _ in range(max_new_tokens):
-        token = encoded.next_token(prefix).argmax(-1)  # (rows,)
-        prefix = torch.cat([prefix, token[:, None]], dim=1)
-        going_on = token != EOS
-        if going_on.all():
-            continue
-        for row, ids in zip(rows[~going_on].tolist(), prefix[~going_on, 1:-1].tolist(), strict=True):
-            translations[row] = ids
-        prefix, rows, encoded = prefix[going_on], rows[going_on], encoded.take(going_on)
-        if not len(rows):
-            break
-    for row, ids in zip(rows.tolist(), prefix[:, 1:].tolist(), strict=True):
-        translations[row] = ids
-    return translations
-
-
-@torch.no_grad()
 def beam_search(model: FusedTransformer, source: Tensor, max_new_tokens: int, beam: int) -> list[list[int]]:
-    """The likeliest translation by beam search: of the `beam` likeliest beginnings each is continued by every token.
+    """The likeliest translations by beam search; with a beam of 1 that is greedy decoding.
 
-    Arguments and result as in `greedy`, which this is with a beam of 1. A sentence is done when `beam` of its
-    hypotheses have ended; the best is that of the highest log-likelihood a token, EOS included. Source: Sutskever et
-    al. 2014, arXiv:1409.3215, section 3.2, but for the division by the length.
+    source: (B, Ls) int64, PAD on the right. Returns B lists of at most `max_new_tokens` token ids, without BOS and EOS.
+    The model must be in eval mode. The `beam` likeliest beginnings are each continued by every token. A sentence is
+    done and leaves the batch when `beam` of its hypotheses have ended; the best is that of the highest log-likelihood
+    a token, EOS included. Source: Sutskever et al. 2014, arXiv:1409.3215, section 3.2, but for the division by length.
     """
-    sentences = list(range(len(source)))  # which one each `beam` rows of the batch are
+    sentences = list(range(len(source)))  # each has `beam` rows of the batch
     encoded = Encoded.of(model, source).take(torch.arange(len(source), device=source.device).repeat_interleave(beam))
     prefix = source.new_full((len(source) * beam, 1), BOS)
     likelihood = encoded.output.new_full((len(source), beam), -torch.inf, dtype=torch.float32)
-    likelihood[:, 0] = 0  # in the beginning all hypotheses are the same: one counts
+    likelihood[:, 0] = 0  # at first all hypotheses are equal, so only one counts
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in sentences]  # (log-likelihood a token, ids)
     for length in range(1, max_new_tokens + 1):
         of_token = encoded.next_token(prefix).float().log_softmax(-1).view(len(sentences), beam, -1)
@@ -122,10 +96,7 @@ def translate(model: FusedTransformer, tokenizer: Tokenizer, texts: Sequence[str
         source = pad([encoded[i] for i in chosen]).to(settings.device)
         # A translation more than twice as long as its source is a repetition that would never end.
         limits = [min(max_length - 1, 2 * len(encoded[i]) + 10) for i in chosen]
-        if settings.beam == 1:
-            found = greedy(model, source, max(limits))
-        else:
-            found = beam_search(model, source, max(limits), settings.beam)
+        found = beam_search(model, source, max(limits), settings.beam)
         for i, ids, limit in zip(chosen, found, limits, strict=True):
             translations[i] = tokenizer.decode(ids[:limit])
     return translations
@@ -133,7 +104,7 @@ def translate(model: FusedTransformer, tokenizer: Tokenizer, texts: Sequence[str
 
 @dataclass(frozen=True)
 class Score:
-    """A test set's translations and their worth in percent. `signature` is sacreBLEU's; None for exact match."""
+    """A test set's translations and their score in percent. `signature` is sacreBLEU's; None for exact match."""
 
     test: str
     metric: str

@@ -1,10 +1,11 @@
-"""What remains of a run: a JSON record and a picture of its curves."""
+"""The results of a run: a JSON record and a plot."""
 
 import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,10 @@ def device_name(device: str) -> str:
     """The GPU's name, or the processor's and the threads in use."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    processor = found[1] if found else platform.processor() or platform.machine()
+    return f"{processor}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
 def versions() -> dict[str, str | None]:

@@ -15,7 +15,7 @@ from translation.data import Batch, Example, batches_of, plan_batches
 from translation.settings import Settings
 from translation.tokens import PAD
 
-READ_STEPS = 20  # steps between two readings of the losses, each of which waits for the device
+READ_STEPS = 20  # steps between two readings of the losses; reading waits for the device
 
 
 def build_model(settings: Settings, vocabulary: int, dropout: float | None = None) -> FusedTransformer:
@@ -31,7 +31,7 @@ def build_model(settings: Settings, vocabulary: int, dropout: float | None = Non
         n_layers=settings.layers, n_head=settings.heads, d_k=head_width, d_v=head_width,
         dropout=dropout, attn_dropout=attn_dropout, n_position=settings.max_length, scale_emb_or_prj="emb",
     )  # fmt: skip
-    # Multiplied by sqrt(d_model), words are of one size with their positions: also rare ones, which few updates reach.
+    # Multiplied by sqrt(d_model), embeddings are as large as the positions from the start, also those of rare words.
     torch.nn.init.normal_(model.trg_word_prj.weight, std=settings.d_model**-0.5)
     return model.to(settings.device)
 
@@ -68,10 +68,10 @@ def training_step(
 
 
 def build_step(
-    model: FusedTransformer, optimizer: torch.optim.Optimizer, settings: Settings
+    model: FusedTransformer, optimizer: torch.optim.Optimizer, settings: Settings, graph: bool
 ) -> Callable[[Batch, float], Tensor]:
-    """training_step as a function of the batch and the rate alone; with --graph by CUDA graphs."""
-    if not settings.graph:
+    """training_step as a function of the batch and the rate alone; with `graph` it replays CUDA graphs."""
+    if not graph:
         return lambda batch, rate: training_step(model, optimizer, batch, rate, settings)
     device, longest, step = torch.device(settings.device), settings.max_length, settings.length_step
     graphed = GraphedStep(
@@ -84,12 +84,12 @@ def build_step(
         capture=device.type == "cuda",
     )
 
-    def take(batch: Batch, rate: float) -> Tensor:
+    def graphed_step(batch: Batch, rate: float) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = rate
         return graphed(batch.source, batch.target_in, batch.target_out)
 
-    return take
+    return graphed_step
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def validation_loss(model: FusedTransformer, examples: Sequence[Example], settin
 
 @dataclass
 class Progress:
-    """Where a run stands. With the weights, the optimizer and the random generators it is all that continuing needs."""
+    """How far a run has come. Resuming needs it, the weights, the optimizer and the random generators."""
 
     step: int = 0  # updates made
     epoch: int = 0  # epochs finished
@@ -115,7 +115,7 @@ class Progress:
     tokens: int = 0  # source and target tokens of the current epoch so far
     seconds: float = 0.0  # of the current epoch so far, saving and validation not counted
     epochs: list[dict[str, float]] = field(default_factory=list)  # one entry a finished epoch
-    _unread: list[Tensor] = field(default_factory=list)  # losses that are still on the device
+    _unread: list[Tensor] = field(default_factory=list)  # losses still on the device
     _clock: float = field(default_factory=time.perf_counter)
 
     def add(self, loss: Tensor, batch: Batch) -> None:
@@ -127,7 +127,7 @@ class Progress:
         self._unread.append(loss)
 
     def restart_clock(self) -> None:
-        """What happened since the last `settle` took no training time."""
+        """Time since the last `settle` does not count as training time."""
         self._clock = time.perf_counter()
 
     def settle(self) -> None:
@@ -169,19 +169,22 @@ def train(
     save: Callable[[], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Trains from where `progress` stands to `settings.epochs` or `settings.steps`, whichever is first.
+    """Trains from `progress` to `settings.epochs` or `settings.steps`, whichever is first.
 
     `end_epoch` is called after every epoch with its new entry of `progress.epochs`, which it may add to. `save` is
     called after that, every `settings.save_every` steps, and where training stops. `should_stop` is asked after every
     step.
     """
     device = torch.device(settings.device)
-    step = build_step(model, optimizer, settings)
+    step = build_step(model, optimizer, settings, settings.graph)
     last_step = settings.steps or sys.maxsize
     while progress.epoch < settings.epochs and progress.step < last_step:
         order = random.Random(f"epoch {progress.epoch} of {settings.seed}")
         plan = plan_batches(examples, settings.batch_tokens, order, settings.length_step)
-        bar = progress_bar(len(plan), progress, settings)
+        title, interval = f"epoch {progress.epoch + 1}/{settings.epochs}", 0.2 if sys.stderr.isatty() else 30
+        bar = tqdm(
+            total=len(plan), initial=progress.position, desc=title, unit="step", mininterval=interval, leave=False
+        )
         model.train()
         progress.restart_clock()
         for batch in batches_of(examples, plan, device, skip=progress.position):
@@ -203,10 +206,3 @@ def train(
         save()
         if should_stop():
             return
-
-
-def progress_bar(steps: int, progress: Progress, settings: Settings) -> tqdm:
-    """A bar for the current epoch; into a log file it writes twice a minute."""
-    interval = 0.2 if sys.stderr.isatty() else 30
-    title = f"epoch {progress.epoch + 1}/{settings.epochs}"
-    return tqdm(total=steps, initial=progress.position, desc=title, unit="step", mininterval=interval, leave=False)

@@ -27,7 +27,7 @@ class DroppedAttention(torch.autograd.Function):
     """out = (P * factor) v with P = softmax(softmax_scale q k^T + hidden). P is made again in the backward.
 
     q, k, v: (B, H, L, D), equally many heads. hidden: -inf or 0, broadcastable to (B, H, Lq, Lk), or bool, True =
-    masked; every query is shown something.     factor: see Factor. rescale: its greater value.
+    masked; every query has a visible key.     factor: see Factor. rescale: its greater value.
     """
 
     @staticmethod

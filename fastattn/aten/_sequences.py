@@ -132,7 +132,7 @@ def sequences(mask: AttentionMask, q: Tensor, k: Tensor) -> Sequences | None:
         queries = _side(cu_seqlens_q, longest_q, Lq)
         keys = queries if alike and Lq == Lk else _side(cu_seqlens_k, longest_k, Lk)
         key_padding = None if keys.past is None else ~keys.past
-        # Queries past the end may see what they like: nobody reads their results.
+        # Results of queries past the end are not read.
         return Sequences(queries, keys, mask.replace(key_padding=key_padding, cu_seqlens_q=None, cu_seqlens_k=None))
 
     return mask.cached(("sequences", q.shape[2], k.shape[2]), q.device, build)

@@ -18,7 +18,6 @@ from fastattn.aten._dropped import DroppedAttention, Factor, scores
 from fastattn.aten._sequences import Sequences, sequences
 from fastattn.masks import AttentionMask
 from fastattn.reference import philox
-from fastattn.reference.attention import asked_for
 
 # cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -46,16 +45,16 @@ def attention(
     rng_state: Tensor | None,
     *,
     return_lse: bool = True,
-    return_weights: tuple[range, ...] | Literal["mean", "argmax"] | None = None,
+    return_weights: Literal["all", "mean"] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.reference.attention.attention, which is the specification."""
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    if mask is not None and mask.key_padding is not None and _may_look(q):
+    if mask is not None and mask.key_padding is not None and _can_read_values(q):
         mask = _without_idle_padding(mask)
-    apart = sequences(mask, q, k) if mask is not None and _may_look(q) and return_weights is None else None
+    apart = sequences(mask, q, k) if mask is not None and _can_read_values(q) and return_weights is None else None
     if apart is not None:
-        return _one_by_one(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
+        return _each_sequence_alone(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
 
     def factor(dtype: torch.dtype) -> Tensor:
         return philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, dtype).view(B, H, Lq, Lk)
@@ -64,7 +63,7 @@ def attention(
     return _attend(q, k, v, mask, softmax_scale, drop, return_lse, return_weights)
 
 
-def _one_by_one(
+def _each_sequence_alone(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -98,7 +97,7 @@ def _attend(
     softmax_scale: float,
     drop: Drop | None,
     return_lse: bool,
-    return_weights: tuple[range, ...] | Literal["mean", "argmax"] | None,
+    return_weights: Literal["all", "mean"] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Results as attention()'s. drop: dropout on the weights."""
     H, Lq, Lk = q.shape[1], q.shape[2], k.shape[2]
@@ -109,60 +108,68 @@ def _attend(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=grouped)
         return out, None, None
 
-    hide = sees = seen = None
+    masked = has_keys = has_queries = None
     if mask is not None:
-        hide, sees, seen = mask.visible(Lq, Lk, q.device)
-        if sees is not None:
-            q = q.where(sees, 0)
+        masked, has_keys, has_queries = mask.visible(Lq, Lk, q.device)
+        if not _excludes_keys(mask):  # values that attn_mask or a bias alone masks are finite
+            has_queries = None
+        if has_keys is not None:
+            q = q.where(has_keys, 0)
 
-    if fused and (seen is None or (_may_look(q) and not torch.is_grad_enabled())):
-        out = _fused(q, k, v, mask, hide, softmax_scale)
-        # Without a gradient, NaN or inf in a key that nobody sees shows in the result, or does no harm.
-        if seen is None or math.isfinite(out.sum()):
-            return (out if sees is None else out.where(sees, 0)), None, None
+    if fused and (has_queries is None or (_can_read_values(q) and not torch.is_grad_enabled())):
+        out = _fused(q, k, v, mask, masked, softmax_scale)
+        # Without a gradient, NaN or inf in a key that no query attends to shows in the result, or does no harm.
+        if has_queries is None or math.isfinite(out.sum()):
+            return (out if has_keys is None else out.where(has_keys, 0)), None, None
 
-    finite = (hide is not None or seen is not None) and _known_finite(q, k, v)
-    if seen is not None and not finite:  # keys that nobody sees: 0 * NaN must not reach the sums
-        if seen.shape[1] != 1:
+    finite = has_queries is None or _known_finite(q, k, v)
+    if not finite:  # keys that no query attends to: 0 * NaN must not reach the sums
+        if has_queries.shape[1] != 1:
             k, v = _repeat_heads(k, v, H)
-        k, v = k.where(seen, 0), v.where(seen, 0)
+        k, v = k.where(has_queries, 0), v.where(has_queries, 0)
 
-    lse = weights = None
     if fused:
-        out = _fused(q, k, v, mask, hide, softmax_scale)
-    else:
-        k, v = _repeat_heads(k, v, H)
-        hidden = hide
-        # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
-        if hide is not None and abs(softmax_scale) <= 1 and finite:
-            hidden = mask.additive(hide, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
-        alone = bias is None and not return_lse and return_weights is None
-        if drop is not None and alone and not torch.compiler.is_compiling():
-            out = DroppedAttention.apply(q, k, v, hidden, softmax_scale, *drop)
-            return out if sees is None else out.where(sees, 0), None, None
-        s = scores(q, k, softmax_scale)
-        if bias is not None:
-            s = s + _without(bias.to(s.dtype), hide, sees)  # its gradient is summed as it is made
-        if hidden is not None:
-            s = s.masked_fill_(hidden, -torch.inf) if hidden is hide else s.add_(hidden)
-        if return_lse:
-            lse = torch.logsumexp(s, dim=-1)
-            lse = lse if sees is None else lse.where(sees.squeeze(-1), -torch.inf)
-        weights = torch.softmax(s, dim=-1)
-        if drop is not None:
-            weights = weights * drop.factor(weights.dtype)
-        weights = weights.to(q.dtype)
-        out = torch.matmul(weights, v)
-        if return_weights is not None and sees is not None:
-            weights = weights.where(sees, 0)
-        weights = asked_for(return_weights, s, weights, sees)
-    return out if sees is None else out.where(sees, 0), lse, weights
+        out = _fused(q, k, v, mask, masked, softmax_scale)
+        return out if has_keys is None else out.where(has_keys, 0), None, None
+
+    k, v = _repeat_heads(k, v, H)
+    hidden = masked
+    # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
+    if masked is not None and abs(softmax_scale) <= 1 and finite:
+        hidden = mask.additive(masked, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
+    alone = bias is None and not return_lse and return_weights is None
+    if drop is not None and alone and not torch.compiler.is_compiling():
+        out = DroppedAttention.apply(q, k, v, hidden, softmax_scale, *drop)
+        return out if has_keys is None else out.where(has_keys, 0), None, None
+    s = scores(q, k, softmax_scale)
+    if bias is not None:
+        s = s + _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
+    if hidden is not None:
+        s = s.masked_fill_(hidden, -torch.inf) if hidden is masked else s.add_(hidden)
+    lse = torch.logsumexp(s, dim=-1) if return_lse else None
+    weights = torch.softmax(s, dim=-1)
+    if drop is not None:
+        weights = weights * drop.factor(weights.dtype)
+    weights = weights.to(q.dtype)
+    out = torch.matmul(weights, v)
+    if has_keys is not None:
+        out = out.where(has_keys, 0)
+        lse = None if lse is None else lse.where(has_keys.squeeze(-1), -torch.inf)
+        weights = None if return_weights is None else weights.where(has_keys, 0)
+    if return_weights is None:
+        return out, lse, None
+    return out, lse, weights if return_weights == "all" else weights.mean(1)
+
+
+def _excludes_keys(mask: AttentionMask) -> bool:
+    """Whether padding, packing or a band may exclude a key for all queries, which may then be NaN."""
+    return mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band
 
 
 def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
-    """The mask without its key_padding where that hides nothing, as in a batch of equal lengths; None if that was all.
+    """The mask without its key_padding where that masks nothing, as in a batch of equal lengths; None if that was all.
 
-    Only where values may steer.
+    Only where _can_read_values.
     """
 
     def build() -> AttentionMask | None:
@@ -178,20 +185,20 @@ def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
     return None if lighter.band_only and not lighter.has_band else lighter
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, hide: Tensor | None, scale: float) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, masked: Tensor | None, scale: float) -> Tensor:
     Lq, Lk, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
     if q.is_cuda and mask is not None:
         with sdpa_kernel(_MASKED_BACKENDS):
-            shown = None if hide is None else ~hide
-            return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
-    shown = None
-    if mask is not None and hide is not None:  # PyTorch would turn a bool mask into this one at every call
-        shown = mask.additive(hide, Lq, Lk, q.dtype)
-    if shown is not None and _ends_in_odd_numbers(q, Lk):
+            bias = None if masked is None else ~masked
+            return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=grouped)
+    bias = None
+    if mask is not None and masked is not None:  # PyTorch would turn a bool mask into this one at every call
+        bias = mask.additive(masked, Lq, Lk, q.dtype)
+    if bias is not None and _ends_in_odd_numbers(q, Lk):
         more = -Lk % _VECTOR
         k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
-        shown = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(shown, (0, more), value=-torch.inf))
-    return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped)
+        bias = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(bias, (0, more), value=-torch.inf))
+    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=grouped)
 
 
 _VECTOR = 16  # float32 numbers in a register of AVX-512
@@ -200,22 +207,22 @@ _VECTOR = 16  # float32 numbers in a register of AVX-512
 def _ends_in_odd_numbers(q: Tensor, Lk: int) -> bool:
     """Whether PyTorch's operator spends more on the last keys than on some more: its softmax on a CPU takes what does
     not fill a vector number by number. From 9 of 16 on, 16 are faster, 1.2 times at 60 keys to 3 times at 15."""
-    if q.dtype != torch.float32 or not _may_look(q) or torch.is_grad_enabled():
+    if q.dtype != torch.float32 or not _can_read_values(q) or torch.is_grad_enabled():
         return False
     return Lk % _VECTOR > _VECTOR // 2 and Lk < 128 and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def _without(bias: Tensor, hide: Tensor | None, sees: Tensor | None) -> Tensor:
-    """The bias with 0 where it has no say: an -inf there would make NaN of an empty row's softmax."""
-    for silent in (hide, None if sees is None else ~sees):
-        if silent is not None:
-            bias = bias.masked_fill(silent, 0)
+def _without_masked(bias: Tensor, masked: Tensor | None, has_keys: Tensor | None) -> Tensor:
+    """The bias with 0 where it does not count: an -inf there would make NaN of an empty row's softmax."""
+    for ignored in (masked, None if has_keys is None else ~has_keys):
+        if ignored is not None:
+            bias = bias.masked_fill(ignored, 0)
     return bias
 
 
 def _known_finite(*tensors: Tensor) -> bool:
     """Neither NaN nor inf is in them or in a product of two of their rows: the sums of their squares are finite."""
-    if not _may_look(tensors[0]):
+    if not _can_read_values(tensors[0]):
         return False
     # In the order in memory: what a projection gives is transposed. PyTorch's dot of 16-bit numbers takes fifty times
     # as long as that of float32.
@@ -224,8 +231,8 @@ def _known_finite(*tensors: Tensor) -> bool:
     return all(math.isfinite(torch.dot(t, t)) for t in flat)
 
 
-def _may_look(t: Tensor) -> bool:
-    """Whether values may steer: on a CPU, where a sum is cheap and needs no synchronisation."""
+def _can_read_values(t: Tensor) -> bool:
+    """Whether values may decide what is done: on a CPU, where a sum is cheap and needs no synchronisation."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

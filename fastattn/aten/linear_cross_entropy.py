@@ -35,7 +35,7 @@ def linear_cross_entropy_fwd(
     Returns the loss, (tokens,) where reduction is "none", and these gradients for a dloss of 1, None where not made.
     """
     options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-    losses, grads = _walk(None, x, weight, bias, target, *options)
+    losses, grads = _chunked_losses_and_grads(None, x, weight, bias, target, *options)
     if reduction == "none":
         return losses, grads
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum(), grads
@@ -55,10 +55,10 @@ def linear_cross_entropy_bwd(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight, bias from the logits, made again. dloss: as the loss."""
     options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-    return _walk(dloss, x, weight, bias, target, *options)[1]
+    return _chunked_losses_and_grads(dloss, x, weight, bias, target, *options)[1]
 
 
-def _walk(
+def _chunked_losses_and_grads(
     dloss: Tensor | None,
     x: Tensor,
     weight: Tensor,
@@ -78,7 +78,7 @@ def _walk(
         rate = torch.full((), logit_scale, dtype=acc, device=x.device) * (1 if dloss is None else dloss)
         rate = torch.where(keep, rate / keep.sum() if reduction == "mean" else rate, 0)
     kept = None
-    if not _may_wait(x):
+    if not _can_read_values(x):
         x, target = x.where(keep.unsqueeze(1), 0), target.where(keep, 0)
     elif not keep.all():
         kept = keep.nonzero().squeeze(1)
@@ -102,14 +102,14 @@ def _walk(
     if kept is not None:
         losses = losses.new_zeros(tokens).index_copy_(0, kept, losses)
         dx = dx if dx is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, kept, dx)
-    elif not _may_wait(x):
+    elif not _can_read_values(x):
         losses = losses.where(keep, 0)
     dweight, dbias = (None if grad is None else grad.to(x.dtype) for grad in (dweight, dbias))
     return losses, (dx, dweight, dbias)
 
 
-def _may_wait(x: Tensor) -> bool:
-    """Whether the number of ignored rows may be asked for."""
+def _can_read_values(x: Tensor) -> bool:
+    """Whether the number of ignored rows can be read without waiting for a device."""
     return x.device.type == "cpu"
 
 

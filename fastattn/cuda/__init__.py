@@ -1,8 +1,8 @@
-"""The CUDA C++ rooms: `fastattn.cuda.<op>` checks what its kernel can serve and calls it in the extension fastattn._C.
+"""The CUDA C++ backend: `fastattn.cuda.<op>` checks what its kernel can serve and calls it in the extension fastattn._C.
 
 The same sources also run on a CPU, thread by thread, in a second build of the extension against csrc/host. It exists
-for tests: `load_host_runner(path)`, or the environment's FASTATTN_CUDA_HOST=path, makes the rooms serve CPU tensors
-through it.
+for tests: `load_host_runner(path)`, or the environment's FASTATTN_CUDA_HOST=path, makes the backend serve CPU
+tensors through it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _host_runner: ModuleType | None = None
 
 
 def load_host_runner(path: str | Path | None) -> None:
-    """From now on the CUDA rooms serve CPU tensors, through the extension at `path`, built against csrc/host.
+    """From now on the CUDA backend serves CPU tensors, through the extension at `path`, built against csrc/host.
 
-    None: they refuse CPU tensors again.
+    None: it refuses CPU tensors again.
     """
     global _host_runner
     _host_runner = None if path is None else _load(Path(path))

@@ -1,4 +1,4 @@
-"""The CUDA room of dropout + residual + LayerNorm or RMSNorm. Formula, shapes and grid: csrc/add_layer_norm/."""
+"""The CUDA backend of dropout + residual + LayerNorm or RMSNorm. Formula, shapes and grid: csrc/add_layer_norm/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA room of embedding + positions + dropout + LayerNorm. Formula, shapes and grid: csrc/embed_layer_norm/."""
+"""The CUDA backend of embedding + positions + dropout + LayerNorm. Formula, shapes and grid: csrc/embed_layer_norm/."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""The CUDA room of the feed-forward network. Formulas, grids and epilogues: csrc/feed_forward/.
+"""The CUDA backend of the feed-forward network. Formulas, grids and epilogues: csrc/feed_forward/.
 
-Of its six products two have an epilogue: z = x weight1^T, and dh = dout weight2. A kernel of ours computes each of them
-with what follows (bias, activation, dropout; act', dropout, the columns' sums), or cuBLAS computes it and one pointwise
-kernel follows: `Speed` says which, call by call. The others gain nothing from a kernel of ours and are cuBLAS's.
+Of its six products two have an epilogue: z = x weight1^T, and dh = dout weight2. cuBLAS computes each of them and one
+pointwise kernel follows (bias, activation, dropout; act', dropout, the columns' sums). Inside products_by() a kernel of
+ours computes the product with what follows; no record yet shows one to be faster. The other products are cuBLAS's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,31 +38,18 @@ class Route(IntEnum):
     CUBLAS = 2  # and a pointwise kernel
 
 
-class Speed(NamedTuple):
-    """What the choice rests on. Floors, not records: no GPU has timed these kernels yet.
-
-    A product saves the pointwise kernel's trip to memory, and loses what it is slower than cuBLAS's. Both grow with the
-    number of elements, so depth decides: an element costs 2 * depth FLOP, and saves 2 or 4 bytes.
-    """
-
-    route: Route
-    product: float  # of ours with its epilogue, TFLOP/s
-    cublas: float  # TFLOP/s
-    copy: float  # of memory, TB/s
-    wave: int  # elements of the product that give every multiprocessor a tile
-
-    def pays(self, elements: int, depth: int, bytes_saved: int) -> bool:
-        """Is ours the faster for a product of so many elements, each a sum of `depth`? bytes_saved: of an element."""
-        slower = 2 * depth * (1 / self.product - 1 / self.cublas)  # picoseconds an element, as is the other side
-        return elements >= self.wave and slower < bytes_saved / self.copy
+_route_of_products = Route.CUBLAS
 
 
-# By compute capability; others have cuBLAS. H200: a ceiling of 788 TFLOP/s, 132 tiles of 128 x 256; ours up to depth
-# 1126 where 4 bytes are saved and 563 where 2. A100: 312 TFLOP/s, 216 tiles of 128 x 128; up to 1600 and 800.
-SPEEDS = {
-    80: Speed(Route.SM80, product=200, cublas=250, copy=1.25, wave=216 * 128 * 128),
-    90: Speed(Route.SM90, product=500, cublas=630, copy=4.3, wave=132 * 128 * 256),
-}
+@contextmanager
+def products_by(route: Route) -> Iterator[None]:
+    """In this context products with an epilogue take the route, where their GPU and their shapes allow it."""
+    global _route_of_products
+    before, _route_of_products = _route_of_products, route
+    try:
+        yield
+    finally:
+        _route_of_products = before
 
 
 def why_not(
@@ -81,19 +69,23 @@ def why_not(
     return None
 
 
-def route_of(a: Tensor, b: Tensor, d_ff: int, bytes_saved: int) -> Route:
-    """Who computes the product of a (tokens, depth) and b, weight1 or weight2 as it lies.
+def route_of(a: Tensor, b: Tensor, d_ff: int) -> Route:
+    """What computes the product of a (tokens, depth) and b, weight1 or weight2 as it lies.
 
-    float32 is cuBLAS's, which follows torch's setting of its precision; tensors that do not come in whole aligned
-    vectors of 16 bytes are as well.
+    Our kernels take 16-bit types in whole aligned vectors of 16 bytes; anything else is cuBLAS's.
     """
-    speed = SPEEDS.get(compute_capability(a))
+    route = _route_of_products
+    if route == Route.CUBLAS or a.dtype == torch.float32:
+        return Route.CUBLAS
     tokens, depth = a.shape
-    if speed is None or a.dtype == torch.float32 or tokens * depth == 0 or tokens >= 2**30 or depth % 8 or d_ff % 8:
+    capability = compute_capability(a)
+    if capability != 90 if route == Route.SM90 else capability < 80:
+        return Route.CUBLAS
+    if tokens * depth == 0 or tokens >= 2**30 or depth % 8 or d_ff % 8:
         return Route.CUBLAS
     if not (a.is_contiguous() and b.is_contiguous()) or (a.data_ptr() | b.data_ptr()) % 16:
         return Route.CUBLAS
-    return speed.route if speed.pays(tokens * b.numel() // depth, depth, bytes_saved) else Route.CUBLAS
+    return route
 
 
 def _with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,7 +100,7 @@ def feed_forward_hidden(
     (tokens, d), columns = x.shape, weight1.shape[0]
     d_ff = columns // (2 if activation in GATED_FORMS else 1)
     saves_z = activation != "relu"
-    route = route_of(x, weight1, d_ff, 2 if saves_z else 4)
+    route = route_of(x, weight1, d_ff)
     if route == Route.CUBLAS:
         z = _with_bias(x, weight1, bias1)
         h = torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device) if saves_z else z
@@ -163,7 +155,7 @@ def feed_forward_bwd(
     (kept,) = saved
     stored = None if activation == "relu" else torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device)
     h = kept if stored is None else stored
-    route = route_of(dout, weight2, d_ff, 4)
+    route = route_of(dout, weight2, d_ff)
     if route == Route.CUBLAS:
         dh = dout @ weight2
         dz = torch.empty_like(kept) if columns > d_ff else dh

@@ -1,4 +1,4 @@
-"""The CUDA room of the linear layer with cross-entropy. Kernel and floor: csrc/linear_cross_entropy/."""
+"""The CUDA backend of the linear layer with cross-entropy. Kernel and floor: csrc/linear_cross_entropy/."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ numbers: as easy as 1, 2, 3"), the fewest rounds that pass BigCrush:
     keep    = lane value >= round(dropout_p * 65536);   kept values are multiplied by 1 / (1 - dropout_p)
 
 One call thus serves 8 neighbours, a 16-byte vector of 16-bit numbers. The probability is exact to 2^-17, and the bits
-depend on the element's global position alone, never on tiles, so a backward pass may walk the data in another order.
+depend on the element's global position alone, never on tiles, so a backward pass may read the data in another order.
 Rows and columns: attention (b * H + h) * Lq + i and key j; the other ops flattened row and column of their input.
 """
 
@@ -113,7 +113,7 @@ def _factor(lanes: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
 
 
 def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
-    """x with dropout by the rule; x is seen as the matrix (product of the leading dimensions, last dimension)."""
+    """x with dropout by the rule; x is taken as the matrix (product of the leading dimensions, last dimension)."""
     if rng_state is None:
         return x
     keep = keep_mask(rng_state, x.numel() // max(x.shape[-1], 1), x.shape[-1], dropout_p).view(x.shape)

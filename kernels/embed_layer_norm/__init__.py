@@ -1,4 +1,4 @@
-"""The Triton room of embedding + positions + dropout + LayerNorm; forward.py and backward.py hold kernel and launch."""
+"""The Triton backend of embedding + positions + dropout + LayerNorm; forward.py and backward.py hold kernel and launch."""
 
 import torch
 from torch import Tensor

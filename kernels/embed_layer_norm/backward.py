@@ -4,7 +4,7 @@
     drow = dropout((g - mean(g) - normal * mean(g * normal)) * rstd) * scale        means along the row
     dweight = sum over rows of dout * normal;    dbias = sum over rows of dout
 
-and drow[i] is what row i adds to the gradient of embedding[tokens[i]]; the front desk adds the rows up, by PyTorch's
+and drow[i] is what row i adds to the gradient of embedding[tokens[i]]; the public op adds the rows up, by PyTorch's
 operator in its deterministic mode, which sorts the tokens: equal inputs give equal bits.
 
 Grid, registers and the weight gradients: as in add_layer_norm/backward.py. z is gathered from embedding and positions

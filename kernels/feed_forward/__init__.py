@@ -1,4 +1,4 @@
-"""The Triton room of the feed-forward network: forward.py and backward.py hold kernels and launches."""
+"""The Triton backend of the feed-forward network: forward.py and backward.py hold kernels and launches."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The Triton room of the linear layer with cross-entropy: rows.py holds the kernel."""
+"""The Triton backend of the linear layer with cross-entropy: rows.py holds the kernel."""
 
 from typing import Any
 

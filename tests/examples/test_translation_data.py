@@ -45,11 +45,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "train.de",
-            b"one\ntwo\n",
-            r"train\.en\.gz, line 3: has no partner; .* 3 lines and .*train\.de has 2",
-        ),
+        ("train.de", b"one\ntwo\n", r"train\.en\.gz, line 3: has no partner; .* 3 lines and .*train\.de has 2"),
         ("train.de", b"1\n2\n3\n4\n", r"train\.de, line 4: has no partner"),
         ("val.en", b"", r"val\.en, line 1: the file is empty"),
         ("val.en", b"\n \n", r"val\.en, line 1: the file is empty"),

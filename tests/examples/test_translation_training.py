@@ -7,7 +7,7 @@ import pytest
 import torch
 from translation.checkpoint import average
 from translation.data import Batch
-from translation.decoding import beam_search, bleu, exact_match, greedy, translate
+from translation.decoding import beam_search, bleu, exact_match, translate
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
 from translation.training import (
@@ -42,21 +42,15 @@ def batch() -> Batch:
     )
 
 
-@pytest.mark.parametrize(
-    ("step", "rate"),
-    [
+def test_learning_rate() -> None:
+    for step, rate in (
         (1, 512**-0.5 * 4000**-1.5),
         (2000, 512**-0.5 * 2000 * 4000**-1.5),
         (4000, (512 * 4000) ** -0.5),
         (16000, (512 * 16000) ** -0.5),
-    ],
-)
-def test_learning_rate(step: int, rate: float) -> None:
-    assert learning_rate(step, d_model=512, warmup=4000) == pytest.approx(rate, rel=1e-12)
-    assert learning_rate(step, d_model=512, warmup=4000, scale=2.0) == pytest.approx(2 * rate, rel=1e-12)
-
-
-def test_learning_rate_peaks_at_the_end_of_warm_up() -> None:
+    ):
+        assert learning_rate(step, d_model=512, warmup=4000) == pytest.approx(rate, rel=1e-12)
+        assert learning_rate(step, d_model=512, warmup=4000, scale=2.0) == pytest.approx(2 * rate, rel=1e-12)
     assert max(range(1, 2000), key=lambda step: learning_rate(step, 128, 300)) == 300
 
 
@@ -88,7 +82,7 @@ def test_graph_steps_learn_as_plain_steps_do(settings: Settings, batch: Batch) -
     losses = []
     for graph in (False, True):
         model = build_model(settings, vocabulary=10, dropout=0.0).train()
-        step = build_step(model, build_optimizer(model), dataclasses.replace(settings, graph=graph))
+        step = build_step(model, build_optimizer(model), settings, graph)
         losses.append([step(batch, rate).item() for rate in (0.01, 0.005, 0.02, 0.0)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][3] < 0.9 * losses[0][0]
 
@@ -140,8 +134,8 @@ def one_by_one(model: torch.nn.Module, source: torch.Tensor, limit: int) -> list
     return ids[1:]
 
 
-def test_greedy_batch_equals_one_by_one(settings: Settings) -> None:
-    """A model that has learned to copy, so that sentences end at different times; one never ends within the limit."""
+def test_one_hypothesis_is_greedy_decoding(settings: Settings) -> None:
+    """By a model that has learned to copy, so that sentences end at different times; one does not within the limit."""
     torch.manual_seed(0)
     sentences = [[4], [5, 6, 7, 8, 9, 4], [6, 4], [9, 9, 8]]
     rows = len(sentences)
@@ -157,13 +151,12 @@ def test_greedy_batch_equals_one_by_one(settings: Settings) -> None:
     for _ in range(150):
         training_step(model, optimizer, batch, 0.01, settings)
     model.eval()
-    assert greedy(model, padded, 10) == sentences
-    assert greedy(model, padded, 3) == [[4], [5, 6, 7], [6, 4], [9, 9, 8]]
+    assert beam_search(model, padded, 10, beam=1) == sentences
+    assert beam_search(model, padded, 3, beam=1) == [[4], [5, 6, 7], [6, 4], [9, 9, 8]]
     mixed = padded[:, :6].clone()
     mixed[0, :6] = torch.tensor([7, 9, 5, EOS, PAD, PAD])
     mixed[1, :6] = torch.tensor([8, 8, 8, 8, 8, EOS])
-    assert greedy(model, mixed, 8) == [one_by_one(model, row[row != PAD], 8) for row in mixed]
-    assert beam_search(model, mixed, 8, beam=1) == greedy(model, mixed, 8)
+    assert beam_search(model, mixed, 8, beam=1) == [one_by_one(model, row[row != PAD], 8) for row in mixed]
 
 
 @torch.no_grad()
@@ -193,7 +186,7 @@ def test_beam_search_that_keeps_everything_finds_the_likeliest(settings: Setting
         best.append(max(likelihoods, key=likelihoods.get))
     found = beam_search(model, sources, 3, beam=6**3)
     assert found == [[token for token in ids if token != EOS] for ids in best]
-    assert found != greedy(model, sources, 3)  # which misses some
+    assert found != beam_search(model, sources, 3, beam=1)
 
 
 def test_beam_search_of_a_batch_equals_one_by_one(settings: Settings) -> None:

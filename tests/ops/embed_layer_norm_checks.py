@@ -1,7 +1,7 @@
-"""One comparison for every test of embedding + positions + dropout + LayerNorm: what a backend computes against float64.
+"""One comparison for every test of embedding + positions + dropout + LayerNorm: a backend against float64.
 
-formula(problem, dtype)   plain PyTorch and its autograd: in float64 the truth, in the tested dtype what is allowed.
-check(problem, backend)      runs a backend, judges every result; AssertionError names the one that is off.
+plain(problem, dtype)   the formula in plain PyTorch: in float64 the truth, in the tested dtype what is allowed.
+check(problem, backend)   runs a backend, judges every result; AssertionError names the one that is off.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastattn import embed_layer_norm
 from fastattn._dispatch import refusal
+from fastattn.error_rule import embed_layer_norm_terms
 from fastattn.reference import philox
 
 BACKENDS = backends_of("embed_layer_norm")
@@ -101,61 +102,44 @@ def solve(p: Problem, backend: Backend, needs: str = "ewb") -> Results:
     return Results(out.detach(), embedding.grad, weight.grad, bias.grad)
 
 
-def plain(dtype: torch.dtype, bug: str | None = None) -> Backend:
-    """As a person writes it in PyTorch, in `dtype` throughout; bug: with this mistake."""
+def plain(p: Problem, dtype: torch.dtype) -> Results:
+    """As a person writes it in PyTorch, in `dtype` throughout."""
 
-    def backend(
-        tokens: Tensor,
-        embedding: Tensor,
-        table: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        dropout_p: float,
-        *,
-        scale: float,
-        position: Tensor | None,
-        padding_idx: int | None,
-    ) -> Tensor:
-        places = (
-            torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape) if position is None else position
-        )
-        places = places + (bug == "positions from one on")
-        words = F.embedding(tokens, embedding.to(dtype), None if bug == "padding learns" else padding_idx)
-        words = words * (1.0 if bug == "scale forgotten" else scale)
-        if bug == "scale forgotten in the backward":
-            words = words.detach() + (words - words.detach()) / scale
-        z = words + table.to(dtype)[places]
-        if bug == "each token learns once":
-            first = torch.ones_like(tokens, dtype=torch.bool)
-            for i, token in enumerate(seen := tokens.flatten().tolist()):
-                first.view(-1)[i] = token not in seen[:i]
-            z = torch.where(first[..., None], z, z.detach())
-        if dropout_p > 0:
-            rng_state = philox.draw_rng_state(tokens.device)
-            rows = tokens.shape[1] if bug == "dropout counted in each sequence" else tokens.numel()
-            keep = philox.keep_mask(rng_state, rows, z.shape[-1], dropout_p)
-            z = z * keep.view(-1, *z.shape[1:]) / (1 - dropout_p)
+    def formula(tokens, embedding, table, weight, bias, eps, dropout_p, *, scale, position, padding_idx):
+        words = F.embedding(tokens, embedding.to(dtype), padding_idx) * scale
+        z = (words + table.to(dtype)[positions(p)]) * multiplier(p).view(words.shape).to(dtype)
         return F.layer_norm(z, z.shape[-1:], weight.to(dtype), bias.to(dtype), eps)
 
-    return backend
+    return solve(p, formula)
+
+
+def positions(p: Problem) -> Tensor:
+    in_order = torch.arange(p.tokens.shape[1], device=p.tokens.device).expand(p.tokens.shape)
+    return in_order if p.position is None else p.position
+
+
+def multiplier(p: Problem) -> Tensor:
+    """(rows, hidden) float64: 0 where dropped, 1 / (1 - dropout_p) elsewhere, for the draw of this problem's seed."""
+    rows, hidden, device = p.tokens.numel(), p.embedding.shape[1], p.tokens.device
+    torch.manual_seed(p.seed)
+    return philox.keep_factor(philox.draw_rng_state(device), rows, hidden, p.dropout_p, torch.float64)
 
 
 def check(p: Problem, backend: Backend) -> Results:
-    """At most twice the error of the less exact of two plain ways, and one rounding; see fastattn.doctor.judge."""
     got = solve(p, backend)
-    truth = solve(
-        p.but(embedding=p.embedding.double(), weight=p.weight.double(), bias=p.bias.double()), plain(torch.float64)
-    )
-    ways = solve(p, plain(got.out.dtype)), solve(p, partial(embed_layer_norm, backend="reference"))
-    for name, actual, true, *lows in zip(Results._fields, got, truth, *ways, strict=True):
-        low = max(lows, key=lambda low: (low.double() - true).abs().sum())
-        assert_close_as_torch(actual, true, low.to(actual.dtype), name)
+    parameters = {name: vars(p)[name].double() for name in ("embedding", "weight", "bias")}
+    truth, low = plain(p.but(**parameters), torch.float64), plain(p, got.out.dtype)
+    rows, dout = p.table[positions(p).flatten()], p.dout.flatten(0, 1)
+    options = (p.scale, p.padding_idx, EPS)
+    given = (p.tokens.flatten(), p.embedding, rows, p.weight, p.bias, dout)
+    terms = embed_layer_norm_terms(*given, multiplier(p), *options)
+    for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
+        assert_close_as_torch(actual, true, rough.to(actual.dtype), terms[name].view(true.shape), name)
     return got
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, in why_not's own words, where this machine has no such backend."""
+    """The public function held to one backend; skips, with why_not's reason, where this machine cannot run it."""
     p = make(device=device)
     arguments = (p.tokens, p.embedding, p.table, p.weight, p.bias, None, 1.0, None, 0.0, torch.float32)
     if (reason := refusal("embed_layer_norm", backend, arguments)) is not None:

@@ -1,18 +1,16 @@
 """One comparison for every feed-forward test: what a backend computes against float64.
 
-    exact(problem)   the formula and its gradients written out in float64: the truth. No autograd.
-    plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed.
+    plain(problem)   the formula in plain PyTorch: in float64 the truth, in the tested dtype what is allowed.
     check(problem, backend)   runs a backend, judges every result; AssertionError names the one that is off.
 
-A backend is called as (x, weight1, bias1, weight2, bias2, activation, dropout_p) -> out: backend_call's, or a planted() one
-with a bug.
+A backend is called as (x, weight1, bias1, weight2, bias2, activation, dropout_p) -> out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,11 +21,13 @@ from torch import Tensor
 
 from fastattn import feed_forward
 from fastattn._dispatch import refusal
+from fastattn.error_rule import feed_forward_terms
 from fastattn.reference import philox
 
 BACKENDS = backends_of("feed_forward")
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 ACTIVATIONS = (*GATED.values(), *GATED)
+FUNCTIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu}
 
 Backend = Callable[..., Tensor]
 
@@ -59,6 +59,9 @@ class Problem:
 
     def but(self, **changes: Any) -> Problem:
         return replace(self, **changes)
+
+    def double(self) -> Problem:
+        return self.but(**{name: t.double() for name, t in vars(self).items() if isinstance(t, Tensor)})
 
 
 def make(
@@ -101,42 +104,6 @@ def multiplier(p: Problem) -> Tensor:
     return keep.double() * (0.0 if p.dropout_p == 1 else 1 / (1 - p.dropout_p))
 
 
-def activation_and_slope(z: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """act(z) and act'(z) from their definitions, float64."""
-    if name == "relu":
-        return z.clamp_min(0), (z > 0).double()
-    if name == "gelu":
-        below, density = 0.5 * torch.erfc(-z / math.sqrt(2)), torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-        return z * below, below + z * density
-    if name == "gelu_tanh":
-        t = torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
-        inner_slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
-        return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * inner_slope
-    s = 1 / (1 + torch.exp(-z))
-    return z * s, s * (1 + z * (1 - s))
-
-
-def exact(p: Problem) -> Results:
-    """z = x W1^T + b1;  h = M act(z), gated M act(z_gate) z_up;  out = h W2^T + b2
-    dh = M (dout W2);  dz = dh act'(z), gated (dh z_up act'(z_gate), dh act(z_gate))
-    dx = dz W1;  dW1 = dz^T x;  db1 = sum dz;  dW2 = dout^T h;  db2 = sum dout
-    """
-    M = multiplier(p)
-    x, W1, b1, W2, b2 = (None if t is None else t.double() for t in p.inputs)
-    dout = p.dout.double()
-    z = x @ W1.T + (0 if b1 is None else b1)
-    dh = M * (dout @ W2)
-    if p.activation in GATED:
-        gate, up = z.chunk(2, dim=1)
-        value, slope = activation_and_slope(gate, GATED[p.activation])
-        h, dz = M * value * up, torch.cat([dh * up * slope, dh * value], 1)
-    else:
-        value, slope = activation_and_slope(z, p.activation)
-        h, dz = M * value, dh * slope
-    out = h @ W2.T + (0 if b2 is None else b2)
-    return Results(out, dz @ W1, dz.T @ x, dz.sum(0), dout.T @ h, dout.sum(0))
-
-
 def solve(p: Problem, backend: Backend, needs: str = "x1b2c") -> Results:
     """Forward and backward. needs: which of x, weight1, bias1, weight2, bias2 (x 1 b 2 c) ask for a gradient."""
     inputs = [
@@ -149,85 +116,33 @@ def solve(p: Problem, backend: Backend, needs: str = "x1b2c") -> Results:
 
 
 def plain(p: Problem) -> Results:
-    """As a person writes it in PyTorch, in the tested dtype throughout: its error decides what is allowed."""
-    acts = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "silu": F.silu}
+    """As a person writes it in PyTorch, in x's dtype throughout."""
 
-    def backend(x, weight1, bias1, weight2, bias2, activation, dropout_p):
+    def formula(x, weight1, bias1, weight2, bias2, activation, dropout_p):
         z = F.linear(x, weight1, bias1)
         if activation in GATED:
             gate, up = z.chunk(2, dim=-1)
-            h = acts[GATED[activation]](gate) * up
+            h = FUNCTIONS[GATED[activation]](gate) * up
         else:
-            h = acts[activation](z)
+            h = FUNCTIONS[activation](z)
         return F.linear(h * multiplier(p).to(h.dtype), weight2, bias2)
 
-    return solve(p, backend)
+    return solve(p, formula)
 
 
 def check(p: Problem, backend: Backend) -> Results:
-    got = solve(p, backend)
-    for name, actual, truth, low in zip(Results._fields, got, exact(p), plain(p), strict=True):
-        if low is not None:
-            assert_close_as_torch(actual, truth, low, name)
+    got, low, truth = solve(p, backend), plain(p), plain(p.double())
+    function, gated = FUNCTIONS[GATED.get(p.activation, p.activation)], p.activation in GATED
+    terms = feed_forward_terms(*p.inputs, p.dout, multiplier(p), function, gated)
+    for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
+        if true is not None:
+            assert_close_as_torch(actual, true, rough, terms[name], name)
     return got
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, in why_not's own words, where this machine has no such backend."""
+    """The public function held to one backend; skips, with why_not's reason, where this machine cannot run it."""
     probe = torch.zeros(16, 16, device=device)
     if (reason := refusal("feed_forward", backend, (probe, probe, None, probe, None, "relu", 0.0))) is not None:
         pytest.skip(f"{backend}: {reason}")
     return lambda *inputs: feed_forward(*inputs, backend=backend)
-
-
-class Planted(torch.autograd.Function):
-    """The op in plain PyTorch as a fused kernel computes it, tiles in float32, correct or with one bug."""
-
-    @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2, activation, dropout_p, bug):
-        rng_state = philox.draw_rng_state(x.device)
-        gated, act = activation in GATED, GATED.get(activation, activation)
-        act = {"gelu": "gelu_tanh"}.get(act, act) if bug == "tanh for erf" else act
-        z = x.float() @ weight1.float().T + (0 if bug == "bias1 missing" else bias1.float())
-        gate, up = z.to(x.dtype).float().chunk(2, dim=1) if gated else (z.to(x.dtype).float(), 1)
-        if bug == "gate and up exchanged":
-            gate, up = up, gate
-        value, slope = activation_and_slope(gate, act)
-        M = Planted.multiplier(rng_state, value.shape, dropout_p, bug)
-        h = (M * value * up).to(x.dtype)
-        ctx.save_for_backward(x, weight1, weight2, gate, value, slope, M, h, rng_state)
-        ctx.rest = gated, up, dropout_p, bug
-        return h @ weight2.T + bias2
-
-    @staticmethod
-    def multiplier(rng_state, shape, dropout_p, bug):
-        rows, cols = shape
-        row, col = bug == "dropout row off by one", bug == "dropout column off by one"
-        keep = philox.keep_mask(rng_state, rows + row, cols + col, dropout_p)[row:, col:]
-        if bug == "dropout column from the tile":
-            keep = keep[:, torch.arange(cols) % 32]
-        return keep.float() * (1 if bug == "dropout without rescale" else philox.rescale(dropout_p))
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, weight1, weight2, gate, value, slope, M, h, rng_state = ctx.saved_tensors
-        gated, up, dropout_p, bug = ctx.rest
-        if bug == "backward redraws dropout":
-            M = Planted.multiplier(rng_state + 1, M.shape, dropout_p, bug)
-        if bug == "backward without rescale":
-            M = (M > 0).float()
-        if bug == "backward without dropout":
-            M = 1
-        dh = M * (dout.float() @ weight2.float())
-        dz = dh * up * (1 if bug == "slope missing" else slope)
-        if gated:
-            dz = torch.cat([dz, dh * (gate if bug == "up's gradient without act" else value)], 1)
-        if bug == "dweight2 of h before dropout":
-            h = (value * up).to(h.dtype)
-        rows = slice(0, 16) if bug == "dbias1 of one tile" else slice(None)
-        dbias1, dz = dz[rows].sum(0), dz.to(x.dtype)
-        return dz @ weight1, dz.T @ x, dbias1, dout.T @ h, dout.sum(0), None, None, None
-
-
-def planted(bug: str | None) -> Backend:
-    return lambda *inputs: Planted.apply(*inputs, bug)

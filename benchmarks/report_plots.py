@@ -13,7 +13,7 @@ matplotlib.use("Agg")  # files only, no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from records import KEPT, Record, Row, default_row, median, named, rows_of
+from records import KEPT, Record, Row, default_row, median, named, rows_of, slowdown
 
 OURS, RIVAL = "#c1272d", "#44546a"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f", "#000000")
@@ -179,13 +179,13 @@ def contributions(rows: list[Row]) -> tuple[float, float, dict[str, float]] | No
     reference, default = median(named(rows, "reference"), "step"), median(default_row(rows), "step")
     if not reference or not default:
         return None
-    kept = median(named(rows, KEPT), "step")
+    kept = slowdown(rows, named(rows, KEPT), "step")
     left_out = {}
     for row in rows:
-        whole = default if row["provider"] == KEPT else kept
-        if row.get("without") and whole and median(row, "step"):
-            left_out[row["without"]] = median(row, "step") - whole
-    return reference, default, left_out
+        whole, without = 1.0 if row["provider"] == KEPT else kept, slowdown(rows, row, "step")
+        if row.get("without") and whole and without:
+            left_out[row["without"]] = (without - whole) * default
+    return slowdown(rows, named(rows, "reference"), "step") * default, default, left_out
 
 
 def _contributions(record: Record) -> Any:

@@ -124,9 +124,9 @@ def write_report(record: Record, out: Path) -> Path:
         lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
     lines += ["", "## Summary", "", how_to_read(), *summary(record)]
     try:
-        import plots  # a machine that measures need not be able to draw
+        import report_plots  # a machine that measures need not be able to draw
 
-        lines += [line for name in plots.draw(record, out) for line in ("", f"![{name}]({name})")]
+        lines += [line for name in report_plots.draw(record, out) for line in ("", f"![{name}]({name})")]
     except ImportError as error:
         lines += ["", f"No plots: {error}. `report.py --render` draws them anywhere."]
     lines += [
