@@ -80,7 +80,7 @@ def attention_dq_kernel(
     # A query that attends to nothing has no gradient, though dout or dlse may be NaN there.
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
-    # Read back, delta has the layout that the loops want. Without, they take the one of the sum above: 190 registers for
+    # Read back, delta has the layout that the loops want. Otherwise they take that of the sum above: 190 registers in
     # float32 at D 64, where 71 do.
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
