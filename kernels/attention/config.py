@@ -7,7 +7,6 @@ in the backward, tensor cores in every product, shared memory within the device'
 from typing import NamedTuple
 
 import torch
-import triton
 
 from ..common import INTERPRETED
 
@@ -72,7 +71,7 @@ def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int)
 
 
 def _look_up(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, short: bool) -> Config:
-    columns = max(64, triton.next_power_of_2(head_dim))
+    columns = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     row = _CONFIGS[kernel, dtype.itemsize * 8, columns]
     c = row[_COLUMN.get(arch, _HOPPER) if len(row) > 1 else 0]
     owned = "BLOCK_N" if kernel == "dkv" else "BLOCK_M"
