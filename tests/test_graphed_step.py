@@ -179,25 +179,20 @@ def test_models_that_cannot_be_captured():
             GraphedStep(model, adam(model), batch_size=2, buckets=(8,), capture=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_make_no_sense():
+    model = small()
+    for options, message in (
         (dict(batch_size=2, batch_tokens=2), "either batch_tokens or batch_size"),
         (dict(), "either batch_tokens or batch_size"),
-        (dict(batch_size=0), "at least 1"),
         (dict(batch_tokens=0), "at least 1"),
         (dict(batch_size=2, accumulate=0), "at least 1"),
         (dict(batch_size=2, buckets=()), "buckets must be positive"),
-        (dict(batch_size=2, buckets=(0, 8)), "buckets must be positive"),
         (dict(batch_size=2, buckets=(8, 32)), "32 tokens is longer than the 16 positions"),
         (dict(batch_size=2, max_grad_norm=0.0), "max_grad_norm must be positive"),
         (dict(batch_size=2, autocast=torch.float16), "float16 needs a GradScaler"),
-    ],
-)
-def test_options_that_make_no_sense(options, message):
-    model = small()
-    with pytest.raises(ValueError, match=message):
-        GraphedStep(model, adam(model), **dict(buckets=(8,), capture=False) | options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            GraphedStep(model, adam(model), **dict(buckets=(8,), capture=False) | options)
 
 
 def test_optimizers_that_cannot_be_captured():
@@ -285,20 +280,25 @@ def replays(step):
     return [work.replay is not None for work in step._captured_work.values()]
 
 
-def test_replay_is_the_eager_step_bit_for_bit(graphed):
-    """Two buckets in turn, batches of all shapes, another rate at every step: weights and losses as without graphs."""
+@pytest.mark.parametrize("buckets", [(4,), pytest.param((2, 4), marks=pytest.mark.full)], ids=str)
+def test_replay_is_the_eager_step_bit_for_bit(buckets, graphed):
+    """Buckets in turn, batches of all shapes, another rate at every step: weights and losses as without graphs."""
     model, twin = small(), small()
     options = dict(label_smoothing=0.1, max_grad_norm=0.5)
-    step = graphed(model, optimizer := adam(model), **options)
-    eager = GraphedStep(twin, twin_optimizer := adam(twin), buckets=(2, 4), batch_size=2, capture=False, **options)
-    shapes = [(2, 4, 4), (2, 2, 1), (1, 3, 4), (1, 2, 2), (2, 4, 3), (2, 2, 2), (1, 4, 1)]
+    step = graphed(model, optimizer := adam(model), buckets=buckets, **options)
+    eager = GraphedStep(twin, twin_optimizer := adam(twin), buckets=buckets, batch_size=2, capture=False, **options)
+    shapes = [(2, 4, 4), (1, 3, 4), (2, 4, 3), (1, 4, 1)]
+    if len(buckets) > 1:
+        shapes = [
+            shape for pair in zip(shapes, [(2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 1, 2)], strict=True) for shape in pair
+        ]
     for number, shape in enumerate(shapes):
         optimizer.param_groups[0]["lr"] = twin_optimizer.param_groups[0]["lr"] = 2.0 ** -(5 + number % 3)
         batch = a_batch(*shape, seed=number)
         assert torch.equal(step(*batch), eager(*batch)), f"loss of step {number}"
         assert torch.equal(step.grad_norm, eager.grad_norm), f"norm of step {number}"
         assert distance(weights(model), weights(twin)) == 0, f"weights after step {number}"
-    assert replays(step) == [True, True]
+    assert replays(step) == [True] * len(buckets)
 
 
 @pytest.mark.full

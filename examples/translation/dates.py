@@ -85,7 +85,7 @@ def write(date: datetime.date, form: str) -> str:
 def date_corpus(train: int, held_out: int, writings: int, seed: int) -> Corpus:
     """`train` dates to train on, in `writings` forms each; `held_out` others for validation, and again for the score.
 
-    The dates are drawn without replacement, so no held-out date is ever seen in training, in any form. Equal arguments
+    The dates are drawn without replacement, so no held-out date is in the training text, in any form. Equal arguments
     give an equal corpus.
     """
     rng = random.Random(f"dates {seed}")

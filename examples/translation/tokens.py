@@ -1,23 +1,13 @@
-"""Text to token ids and back: one token a character for the dates, a joint byte-pair encoding for real text."""
+"""Text to token ids and back: one token a character for the dates, a joint byte-pair encoding for real text.
+
+Of both tokenizers `encode` adds no BOS and no EOS, and `decode` skips PAD, BOS and EOS.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 PAD, BOS, EOS, UNKNOWN = 0, 1, 2, 3
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]  # at the ids above
-
-
-class Tokenizer(Protocol):
-    """What training and decoding need. `encode` adds no BOS and no EOS; `decode` skips PAD, BOS and EOS."""
-
-    size: int
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def to_json(self) -> str: ...
 
 
 class CharacterTokenizer:
@@ -81,6 +71,9 @@ class BpeTokenizer:
 
     def to_json(self) -> str:
         return self._tokenizer.to_str()
+
+
+Tokenizer = CharacterTokenizer | BpeTokenizer
 
 
 def load_tokenizer(serialized: str) -> Tokenizer:

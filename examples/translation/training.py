@@ -1,4 +1,4 @@
-"""Training: the model, the schedule, the loss, one step, and a loop that can be stopped and continued anywhere."""
+"""Training: the model, the schedule, the loss, one step, and a loop that can be stopped and resumed at any step."""
 
 import random
 import sys

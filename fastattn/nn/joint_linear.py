@@ -9,6 +9,8 @@ Measured on two CPU cores in float32, forward and backward of the projections al
 concatenated weights and over weights that are stored side by side take the same time (11.9 and 11.8 ms at d_model 512,
 512 tokens; 0.16 and 0.17 ms at d_model 64, 128 tokens). Separate products take 11.7 and 0.20 ms: they are as fast
 where the matrices are large, and a quarter slower where they are small.
+A whole training step takes 0.98 to 1.01 times the CPU time that it takes with weights stored side by side (1 + 1 layers
+of width 64 to 6 + 6 layers of width 512, float32 and bfloat16).
 Without gradients the products are separate. For few tokens the copy would cost more than the products (0.42 against
 0.15 ms for 5 tokens at d_model 512).
 """

@@ -1,4 +1,4 @@
-"""The examples are imported as the command sees them: from their own folder."""
+"""The examples are imported from their own folder, as by the command."""
 
 import sys
 from pathlib import Path

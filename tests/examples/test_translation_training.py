@@ -123,49 +123,33 @@ def test_average() -> None:
 
 
 @torch.no_grad()
-def one_by_one(model: torch.nn.Module, source: torch.Tensor, limit: int) -> list[int]:
-    """Greedy decoding of one sentence by the whole model, from scratch for every token."""
-    ids = [BOS]
-    while len(ids) <= limit:
-        token = model(source[None], torch.tensor([ids]))[-1].argmax().item()
-        if token == EOS:
-            break
-        ids.append(token)
-    return ids[1:]
-
-
-def test_one_hypothesis_is_greedy_decoding(settings: Settings) -> None:
-    """By a model that has learned to copy, so that sentences end at different times; one does not within the limit."""
-    torch.manual_seed(0)
-    sentences = [[4], [5, 6, 7, 8, 9, 4], [6, 4], [9, 9, 8]]
-    rows = len(sentences)
-    padded = torch.full((rows, 7), PAD)
-    target_in, target_out = torch.full((rows, 7), PAD), torch.full((rows, 7), PAD)
-    for row, ids in enumerate(sentences):
-        padded[row, : len(ids) + 1] = torch.tensor([*ids, EOS])
-        target_in[row, : len(ids) + 1] = torch.tensor([BOS, *ids])
-        target_out[row, : len(ids) + 1] = torch.tensor([*ids, EOS])
-    model = build_model(settings, vocabulary=10).train()
-    optimizer = build_optimizer(model)
-    batch = Batch(padded, target_in, target_out, tokens=0, target_tokens=0)
-    for _ in range(150):
-        training_step(model, optimizer, batch, 0.01, settings)
-    model.eval()
-    assert beam_search(model, padded, 10, beam=1) == sentences
-    assert beam_search(model, padded, 3, beam=1) == [[4], [5, 6, 7], [6, 4], [9, 9, 8]]
-    mixed = padded[:, :6].clone()
-    mixed[0, :6] = torch.tensor([7, 9, 5, EOS, PAD, PAD])
-    mixed[1, :6] = torch.tensor([8, 8, 8, 8, 8, EOS])
-    assert beam_search(model, mixed, 8, beam=1) == [one_by_one(model, row[row != PAD], 8) for row in mixed]
-
-
-@torch.no_grad()
 def scrambled_model(settings: Settings, vocabulary: int) -> FusedTransformer:
     """Untrained, but its likelihoods differ and depend on all that went before."""
     model = build_model(settings, vocabulary).eval()
     for weight in (w for w in model.parameters() if w.dim() > 1):
         weight.normal_()
     return model
+
+
+def greedy(model: FusedTransformer, source: torch.Tensor, limit: int) -> list[int]:
+    """The likeliest next token of one sentence, by the whole model from scratch, until EOS or the limit."""
+    ids = [BOS]
+    while len(ids) <= limit and ids[-1] != EOS:
+        ids.append(model(source[None], torch.tensor([ids]))[-1].argmax().item())
+    return [token for token in ids[1:] if token != EOS]
+
+
+@torch.no_grad()
+def test_one_hypothesis_is_greedy_decoding(settings: Settings) -> None:
+    """For a batch of sentences that end at different times, and some not within the limit."""
+    model = scrambled_model(dataclasses.replace(settings, seed=2), vocabulary=6)
+    sources = torch.randint(4, 6, (30, 7))
+    for row, source in enumerate(sources):
+        source[row % 6 + 1 :] = PAD
+        source[row % 6] = EOS
+    found = beam_search(model, sources, 8, beam=1)
+    assert found == [greedy(model, source[source != PAD], 8) for source in sources]
+    assert len(set(map(len, found))) > 2 and 8 in map(len, found)
 
 
 @torch.no_grad()

@@ -48,16 +48,6 @@ def test_only_real_tokens_are_computed(batch):
     assert rows == {int((batch[0] != PAD_SRC).sum()), int((batch[1] != PAD_TRG).sum())}
 
 
-def test_dropout_is_drawn_anew_and_repeats_with_the_seed(batch):
-    model = fused(pack_padding=True, dropout=0.3)
-
-    def logits(seed):
-        torch.manual_seed(seed)
-        return model(*batch)
-
-    assert torch.equal(logits(1), logits(1)) and not torch.equal(logits(1), logits(2))
-
-
 def test_too_long_a_sequence_is_refused():
     tokens = torch.full((1, SMALL["n_position"] + 1), 5, device=DEVICE)
     with pytest.raises(ValueError, match="longer than the 30 positions"):
