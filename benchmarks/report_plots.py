@@ -95,8 +95,8 @@ def _speed(name: str, curves: dict[str, Curve]) -> Any:
         for provider, colour in ((rival, RIVAL), ("fastattn (default)", OURS)):
             points = [(x, _flop_per_s(case, row, "both")) for x, case, row in curves[provider]]
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=provider)
-        axes.set_ylabel("FLOP/s, forward and backward")
-        axes.label_outer()
+        if axes.get_subplotspec().is_first_col():
+            axes.set_ylabel("FLOP/s, forward and backward")
         axes.legend(fontsize=8, loc="upper left")
         _length_axis(axes, [x for x, _, _ in default])
         _flop_axis(axes.yaxis)
