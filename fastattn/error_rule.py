@@ -180,7 +180,7 @@ def add_layer_norm_terms(
     z and dresidual are among their own terms, as they are rounded before they are used again. PyTorch's own backward
     adds rows one after the other in the dtype of weight, which rounds each running sum: Running(t, size) is the Size of
     the sums of the first k rows of t, for every k, plus that of the terms in these sums. In RMSNorm the terms of both
-    subtracted means are missing. Where weight or x_bias is float32 and x is not, z is rounded to x's dtype all the same:
+    subtracted means are missing. Where weight or x_bias is float32 and x is not, z is still rounded to x's dtype:
     T_dweight and T_dx_bias are then in float32's units, see `_in_units_of`.
     """
     in_units_of = partial(_in_units_of, rounded_to=x.dtype)
@@ -320,8 +320,8 @@ def linear_cross_entropy_terms(
     """T of loss, dx, dweight and dbias, float64.
 
     x (tokens, d); distribution: as in cross_entropy_terms; dloss: as the loss; dtype: x's under test. Logits are
-    rounded to it while the loss is float32: T of a row's loss is in float32's units, see `_in_units_of`. With T_loss and
-    T_dz of cross_entropy_terms:
+    rounded to it while the loss is float32: T of a row's loss is in float32's units, see `_in_units_of`. With T_loss
+    and T_dz of cross_entropy_terms:
         T_sum  = Size over rows of T_loss + Size of the running sums of losses, which are float32; a mean: / count
         T_dx   = rss(T_dz, weight)      T_dweight = rss(T_dz^T, x)      T_dbias = Size over rows of T_dz
     """
