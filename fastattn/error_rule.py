@@ -8,6 +8,7 @@ problem, computed in float64, and say nothing about an implementation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -179,8 +180,11 @@ def add_layer_norm_terms(
     z and dresidual are among their own terms, as they are rounded before they are used again. PyTorch's own backward
     adds rows one after the other in the dtype of weight, which rounds each running sum: Running(t, size) is the Size of
     the sums of the first k rows of t, for every k, plus that of the terms in these sums. In RMSNorm the terms of both
-    subtracted means are missing.
+    subtracted means are missing. Where weight or x_bias is float32 and x is not, z is still rounded to x's dtype:
+    T_dweight and T_dx_bias are then in float32's units, see `_in_units_of`.
     """
+    in_units_of = partial(_in_units_of, rounded_to=x.dtype)
+    weight_dtype = weight.dtype
     x, weight, dout = x.double(), weight.double(), dout.double()
     z_terms = [multiplier * x]
     if x_bias is not None:
@@ -212,12 +216,12 @@ def add_layer_norm_terms(
         "z": z_size,
         "dx": multiplier * dresidual_size,
         "dresidual": dresidual_size,
-        "dweight": _size_of_running_sums(dout * n, dout * n_size),
+        "dweight": in_units_of(_size_of_running_sums(dout * n, dout * n_size), weight_dtype),
     }
     if not is_rms:
         terms["dbias"] = _size_of_running_sums(dout, dout)
     if x_bias is not None:
-        terms["dx_bias"] = _size_of_rows(terms["dx"])
+        terms["dx_bias"] = in_units_of(_size_of_rows(terms["dx"]), x_bias.dtype)
     return terms
 
 
@@ -315,34 +319,24 @@ def linear_cross_entropy_terms(
 ) -> dict[str, Tensor]:
     """T of loss, dx, dweight and dbias, float64.
 
-    x (tokens, d); distribution q (tokens, classes): what label smoothing makes of the target, 0 in ignored rows; dloss:
-    as the loss; dtype: x's under test. Logits are rounded to it while the loss is float32, so that T of a row's loss is
-    given in float32's units: for 16 bits it is u(dtype) / (8 u(float32)) times as large.
-
-    With P the softmax, s the scale, rate the gradient of a row's loss, Size the root sum of squares:
-        T_z    = |s| Size(rss(x, weight^T), bias)            T_lse = Size over classes of P T_z
-        T_loss = Size(lse, T_lse, Size over classes of q T_z), of a row
+    x (tokens, d); distribution: as in cross_entropy_terms; dloss: as the loss; dtype: x's under test. Logits are
+    rounded to it while the loss is float32: T of a row's loss is in float32's units, see `_in_units_of`. With T_loss
+    and T_dz of cross_entropy_terms:
         T_sum  = Size over rows of T_loss + Size of the running sums of losses, which are float32; a mean: / count
-        T_dz   = |s rate| Size(P, P T_z, P T_lse, P log P, q)
         T_dx   = rss(T_dz, weight)      T_dweight = rss(T_dz^T, x)      T_dbias = Size over rows of T_dz
     """
     keep = distribution.any(-1)
     x, weight = x.double().where(keep[:, None], 0), weight.double()
     bias = torch.zeros((), device=x.device) if bias is None else bias.double()
     rss = root_sum_of_squares
-    z = logit_scale * (x @ weight.mT + bias)
-    z_size = abs(logit_scale) * _size(rss(x, weight.mT), bias.masked_fill(bias.isinf(), 0))
-    lse = z.logsumexp(-1, keepdim=True)
-    p = (z - lse).exp()
-    lse_size = (p * z_size).square().sum(-1, keepdim=True).sqrt()
-    of_target = (distribution * z_size).square().sum(-1, keepdim=True).sqrt()
-    losses = lse.squeeze(-1) * keep - (distribution * z).sum(-1)
-    loss_size = _size(lse, lse_size, of_target).squeeze(-1) * keep
-    rate = (dloss.double() * keep).unsqueeze(-1) / (keep.sum().clamp_min(1) if reduction == "mean" else 1)
-    dz_size = (logit_scale * rate).abs() * _size(p, p * z_size, p * lse_size, p.xlogy(p), distribution)
-    if torch.finfo(dtype).bits == 16:
-        loss_size = loss_size * (torch.finfo(dtype).eps / (8 * torch.finfo(torch.float32).eps))
+    logits = x @ weight.mT + bias
+    logit_size = _size(rss(x, weight.mT), bias.masked_fill(bias.isinf(), 0))
+    rate = dloss.double() / (keep.sum().clamp_min(1) if reduction == "mean" else 1)
+    loss_size, dz_size = cross_entropy_terms(logits, logit_size, distribution, rate, logit_scale)
+    loss_size = _in_units_of(loss_size, torch.promote_types(dtype, torch.float32), rounded_to=dtype)
     if reduction != "none":
+        z = logit_scale * logits
+        losses = z.logsumexp(-1) * keep - (distribution * z).sum(-1)
         loss_size = _size_of_rows(loss_size) + _size_of_rows(losses.cumsum(0))
     if reduction == "mean":
         loss_size = loss_size / keep.sum()
@@ -352,6 +346,36 @@ def linear_cross_entropy_terms(
         "dweight": rss(dz_size.mT, x),
         "dbias": _size_of_rows(dz_size),
     }
+
+
+def cross_entropy_terms(
+    logits: Tensor, logit_size: Tensor, distribution: Tensor, rate: Tensor, logit_scale: float
+) -> tuple[Tensor, Tensor]:
+    """T of each row's loss and of the gradient of the logits, float64.
+
+    logits (rows, classes) float64, not yet scaled; logit_size: T of them; distribution q (rows, classes): what label
+    smoothing makes of the target, 0 in ignored rows; rate: the gradient of each row's loss, (rows,) or ().
+
+    With P the softmax, s the scale, Size the root sum of squares:
+        T_z    = |s| logit_size                              T_lse = Size over classes of P T_z
+        T_loss = Size(lse, T_lse, Size over classes of q T_z)
+        T_dz   = |s rate| Size(P, P T_z, P T_lse, P log P, q)
+    """
+    keep = distribution.any(-1)
+    z, z_size = logit_scale * logits, abs(logit_scale) * logit_size
+    lse = z.logsumexp(-1, keepdim=True)
+    p = (z - lse).exp()
+    lse_size = _size_of_rows((p * z_size).mT).unsqueeze(-1)
+    of_target = _size_of_rows((distribution * z_size).mT).unsqueeze(-1)
+    loss_size = _size(lse, lse_size, of_target).squeeze(-1) * keep
+    of_row = (logit_scale * rate * keep).abs().unsqueeze(-1)
+    return loss_size, of_row * _size(p, p * z_size, p * lse_size, p.xlogy(p), distribution)
+
+
+def _in_units_of(size: Tensor, dtype: torch.dtype, *, rounded_to: torch.dtype) -> Tensor:
+    """T of terms that are rounded to another dtype than the result's, whose c and u `judge` multiplies it by."""
+    of_result, of_terms = (torch.finfo(d).eps * (1 if torch.finfo(d).bits == 16 else 8) for d in (dtype, rounded_to))
+    return size * max(1.0, of_terms / of_result)
 
 
 def _size(*terms: Tensor) -> Tensor:

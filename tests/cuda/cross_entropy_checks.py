@@ -10,6 +10,7 @@ from helpers import assert_close_as_torch
 from torch import Tensor
 
 from fastattn.cuda import linear_cross_entropy as backend
+from fastattn.error_rule import cross_entropy_terms
 
 IGNORED = -7
 GUARD = 40  # elements before and after each buffer
@@ -58,14 +59,29 @@ class Guarded:
 
 def formula(case: Case, logits: Tensor, bias: Tensor | None, target: Tensor, dloss: Tensor, count: int) -> Results:
     """losses and the gradient of logits, calculated in dloss's dtype."""
-    eps, keep = case.label_smoothing, target != IGNORED
+    keep = target != IGNORED
     z = case.logit_scale * (logits.to(dloss.dtype) + (0 if bias is None else bias.to(dloss.dtype)))
     z, label = z.where(keep[:, None], 0), target.where(keep, 0)
     log_p = F.log_softmax(z, 1)
-    losses = -((1 - eps) * log_p.gather(1, label[:, None])[:, 0] + eps * log_p.mean(1)) * keep
-    wanted = (1 - eps) * F.one_hot(label, case.classes) + eps / case.classes
+    wanted = distribution(case, label) * keep[:, None]
     rate = (case.logit_scale * dloss / count * keep)[:, None]
-    return Results(losses, (z.softmax(1) - wanted) * rate)
+    return Results(-(wanted * log_p).sum(1), (z.softmax(1) - wanted) * rate)
+
+
+def distribution(case: Case, label: Tensor) -> Tensor:
+    eps = case.label_smoothing
+    return (1 - eps) * F.one_hot(label, case.classes) + eps / case.classes
+
+
+def terms(case: Case, logits: Tensor, bias: Tensor | None, target: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+    """T of losses and gradient."""
+    keep = target != IGNORED
+    logits = logits.double().where(keep[:, None], 0)
+    size, rate = logits.abs(), dloss.double() / (3 if case.mean else 1)
+    if bias is not None:
+        size, logits = (size.square() + bias.double().square()).sqrt(), logits + bias.double()
+    wanted = distribution(case, target.where(keep, 0)).double() * keep[:, None]
+    return cross_entropy_terms(logits, size, wanted, rate, case.logit_scale)
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -99,10 +115,11 @@ def run(case: Case, device: torch.device, needs_gradient: bool = True) -> Result
     truth, low = (
         formula(case, values, bias, target, rate.to(t), 3 if case.mean else 1) for t in (torch.float64, torch.float32)
     )
-    assert_close_as_torch(losses.matrix[0], truth.losses, low.losses, "losses")
+    of_losses, of_gradient = terms(case, values, bias, target, rate)
+    assert_close_as_torch(losses.matrix[0], truth.losses, low.losses, of_losses, "losses")
     if not needs_gradient:
         assert torch.equal(logits.matrix.nan_to_num(9), values.nan_to_num(9)), "logits were overwritten"
         return Results(losses.matrix[0], None)
     assert not logits.matrix[target == IGNORED].any(), "the gradient of an ignored row is not 0"
-    assert_close_as_torch(logits.matrix, truth.gradient, low.gradient.to(case.dtype), "gradient")
+    assert_close_as_torch(logits.matrix, truth.gradient, low.gradient.to(case.dtype), of_gradient, "gradient")
     return Results(losses.matrix[0], logits.matrix)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,23 +12,20 @@ from layer_norm_checks import Guarded
 
 from fastattn import feed_forward
 from fastattn.cuda import feed_forward as backend
-from fastattn.cuda.feed_forward import Route, Speed
+from fastattn.cuda.feed_forward import Route, products_by
 
 PRODUCTS = (Route.SM80, Route.SM90)
 
 
-def hold_to(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a product of any size takes this route, if the route can take it at all."""
-    capability = 90 if route == Route.SM90 else 80
+@contextmanager
+def held_to(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this context products take this route, if it can take them at all."""
     if device.type == "cpu":
-        monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", str(capability))
-    else:
-        major, minor = torch.cuda.get_device_capability(device)
-        if route == Route.SM90 and (major, minor) != (9, 0):
-            pytest.skip("this GPU is no Hopper")
-        capability = 10 * major + minor
-    always = Speed(route, product=1, cublas=1, copy=1, wave=0)
-    monkeypatch.setattr(backend, "SPEEDS", {} if route == Route.CUBLAS else {capability: always})
+        monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90" if route == Route.SM90 else "80")
+    elif route == Route.SM90 and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("this GPU is no Hopper")
+    with products_by(route):
+        yield
 
 
 def note_routes(monkeypatch: pytest.MonkeyPatch) -> list[Route]:

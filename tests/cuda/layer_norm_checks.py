@@ -11,8 +11,9 @@ from helpers import assert_close_as_torch
 from torch import Tensor
 
 from fastattn.cuda import add_layer_norm as backend
+from fastattn.error_rule import add_layer_norm_terms
 from fastattn.reference import add_layer_norm as reference
-from fastattn.reference.philox import keep_mask, rescale
+from fastattn.reference.philox import keep_factor
 
 EPS = 1e-2  # large enough to matter
 GUARD = 64  # elements before and after each buffer
@@ -84,22 +85,17 @@ def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
     )
 
 
-def backward_formula(
-    case: Case, given: SimpleNamespace, z: Tensor, mean: Tensor, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """dx, dz_total, dweight, dbias (None for RMSNorm, whose mean is 0), dx_bias, calculated in `dtype`."""
-    z, mean, rstd, dout, weight = (t.to(dtype) for t in (z, mean[:, None], rstd[:, None], given.dout, given.weight))
-    normal = (z - mean) * rstd
-    g = dout * weight
-    level = 0 if case.rms else g.mean(-1, keepdim=True)
-    total = (g - level - normal * (g * normal).mean(-1, keepdim=True)) * rstd
-    if given.dz is not None:
-        total = total + given.dz.to(dtype)
-    dx = total
-    if given.rng_state is not None:
-        keep = keep_mask(given.rng_state, case.rows, case.hidden, case.dropout_p)
-        dx = torch.where(keep, total * rescale(case.dropout_p), 0.0)
-    return dx, total, (dout * normal).sum(0), None if case.rms else dout.sum(0), dx.sum(0)
+def formula(case: Case, given: SimpleNamespace, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Every result by the reference formula in `dtype`; None: in that of each tensor."""
+    names = ("x", "residual", "weight", "bias", "x_bias")
+    leaves = {name: vars(given)[name] for name in names}
+    leaves = {n: None if t is None else t.to(dtype or t.dtype).detach().requires_grad_() for n, t in leaves.items()}
+    *tensors, x_bias = leaves.values()
+    out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state, x_bias)
+    present = {f"d{name}": t for name, t in leaves.items() if t is not None}
+    outputs, gradients = [out, z], [given.dout.to(out), torch.zeros_like(z) if given.dz is None else given.dz.to(z)]
+    grads = torch.autograd.grad(outputs, list(present.values()), gradients)
+    return {"out": out.detach(), "z": z.detach()} | dict(zip(present, grads, strict=True))
 
 
 def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
@@ -124,22 +120,18 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     assert (dresidual is None) == (not case.residual)
     assert (sums[2] is None) == (given.x_bias is None)
 
-    *wide, x_bias = [None if t is None else t.double() for t in (*tensors, given.x_bias)]
-    truth = reference.add_layer_norm(*wide, EPS, *dropout, x_bias)
-    low = reference.add_layer_norm(*tensors, EPS, *dropout, given.x_bias)
-    for name, got, t, plain in zip(("out", "z"), (out, z), truth, low, strict=True):
-        assert_close_as_torch(got, t, plain, name)
+    truth, low = formula(case, given, torch.float64), formula(case, given, None)
     # The statistics are those of z before it was rounded: in 16-bit types, those of the stored z are further off.
-    center = truth[1].mean(-1, keepdim=True) * (not case.rms)
-    variance = (truth[1] - center).square().mean(-1)
+    center = truth["z"].mean(-1, keepdim=True) * (not case.rms)
+    variance = (truth["z"] - center).square().mean(-1)
     torch.testing.assert_close(mean, center[:, 0].float())
     torch.testing.assert_close(rstd, (variance + EPS).rsqrt().float())
-
-    truth = backward_formula(case, given, z, mean, rstd, torch.float64)
-    low = backward_formula(case, given, z, mean, rstd, torch.float32)
-    names = ("dx", "dresidual", "dweight", "dbias", "dx_bias")
-    for name, got, t, plain in zip(names, (dx, dresidual, *sums), truth, low, strict=True):
-        if got is not None:
-            assert_close_as_torch(got, t, plain.to(got.dtype), name)
-    results = (out, z, mean, rstd, dx, dresidual, *sums)
-    return tuple(result for result in results if result is not None)
+    names = ("out", "z", "dx", "dresidual", "dweight", "dbias", "dx_bias")
+    results = {n: t for n, t in zip(names, (out, z, dx, dresidual, *sums), strict=True) if t is not None}
+    multiplier = torch.ones_like(given.x, dtype=torch.float64)
+    if case.dropout_p > 0:
+        multiplier = keep_factor(given.rng_state, case.rows, case.hidden, case.dropout_p, torch.float64)
+    terms = add_layer_norm_terms(*tensors, given.x_bias, given.dout, given.dz, multiplier, EPS)
+    for name, result in results.items():
+        assert_close_as_torch(result, truth[name], low[name].to(result.dtype), terms[name], name)
+    return mean, rstd, *results.values()

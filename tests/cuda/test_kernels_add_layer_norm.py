@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from host_build import ORDERS
-from layer_norm_checks import EPS, Case, backward_formula, inputs, run
-from torch import Tensor
+from layer_norm_checks import EPS, Case, run
 
 import fastattn
 from fastattn.cuda import add_layer_norm as backend
-from fastattn.reference import add_layer_norm as reference
 from fastattn.reference.philox import keep_mask, rescale
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -54,7 +52,12 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *RMS, *WIDE], ids=str)
+ALL = [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *RMS, *WIDE]
+EVERYDAY = [*SHAPES[3:14:3], *DTYPES[:3], *ARGUMENTS[::7], *RMS[:5:2], UNALIGNED[1]]
+CASES = [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.full) for case in ALL]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     run(case, device, monkeypatch)
 
@@ -65,6 +68,7 @@ def test_no_rows(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPat
     assert not dweight.any() and not dbias.any() and not dx_bias.any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("blocks", [1, 16, 17, 37])
 def test_weight_gradients_of_many_blocks(
@@ -103,7 +107,7 @@ def test_bits_do_not_depend_on_the_run(case: Case, device: torch.device, monkeyp
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("dropout_p", [1e-6, 0.1, 0.5, 1 - 1e-6, 1.0])
+@pytest.mark.parametrize("dropout_p", [1e-6, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(19, 48), (5, 1030)])
 def test_dropout_is_the_written_rule(dropout_p: float, shape: tuple[int, int], device: torch.device) -> None:
     """Forward and backward drop exactly the elements that the reference drops, an infinite one included."""
@@ -117,30 +121,6 @@ def test_dropout_is_the_written_rule(dropout_p: float, shape: tuple[int, int], d
     nothing = torch.zeros_like(ones)
     grads = backend.add_layer_norm_bwd(nothing, ones, z, weight, weight, statistics, dropout_p, rng_state, False)
     assert torch.equal(grads[0], expected)
-
-
-@pytest.mark.parametrize("rms", [False, True])
-def test_backward_formula_is_the_gradient(rms: bool) -> None:
-    """The formula that the backward kernel is judged by, against autograd through the reference, in float64."""
-    case = Case(4, 12, dropout_p=0.3, rms=rms, x_bias=FLOAT32)
-
-    class Float64:
-        device = torch.device("cpu")
-
-        def copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-            return x.double()
-
-    given = inputs(case, Float64())
-    tensors = (given.x, given.residual, given.weight, given.bias)
-    leaves = [tensor.requires_grad_() for tensor in (*tensors, given.x_bias) if tensor is not None]
-    out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state, given.x_bias)
-    grads = torch.autograd.grad((out, z), leaves, (given.dout, given.dz))
-    mean = z.mean(-1) * (not rms)
-    rstd = ((z - mean[:, None]).square().mean(-1) + EPS).rsqrt()
-    with torch.no_grad():
-        formula = backward_formula(case, given, z, mean, rstd, torch.float64)
-        for mine, grad in zip([t for t in formula if t is not None], grads, strict=True):
-            torch.testing.assert_close(mine, grad)
 
 
 def test_public_function(device: torch.device) -> None:

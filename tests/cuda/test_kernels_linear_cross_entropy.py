@@ -31,7 +31,12 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("case", [*COUNTS, *WIDE, *UNALIGNED, *OPTIONS], ids=str)
+ALL = [*COUNTS, *WIDE, *UNALIGNED, *OPTIONS]
+
+
+@pytest.mark.parametrize(
+    "case", [case if i % 4 == 0 else pytest.param(case, marks=pytest.mark.full) for i, case in enumerate(ALL)], ids=str
+)
 def test_against_float64(case: Case, device: torch.device) -> None:
     run(case, device)
 

@@ -1,66 +1,46 @@
-"""The feed-forward network in every backend against float64, forward and backward; and bugs that are to be found."""
+"""The feed-forward network in every backend against float64, forward and backward."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
-from feed_forward_checks import (
-    ACTIVATIONS,
-    BACKENDS,
-    GATED,
-    Results,
-    backend_call,
-    check,
-    exact,
-    make,
-    plain,
-    planted,
-    solve,
-)
-from helpers import assert_close_as_torch, backends_of
+from feed_forward_checks import ACTIVATIONS, BACKENDS, GATED, Results, backend_call, check, make, plain, solve
+from helpers import backends_of
 from torch import Tensor
 
 from fastattn import feed_forward
 from fastattn._dispatch import refusal
-from fastattn.ops import _library
 from fastattn.reference import philox
 
+KERNELS = backends_of("feed_forward", kernels_only=True)
+BF16, FP16 = torch.bfloat16, torch.float16
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+# Several tiles each way, ragged; widths that no tile divides; one token.
+EVERYDAY: list[dict[str, Any]] = [
+    {"activation": "relu", "dropout_p": 0.3},
+    {"activation": "gelu", "dropout_p": 0.3, "dtype": BF16},
+    {"activation": "geglu_tanh", "has_bias": False},
+    {"activation": "swiglu", "dropout_p": 0.3, "dtype": FP16},
+    {"activation": "relu", "dropout_p": 0.3, "tokens": 270, "d": 33, "d_ff": 150, "d_out": 20},
+    {"activation": "silu", "dropout_p": 0.3, "tokens": 1, "d": 33, "d_ff": 257, "d_out": 129},
+]
+FULL: list[dict[str, Any]] = [{"activation": a, "dropout_p": p} for a in ACTIVATIONS for p in (0.0, 0.3)]
+FULL += [{"activation": a, "dropout_p": 0.3, "dtype": dtype} for a in ACTIVATIONS for dtype in (BF16, FP16)]
+FULL += [{"activation": a, "dropout_p": 0.3, "has_bias": False} for a in ("relu", "gelu", "swiglu")]
+FULL += [
+    {"activation": a, "dropout_p": 0.3, "tokens": tokens, "d": d, "d_ff": d_ff, "d_out": d_out, "dtype": dtype}
+    for a, dtype in (("relu", BF16), ("geglu_tanh", torch.float32))
+    for tokens, d, d_ff, d_out in ((270, 72, 136, 40), (1, 33, 257, 129), (3, 50, 129, 65))
+]
+
+
+@pytest.mark.parametrize("case", [*EVERYDAY, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_float32(backend: str, activation: str, dropout_p: float, device: torch.device) -> None:
-    check(make(activation, dropout_p, device=device), backend_call(backend, device))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_16_bit(backend: str, activation: str, dtype: torch.dtype, device: torch.device) -> None:
-    check(make(activation, 0.3, dtype=dtype, device=device), backend_call(backend, device))
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_biases(backend: str, activation: str, device: torch.device) -> None:
-    got = check(make(activation, 0.3, has_bias=False, device=device), backend_call(backend, device))
-    assert got.dbias1 is None and got.dbias2 is None
-
-
-# Several tiles each way, ragged; widths that no tile divides; one token, so wide that no single number's luck decides.
-@pytest.mark.parametrize("activation", ["relu", "geglu_tanh"])
-@pytest.mark.parametrize("tokens, d, d_ff, d_out", [(270, 33, 150, 20), (1, 33, 257, 129), (3, 50, 129, 65)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sizes(backend: str, tokens: int, d: int, d_ff: int, d_out: int, activation: str, device: torch.device) -> None:
-    p = make(activation, 0.3, tokens=tokens, d=d, d_ff=d_ff, d_out=d_out, device=device)
-    check(p, backend_call(backend, device))
-
-
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_several_tiles_bfloat16(backend: str, activation: str, device: torch.device) -> None:
-    p = make(activation, 0.3, tokens=270, d=72, d_ff=136, d_out=40, dtype=torch.bfloat16, device=device)
-    check(p, backend_call(backend, device))
+def test_against_float64(backend: str, case: dict[str, Any], device: torch.device) -> None:
+    check(make(**case, device=device), backend_call(backend, device))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -68,7 +48,7 @@ def test_several_tiles_bfloat16(backend: str, activation: str, device: torch.dev
 def test_float64_and_gradcheck(backend: str, activation: str, device: torch.device) -> None:
     p = make(activation, 0.3, tokens=3, d=4, d_ff=5, d_out=3, dtype=torch.float64, device=device)
     call = backend_call(backend, device)
-    for name, actual, truth in zip(Results._fields, solve(p, call), exact(p), strict=True):
+    for name, actual, truth in zip(Results._fields, solve(p, call), plain(p), strict=True):
         torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
 
     def with_one_draw(*inputs: Tensor) -> Tensor:
@@ -78,8 +58,8 @@ def test_float64_and_gradcheck(backend: str, activation: str, device: torch.devi
     assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in p.inputs])
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu", "reglu"])
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("activation", ["relu", "reglu"])
+@pytest.mark.parametrize("dropout_p", [0.1, 1.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mask_is_the_rule(backend: str, dropout_p: float, activation: str, device: torch.device) -> None:
     """Every pre-activation is 1 and weight2 the identity: out is h, and its zeros are the mask. Rows of x are unit
@@ -99,7 +79,7 @@ def test_mask_is_the_rule(backend: str, dropout_p: float, activation: str, devic
         assert torch.equal(dweight1.T != 0, keep)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_recompute(backend: str, activation: str, device: torch.device) -> None:
     """Equal bits, dropout's among them, with nothing of the hidden layer kept between forward and backward."""
@@ -163,25 +143,23 @@ def test_leading_dimensions(backend: str, device: torch.device) -> None:
     assert vector.shape == (24,)
 
 
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("needs", ["x", "1", "b", "2", "c", "12"])
+@pytest.mark.parametrize("needs", ["x", "1", "b", "2c"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_frozen_inputs(backend: str, needs: str, activation: str, device: torch.device) -> None:
+def test_frozen_inputs(backend: str, needs: str, device: torch.device) -> None:
     """Only those get a gradient that ask for one, and it is right."""
-    p, call = make(activation, 0.3, device=device), backend_call(backend, device)
+    p, call = make("swiglu", 0.3, device=device), backend_call(backend, device)
     everything, some = solve(p, call), solve(p, call, needs)
     for name, letter, a, b in zip(Results._fields[1:], "x1b2c", everything[1:], some[1:], strict=True):
         assert torch.equal(a, b) if letter in needs else b is None, name
 
 
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(backend: str, shape: tuple[int, ...], activation: str, device: torch.device) -> None:
-    p = make(activation, 0.3, d=16, device=device)
+def test_no_tokens(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
+    p = make("swiglu", 0.3, d=16, device=device)
     inputs = [torch.zeros(shape, device=device), *p.inputs[1:]]
     inputs = [t.detach().requires_grad_() for t in inputs]
-    out = backend_call(backend, device)(*inputs, activation, 0.3)
+    out = backend_call(backend, device)(*inputs, "swiglu", 0.3)
     out.sum().backward()
     assert out.shape == (*shape[:-1], 24) and inputs[0].grad.shape == shape
     for t in inputs[1:]:
@@ -215,12 +193,11 @@ def test_slopes_near_one(backend: str, device: torch.device) -> None:
     z, ones = torch.linspace(3, 6, 301, device=device)[:, None], torch.ones(8, 1, device=device)
     for activation in GATED.values():
         p = make(activation, d=1, d_ff=8, d_out=1, has_bias=False, device=device)
-        p = p.but(x=z, weight1=ones, weight2=ones.T / 8, dout=torch.ones_like(z))
-        assert_close_as_torch(solve(p, call, needs="x").dx, exact(p).dx, plain(p).dx, activation)
+        check(p.but(x=z, weight1=ones, weight2=ones.T / 8, dout=torch.ones_like(z)), call)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-@pytest.mark.parametrize("backend", backends_of("feed_forward", kernels_only=True))
+@pytest.mark.parametrize("backend", KERNELS)
 def test_what_is_kept_for_the_backward(backend: str, activation: str, device: torch.device) -> None:
     """No dropout mask and no second tensor: beside inputs and rng_state, one tensor as wide as weight1 has rows."""
     p, call = make(activation, 0.3, tokens=40, device=device), backend_call(backend, device)
@@ -250,7 +227,7 @@ def test_autocast(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("activation, has_bias, dropout_p", [("relu", True, 0.3), ("geglu", False, 0.0)])
-@pytest.mark.parametrize("backend", backends_of("feed_forward", kernels_only=True))
+@pytest.mark.parametrize("backend", KERNELS)
 def test_library_operators(
     backend: str, activation: str, has_bias: bool, dropout_p: float, device: torch.device
 ) -> None:
@@ -258,9 +235,10 @@ def test_library_operators(
     p = make(activation, dropout_p, tokens=6, has_bias=has_bias, device=device)
     inputs = [None if t is None else t.requires_grad_() for t in p.inputs]
     rng_state = philox.draw_rng_state(device) if dropout_p else None
+    operator = importlib.import_module("fastattn.ops.feed_forward")._FeedForward._traced
     for recompute in (False, True):
         arguments = (*inputs, activation, dropout_p, rng_state, recompute, backend)
-        torch.library.opcheck(_library.feed_forward_op, arguments)
+        torch.library.opcheck(operator, arguments)
 
 
 def test_triton_refuses_float64(device: torch.device) -> None:
@@ -308,42 +286,3 @@ def test_an_odd_weight_has_no_halves() -> None:
     x, weight1, weight2 = torch.zeros(4, 8), torch.zeros(13, 8), torch.zeros(8, 6)
     with pytest.raises(ValueError, match="weight1 has 13 rows"):
         feed_forward(x, weight1, None, weight2, None, "swiglu")
-
-
-# bug -> the problem that must find it (the kinds that every backend is given above) and the result it must be found in.
-GELU, SWIGLU = make("gelu", 0.3), make("swiglu", 0.3)
-HALF = make("gelu", 0.3, dtype=torch.bfloat16)
-PLANTED = {
-    "bias1 missing": (GELU, "out"),
-    "tanh for erf": (GELU, "out"),
-    "gate and up exchanged": (SWIGLU, "out"),
-    "dropout row off by one": (GELU, "out"),
-    "dropout column off by one": (GELU, "out"),
-    "dropout column from the tile": (GELU, "out"),
-    "dropout without rescale": (GELU, "out"),
-    "backward redraws dropout": (GELU, "dx"),
-    "backward without rescale": (GELU, "dx"),
-    "backward without dropout": (GELU, "dx"),
-    "slope missing": (GELU, "dx"),
-    "up's gradient without act": (SWIGLU, "dx"),
-    "dweight2 of h before dropout": (GELU, "dweight2"),
-    "dbias1 of one tile": (GELU, "dbias1"),
-}
-
-
-@pytest.mark.parametrize("problem", [GELU, SWIGLU, HALF], ids=["gelu", "swiglu", "bfloat16"])
-def test_the_unplanted_formula_passes(problem) -> None:
-    check(problem, planted(None))
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_each_planted_bug_is_found(bug: str) -> None:
-    problem, result = PLANTED[bug]
-    with pytest.raises(AssertionError, match=f"^{result}: error"):
-        check(problem, planted(bug))
-
-
-@pytest.mark.parametrize("bug", ["dropout column off by one", "slope missing", "dbias1 of one tile"])
-def test_16_bit_tolerance_is_not_idle(bug: str) -> None:
-    with pytest.raises(AssertionError):
-        check(HALF, planted(bug))

@@ -1,0 +1,228 @@
+"""Known bugs, planted in copies of csrc/: the checks of norms, feed-forward and cross-entropy must fail on each.
+
+A copy compiles only the kernels that its cases use.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cross_entropy_checks
+import embed_layer_norm_cases
+import feed_forward_checks
+import layer_norm_checks
+import planting
+import pytest
+import torch
+from feed_forward_routes import cuda, held_to
+from host_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
+
+import fastattn.cuda
+from fastattn.cuda.feed_forward import Route
+
+pytestmark = pytest.mark.full
+CPU, FP32, BF16, FP16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
+
+
+class Bug(NamedTuple):
+    name: str
+    file: str
+    right: str
+    wrong: str
+    route: Route | None = None  # on which it must be found; only the feed-forward has routes
+
+
+class Plant(NamedTuple):
+    """An op's bugs. changes: of the copy, always there. check: runs all cases, raises where one fails."""
+
+    sources: list[str]
+    changes: list[tuple[str, str, str]]
+    bugs: list[Bug]
+    check: Callable[[pytest.MonkeyPatch], None]
+
+
+def norm_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """520: two warps a row, vectors. 500: one warp a row, element by element. 37 rows: every block takes several turns.
+    1040: weight gradients by a second kernel."""
+    case = layer_norm_checks.Case
+    cases = [case(37, width, dropout_p=0.3, x_bias=FP32) for width in (520, 500)]
+    for one in (*cases, case(7, 1040, x_bias=FP32), case(9, 500, rms=True)):
+        torch.manual_seed(0)
+        layer_norm_checks.run(one, CPU, monkeypatch)
+
+
+def embed_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = embed_layer_norm_cases.Case
+    for one in (
+        case(37, 72, dropout_p=0.3, indices=torch.int64),
+        case(9, 35, (BF16, FP32, BF16, FP16), dropout_p=0.3),
+        case(9, 72, (FP16, FP16, FP32, BF16), indices=torch.int32),
+    ):
+        torch.manual_seed(0)
+        embed_layer_norm_cases.run(one, CPU, monkeypatch)
+
+
+def feed_forward_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """relu's h decides in the backward, gating pairs columns; the last has many short tiles for each of the runner's
+    multiprocessors, so that a warpgroup that does not wait overtakes the others."""
+    square = {"tokens": 150, "d": 136, "d_ff": 136, "d_out": 136}
+    short = {"tokens": 280, "d": 72, "d_ff": 264, "d_out": 8}
+    for activation, sizes in (("swiglu", square), ("relu", square), ("swiglu", short)):
+        feed_forward_checks.check(feed_forward_checks.make(activation, 0.3, dtype=BF16, **sizes), cuda)
+
+
+def cross_entropy_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cross_entropy_checks.Case
+    for one in (
+        case(83, BF16, rows=6),
+        case(83, BF16, rows=6, gap=0),
+        case(2061, rows=2),
+        case(4104, FP16, logit_scale=-40.0, dloss="one"),
+    ):
+        cross_entropy_checks.run(one, CPU)
+        cross_entropy_checks.run(one, CPU, needs_gradient=False)
+
+
+NORM_DISPATCH = (
+    "add_layer_norm/rows.cuh",
+    "template <class Function>\nvoid dispatch(",
+    """template <class Function>
+void dispatch(DType, DType, int chunks, bool is_aligned, Function&& f) {
+  if (chunks == 4) return f(float{}, float{}, Int<4>{}, Int<1>{});
+  is_aligned ? f(float{}, float{}, Int<2>{}, Int<1>{}) : f(float{}, float{}, Int<2>{}, Int<0>{});
+}
+
+template <class Function>
+void dispatch_to_all(""",
+)
+EMBED_DISPATCH = (
+    "common/norm.cuh",
+    "template <class Function>\nvoid shape_switch(",
+    """template <class Function>
+void shape_switch(int, bool is_aligned, Function&& f) {
+  is_aligned ? f(Int<1>{}, Int<1>{}) : f(Int<1>{}, Int<0>{});
+}
+
+template <class Function>
+void shape_switch_to_all(""",
+)
+HIDDEN, GEMM, GEMM_SM90 = "feed_forward/hidden.cuh", "common/gemm.cuh", "common/gemm_sm90.cuh"
+ROWS, EMBED = "linear_cross_entropy/rows.cu", "embed_layer_norm"
+PLANTS = {
+    "add_layer_norm": Plant(
+        ["add_layer_norm/forward.cu", "add_layer_norm/backward.cu"],
+        [NORM_DISPATCH],
+        [
+            Bug("no barrier in a row's sum", "common/reduce.cuh", "  __syncthreads();\n", ""),
+            Bug("dropout counts elements", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)"),
+            Bug("no mean of g * normal", "common/norm_backward.cuh", "normal[j] * mean_g_normal", "0.0f"),
+            Bug("a ticket too few", "common/norm_backward.cuh", "count - 1", "count - 2"),
+        ],
+        norm_cases,
+    ),
+    "embed_layer_norm": Plant(
+        [f"{EMBED}/forward.cu", f"{EMBED}/backward.cu"],
+        [EMBED_DISPATCH],
+        [
+            Bug("no scale in the backward", f"{EMBED}/rows.cuh", "grad[j] *= source_.scale", "grad[j] *= 1"),
+            Bug("positions never begin again", f"{EMBED}/rows.cuh", "row % source_.length", "row"),
+            Bug("index of another row", f"{EMBED}/backward.cu", "p.index[row]", "p.index[row / 2]"),
+            Bug("16 bits are bfloat16", "common/any.cuh",
+                "dtype == DType::bfloat16 ? as_bfloat16[j] : as_half[j]", "as_bfloat16[j]"),
+        ],
+        embed_cases,
+    ),
+    "feed_forward": Plant(
+        [f"feed_forward/{name}.cu" for name in ("pointwise", "product", "product_sm90")],
+        [],
+        [
+            Bug("gate not multiplied", HIDDEN,
+                "gate[j] *= up[j]", "gate[j] *= BUG ? 1.0f : up[j]", Route.CUBLAS),
+            Bug("another chunk's mask", HIDDEN,
+                "dropout.apply(gate, row, col)", "dropout.apply(gate, row, col ^ (BUG ? 8 : 0))", Route.SM80),
+            Bug("a copy not waited for", GEMM, "      cp_async_wait<kStages - 2>();\n",
+                "      if (!BUG) cp_async_wait<kStages - 2>();\n", Route.SM80),
+            Bug("pairs side by side", GEMM_SM90, "tile_.n + half * g_.second",
+                "tile_.n + half * (BUG ? GemmTile::kHalf : g_.second)", Route.SM90),
+            Bug("a stage released too early", GEMM_SM90,
+                "      wgmma_wait<1>();\n", "      if (!BUG) wgmma_wait<1>();\n", Route.SM90),
+        ],
+        feed_forward_cases,
+    ),
+    "linear_cross_entropy": Plant(
+        [ROWS],
+        [],
+        [
+            Bug("no barrier before a row's sums", ROWS, "    __syncthreads();\n", "    if (!BUG) __syncthreads();\n"),
+            Bug("a sum kept when the peak rises", ROWS,
+                "    total *= power(before);\n", "    if (!BUG) total *= power(before);\n"),
+            Bug("classes behind the chunks left out", ROWS,
+                "int col = chunks * kChunk + threadIdx.x;", "int col = (chunks + BUG) * kChunk + threadIdx.x;"),
+            Bug("rows too near", ROWS, "index_of_row * p.stride", "index_of_row * (p.stride - 8 * BUG)"),
+            Bug("the target of another chunk", ROWS, "label / kChunk == index", "label / kChunk == index + BUG"),
+        ],
+        cross_entropy_cases,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def build(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    built: dict[str, Path] = {}
+
+    def library(op: str) -> Path:
+        if op not in built:
+            copy, plant = tmp_path_factory.mktemp(op) / "csrc", PLANTS[op]
+            planting.plant(copy, plant.changes, [(bug.file, bug.right, bug.wrong) for bug in plant.bugs])
+            built[op] = planting.build(build_folder, copy, plant.sources)
+        return built[op]
+
+    return library
+
+
+def settings(route: Route | None) -> Iterator[dict[str, str]]:
+    completions: Any = {None: [None], Route.SM90: SM90_COMPLETIONS}.get(route, COMPLETIONS)
+    for order, completion in itertools.product(ORDERS, completions):
+        yield {"FASTATTN_HOST_ORDER": order} | ({"FASTATTN_HOST_ASYNC": completion} if completion else {})
+
+
+def fails(library: Path, op: str, bug: int, route: Route | None, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Does a check fail, in one of the orders and completions? bug: from 1 on, 0 is none."""
+    fastattn.cuda.load_host_runner(library)
+    planting.choose(library, bug)
+    held = nullcontext if route is None else partial(held_to, route, CPU, monkeypatch)
+    try:
+        for environment in settings(route):
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            with held():
+                PLANTS[op].check(monkeypatch)
+    except (AssertionError, RuntimeError):
+        return True
+    finally:
+        fastattn.cuda.load_host_runner(None)
+    return False
+
+
+RIGHT = [(op, None) for op in PLANTS if op != "feed_forward"] + [("feed_forward", route) for route in Route]
+BUGS = [(op, number, bug) for op, plant in PLANTS.items() for number, bug in enumerate(plant.bugs, start=1)]
+
+
+@pytest.mark.parametrize("op, route", RIGHT)
+def test_without_a_bug(
+    op: str, route: Route | None, build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy as such passes, so it is the bug that fails below."""
+    assert not fails(build(op), op, 0, route, monkeypatch)
+
+
+@pytest.mark.parametrize("op, number, bug", BUGS, ids=[f"{op}-{bug.name}" for op, _, bug in BUGS])
+def test_is_caught(
+    op: str, number: int, bug: Bug, build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fails(build(op), op, number, bug.route, monkeypatch)
