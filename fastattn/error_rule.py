@@ -108,13 +108,17 @@ def attention_terms(
     broadcastable to (B, H, Lq, Lk); bias likewise, or None; multiplier: 0 where dropout drops, else 1 / (1 - p).
 
     With P the softmax, Z the multiplier, dP = Z (dout v^T), delta = sum_j P dP, rss = root_sum_of_squares:
-        T_lse  = |lse| + sum_j P (scale rss(q, k^T) + |bias|)      T_weights = P Z
-        T_out  = rss(P Z, v)                                       T_dv = rss((P Z)^T, dout)
+        T_S    = scale rss(q, k^T) + |bias|                        T_lse = |lse| + sum_j P T_S
+        T_out  = rss(P Z, v)                                       R = P (1 + (T_S + T_lse) u32 / u)
+        T_weights = R Z                                            T_dv = rss((R Z)^T, dout)
         T_dq   = scale (rss(W, k) + D |P k|)                       T_dk = scale (rss(W^T, q) + rss((P D)^T, q))
         T_dbias = root sum of squares, over what the bias is broadcast over, of W + P D + P Z rss(dout, v^T)
-        W = P (|dP| + |delta| + |dlse|)                            D_i = sqrt(sum_d (out_id dout_id)^2)
+        W = R (|dP| + |delta| + |dlse|)                            D_i = sqrt(sum_d (out_id dout_id)^2)
+    R stands for weights that are made again from S and lse, exp(S - lse), as tiled algorithms must: the absolute errors
+    of S and lse, which are float32 for all dtypes (u32), become a relative error of the weight.
     D stands for the error of delta, which is common to a row; it is added linearly, the others as independent errors.
     """
+    of_float32 = torch.finfo(torch.float32).eps / torch.finfo(q.dtype).eps if q.dtype.itemsize < 8 else 1.0
     q, k, v, dout = (t.double() for t in (q, k, v, dout))
     heads, group = q.shape[1], q.shape[1] // max(k.shape[1], 1)
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
@@ -131,10 +135,12 @@ def attention_terms(
     )
     p = (scores - lse.masked_fill(lse.isinf(), 0)).exp().masked_fill(lse.isinf(), 0)
     kept = p * multiplier
+    t_lse = lse.abs().nan_to_num(posinf=0) + (p * size).sum(-1, keepdim=True)
+    made_again = p * (1 + of_float32 * (size + t_lse))
     dp = (dout @ v.mT) * multiplier
     delta = (dp * p).sum(-1, keepdim=True)
     of_row = delta.abs() if dlse is None else delta.abs() + dlse.double().abs()[..., None]
-    w = p * (dp.abs() + of_row)
+    w = made_again * (dp.abs() + of_row)
     d = ((kept @ v) * dout).square().sum(-1, keepdim=True).sqrt()
 
     def of_group(t: Tensor) -> Tensor:
@@ -143,11 +149,11 @@ def attention_terms(
 
     terms = {
         "out": rss(kept, v),
-        "lse": lse.squeeze(-1).abs().nan_to_num(posinf=0) + (p * size).sum(-1),
-        "weights": kept,
+        "lse": t_lse.squeeze(-1),
+        "weights": made_again * multiplier,
         "dq": abs(scale) * (rss(w, k) + d * (p @ k).abs()),
         "dk": of_group(abs(scale) * (rss(w.mT, q) + rss((p * d).mT, q))),
-        "dv": of_group(rss(kept.mT, dout)),
+        "dv": of_group(rss((made_again * multiplier).mT, dout)),
     }
     if bias is not None:
         of_bias = w + p * d + p * multiplier * rss(dout, v.mT)

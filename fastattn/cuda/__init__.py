@@ -1,4 +1,4 @@
-"""The CUDA C++ backend: `fastattn.cuda.<op>` checks what its kernel can serve and calls it in the extension fastattn._C.
+"""The CUDA C++ backend: `fastattn.cuda.<op>` checks what its kernel can serve and calls the extension fastattn._C.
 
 The same sources also run on a CPU, thread by thread, in a second build of the extension against csrc/host. It exists
 for tests: `load_host_runner(path)`, or the environment's FASTATTN_CUDA_HOST=path, makes the backend serve CPU
@@ -114,7 +114,12 @@ def device_index(x: Tensor) -> int:
 
 def compute_capability(x: Tensor) -> int:
     """10 * major + minor of x's device; of the CPU runner, what its environment says, which tests change."""
-    return extension(x.device).compute_capability(0) if x.device.type == "cpu" else _gpu_capability(device_index(x))
+    return capability_of(x.device.type == "cpu", device_index(x))
+
+
+def capability_of(on_cpu: bool, index: int) -> int:
+    """The same of a GPU, or of the CPU runner, which is asked every time."""
+    return extension(torch.device("cpu")).compute_capability(0) if on_cpu else _gpu_capability(index)
 
 
 @cache

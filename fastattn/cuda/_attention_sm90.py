@@ -18,16 +18,16 @@ ACCUMULATE_DQ = False
 _CAPABILITY = 90  # they are built for sm_90a, which nothing else runs
 
 
-def suits(q: Tensor, v: Tensor) -> bool:
+def suits(capability: int, dtype: torch.dtype, *head_dims: int) -> bool:
     """Whether these kernels serve such tensors where they lie as TMA wants it."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[3] % 8 != 0 or v.shape[3] % 8 != 0:
-        return False
-    return compute_capability(q) == _CAPABILITY
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    return is_16_bit and capability == _CAPABILITY and all(head_dim % 8 == 0 for head_dim in head_dims)
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether TMA can read and write these (B, H, L, D), too; if not, the kernels of sm_80 do."""
-    return suits(tensors[0], tensors[2]) and all(_has_vectors(t) for t in tensors)
+    q = tensors[0]
+    return suits(compute_capability(q), q.dtype, *(t.shape[3] for t in tensors)) and all(map(_has_vectors, tensors))
 
 
 def _has_vectors(t: Tensor) -> bool:

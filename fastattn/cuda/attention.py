@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.cuda import DTYPES, address, device_index, extension, refuse_device, stream
+from fastattn.cuda import (
+    DTYPES,
+    address,
+    capability_of,
+    compute_capability,
+    device_index,
+    extension,
+    refuse_device,
+    stream,
+)
 from fastattn.cuda import _attention_arguments as arguments
 from fastattn.cuda import _attention_sm90 as sm90
 from fastattn.masks import AttentionMask, Layout, PreparedMask
@@ -31,27 +40,32 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout
 def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Layout, ...]:
     """How the kernels want the mask: the forward's, then those of the backward by query and, unless short sequences
     have a kernel of their own, by key. The kernels of short sequences want no lists."""
-    on_cpu, head_dim, hopper = q.device.type == "cpu", max(q.shape[3], v.shape[3]), sm90.suits(q, v)
-    tiles = _tiles(on_cpu, device_index(q), head_dim, DTYPES[q.dtype], hopper)
+    place = (q.device.type == "cpu", device_index(q))
+    *tiles, has_short_backward = _plan(*place, DTYPES[q.dtype], q.shape[3], v.shape[3])
     forward = Layout(False, *tiles[:2])
     if max(q.shape[2], k.shape[2]) <= MAX_SHORT:
-        if _short_backward(on_cpu, device_index(q), head_dim, DTYPES[q.dtype]):
+        if has_short_backward:
             return Layout(), Layout()
         forward = Layout()
     return forward, Layout(False, *tiles[2:4]), Layout(True, *tiles[4:])
 
 
-# What C++ answers is a constant to torch.compile, which does not trace it. The CPU runner's device may change, in tests.
-@torch.compiler.assume_constant_result
-def _tiles(on_cpu: bool, device: int, head_dim: int, dtype: int, hopper: bool) -> tuple[int, ...]:
-    """(own, stream) of the forward, of dq's and of dkdv's kernel."""
+@torch.compiler.assume_constant_result  # torch.compile does not trace what C++ answers
+def _plan(on_cpu: bool, device: int, dtype: int, head_dim_k: int, head_dim_v: int) -> tuple[int, ...]:
+    """(own, stream) of the forward, of dq's and of dkdv's kernel; and whether short sequences have a backward."""
     module = extension(torch.device("cpu" if on_cpu else "cuda"))
-    return tuple(module.attention_tiles_sm90(head_dim) if hopper else module.attention_tiles(head_dim, dtype))
+    head_dim = max(head_dim_k, head_dim_v)
+    torch_dtype = next(t for t, number in DTYPES.items() if number == dtype)
+    if sm90.suits(capability_of(on_cpu, device), torch_dtype, head_dim_k, head_dim_v):
+        tiles = module.attention_tiles_sm90(head_dim)
+    else:
+        tiles = module.attention_tiles(head_dim, dtype)
+    return *tiles, module.attention_has_short_backward(head_dim, dtype, device)
 
 
-@torch.compiler.assume_constant_result
-def _short_backward(on_cpu: bool, device: int, head_dim: int, dtype: int) -> bool:
-    return extension(torch.device("cpu" if on_cpu else "cuda")).attention_has_short_backward(head_dim, dtype, device)
+def _has_lists_of(on_hopper: bool, q: Tensor, v: Tensor) -> bool:
+    """Whether the mask was prepared for the kernels that serve: where a stride keeps Hopper's from it, it was not."""
+    return on_hopper == sm90.suits(compute_capability(q), q.dtype, q.shape[3], v.shape[3])
 
 
 def attention_fwd(
@@ -73,7 +87,7 @@ def attention_fwd(
     call = module.AttentionForward()
     arguments.common(call, q, k, v, lse, bias, softmax_scale, dropout_p, rng_state)
     call.v, call.out = arguments.rows(v), arguments.rows(out)
-    call.mask = arguments.mask(module, mask, lists=on_hopper == sm90.suits(q, v))
+    call.mask = arguments.mask(module, mask, lists=_has_lists_of(on_hopper, q, v))
     if on_hopper:
         sm90.forward(call, q)
     else:
@@ -125,7 +139,7 @@ def attention_bwd(
     call.v, call.out, call.dout = map(arguments.rows, (v, out, dout))
     call.dq, call.dk, call.dv = map(arguments.rows, (dq, dk, dv))
     call.dlse, call.delta, call.dbias_keys = address(dlse), address(delta), address(key_sums)
-    lists = on_hopper == sm90.suits(q, v)
+    lists = _has_lists_of(on_hopper, q, v)
     call.by_query = arguments.mask(module, masks[0], lists)
     if is_short:
         if k.shape[2] == 0:
