@@ -153,8 +153,8 @@ def test_indices_out_of_range_make_their_row_nan(
 
 def test_tokens_out_of_range_raise_on_a_cpu() -> None:
     p = make()
-    for shift, told in ((20, "tokens has the value"), (-20, "tokens has the value -")):
-        with pytest.raises(ValueError, match=told):
+    for shift, message in ((20, "tokens has the value"), (-20, "tokens has the value -")):
+        with pytest.raises(ValueError, match=message):
             embed_layer_norm(p.tokens + shift, p.embedding, p.table, p.weight, p.bias)
     position = torch.full_like(p.tokens, len(p.table))
     with pytest.raises(ValueError, match=f"position has the value {len(p.table)}"):
