@@ -56,6 +56,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     torch does so itself in its deterministic mode, which tests must not run in: users do not.
     """
 
+    @torch.no_grad()
     def poison(t: torch.Tensor) -> torch.Tensor:
         if type(t) is not torch.Tensor or t.is_meta:
             return t

@@ -189,7 +189,7 @@ def pack_bits(keep: Tensor) -> Tensor:
     """Bool (..., columns) -> int32 (..., ceil(columns / 128), 4), in the order that is said at BIT_BLOCK."""
     keep = F.pad(keep, (0, -keep.shape[-1] % BIT_BLOCK))
     words = keep.unflatten(-1, (-1, BIT_BLOCK // 8, BIT_WORDS, 2)).transpose(-3, -2)  # (.., block, word, j, e)
-    of_bytes = words.flatten(-2).unflatten(-1, (4, 8)).to(torch.uint8)
+    of_bytes = words.flatten(-2).unflatten(-1, (4, 8)).view(torch.uint8)
     shifted = of_bytes << torch.arange(8, dtype=torch.uint8, device=keep.device)
     return shifted.sum(-1, dtype=torch.uint8).view(torch.int32).squeeze(-1)
 

@@ -21,7 +21,7 @@ class Operator:
 
         forward(*arguments) -> outputs                   launches; the first `results` outputs are the op's results
         save(ctx, arguments, outputs)                    keeps what the backward needs, as in torch.autograd.Function
-        backward(ctx, gradients, *dresults) -> tuple     calls gradients(...) with what was kept; dresults may be None
+        backward(ctx, gradients, *dresults) -> tuple     calls gradients(...) with what was kept; a dresult may be None
         gradients(*...) -> tuple                         launches; gradients of the first `inputs` arguments, or None
         forward_fake(*arguments), gradients_fake(*...)   shapes, dtypes and strides of the outputs, for tracing
 
@@ -53,7 +53,7 @@ class Operator:
             ctx.of_lists = [_none_for_each(t) for t in inputs]
 
         def backward(ctx: Any, *doutputs: Tensor | None) -> tuple[Any, ...]:
-            grads = _needed(ctx, cls.backward(ctx, traced_gradients, *doutputs[: cls.results]))
+            grads = _gradients(cls, ctx, traced_gradients, doutputs[: cls.results])
             return *grads, *ctx.of_lists[cls.inputs :]
 
         cls._traced.register_autograd(backward, setup_context=setup_context)
@@ -79,7 +79,7 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
-            grads = _needed(ctx, op.backward(ctx, op.gradients, *dresults))
+            grads = _gradients(op, ctx, op.gradients, dresults)
             return *grads, *(None,) * (len(ctx.needs_input_grad) - op.inputs)
 
     return Eager
@@ -125,5 +125,11 @@ def _is_among(t: Tensor, others: tuple[Any, ...]) -> bool:
     return any(t is other for other in others)
 
 
-def _needed(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _gradients(
+    op: type[Operator], ctx: Any, gradients: Callable[..., Any], dresults: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of the first `inputs` arguments, those that are needed."""
+    if all(t is None for t in dresults):
+        return (None,) * op.inputs
+    grads = op.backward(ctx, gradients, *dresults)
     return tuple(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False))

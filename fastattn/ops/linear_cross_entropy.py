@@ -224,7 +224,7 @@ def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list
 
 
 def _times(grad: Tensor | None, dloss: Tensor) -> Tensor | None:
-    """grad * dloss; as it is where looking shows that dloss is 1, which on a CPU does not wait."""
-    if grad is None or (dloss.device.type == "cpu" and not torch.compiler.is_compiling() and dloss.item() == 1):
+    """grad * dloss; as it is where looking shows that dloss is 1: on a CPU, which does not wait, unless traced."""
+    if grad is None or (type(dloss) is Tensor and dloss.device.type == "cpu" and dloss.item() == 1):
         return grad
     return grad * dloss
