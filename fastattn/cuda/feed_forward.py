@@ -2,7 +2,7 @@
 
 Of its six products two have an epilogue: z = x weight1^T, and dh = dout weight2. cuBLAS computes each of them and one
 pointwise kernel follows (bias, activation, dropout; act', dropout, the columns' sums). Inside products_by() a kernel of
-ours for Hopper computes the product with what follows; no record yet shows it to be faster. The other products are cuBLAS's.
+ours for Hopper computes the product with what follows; no record yet shows it to be faster. cuBLAS does the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The CUDA feed-forward's products with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
 
-tests/ops/test_feed_forward.py holds the backend to the checks of every backend, by its third route: cuBLAS and a pointwise
-kernel.
+tests/ops/test_feed_forward.py holds the backend to the checks of every backend, by the route that users take: cuBLAS and
+a pointwise kernel.
 """
 
 from __future__ import annotations
