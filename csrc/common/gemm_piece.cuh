@@ -20,7 +20,6 @@
 namespace fastattn {
 
 constexpr int kPieceRows = 64, kRun = 32, kPieceColumns = 2 * kRun;
-constexpr int kPieceFloats = 16 * kPieceColumns;  // of one warp
 
 struct PiecePlace {
   int warp;              // 0 to 3
@@ -29,31 +28,6 @@ struct PiecePlace {
 
   __device__ __forceinline__ int chunk_column(int index) const {
     return (index < 4 ? column0 : column1) + index % 4 * kChunk;
-  }
-};
-
-// A piece in float32.
-struct Piece : PiecePlace {
-  float* at;  // the four warps' parts, kPieceFloats each
-
-  // Swizzled, so that neither side's accesses meet in one memory bank more than twice.
-  __device__ __forceinline__ float* chunk(int line, int index) const {
-    return at + warp * kPieceFloats + line * kPieceColumns + (index ^ line % 8) * kChunk;
-  }
-  __device__ __forceinline__ float* sums(int of_warp) const { return at + of_warp * kPieceFloats; }
-
-  __device__ __forceinline__ void read(float (&values)[kChunk], int line, int index) const {
-    const float4* const from = reinterpret_cast<const float4*>(chunk(line, index));
-    const float4 low = from[0], high = from[1];
-    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
-    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
-  }
-
-  // Accumulators of one 16 x 8 product (mma.cuh), the lane's row and the eighth after it.
-  __device__ __forceinline__ void write(int index, float top0, float top1, float bottom0, float bottom1) const {
-    const int lane = threadIdx.x % 32, line = lane / 4, pair = lane % 4 * 2;
-    *reinterpret_cast<float2*>(chunk(line, index) + pair) = make_float2(top0, top1);
-    *reinterpret_cast<float2*>(chunk(line + 8, index) + pair) = make_float2(bottom0, bottom1);
   }
 };
 

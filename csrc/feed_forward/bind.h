@@ -5,9 +5,9 @@
 
 namespace fastattn::feed_forward::bindings {
 
-// What makes the product: our kernels for sm_80 and up or for Hopper, or cuBLAS before this is called: a is the product then.
+// What makes the product: our kernel for Hopper, or cuBLAS before this is called: a is the product then.
 // The numbers are those of fastattn/cuda/feed_forward.py.
-enum class Route : int { sm80 = 0, sm90 = 1, cublas = 2 };
+enum class Route : int { sm90 = 0, cublas = 1 };
 
 inline void forward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t bias1, uintptr_t z, uintptr_t h,
                     int64_t tokens, int d_ff, int activation, bool gated, uintptr_t rng_state, uint32_t threshold,
@@ -18,7 +18,6 @@ inline void forward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t bi
                   pointer<void>(bias1), pointer<void>(z), pointer<void>(h)};
   const auto queue = pointer<CUstream_st>(stream);
   switch (Route(route)) {
-    case Route::sm80: return forward_product(product, p, queue);
     case Route::sm90: return forward_product_sm90(product, p, queue);
     case Route::cublas: return forward_pointwise(product.a, p, queue);
   }
@@ -33,7 +32,6 @@ inline void backward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t s
                    pointer<void>(saved), pointer<void>(dz), pointer<void>(h), pointer<float>(partial), pointer<void>(dbias1)};
   const auto queue = pointer<CUstream_st>(stream);
   switch (Route(route)) {
-    case Route::sm80: backward_product(product, p, queue); break;
     case Route::sm90: backward_product_sm90(product, p, queue); break;
     case Route::cublas: backward_pointwise(product.a, p, queue); break;
   }

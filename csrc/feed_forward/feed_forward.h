@@ -4,7 +4,7 @@
 //   dh = dropout(dout weight2);   dz = dh * act'(z), gated: (dh * second * act'(first), dh * act(first))
 //
 // These two are here, with the column sums of dz; fastattn/cuda/feed_forward.py has cuBLAS do the other products. Each comes
-// in two forms: one kernel for product and epilogue (*_product), or the epilogue alone, on a product that cuBLAS wrote
+// in two forms: one kernel for product and epilogue on Hopper (*_product_sm90), or the epilogue alone, on a product that cuBLAS wrote
 // (*_pointwise). The arithmetic of both is in hidden.cuh.
 // Matrices are row-major and contiguous, of type T = float32, bfloat16 or float16. Products are for 16-bit types: their
 // pointers are multiples of 16, and d_ff and depth of 8. The pointwise forms take anything, in 16-byte vectors where they can.
@@ -55,11 +55,9 @@ struct Operands {
   int depth;
 };
 
-void forward_product(const Operands& product, const Forward& p, cudaStream_t stream);
 void forward_product_sm90(const Operands& product, const Forward& p, cudaStream_t stream);
 void forward_pointwise(const void* z, const Forward& p, cudaStream_t stream);  // z, which may be h: bias1 is in it
 
-void backward_product(const Operands& product, const Backward& p, cudaStream_t stream);
 void backward_product_sm90(const Operands& product, const Backward& p, cudaStream_t stream);
 void backward_pointwise(const void* dh, const Backward& p, cudaStream_t stream);  // dh = dout weight2, which may be dz
 

@@ -2,7 +2,7 @@
 
 Of its six products two have an epilogue: z = x weight1^T, and dh = dout weight2. cuBLAS computes each of them and one
 pointwise kernel follows (bias, activation, dropout; act', dropout, the columns' sums). Inside products_by() a kernel of
-ours computes the product with what follows; no record yet shows one to be faster. The other products are cuBLAS's.
+ours for Hopper computes the product with what follows; no record yet shows it to be faster. cuBLAS does the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ SUM_ROWS = 64  # kSumRows
 class Route(IntEnum):
     """What computes a product that has an epilogue: csrc/feed_forward/bind.h."""
 
-    SM80 = 0
-    SM90 = 1
-    CUBLAS = 2  # and a pointwise kernel
+    SM90 = 0
+    CUBLAS = 1  # and a pointwise kernel
 
 
 _route_of_products = Route.CUBLAS
@@ -72,14 +71,13 @@ def why_not(
 def route_of(a: Tensor, b: Tensor, d_ff: int) -> Route:
     """What computes the product of a (tokens, depth) and b, weight1 or weight2 as it lies.
 
-    Our kernels take 16-bit types in whole aligned vectors of 16 bytes; anything else is cuBLAS's.
+    Our kernel takes 16-bit types in whole aligned vectors of 16 bytes; anything else is cuBLAS's.
     """
     route = _route_of_products
     if route == Route.CUBLAS or a.dtype == torch.float32:
         return Route.CUBLAS
     tokens, depth = a.shape
-    capability = compute_capability(a)
-    if capability != 90 if route == Route.SM90 else capability < 80:
+    if compute_capability(a) != 90:
         return Route.CUBLAS
     if tokens * depth == 0 or tokens >= 2**30 or depth % 8 or d_ff % 8:
         return Route.CUBLAS

@@ -14,14 +14,12 @@ from fastattn import feed_forward
 from fastattn.cuda import feed_forward as backend
 from fastattn.cuda.feed_forward import Route, products_by
 
-PRODUCTS = (Route.SM80, Route.SM90)
-
 
 @contextmanager
 def held_to(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this context products take this route, if it can take them at all."""
     if device.type == "cpu":
-        monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90" if route == Route.SM90 else "80")
+        monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
     elif route == Route.SM90 and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("this GPU is no Hopper")
     with products_by(route):

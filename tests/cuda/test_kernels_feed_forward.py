@@ -1,7 +1,7 @@
 """The CUDA feed-forward's products with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
 
-tests/ops/test_feed_forward.py holds the backend to the checks of every backend, by its third route: cuBLAS and a pointwise
-kernel.
+tests/ops/test_feed_forward.py holds the backend to the checks of every backend, by the route that users take: cuBLAS and
+a pointwise kernel.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from feed_forward_checks import ACTIVATIONS, GATED, Results, check, make, solve
-from feed_forward_routes import PRODUCTS, GuardedTorch, cuda, held_to, note_routes
-from host_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
+from feed_forward_routes import GuardedTorch, cuda, held_to, note_routes
+from host_build import ORDERS, SM90_COMPLETIONS
 
 from fastattn._dispatch import load_backend, refusal
 from fastattn.cuda import feed_forward as backend
@@ -23,15 +23,15 @@ from fastattn.cuda.feed_forward import Route
 from fastattn.reference import philox
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
-# Several tiles each way for both routes, all of them ragged, and steps along the depth that end in the middle of one.
+# Several tiles each way, all of them ragged, and steps along the depth that end in the middle of one.
 OTHERS = [activation for activation in ACTIVATIONS if activation not in ("relu", "swiglu")]
 SIZES = {"tokens": 150, "d": 72, "d_ff": 296, "d_out": 104}
 
 
-@pytest.fixture(params=PRODUCTS, ids=lambda route: route.name.lower())
-def route(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Route]:
-    with held_to(request.param, device, monkeypatch):
-        yield request.param
+@pytest.fixture
+def route(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Route]:
+    with held_to(Route.SM90, device, monkeypatch):
+        yield Route.SM90
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_bits_do_not_depend_on_the_run(
     """Equal bits in every order of warps, lanes and blocks, and wherever asynchronous work ends."""
     p = make(activation, 0.3, tokens=140, d=40, d_ff=264, d_out=40, dtype=BFLOAT16, device=device)
     first = None
-    for order, completion in itertools.product(ORDERS, COMPLETIONS if route == Route.SM80 else SM90_COMPLETIONS):
+    for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS):
         monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
         monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
         got = solve(p, cuda)
@@ -128,7 +128,7 @@ def test_routes_and_triton_are_interchangeable(
 ) -> None:
     """The forward by one and the backward by another: what they save is the same, and so is the mask."""
     p = make(activation, 0.3, tokens=70, d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
-    backends: list[Any] = [Route.SM80, Route.CUBLAS]
+    backends: list[Any] = [Route.CUBLAS]
     if device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0):
         backends.append(Route.SM90)
     if refusal("feed_forward", "triton", (*p.inputs, activation, 0.3)) is None:

@@ -111,7 +111,7 @@ void shape_switch(int, bool is_aligned, Function&& f) {
 template <class Function>
 void shape_switch_to_all(""",
 )
-HIDDEN, GEMM, GEMM_SM90 = "feed_forward/hidden.cuh", "common/gemm.cuh", "common/gemm_sm90.cuh"
+HIDDEN, GEMM_SM90 = "feed_forward/hidden.cuh", "common/gemm_sm90.cuh"
 ROWS, EMBED = "linear_cross_entropy/rows.cu", "embed_layer_norm"
 PLANTS = {
     "add_layer_norm": Plant(
@@ -138,15 +138,13 @@ PLANTS = {
         embed_cases,
     ),
     "feed_forward": Plant(
-        [f"feed_forward/{name}.cu" for name in ("pointwise", "product", "product_sm90")],
+        [f"feed_forward/{name}.cu" for name in ("pointwise", "product_sm90")],
         [],
         [
             Bug("gate not multiplied", HIDDEN,
                 "gate[j] *= up[j]", "gate[j] *= BUG ? 1.0f : up[j]", Route.CUBLAS),
             Bug("another chunk's mask", HIDDEN,
-                "dropout.apply(gate, row, col)", "dropout.apply(gate, row, col ^ (BUG ? 8 : 0))", Route.SM80),
-            Bug("a copy not waited for", GEMM, "      cp_async_wait<kStages - 2>();\n",
-                "      if (!BUG) cp_async_wait<kStages - 2>();\n", Route.SM80),
+                "dropout.apply(gate, row, col)", "dropout.apply(gate, row, col ^ (BUG ? 8 : 0))", Route.SM90),
             Bug("pairs side by side", GEMM_SM90, "tile_.n + half * g_.second",
                 "tile_.n + half * (BUG ? GemmTile::kHalf : g_.second)", Route.SM90),
             Bug("a stage released too early", GEMM_SM90,
