@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t visible_word(const Mask& mask, int64_t b, in
 }
 
 // The bits of the columns that this lane's accumulators hold: bit 2j + e is column 8j + 2 (lane % 4) + e. A row past the last
-// sees nothing.
+// has none.
 template <int kColumns>
 __device__ __forceinline__ uint32_t visible_bits(const Mask& mask, int64_t b, int64_t h, int row, int rows, int column,
                                                  int columns) {

@@ -96,7 +96,7 @@ inline sm90::TensorMap map_of(const Rows& x, int columns, int first, int rows, i
                                 true});
 }
 
-// The keys that the band does not hide from every query. Maps of k and v hold these: the others are outside, and read as
+// The keys that the band leaves to some query. Maps of k and v hold these: the others are outside, and read as
 // zeros whatever they are.
 struct KeyRange {
   int first, count;

@@ -68,7 +68,7 @@ def _compiled() -> ModuleType | str:
 
 
 def _installed_elsewhere() -> Path | None:
-    """The folder of an installed fastattn with _C, which the fastattn that runs hides."""
+    """The folder of an installed fastattn with _C, in place of which another fastattn runs."""
     for distribution in importlib.metadata.distributions(name="fastattn"):
         for file in distribution.files or ():
             if file.parent.as_posix() == "fastattn" and file.name.startswith("_C."):

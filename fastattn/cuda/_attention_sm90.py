@@ -13,7 +13,7 @@ MAX_HEAD_DIM_SUM = 128  # kMaxHeadDimSum
 ROW_BLOCK = 128  # kRowBlock
 # Whether dq may be the sum of what blocks add in any order, which does not repeat bit for bit, in place of a kernel of
 # its own. Only a record that shows it to be faster (benchmarks/results/) turns it on; until then it is turned on by
-# tests and by who makes that record.
+# tests and by whoever makes that record.
 ACCUMULATE_DQ = False
 _CAPABILITY = 90  # they are built for sm_90a, which nothing else runs
 

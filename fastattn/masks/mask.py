@@ -29,16 +29,16 @@ class AttentionMask:
     bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); may require grad; -inf masks the entry.
     key_padding: bool (B, Lk) or (1, Lk), True = a real key.
     query_padding: bool (B, Lq) or (1, Lq), True = a real query.
-    is_causal: query i sees key j when j <= i, counted as ``align`` says.
+    is_causal: query i attends to key j when j <= i, counted as ``align`` says.
     window: (left, right): i - left <= j <= i + right, counted likewise; None for a side without limit.
     align: "top_left" counts from the first query and key, as torch does; "bottom_right" from the last:
 
         top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
                           1 1 . .                              1 1 1 1
 
-    cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), offsets of n sequences packed along Lq and Lk; a query sees only keys of
-        its own sequence, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. Positions before
-        the first offset or from the last one on see nothing and are not seen.
+    cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), offsets of n sequences packed along Lq and Lk; a query attends to keys of
+        its own sequence only, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. Positions before
+        the first offset or from the last one on attend to nothing and are masked.
 
     A query that may see nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks.
     Raises TypeError or ValueError naming the argument.
@@ -154,7 +154,7 @@ class AttentionMask:
         return self._bands["bottom_right"] != FREE
 
     def band(self, Lq: int, Lk: int) -> tuple[int, int]:
-        """(low, high), both in [-Lq, Lk]: query i sees key j only if low <= j - i <= high. Not for packed sequences."""
+        """(low, high), both in [-Lq, Lk]: query i attends to key j only if low <= j - i <= high. Not for packed sequences."""
         return band_of(self._restriction(), Lq, Lk)
 
     def check(self, B: int, H: int, Lq: int, Lk: int, device: torch.device) -> None:
@@ -205,11 +205,11 @@ class AttentionMask:
         return keep
 
     def visible(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """For PyTorch's own operators: (hide, sees, seen), bool, each None where it is known to change nothing.
+        """For PyTorch's own operators: (masked, queries, keys), bool, each None where it is known to change nothing.
 
-        hide (b, h, Lq, Lk): True = masked; but a query that sees nothing is shown everything, so no softmax is NaN.
-        sees (b, h, Lq, 1): queries that see something.     seen (b, h, Lk, 1): keys that somebody sees.
-        Each dimension but hide's last may be 1 instead, which stands for all.
+        masked (b, h, Lq, Lk): True = masked; but all keys are left to a query without a visible one, so that no softmax
+            is NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query.
+        Each dimension but the last of masked may be 1 instead, which stands for all.
         """
         if self.bias is not None:  # it may hold -inf, and may be another one at the next call
             return self._build_visible(Lq, Lk, device)
@@ -221,20 +221,24 @@ class AttentionMask:
         keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
-        sees, seen = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
-        hide = (~keep & sees).expand(-1, -1, -1, Lk)  # PyTorch's operators want all keys
+        queries, keys = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
+        masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators want all keys
         if device.type != "cpu" or torch.compiler.is_compiling():
-            return hide, sees, seen
+            return masked, queries, keys
         # On a CPU a look at the values costs no synchronisation and saves passes over the data.
-        return (hide if hide.any() else None), (None if sees.all() else sees), (None if seen.all() else seen)
+        return (
+            (masked if masked.any() else None),
+            (None if queries.all() else queries),
+            (None if keys.all() else keys),
+        )
 
-    def additive(self, hide: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
-        """visible()'s hide as what to add to the scores: -inf where it is True, else 0."""
+    def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
+        """visible()'s masked as what to add to the scores: -inf where it is True, else 0."""
 
         def build() -> Tensor:
-            return torch.zeros_like(hide, dtype=dtype).masked_fill_(hide, -torch.inf)
+            return torch.zeros_like(masked, dtype=dtype).masked_fill_(masked, -torch.inf)
 
-        return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype), hide.device, build)
+        return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype), masked.device, build)
 
     def prepare(self, Lq: int, Lk: int, layout: Layout, device: torch.device) -> PreparedMask:
         """What a kernel reads of this mask, its bias apart: made once, on the device, without waiting for it."""
@@ -284,7 +288,7 @@ def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
 
 
 def get_subsequent_mask(seq: Tensor) -> Tensor:
-    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position sees itself and those before."""
+    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position attends to itself and those before."""
     L = seq.shape[1]
     return torch.ones((1, L, L), dtype=torch.bool, device=seq.device).tril()
 
