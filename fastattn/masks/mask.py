@@ -36,11 +36,11 @@ class AttentionMask:
         top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
                           1 1 . .                              1 1 1 1
 
-    cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), offsets of n sequences packed along Lq and Lk; a query attends to keys of
-        its own sequence only, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. Positions before
-        the first offset or from the last one on attend to nothing and are masked.
+    cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), offsets of n sequences packed along Lq and Lk; a query attends to keys
+        of its own sequence only, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q.
+        Positions before the first offset or from the last one on attend to nothing and are masked.
 
-    A query that may see nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks.
+    A query that may attend to nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks.
     Raises TypeError or ValueError naming the argument.
     """
 
@@ -154,7 +154,7 @@ class AttentionMask:
         return self._bands["bottom_right"] != FREE
 
     def band(self, Lq: int, Lk: int) -> tuple[int, int]:
-        """(low, high), both in [-Lq, Lk]: query i attends to key j only if low <= j - i <= high. Not for packed sequences."""
+        """(low, high), both in [-Lq, Lk]: query i attends to key j only if low <= j - i <= high. Not if packed."""
         return band_of(self._restriction(), Lq, Lk)
 
     def check(self, B: int, H: int, Lq: int, Lk: int, device: torch.device) -> None:
@@ -288,7 +288,7 @@ def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
 
 
 def get_subsequent_mask(seq: Tensor) -> Tensor:
-    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position attends to itself and those before."""
+    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position attends to itself and before."""
     L = seq.shape[1]
     return torch.ones((1, L, L), dtype=torch.bool, device=seq.device).tril()
 

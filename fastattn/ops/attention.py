@@ -220,7 +220,7 @@ class _Attention(Operator, name="attention"):
 
 
 def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:
-    """As backends allocate: heads inside positions where x has them so, the layout of a projection seen as heads."""
+    """As backends allocate: heads inside positions where x has them so, the layout of a projection viewed as heads."""
     B, H, L, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(B, L, H, head_dim).transpose(1, 2)
