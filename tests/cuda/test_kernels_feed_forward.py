@@ -1,4 +1,4 @@
-"""The CUDA feed-forward's products with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
+"""The CUDA feed-forward's product with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
 
 tests/ops/test_feed_forward.py holds the backend to the checks of every backend, by the route that users take: cuBLAS and
 a pointwise kernel.
