@@ -1,4 +1,4 @@
-"""The Triton backend of dropout + residual + LayerNorm or RMSNorm; forward.py and backward.py hold kernel and launch."""
+"""The Triton backend of dropout + residual + LayerNorm or RMSNorm: kernels and launches in forward.py, backward.py."""
 
 from torch import Tensor
 

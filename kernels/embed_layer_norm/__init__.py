@@ -1,4 +1,4 @@
-"""The Triton backend of embedding + positions + dropout + LayerNorm; forward.py and backward.py hold kernel and launch."""
+"""The Triton backend of embedding + positions + dropout + LayerNorm: forward.py and backward.py."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""The CUDA feed-forward's products with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
+"""The CUDA feed-forward's product with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
 
-tests/ops/test_feed_forward.py holds the backend to the checks of every backend, by the route that users take: cuBLAS and
-a pointwise kernel.
+The backend of the route that users take, cuBLAS and a pointwise kernel, is held to the checks of every backend in
+tests/ops/test_feed_forward.py.
 """
 
 from __future__ import annotations
