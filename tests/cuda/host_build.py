@@ -80,7 +80,7 @@ def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     contents = [path.read_bytes() for path in _headers(source, csrc)]
     bindings = source.suffix == ".cpp" and source not in HOST_SOURCES  # small, and slow to optimise
     options = [*FLAGS, "-O0" if bindings else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
-    target = folder / f"{source.stem}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
+    target = folder / f"{source.name}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
     include = [csrc, pybind11.get_include(), sysconfig.get_path("include")]
     system = [f"-isystem{path}" for path in cuda_include()]
     command = [CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source)]

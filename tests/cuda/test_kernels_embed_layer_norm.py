@@ -1,5 +1,5 @@
-"""The CUDA backend of embedding + positions + dropout + LayerNorm: on the CPU through csrc/host, in several warp orders,
-and on a GPU where there is one. What every backend is held to: tests/ops/test_embed_layer_norm.py.
+"""The CUDA backend of embedding + positions + dropout + LayerNorm: on the CPU through csrc/host, in several warp
+orders, and on a GPU where there is one. What every backend is held to: tests/ops/test_embed_layer_norm.py.
 """
 
 from __future__ import annotations
