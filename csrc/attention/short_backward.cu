@@ -14,7 +14,7 @@
 //   keys                           64    128
 //   16 bits, head dimension 64     55     73
 //   16 bits, head dimension 128    87    121
-//   What a chip cannot hold, and wider heads and elements, goes to short_backward_wide.cu.
+//   What a chip cannot hold goes to the kernels of all lengths.
 // Bytes: q, k, v and dout once, dq, dk and dv once.
 // dbias: of a bias (B, H, Lq, Lk) each element is dS of one block, which writes it before it is rounded. One that is shared
 //   by batches or heads is a sum over blocks, which without atomics needs memory of the size of all dS and a second pass:

@@ -1,6 +1,6 @@
 // Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns.
 // Where FASTATTN_HOST_LAUNCHES names a file, nothing runs: a line there says which kernel, by its place in this library,
-// how many blocks, how many threads each, and how much shared memory. benchmarks/compiled_launches.py reads it.
+// how many blocks, how many threads each, and how much shared memory. Tests of the launches read it.
 #pragma once
 #include "host/block.h"
 

@@ -269,16 +269,13 @@ class AttentionMask:
             return build()
         stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
         # A list, because in a dict's key a length that torch.compile traces as a symbol would become a constant.
-        for place, (made_for, made_at, made) in enumerate(self._cache):
-            if made_for == key:
-                if made_at == stamp:
-                    return made
-                del self._cache[place]
-                break
+        for made_for, made_at, made in self._cache:
+            if made_for == key and made_at == stamp:
+                return made
         # What validation under torch.inference_mode prepares must serve training too.
         with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
             made = build()
-        self._cache.append((key, stamp, made))
+        self._cache[:] = [entry for entry in self._cache if entry[0] != key] + [(key, stamp, made)]
         return made
 
 
