@@ -14,13 +14,13 @@
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (no GPU has timed it yet), nothing spills; blocks of a multiprocessor:
-//   bfloat16, head_dim 64     161 / 161 registers, 27.0 KiB of shared memory, 3 blocks
-//                 short       126 / 128            27.0 KiB of 128 queries,   2
+//   bfloat16, head_dim 64     163 / 163 registers, 27.0 KiB of shared memory, 3 blocks
+//                 short       128 / 128            27.0 KiB of 128 queries,   2
 //             head_dim 128    202 / 204            51.0 KiB                   2; of 128 queries  68.0 KiB, 1
-//             head_dim 256    242 / 244            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
+//             head_dim 256    244 / 244            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
 //   float32,  head_dim 64     up to 128            34.0 KiB                   4; of 128 queries  51.0 KiB, 2
 //             head_dim 128    168 to 179           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
-//             head_dim 256    227 to 240           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
+//             head_dim 256    232 to 240           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each type
 //   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
 //   compile; short sequences with 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.

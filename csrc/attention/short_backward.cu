@@ -22,7 +22,7 @@
 //   share, dbias_keys, the chunks add up their columns of dS.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
 //   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8;
-//   245 at 128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled; float32 here, which
+//   246 at 128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled; float32 here, which
 //   took 103 to 137 KiB at head dimension 64 and would take 233 at 128, more than any chip has.
 #include "attention/short_backward.h"
 
