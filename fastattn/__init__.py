@@ -11,6 +11,7 @@ from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.decode_attention import decode_attention
 from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.feed_forward import feed_forward
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
@@ -22,6 +23,7 @@ __all__ = [
     "Explanation",
     "FusedTransformer",
     "GraphedStep",
+    "decode_attention",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "embed_layer_norm",

@@ -17,8 +17,9 @@ SEED = 20170612  # of the problems and of their dropout, so that a report can be
 
 
 class Problem(NamedTuple):
-    """One small random problem: `function(**tensors, **options, backend=...)` solves it. Each tensor has a gradient.
+    """One small random problem: `function(**tensors, **options, backend=...)` solves it.
 
+    Each tensor has a gradient, unless differentiable is False.
     terms: called as terms(tensors, options, douts) with tensors in float64 and the gradients of the outputs, it gives T
         of each result, see error_rule.py.
     """
@@ -29,6 +30,7 @@ class Problem(NamedTuple):
     tensors: dict[str, Tensor]
     options: dict[str, Any]
     terms: Callable[[dict[str, Tensor], dict[str, Any], list[Tensor]], dict[str, Tensor]]
+    differentiable: bool = True
 
 
 def problems(device: torch.device, large: bool | None = None) -> Iterator[Problem]:
@@ -66,6 +68,23 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield attention("bias", bias=True)
     yield attention("grouped-query", heads_k=1, enable_gqa=True)
     yield attention("causal, dropout", is_causal=True, dropout_p=0.2)
+
+    beams, room = (5, 300) if large else (3, 70)
+    lengths = torch.tensor([room // 3, room], dtype=torch.int32, device=device)
+    ancestors = torch.randint(beams, (batch, beams, room), generator=generator, dtype=torch.int32).to(device)
+
+    def decode_attention(case: str, rows: int, heads_k: int = heads, **options: Any) -> Problem:
+        tensors = {
+            "query": randn(batch, beams, heads, dim),
+            "key": randn(batch, room, rows, heads_k, dim),
+            "value": randn(batch, room, rows, heads_k, dim),
+        }
+        function, terms = fastattn.decode_attention, _decode_attention_terms
+        return Problem("decode_attention", case, function, tensors, options, terms, differentiable=False)
+
+    yield decode_attention("beams of one history", beams, lengths=lengths, ancestors=ancestors)
+    yield decode_attention("shared keys", 1, lengths=lengths)
+    yield decode_attention("own rows, grouped-query", beams, heads_k=1)
 
     rows, width = (300, 512) if large else (40, 96)
 
@@ -140,11 +159,12 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
 
 def solve(problem: Problem, backend: str, given: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
     """Outputs and gradients of `problem` by a backend, of its tensors rounded to `given`, computed in `dtype`."""
-    leaves = {name: t.to(given).to(dtype).requires_grad_() for name, t in problem.tensors.items()}
+    tensors = {name: t.to(given).to(dtype) for name, t in problem.tensors.items()}
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()} if problem.differentiable else {}
     torch.manual_seed(SEED)  # one dropout mask for every backend and dtype
-    outputs = problem.function(**leaves, **problem.options, backend=backend)
+    outputs = problem.function(**tensors, **problem.options, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grads = torch.autograd.grad(outputs, list(leaves.values()), _gradients_of_outputs(outputs, given))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), _gradients_of_outputs(outputs, given)) if leaves else ()
     results = {"out" if i == 0 else f"out[{i}]": out for i, out in enumerate(outputs)}
     return results | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
@@ -185,6 +205,13 @@ def _attention_terms(tensors: dict[str, Tensor], options: dict[str, Any], douts:
     terms = error_rule.attention_terms(q, k, v, douts[0], dlse, visible, bias, multiplier, D**-0.5)
     names = {"out": "out", "out[1]": "lse", "grad of query": "dq", "grad of key": "dk", "grad of value": "dv"}
     return _renamed(terms, names | {"grad of attn_mask": "dbias"})
+
+
+def _decode_attention_terms(
+    tensors: dict[str, Tensor], options: dict[str, Any], douts: list[Tensor]
+) -> dict[str, Tensor]:
+    lengths, ancestors = options.get("lengths"), options.get("ancestors")
+    return {"out": error_rule.decode_attention_terms(**tensors, lengths=lengths, ancestors=ancestors)}
 
 
 def _add_layer_norm_terms(

@@ -161,6 +161,39 @@ def attention_terms(
     return terms
 
 
+def decode_attention_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    ancestors: Tensor | None,
+    scale: float | None = None,
+) -> Tensor:
+    """T of decode_attention's out (B, W, H, Dv), float64: rss(P, v) over the keys of each query, as in attention_terms.
+
+    Arguments as the op's.
+    """
+    (B, W, H, D), (M, R, Hk) = query.shape, key.shape[1:4]
+    if ancestors is None:
+        ancestors = torch.arange(W).expand(B, W).unsqueeze(-1).expand(B, W, M) * (R > 1)
+    ancestors = ancestors.to(query.device)
+    visible = (ancestors >= 0) & (ancestors < R)
+    if lengths is not None:
+        visible = visible & (torch.arange(M, device=query.device) < lengths[:, None, None])
+    rows = ancestors.long().clamp(0, R - 1)[..., None, None]
+
+    def of_queries(t: Tensor) -> Tensor:
+        """(B, M, R, Hk, d) -> (B, W, H, M, d)"""
+        t = t.double().transpose(1, 2)
+        t = t.gather(1, rows.expand(B, W, M, Hk, t.shape[4])).where(visible[..., None, None], 0)
+        return t.transpose(2, 3).repeat_interleave(H // Hk, dim=2)
+
+    scores = (of_queries(key) @ query.double()[..., None])[..., 0] * (D**-0.5 if scale is None else scale)
+    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+    weights = scores.softmax(-1).where(visible.any(-1)[:, :, None, None], 0)
+    return root_sum_of_squares(weights[..., None, :], of_queries(value))[..., 0, :]
+
+
 def add_layer_norm_terms(
     x: Tensor,
     residual: Tensor | None,

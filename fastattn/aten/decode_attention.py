@@ -1,0 +1,66 @@
+"""Attention of new tokens to a cache by PyTorch's fused operator.
+
+The queries of a sequence are those of one problem. Where rows differ, its keys are those of all rows, side by side as
+they lie in memory, and a mask says which row a query reads: R times the products, which are few, but nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
+    """PyTorch serves everything."""
+    return None
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None, softmax_scale: float
+) -> Tensor:
+    """As fastattn.reference.decode_attention.decode_attention, which is the specification."""
+    visible = _visible(q, k, lengths, ancestors)
+    q = q.transpose(1, 2)  # (B, H, W, D)
+    k, v = (t.flatten(1, 2).transpose(1, 2) for t in (k, v))  # (B, Hk, M * R, D)
+    if visible is None:
+        return _attend(q, k, v, None, softmax_scale)
+    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)[:, None]
+    if _can_read_values(q):
+        # NaN in a key that no query attends to shows in the result, or does no harm. So does a query without keys.
+        out = _attend(q, k, v, bias, softmax_scale)
+        if math.isfinite(out.sum()):
+            return out
+    used = visible.any(1)[:, None, :, None]
+    out = _attend(q, k.where(used, 0), v.where(used, 0), bias, softmax_scale)
+    return out.where(visible.any(-1)[..., None, None], 0)
+
+
+def _visible(q: Tensor, k: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> Tensor | None:
+    """(B, 1 or W, M * R) bool, True = attend; None where all is visible."""
+    (B, W), (M, R), device = q.shape[:2], k.shape[1:3], q.device
+    visible = None
+    if ancestors is not None:
+        visible = ancestors[..., None] == torch.arange(R, dtype=torch.int32, device=device)
+    elif R > 1:
+        visible = torch.eye(R, dtype=torch.bool, device=device)[:, None].expand(B, W, M, R)
+    if lengths is not None and not (_can_read_values(q) and (lengths >= M).all()):
+        in_length = (torch.arange(M, device=device) < lengths[:, None])[:, None, :, None]
+        visible = in_length.expand(B, 1, M, R) if visible is None else visible & in_length
+    return None if visible is None else visible.flatten(2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float) -> Tensor:
+    """q (B, H, W, Dk), k (B, Hk, N, Dk), v (B, Hk, N, Dv) -> (B, W, H, Dv) contiguous."""
+    grouped = k.shape[1] != q.shape[1]
+    if k.shape[2] == 0:
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    out = F.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def _can_read_values(t: Tensor) -> bool:
+    """Whether values may decide what is done: on a CPU, where a sum is cheap and needs no synchronisation."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,132 @@
+"""Attention of one new token a row to a cache of keys and values: a step of decoding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _dispatch
+from fastattn.ops import _arguments as arguments
+
+Call = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    scale: float | None = None,
+    **options: Any,
+) -> tuple[torch.device, Call]:
+    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
+    arguments.check_float("query", query)
+    dtype = arguments.autocast_dtype(query.device)
+    if dtype is not None:
+        query, key, value = (arguments.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
+    alike = arguments.alike(query, key, value)
+    for name, t, dims, meaning in (
+        ("query", query, 4, "(B, W, H, Dk)"),
+        ("key", key, 5, "(B, M, R, Hk, Dk)"),
+        ("value", value, 5, "(B, M, R, Hk, Dv)"),
+    ):
+        if not alike:
+            arguments.check_like(name, t, "query", query)
+        if t.dim() != dims:
+            raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected {dims}: {meaning}")
+    B, W, H, Dk = query.shape
+    _, M, R, Hk, _ = key.shape
+    arguments.check_shape("key", key, (B, M, R, Hk, Dk), "(B, M, R, Hk, Dk)")
+    arguments.check_shape("value", value, (B, M, R, Hk, value.shape[4]), "(B, M, R, Hk, Dv)")
+    if Hk == 0 or H % Hk != 0:
+        raise ValueError(f"key has {Hk} heads, which must divide the {H} heads of query")
+    if Dk == 0 or value.shape[4] == 0:
+        raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
+    if ancestors is None and R not in (1, W):
+        raise ValueError(f"key has {R} rows and query {W}: without ancestors key has one row, or as many as query")
+    for name, t, shape, meaning in (
+        ("lengths", lengths, (B,), "(B,)"),
+        ("ancestors", ancestors, (B, W, M), "(B, W, M)"),
+    ):
+        if t is not None:
+            arguments.check_indices(name, t, "query", query)
+            arguments.check_shape(name, t, shape, meaning)
+            if t.dtype != torch.int32:
+                raise TypeError(f"{name} has dtype {t.dtype}, expected torch.int32")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise ValueError(
+            "decode_attention has no gradient, and query, key or value requires one: call it under torch.no_grad(), "
+            "or scaled_dot_product_attention in its place"
+        )
+    if not query.stride(3) == key.stride(4) == value.stride(4) == 1:
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    return query.device, (query, key, value, lengths, ancestors)
+
+
+@_dispatch.register("decode_attention", _query)
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """out = softmax(scale * query key^T) value, of W queries for each of B sequences, over a cache of their keys.
+
+    query (B, W, H, Dk): float32, bfloat16, float16 (float64 in reference and aten). W is the number of beams, or 1.
+    key (B, M, R, Hk, Dk), value (B, M, R, Hk, Dv): likewise, any strides. M positions, each with R rows; the heads of
+        query share those of key in groups of H / Hk. To read less than was allocated, pass a slice: cache[:, :length].
+    lengths (B,): int32, the positions of each sequence that count, M unless given. What lies behind them may be
+        anything, NaN included.
+    ancestors (B, W, M): int32, the row in which query w finds position j. An entry outside of 0 .. R - 1 masks the
+        position. So a beam's history is found without copying the cache when beams are reordered. Without ancestors
+        query w reads row w, or, where R = 1, all read the same keys, as in the attention to an encoder's output.
+    scale: of the scores, 1 / sqrt(Dk) unless given.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+
+    Returns out (B, W, H, Dv), contiguous. A query without a visible position gives 0. There is no gradient.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Source: Vaswani et al. 2017, section 3.2.1; kernels split the keys as Dao et al. 2023, "Flash-Decoding for
+    long-context inference".
+    """
+    device, call = _query(query, key, value, lengths, ancestors, scale)
+    name, module = _dispatch.choose("decode_attention", device, call, backend)
+    softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    with arguments.no_autocast(device):
+        if hasattr(module, "decode_attention"):
+            return module.decode_attention(*call, softmax_scale)
+        if torch.compiler.is_compiling():
+            return _operator(*call, softmax_scale, name)
+        return module.decode_attention_fwd(*call, softmax_scale)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    ancestors: Tensor | None,
+    softmax_scale: float,
+    backend: str,
+) -> Tensor:
+    module = _dispatch.load_backend("decode_attention", backend)
+    return module.decode_attention_fwd(q, k, v, lengths, ancestors, softmax_scale)
+
+
+_operator = torch.library.custom_op("fastattn::decode_attention", _forward, mutates_args=())
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[4])

@@ -1,0 +1,201 @@
+"""Attention to a cache in every backend against float64, and what of a cache must reach no result."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import assert_close_as_torch, backends_of
+from torch import Tensor
+
+from fastattn import decode_attention, explain
+from fastattn.error_rule import decode_attention_terms
+
+BACKENDS = backends_of("decode_attention")
+KERNELS = backends_of("decode_attention", kernels_only=True)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lengths: Tensor | None
+    ancestors: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
+
+
+def make(
+    device: torch.device,
+    batch: int = 2,
+    queries: int = 3,
+    heads: int = 2,
+    heads_k: int = 2,
+    room: int = 37,
+    head_dim: int = 32,
+    value_dim: int | None = None,
+    rows: int | None = None,
+    lengths: list[int] | None = None,
+    ancestors: bool = False,
+    dtype: torch.dtype = FP32,
+) -> Inputs:
+    """A random problem; rows are as many as queries unless given. Half of the ancestors of a query are all alike, as
+    those of a beam are."""
+    rows, value_dim = queries if rows is None else rows, head_dim if value_dim is None else value_dim
+    table = None
+    if ancestors:
+        table = torch.randint(rows, (batch, queries, room), dtype=torch.int32)
+        table[..., : room // 2] = table[:, :1, : room // 2]
+    q, k, v = (
+        torch.randn(*shape).to(device, dtype)
+        for shape in (
+            (batch, queries, heads, head_dim),
+            (batch, room, rows, heads_k, head_dim),
+            (batch, room, rows, heads_k, value_dim),
+        )
+    )
+    of_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Inputs(q, k, v, of_lengths, None if table is None else table.to(device))
+
+
+def check(inputs: Inputs, backend: str, scale: float | None = None) -> Tensor:
+    """Solve by a backend and compare with float64. Skips where the backend cannot serve on this machine."""
+    refusal = explain(decode_attention, *inputs, scale, backend=backend).refusals[backend]
+    if refusal is not None:
+        pytest.skip(refusal)
+    clean = inputs._replace(key=inputs.key.nan_to_num(0), value=inputs.value.nan_to_num(0))
+    truth = decode_attention(*clean.to(torch.float64), scale, backend="reference")
+    low = decode_attention(*clean, scale, backend="reference")
+    out = decode_attention(*inputs, scale, backend=backend)
+    assert out.is_contiguous()
+    assert_close_as_torch(out, truth, low, decode_attention_terms(*clean, scale))
+    return out
+
+
+EVERYDAY: list[dict[str, Any]] = [
+    {"ancestors": True, "lengths": [37, 20]},
+    {"rows": 1, "lengths": [5, 37], "queries": 5, "heads": 4, "heads_k": 2},
+    {"lengths": [1, 0], "head_dim": 40, "value_dim": 24},
+    {"queries": 1, "room": 300, "heads": 3, "heads_k": 1, "dtype": BF16},
+    {"ancestors": True, "queries": 5, "room": 70, "head_dim": 64, "dtype": FP16},
+    {"ancestors": True, "rows": 7, "queries": 2, "batch": 1, "room": 700, "heads": 1, "heads_k": 1, "dtype": BF16},
+]
+FULL: list[dict[str, Any]] = [
+    {"queries": queries, "rows": rows, "ancestors": ancestors, "head_dim": d, "room": room, "dtype": dtype, **heads}
+    for queries, rows, ancestors in ((1, 1, False), (5, 1, False), (4, 4, False), (5, 5, True), (40, 1, False))
+    for d, room in ((64, 1), (128, 130), (72, 65), (256, 17))
+    for dtype in (FP32, BF16)
+    for heads in ({}, {"heads": 8, "heads_k": 2, "lengths": [room, room // 2]})
+]
+
+
+@pytest.mark.parametrize("case", [*EVERYDAY, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_against_float64(backend: str, case: dict[str, Any], device: torch.device) -> None:
+    check(make(device, **case), backend)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_attended_may_be_nan(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Behind the lengths, and in rows that are nobody's ancestor."""
+    inputs = make(device, ancestors=True, lengths=[37, 20], queries=4, rows=6, dtype=dtype)
+    inputs.ancestors.clamp_(max=4)
+    for t in (inputs.key, inputs.value):
+        t[:, :, 5] = torch.nan
+        t[1, 20:] = torch.nan
+    assert check(inputs, backend).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ancestors_outside_of_the_rows_mask(backend: str, device: torch.device) -> None:
+    inputs = make(device, ancestors=True, queries=3)
+    inputs.ancestors[0, :, 5:9] = -1
+    inputs.ancestors[1, 0] = 3  # nothing is left to attend to
+    out = check(inputs, backend)
+    assert not out[1, 0].any()
+    assert out[1, 1:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides(backend: str, device: torch.device) -> None:
+    """Slices of a larger cache, heads that lie outside of positions, a transposed query."""
+    inputs = make(device, ancestors=True, lengths=[30, 11], room=41)
+    q, k, v, lengths, ancestors = inputs
+    key = k.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    sliced = Inputs(
+        q.transpose(1, 2).contiguous().transpose(1, 2), key[:, :33], v[:, :33], lengths, ancestors[:, :, :33]
+    )
+    torch.testing.assert_close(check(sliced, backend), check(inputs, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_in_the_cache(backend: str, device: torch.device) -> None:
+    assert not check(make(device, room=0), backend).any()
+    assert check(make(device, batch=0), backend).numel() == 0
+    assert not check(make(device, lengths=[0, 0]), backend).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scale(backend: str, device: torch.device) -> None:
+    check(make(device), backend, scale=-0.7)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_same_bits_every_time(backend: str, device: torch.device) -> None:
+    inputs = make(device, ancestors=True, room=700, batch=1, queries=2, dtype=BF16)
+    first = check(inputs, backend)
+    for _ in range(3):
+        assert torch.equal(first, check(inputs, backend))
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_under_compile(backend: str) -> None:
+    inputs = make(torch.device("cpu"), ancestors=True, lengths=[9, 37])
+    compiled = torch.compile(lambda *given: decode_attention(*given, backend=backend), fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), decode_attention(*inputs, backend=backend))
+
+
+def test_autocast() -> None:
+    inputs = make(torch.device("cpu"), queries=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = decode_attention(*inputs)
+    assert torch.equal(out, decode_attention(*inputs.to(BF16)))
+
+
+def _changed(**changes: Any) -> Inputs:
+    inputs = make(torch.device("cpu"), ancestors=True, lengths=[37, 20])
+    return inputs._replace(**{name: change(getattr(inputs, name)) for name, change in changes.items()})
+
+
+@pytest.mark.parametrize(
+    "error, message, changes",
+    [
+        (TypeError, "query must be a Tensor", {"query": lambda t: 3}),
+        (TypeError, "value has dtype torch.float64", {"value": lambda t: t.double()}),
+        (ValueError, "query has 3 dimensions", {"query": lambda t: t[0]}),
+        (ValueError, "key has 4 dimensions", {"key": lambda t: t[:, :, 0]}),
+        (ValueError, "key has shape", {"key": lambda t: t[..., :8]}),
+        (ValueError, "value has shape", {"value": lambda t: t[:, :8]}),
+        (ValueError, "which must divide", {"key": lambda t: t[:, :, :, :0], "value": lambda t: t[:, :, :, :0]}),
+        (ValueError, "without ancestors", {"ancestors": lambda t: None, "query": lambda t: t[:, :2]}),
+        (TypeError, "lengths has dtype torch.int64", {"lengths": lambda t: t.long()}),
+        (ValueError, "lengths has shape", {"lengths": lambda t: t[:1]}),
+        (TypeError, "ancestors has dtype", {"ancestors": lambda t: t.float()}),
+        (ValueError, "ancestors has shape", {"ancestors": lambda t: t[:, :, 1:]}),
+        (ValueError, "has no gradient", {"query": lambda t: t.requires_grad_()}),
+    ],
+)  # fmt: skip
+def test_bad_arguments(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        decode_attention(*_changed(**changes))
+
+
+def test_bad_scale() -> None:
+    with pytest.raises(ValueError, match="scale must be finite"):
+        decode_attention(*_changed(), float("nan"))
+    with pytest.raises(TypeError, match="scale must be a number"):
+        decode_attention(*_changed(), "1")
