@@ -5,6 +5,7 @@ the output projection with its loss, beside a plain PyTorch path that says what 
 doctor` compares the two here.
 """
 
+from fastattn import generate
 from fastattn._dispatch import Explanation, explain, use_backend
 from fastattn.graphs import GraphedStep
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
@@ -29,6 +30,7 @@ __all__ = [
     "embed_layer_norm",
     "explain",
     "feed_forward",
+    "generate",
     "get_pad_mask",
     "get_subsequent_mask",
     "linear_cross_entropy",

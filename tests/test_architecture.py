@@ -14,7 +14,8 @@ FASTATTN = ROOT / "fastattn"
 # What each part of the package may import from it, itself included. The doctor and the tests stand outside.
 ALLOWED = {
     "graphs": {"models", "_dispatch"},
-    "models": {"models", "nn", "ops", "masks", "_dispatch"},
+    "models": {"models", "generate", "nn", "ops", "masks", "_dispatch"},
+    "generate": {"generate", "nn"},
     "nn": {"nn", "ops", "masks", "_dispatch"},  # as models do, it asks whether the plain formula was asked for
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
-from fastattn.nn import DecoderLayer, EncoderLayer, PendingResidual, PositionalEncoding
+from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.joint_linear import joint_linear
 from fastattn.nn.residual import Stream, add_norm, current_dropout_p
@@ -203,3 +203,31 @@ class Decoder(_Stack):
         linears = [w for layer in layers for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)]
         projected = joint_linear(enc_output, linears, backend=self.backend)
         return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
+
+    def memory(self, enc_output: Tensor, lengths: Tensor) -> Memory:
+        """What `step` reads of the encoder's output (B, Ls, d_model): its first lengths (B,) int32 vectors count."""
+        projected = self.project_encoder(enc_output)
+        for layer in self.layer_stack:
+            if layer not in projected:
+                raise TypeError(f"a layer of the decoder is a {type(layer).__name__}: only DecoderLayers can step")
+        return Memory({layer.enc_attn: layer.enc_attn.memory(kv) for layer, kv in projected.items()}, lengths)
+
+    def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+        """The decoder's output (B, W, d_model) for one new token a row, from what the cache holds of those before.
+
+        tokens: integer (B, W). cache: with `memory(..)` as its first memory; the step is added to it. The same as the
+        last position of forward on all tokens of the row so far, with a causal mask. In eval mode only.
+        Raises ValueError where the cache is full or of other sizes.
+        """
+        if self.training:
+            raise ValueError("a decoder steps without dropout: call eval() before")
+        if tokens.shape != (cache.batch, cache.rows):
+            expected = f"(B, W) = {(cache.batch, cache.rows)} as the cache"
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
+        if cache.length >= cache.room:
+            raise ValueError(f"the cache is full: it has room for {cache.room} tokens")
+        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
+        for layer in self.layer_stack:
+            x = layer.step(x, cache)
+        cache.advance()
+        return self.normalised(x)

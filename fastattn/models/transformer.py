@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from numbers import Integral
 
+import torch
 from torch import Tensor, nn
 
 from fastattn import _dispatch
 from fastattn.masks import AttentionMask
 from fastattn.models.packing import Packed, packing_pays
 from fastattn.models.stacks import Decoder, Encoder
+from fastattn.nn import DecoderCache
 from fastattn.nn.recompute import recomputed
 from fastattn.ops import _arguments as arguments
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
@@ -199,6 +201,31 @@ class FusedTransformer(nn.Module):
         dec_output, *_ = self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)
         return dec_output, trg
 
+    def start_decoding(self, src_seq: Tensor, rows: int, room: int) -> DecoderCache:
+        """Encode src_seq, integer (B, Ls), for `next_logits`: a cache of `rows` rows a sentence and room for so many
+        tokens. ValueError where there are fewer positions than either."""
+        _check_sequence("src_seq", src_seq)
+        self.decoder.position_enc.check(room)
+        if src_seq.size(1) == 0:
+            enc_output = self.trg_word_prj.weight.new_zeros(len(src_seq), 0, self.d_model)
+        elif self.pack_padding:
+            self.encoder.position_enc.check(src_seq.size(1))
+            src = Packed(src_seq, self.src_pad_idx)
+            mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
+            enc_output = src.unpack(self.encoder(src.tokens, mask, position=src.position)[0])
+        else:
+            enc_output, *_ = self.encoder(src_seq, self.src_mask(src_seq))
+        # Real tokens go before padding, wherever it was: then lengths say all.
+        real = src_seq != self.src_pad_idx
+        order = real.int().argsort(dim=1, descending=True, stable=True)
+        enc_output = enc_output.gather(1, order[..., None].expand_as(enc_output))
+        memory = self.decoder.memory(enc_output, real.sum(1, dtype=torch.int32))
+        return DecoderCache(len(src_seq), rows, room, src_seq.device, (memory,))
+
+    def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+        """Logits (B, W, n_trg_vocab) of what follows one new token a row, integer (B, W): see Decoder.step."""
+        return self.project(self.decoder.step(tokens, cache))
+
     # Each mask is built once a batch. All layers share it and what it prepares.
 
     def src_mask(self, src_seq: Tensor) -> AttentionMask:
@@ -220,10 +247,14 @@ class FusedTransformer(nn.Module):
 
 def _check_sequences(src_seq: object, trg_seq: object) -> None:
     """Raise unless both are tensors, (B, Ls) and (B, Lt). The stacks check dtypes and values."""
-    for name, seq in (("src_seq", src_seq), ("trg_seq", trg_seq)):
-        if not isinstance(seq, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(seq).__name__}")
-        if seq.dim() != 2:
-            raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
+    _check_sequence("src_seq", src_seq)
+    _check_sequence("trg_seq", trg_seq)
     if len(src_seq) != len(trg_seq):
         raise ValueError(f"src_seq holds {len(src_seq)} sequences and trg_seq {len(trg_seq)}, expected as many")
+
+
+def _check_sequence(name: str, seq: object) -> None:
+    if not isinstance(seq, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(seq).__name__}")
+    if seq.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import MultiHeadAttention
+from fastattn.nn.cache import DecoderCache
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.residual import Stream
 
@@ -99,3 +100,7 @@ class DecoderLayer(nn.Module):
             x, enc_output, enc_output, dec_enc_attn_mask, return_attn=return_attns, projected=enc_projected
         )
         return self.pos_ffn(x), slf_attn, enc_attn
+
+    def step(self, x: Stream, cache: DecoderCache) -> Stream:
+        """The layer for one new token a row, as MultiHeadAttention.step. x: (B, W, d_model)."""
+        return self.pos_ffn(self.enc_attn.step_to_memory(self.slf_attn.step(x, cache), cache))

@@ -1,0 +1,179 @@
+"""Beam search."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.generate.search import Decodable, OnToken, Search, check_limits, inference, run
+from fastattn.nn import DecoderCache
+
+CHUNK = 64  # of the candidates whose largest is looked at first
+
+
+class Hypothesis(NamedTuple):
+    """tokens: ids without BOS and EOS. score: see ``beam_search``."""
+
+    tokens: list[int]
+    score: float
+
+
+def beam_search(
+    model: Decodable,
+    src_seq: Tensor,
+    *,
+    beam_size: int,
+    max_len: int,
+    bos_idx: int,
+    eos_idx: int,
+    length_penalty: float = 0.7,
+    n_best: int = 1,
+    on_token: OnToken | None = None,
+) -> list[list[Hypothesis]]:
+    """The n_best best sentences that a search with beam_size beams finds, for each source the best first.
+
+    The score of a sentence is its log-probability / length^length_penalty, where length counts BOS and EOS, as in the
+    public implementation of "Attention Is All You Need". At each step the 2 * beam_size likeliest continuations of a
+    source's beams are taken. Those among the first beam_size that are EOS end a sentence; the beam_size likeliest
+    others are the new beams. The search of a source ends when no beam can still become one of its n_best, so stopping
+    early changes no result; or after max_len tokens, where beams count as sentences only if fewer than n_best have
+    ended. Of equal candidates the one of the better beam, then of the lower token, comes first.
+
+    beam_size: may exceed the vocabulary.     n_best: at most beam_size. A source can have fewer: all that there are.
+    Other arguments and errors: see ``greedy``; on_token gets the newest token of every beam, the best first.
+    Source: Sutskever et al. 2014, arXiv:1409.3215, section 3.2; a length penalty: Wu et al. 2016, arXiv:1609.08144.
+    """
+    check_limits(beam_size=beam_size, max_len=max_len, n_best=n_best)
+    if n_best > beam_size:
+        raise ValueError(f"n_best must be at most beam_size = {beam_size}, got {n_best}")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
+    with inference(model):
+        cache = model.start_decoding(src_seq, beam_size, max_len)
+        return run(model, _Beams(cache, bos_idx, eos_idx, float(length_penalty), n_best), on_token)
+
+
+class Beams(Search):
+    """Search over W beams a sentence: `log_p` (B, W), of each beam's tokens so far."""
+
+    def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
+        super().__init__(cache, bos_idx, eos_idx)
+        log_p = self.state["tokens"].new_full((cache.batch, cache.rows), -torch.inf, dtype=torch.float32)
+        log_p[:, 0] = 0  # at first all beams are equal, so only one counts
+        self.state["log_p"] = log_p
+
+    def candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The k likeliest continuations (B, k): log-probability, beam, token. logits: (B, W, classes)."""
+        log_p = logits.float().log_softmax(-1)
+        self.note_nan(log_p[..., :1])  # a NaN among the logits makes all NaN
+        best, choice = topk_of_sums(self.state["log_p"], log_p, k)
+        return best, choice // log_p.shape[2], choice % log_p.shape[2]
+
+    def history(self, sentence: int, row: int) -> list[int]:
+        """The tokens fed to a row, without BOS."""
+        fed = self.state["fed"][sentence, 1 : self.cache.length]
+        if self.cache.ancestors is None:
+            return fed[:, row].tolist()
+        rows = self.cache.ancestors[sentence, row, 1 : self.cache.length].long()
+        return fed.gather(1, rows[:, None])[:, 0].tolist()
+
+
+class _Beams(Beams):
+    """The search of ``beam_search``."""
+
+    def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int, length_penalty: float, n_best: int) -> None:
+        super().__init__(cache, bos_idx, eos_idx)
+        self.length_penalty = length_penalty
+        batch, device = cache.batch, cache.position.device
+        self.state |= {
+            "score": torch.full((batch, n_best), -torch.inf, device=device),  # of sentences that ended, the best first
+            "length": torch.zeros(batch, n_best, dtype=torch.int64, device=device),  # their tokens
+            "sentence": torch.zeros(batch, n_best, cache.room, dtype=torch.int64, device=device),
+        }
+
+    def choose(self, logits: Tensor) -> None:
+        state, W = self.state, self.cache.rows
+        log_p, beam, token = self.candidates(logits, 2 * W)
+        ends = token == self.eos_idx
+        if self.cache.on_device or ends[:, :W].any():
+            self._end(log_p[:, :W].masked_fill(~ends[:, :W], -torch.inf), beam[:, :W])
+        going_on = ends.int().argsort(dim=1, stable=True)[:, :W]  # the best that do not end, best first
+        log_p, beam, token = (t.gather(1, going_on) for t in (log_p, beam, token))
+        log_p = log_p.masked_fill(ends.gather(1, going_on), -torch.inf)  # fewer than W do not end
+        state["tokens"].copy_(token)
+        state["log_p"].copy_(log_p)
+        if W > 1:
+            self.cache.reorder(beam)
+        # The best that a beam can become: it ends with the next token, or with the last for which there is room, and
+        # the tokens until there cost nothing.
+        shortest, longest = self.cache.position + 2, self.cache.room + 1
+        divisor = (shortest.float() ** self.length_penalty).clamp_min(longest**self.length_penalty)
+        state["done"] |= (state["score"][:, -1] >= log_p[:, 0] / divisor) | (log_p[:, 0] == -torch.inf)
+
+    def _end(self, log_p: Tensor, beam: Tensor) -> None:
+        """Sentences of log_p (B, W) ended, as continuations of these beams; -inf where none did."""
+        state, cache = self.state, self.cache
+        n_best = state["score"].shape[1]
+        # Tokens after BOS, EOS not counted: as many as were fed without BOS. With BOS and EOS there are two more.
+        length = cache.position - 1
+        score = log_p / (length + 2).float() ** self.length_penalty
+        if cache.ancestors is None:
+            rows = beam[:, :, None].expand(-1, -1, cache.room)
+        else:
+            rows = cache.ancestors.long().gather(1, beam[..., None].expand(-1, -1, cache.room))
+        history = state["fed"].gather(2, rows.mT).mT  # (B, W, room)
+        score, kept = torch.cat([state["score"], score], 1).sort(dim=1, descending=True, stable=True)
+        kept = kept[:, :n_best]
+        state["score"].copy_(score[:, :n_best])
+        lengths = torch.cat([state["length"], length.expand_as(beam)], 1).gather(1, kept)
+        state["length"].copy_(lengths)
+        sentences = torch.cat([state["sentence"], history], 1)
+        state["sentence"].copy_(sentences.gather(1, kept[..., None].expand(-1, -1, cache.room)))
+
+    def result(self, sentence: int) -> list[Hypothesis]:
+        state = {
+            name: self.state[name][sentence].tolist() for name in ("score", "length", "sentence", "log_p", "tokens")
+        }
+        found = [
+            Hypothesis(tokens[1 : 1 + length], score)
+            for score, length, tokens in zip(state["score"], state["length"], state["sentence"], strict=True)
+            if score > -math.inf
+        ]
+        missing = len(state["score"]) - len(found) if self.cache.length == self.cache.room else 0
+        divisor = (self.cache.length + 1) ** self.length_penalty
+        for row, (log_p, token) in enumerate(zip(state["log_p"], state["tokens"], strict=True)):
+            if row < missing and log_p > -math.inf:
+                found.append(Hypothesis([*self.history(sentence, row), token], log_p / divisor))
+        return found
+
+
+def topk_of_sums(a: Tensor, b: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of a[:, w] + b[:, w, i], and their places w * classes + i: (B, k), in falling order; of equal sums
+    the lower place first, which torch.topk does not promise. a (B, W), b (B, W, classes). -inf at place 0 where there
+    are fewer than k.
+
+    torch.topk would copy all W * classes sums with their places. Here the largest of each chunk is found first: the k
+    chunks with the largest hold the k largest elements.
+    """
+    B, W, classes = b.shape
+    padded = -(-classes // CHUNK) * CHUNK
+    whole = classes // CHUNK * CHUNK
+    peaks = [b[..., :whole].unflatten(2, (-1, CHUNK)).amax(-1)] if whole else []
+    if padded > whole:
+        peaks.append(b[..., whole:].amax(-1, keepdim=True))
+    peaks = (torch.cat(peaks, 2) + a[..., None]).flatten(1)  # (B, W * chunks)
+    chunks = peaks.sort(dim=1, descending=True, stable=True)[1][:, :k].sort(dim=1)[0]
+    row, column = chunks // (padded // CHUNK), chunks % (padded // CHUNK) * CHUNK
+    column = column[..., None] + torch.arange(CHUNK, device=b.device)
+    place = row[..., None] * classes + column.clamp_max(classes - 1)
+    sums = b.flatten(1).gather(1, place.flatten(1)).view(place.shape) + a.gather(1, row)[..., None]
+    sums = sums.masked_fill(column >= classes, -torch.inf).flatten(1)
+    best, order = sums.sort(dim=1, descending=True, stable=True)
+    best, place = best[:, :k], place.flatten(1).gather(1, order[:, :k])
+    if best.shape[1] < k:
+        best, place = F.pad(best, (0, k - best.shape[1]), value=-torch.inf), F.pad(place, (0, k - place.shape[1]))
+    return best, place

@@ -1,0 +1,158 @@
+"""What all ways of decoding share: the loop over steps, the batch that shrinks, and one CUDA graph a step on a GPU.
+
+A model is decoded through two methods. FusedTransformer has them, and so may any other:
+
+    start_decoding(source, rows, room) -> DecoderCache    encodes B sources, for `rows` rows each of up to `room` tokens
+    next_logits(tokens, cache) -> Tensor                  (B, W) new tokens -> (B, W, classes), added to the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.nn import DecoderCache
+
+OnToken = Callable[[int, list[int], list[list[int]]], None]
+
+# Steps between two looks at what a GPU has decoded: each look waits for it.
+STEPS_BETWEEN_LOOKS = 8
+# Sentences that are done leave the batch when they are this share of it: the others' caches must be copied. A GPU also
+# needs a new graph.
+DONE_ON_A_CPU, DONE_ON_A_GPU = 0.25, 0.5
+
+
+class Decodable(Protocol):
+    """A model as the loop sees it; see the top of this file."""
+
+    def start_decoding(self, source: Any, rows: int, room: int) -> DecoderCache: ...
+
+    def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor: ...
+
+
+class Search:
+    """One way of choosing tokens: its state of B sentences with W rows each, all on the device, changed in place.
+
+    A subclass chooses the next tokens in `choose`, marks sentences as done, and gives the results of those. All
+    tensors in `state` have a row for each sentence.
+    """
+
+    generator: torch.Generator | None = None  # what `choose` draws from
+
+    def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
+        self.cache, self.eos_idx = cache, eos_idx
+        batch, rows, device = cache.batch, cache.rows, cache.position.device
+        self.state: dict[str, Tensor] = {
+            "tokens": torch.full((batch, rows), bos_idx, device=device),  # the newest of each row
+            # What was fed at each position to each row. A row's history is found as its keys are: cache.ancestors.
+            "fed": torch.full((batch, cache.room, rows), bos_idx, device=device),
+            "done": torch.zeros(batch, dtype=torch.bool, device=device),
+            "broken": torch.zeros(batch, dtype=torch.bool, device=device),  # a NaN came
+        }
+
+    def step(self, model: Decodable) -> None:
+        """One step of the model, and the choice of the next tokens."""
+        self.cache.write(self.state["fed"], self.state["tokens"])
+        self.choose(model.next_logits(self.state["tokens"], self.cache))
+
+    def choose(self, logits: Tensor) -> None:
+        """From logits (B, W, classes) of the position before cache.position: new tokens, and who is done."""
+        raise NotImplementedError
+
+    def result(self, sentence: int) -> Any:
+        """What was found for a sentence of the present batch."""
+        raise NotImplementedError
+
+    def note_nan(self, values: Tensor) -> None:
+        """values: (B, ..), of which none may be NaN."""
+        self.state["broken"] |= values.isnan().flatten(1).any(1)
+
+    def select(self, sentences: Tensor) -> None:
+        self.state = {name: t[sentences] for name, t in self.state.items()}
+        self.cache.select(sentences)
+
+
+def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> list[Any]:
+    """Step until every sentence is done or the cache is full. Returns the results in the order of the sentences."""
+    cache = search.cache
+    results: list[Any] = [None] * cache.batch
+    sentences = list(range(cache.batch))
+    one_step = _Step(model, search)
+    while sentences:
+        decoded = (~search.state["done"]).nonzero()[:, 0].tolist() if on_token is not None else []
+        one_step()
+        if decoded:
+            tokens = search.state["tokens"].tolist()
+            on_token(cache.length, [sentences[i] for i in decoded], [tokens[i] for i in decoded])
+        full = cache.length == cache.room
+        if cache.on_device and not full and cache.length % STEPS_BETWEEN_LOOKS:
+            continue
+        if search.state["broken"].any():
+            raise ValueError(
+                f"the model gave NaN within {cache.length} tokens: its weights or its input are not finite"
+            )
+        done = search.state["done"] | full
+        share = done.float().mean().item()
+        if share == 0 or share < (DONE_ON_A_GPU if cache.on_device else DONE_ON_A_CPU):
+            continue
+        for i in done.nonzero()[:, 0].tolist():
+            results[sentences[i]] = search.result(i)
+        left = (~done).nonzero()[:, 0]
+        sentences = [sentences[i] for i in left.tolist()]
+        if sentences:
+            search.select(left)
+            one_step = _Step(model, search)
+    return results
+
+
+class _Step:
+    """A step of a search: on a CPU a plain call, on a GPU one CUDA graph for as long as the batch stays as it is.
+
+    The first step compiles what is not compiled and creates what later steps change in place; the second is captured.
+    """
+
+    def __init__(self, model: Decodable, search: Search) -> None:
+        self.model, self.search, self.calls, self.graph = model, search, 0, None
+
+    def __call__(self) -> None:
+        cache = self.search.cache
+        if not cache.on_device or self.calls == 0:
+            self.search.step(self.model)
+        elif self.graph is None:
+            length = cache.length
+            self.graph = torch.cuda.CUDAGraph()
+            if self.search.generator is not None:
+                self.graph.register_generator_state(self.search.generator)
+            with torch.cuda.graph(self.graph):
+                self.search.step(self.model)
+            cache.length = length  # capturing runs nothing
+        if self.graph is not None:
+            self.graph.replay()
+            cache.length += 1
+        self.calls += 1
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """In eval mode and without gradients; afterwards every module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_limits(**limits: int) -> None:
+    """Each is a positive integer."""
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

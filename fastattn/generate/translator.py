@@ -1,0 +1,101 @@
+"""The public implementation's Translator, with its results, on incremental decoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.generate.beams import Beams
+from fastattn.generate.search import check_limits, inference, run
+from fastattn.nn import DecoderCache
+
+
+class Translator(nn.Module):
+    """Beam search as the class of this name in attention-is-all-you-need-pytorch does it, and finds the same.
+
+    It differs from ``beam_search``: beams go on after EOS and may be replaced; a sentence is done when all its beams
+    contain EOS, and the best score / length^0.7 wins, where length ends with the first EOS but score does not; the
+    logits are those of trg_word_prj, without the model's scale. Equal candidates come in the order of beams and tokens.
+
+    model: a FusedTransformer; it is set to eval mode.     max_seq_len: the longest output in tokens, BOS included.
+    """
+
+    alpha = 0.7
+
+    def __init__(
+        self,
+        model: nn.Module,
+        beam_size: int,
+        max_seq_len: int,
+        src_pad_idx: int,
+        trg_pad_idx: int,
+        trg_bos_idx: int,
+        trg_eos_idx: int,
+    ) -> None:
+        super().__init__()
+        check_limits(beam_size=beam_size)
+        if max_seq_len < 2:
+            raise ValueError(f"max_seq_len must be at least 2, BOS and a token, got {max_seq_len}")
+        for name, given, of_model in (
+            ("src_pad_idx", src_pad_idx, model.src_pad_idx), ("trg_pad_idx", trg_pad_idx, model.trg_pad_idx)
+        ):  # fmt: skip
+            if given != of_model:
+                raise ValueError(f"{name} is {given}, and the model's {of_model}")
+        self.model = model.eval()
+        self.beam_size, self.max_seq_len = beam_size, max_seq_len
+        self.src_pad_idx, self.trg_pad_idx = src_pad_idx, trg_pad_idx
+        self.trg_bos_idx, self.trg_eos_idx = trg_bos_idx, trg_eos_idx
+
+    def translate_sentence(self, src_seq: Tensor) -> list[int]:
+        """src_seq: integer (1, Ls). Returns token ids, BOS and EOS included. ValueError for other batches."""
+        if len(src_seq) != 1:
+            raise ValueError(f"src_seq holds {len(src_seq)} sentences, expected 1; translate() takes many")
+        return self.translate(src_seq)[0]
+
+    def translate(self, src_seq: Tensor) -> list[list[int]]:
+        """What translate_sentence gives for each row of src_seq, integer (B, Ls), all in one batch."""
+        with inference(self.model):
+            cache = self.model.start_decoding(src_seq, self.beam_size, self.max_seq_len - 1)
+            search = _PublicBeams(cache, self.trg_bos_idx, self.trg_eos_idx, self.alpha)
+            found = run(_Unscaled(self.model), search)
+        return [[self.trg_bos_idx, *tokens] for tokens in found]
+
+
+class _Unscaled:
+    """The model with the logits that the public Translator looks at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+        return self.model.trg_word_prj(self.model.decoder.step(tokens, cache))
+
+
+class _PublicBeams(Beams):
+    def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int, alpha: float) -> None:
+        super().__init__(cache, bos_idx, eos_idx)
+        self.alpha = alpha
+        self.state["end"] = torch.zeros_like(self.state["tokens"])  # tokens up to the first EOS, BOS included; 0: none
+
+    def choose(self, logits: Tensor) -> None:
+        state = self.state
+        log_p, beam, token = self.candidates(logits, self.cache.rows)
+        end = state["end"].gather(1, beam)
+        length = self.cache.position + 1
+        end = length.where((end == 0) & (token == self.eos_idx), end)
+        # A row that is done stays as it is until it leaves the batch.
+        going_on = ~state["done"][:, None]
+        own = torch.arange(self.cache.rows, device=token.device).expand_as(beam)
+        self.cache.reorder(beam.where(going_on, own))
+        for name, new in (("tokens", token), ("log_p", log_p), ("end", end)):
+            state[name].copy_(new.where(going_on, state[name]))
+        # The public loop looks for EOS from its second step on.
+        state["done"] |= (state["end"] > 0).all(1) & (self.cache.position > 1)
+
+    def result(self, sentence: int) -> list[int]:
+        end, log_p = self.state["end"][sentence], self.state["log_p"][sentence]
+        row = 0  # where some beam never ended, the public class takes the first
+        if self.state["done"][sentence]:
+            row = int((log_p / end.float() ** self.alpha).argmax())
+        tokens = [*self.history(sentence, row), self.state["tokens"][sentence, row].item()]
+        return tokens[: end[row].item() - 1] if end[row] > 0 else tokens

@@ -1,0 +1,113 @@
+"""Keys and values that incremental decoding keeps, and attention to them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.ops.decode_attention import decode_attention
+
+KeysAndValues = tuple[Tensor, Tensor]
+
+
+class Memory(NamedTuple):
+    """What every step reads and none changes: keys and values of an encoder's output, for each layer.
+
+    projected: (B, Ls, 1, Hk, Dk) and (B, Ls, 1, Hk, Dv) of each layer: the rows of a sequence share them.
+    lengths: (B,) int32; keys behind them are padding.
+    """
+
+    projected: dict[nn.Module, KeysAndValues]
+    lengths: Tensor
+
+
+class DecoderCache:
+    """Keys and values of the tokens decoded so far, of B sequences with W rows each: beams, or one row.
+
+    Row w of a step is written at the step's position, row w. Where the W rows are chosen anew after a step, as beams
+    are, `reorder` notes for each row in which row of each position its history lies (`ancestors`); no key is moved.
+
+    batch, rows, room: B, W, and the number of tokens for which there is room.
+    memories: what the layers attend to beside their own past.
+    Memory: 2 * B * room * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
+
+    On a GPU nothing depends on numbers of the host, so that a CUDA graph can repeat a step: the position is a tensor,
+    all of the room is given to the kernels, and `lengths` tells what counts. On a CPU slices say the same for less.
+    """
+
+    def __init__(
+        self, batch: int, rows: int, room: int, device: torch.device, memories: tuple[Memory, ...] = ()
+    ) -> None:
+        self.batch, self.rows, self.room, self.memories = batch, rows, room, memories
+        self.on_device = device.type != "cpu"
+        self.length = 0  # tokens decoded so far, of every row
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
+        self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
+        self.ancestors: Tensor | None = None  # (B, W, room) int32
+        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, room, W, Hk, D) of each layer
+
+    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None) -> Tensor:
+        """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its row's whole past.
+
+        Returns (B, W, H, Dv).
+        """
+        if layer not in self._past:
+            self._past[layer] = tuple(t.new_empty(self.batch, self.room, *t.shape[1:]) for t in (k, v))
+        keys, values = self._past[layer]
+        self.write(keys, k)
+        self.write(values, v)
+        return decode_attention(
+            q, self._so_far(keys, 1), self._so_far(values, 1), self._own_lengths(), self._so_far(self.ancestors, 2),
+            scale, backend=backend,
+        )  # fmt: skip
+
+    def attend_memory(self, layer: nn.Module, q: Tensor, scale: float, backend: str | None, which: int = 0) -> Tensor:
+        """Attention of q (B, W, H, Dk) to the layer's keys of a memory; its rows are queries of one problem."""
+        projected, lengths = self.memories[which]
+        return decode_attention(q, *projected[layer], lengths, scale=scale, backend=backend)
+
+    def write(self, buffer: Tensor, value: Tensor) -> None:
+        """buffer[:, position] = value, of this step. buffer (B, room, ..), value (B, ..)."""
+        if self.on_device:
+            buffer.index_copy_(1, self.position, value[:, None])
+        else:
+            buffer[:, self.length] = value
+
+    def advance(self) -> None:
+        """The step is done: the next one writes behind it."""
+        self.length += 1
+        self.position += 1
+        self.lengths += 1
+
+    def reorder(self, parents: Tensor) -> None:
+        """Row w goes on from what was row parents[b, w]. parents: (B, W) int64. To be called after `advance`."""
+        if self.ancestors is None:
+            own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
+            self.ancestors = own[:, None].repeat(self.batch, 1, self.room)
+        past = self._so_far(self.ancestors, 2) if self.on_device else self.ancestors[:, :, : self.length]
+        past.copy_(past.gather(1, parents[..., None].expand_as(past)))
+        if self.on_device:  # the gather took the future too, where every row is its own ancestor
+            own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
+            future = torch.arange(self.room, device=parents.device) >= self.position
+            self.ancestors.copy_(own[:, None].where(future, self.ancestors))
+
+    def select(self, sequences: Tensor) -> None:
+        """Keep these sequences of the batch, (n,) int64, in this order."""
+        self.batch = len(sequences)
+        self.lengths = self.lengths[sequences]
+        if self.ancestors is not None:
+            self.ancestors = self.ancestors[sequences]
+        self._past = {layer: (k[sequences], v[sequences]) for layer, (k, v) in self._past.items()}
+        self.memories = tuple(
+            Memory({layer: (k[sequences], v[sequences]) for layer, (k, v) in projected.items()}, lengths[sequences])
+            for projected, lengths in self.memories
+        )
+
+    def _so_far(self, t: Tensor | None, dim: int) -> Tensor | None:
+        """What there is up to this step, of a buffer with a position in dimension dim."""
+        return t if t is None or self.on_device else t.narrow(dim, 0, self.length + 1)
+
+    def _own_lengths(self) -> Tensor | None:
+        return self.lengths if self.on_device else None

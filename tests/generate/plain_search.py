@@ -1,0 +1,95 @@
+"""Beam search and greedy decoding written plainly: one sentence at a time, every prefix decoded anew.
+
+`log_probabilities(src_seq (1, Ls), prefix list of ids)` gives a list of numbers for the next token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastattn import AttentionMask, FusedTransformer
+
+LogProbabilities = Callable[[list[int]], list[float]]
+
+
+def of_model(model: FusedTransformer, src_seq: Tensor, logit_scale: float = 1.0) -> LogProbabilities:
+    """Of a FusedTransformer in eval mode and one sentence, (1, Ls), by its whole decoder under a causal mask."""
+
+    @torch.no_grad()
+    def log_probabilities(prefix: list[int]) -> list[float]:
+        src_mask = model.src_mask(src_seq)
+        enc_output, *_ = model.encoder(src_seq, src_mask)
+        causal = AttentionMask(is_causal=True)
+        dec_output, *_ = model.decoder(torch.tensor([prefix]), causal, enc_output, src_mask)
+        return (logit_scale * model.project(dec_output[0, -1])).double().log_softmax(-1).tolist()
+
+    return log_probabilities
+
+
+def greedy(log_probabilities: LogProbabilities, max_len: int, bos_idx: int, eos_idx: int) -> list[int]:
+    prefix = [bos_idx]
+    while len(prefix) <= max_len:
+        scores = log_probabilities(prefix)
+        token = max(range(len(scores)), key=lambda i: (scores[i], -i))
+        if token == eos_idx:
+            break
+        prefix.append(token)
+    return prefix[1:]
+
+
+def beam_search(
+    log_probabilities: LogProbabilities,
+    beam_size: int,
+    max_len: int,
+    bos_idx: int,
+    eos_idx: int,
+    length_penalty: float,
+    n_best: int,
+) -> list[tuple[list[int], float]]:
+    """The best n_best (tokens, score), searched to max_len without stopping early."""
+    beams = [([bos_idx], 0.0)]
+    ended: list[tuple[list[int], float]] = []
+    for _ in range(max_len):
+        candidates = []
+        for rank, (prefix, log_p) in enumerate(beams):
+            for token, more in enumerate(log_probabilities(prefix)):
+                if log_p + more > -float("inf"):
+                    candidates.append((-(log_p + more), rank, token))
+        best = heapq.nsmallest(2 * beam_size, candidates)
+        going_on = []
+        for place, (cost, rank, token) in enumerate(best):
+            prefix = beams[rank][0]
+            if token != eos_idx:
+                going_on.append(([*prefix, token], -cost))
+            elif place < beam_size:
+                ended.append((prefix[1:], -cost / (len(prefix) + 1) ** length_penalty))
+        beams = going_on[:beam_size]
+    ended.sort(key=lambda found: -found[1])  # stable
+    found = ended[:n_best]
+    for prefix, log_p in beams[: n_best - len(found)]:
+        found.append((prefix[1:], log_p / len(prefix) ** length_penalty))
+    return found
+
+
+def public_translate(
+    log_probabilities: LogProbabilities, beam_size: int, max_seq_len: int, bos_idx: int, eos_idx: int
+) -> list[int]:
+    """What the public Translator finds: see fastattn/generate/translator.py."""
+    beams = [([bos_idx], 0.0)]
+    for length in range(2, max_seq_len + 1):
+        candidates = []
+        for rank, (prefix, log_p) in enumerate(beams):
+            for token, more in enumerate(log_probabilities(prefix)):
+                candidates.append((-(log_p + more), rank, token))
+        beams = [([*beams[r][0], token], -cost) for cost, r, token in heapq.nsmallest(beam_size, candidates)]
+        if length > 2 and all(eos_idx in prefix for prefix, _ in beams):
+            scores = [log_p / (prefix.index(eos_idx) + 1) ** 0.7 for prefix, log_p in beams]
+            answer = beams[scores.index(max(scores))][0]
+            break
+    else:
+        answer = beams[0][0]
+    return answer[: answer.index(eos_idx) + 1] if eos_idx in answer else answer
