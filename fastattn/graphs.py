@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastattn._cuda_graphs import CapturedWork, CudaGraphs
 from fastattn._dispatch import requested
 from fastattn.models import FusedTransformer
-
-# Each bucket runs this many steps eagerly before it is captured. The first compiles kernels and creates the optimizer's
-# state. The second runs as every later step will. Both train on real batches, so nothing has to be undone.
-WARM_UP = 2
 
 
 class GraphedStep:
@@ -105,8 +102,8 @@ class GraphedStep:
     def reset(self) -> None:
         """Drop every graph. Call it after a change that a step refuses, and after a change of a dropout rate."""
         self._inputs: dict[int, _Inputs] = {}
-        self._captured_work: dict[Any, _CapturedWork] = {}
-        self._graphs = _CudaGraphs(self._device) if self.capture else None
+        self._captured_work: dict[Any, CapturedWork] = {}
+        self._graphs = CudaGraphs(self._device) if self.capture else None
         self._learning_rates = _LearningRates(self.optimizer, self._device)
         self._optimizer_state = self.optimizer.state
         self._captured_settings = self._current_settings()
@@ -138,7 +135,8 @@ class GraphedStep:
             work()
             return
         if key not in self._captured_work:
-            self._captured_work[key] = _CapturedWork(work, self._graphs)
+            hint = "GraphedStep(..., capture=False) runs the same step eagerly, for a debugger"
+            self._captured_work[key] = CapturedWork(work, self._graphs, "the training step", hint)
         self._captured_work[key]()
 
     # --- the step itself, which graphs capture ------------------------------------------------------------------------
@@ -278,56 +276,6 @@ class _LearningRates:
         finally:
             for group, rate in zip(self.groups, users_rates, strict=True):
                 group["lr"] = rate
-
-
-class _CudaGraphs:
-    """The calls of torch.cuda: one stream for warm-up and capture, and one memory pool for all graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def warm_up(self, work: Callable[[], None]) -> None:
-        """work(), on the stream of the capture: libraries such as cuBLAS allocate workspaces for each stream."""
-        current = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            work()
-        current.wait_stream(self.stream)
-
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A function that replays work. Capturing runs nothing on the GPU."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
-        try:
-            # thread_local: another thread, such as a data loader's, may pin memory during the capture.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                work()
-        finally:
-            torch.cuda.set_stream(current)  # a failed capture does not restore it
-        return graph.replay
-
-
-class _CapturedWork:
-    """Work that runs eagerly WARM_UP times, is then captured, and from then on replayed."""
-
-    def __init__(self, work: Callable[[], None], graphs: _CudaGraphs) -> None:
-        self.work, self.graphs, self.runs = work, graphs, 0
-        self.replay: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        if self.replay is None and self.runs < WARM_UP:
-            self.runs += 1
-            self.graphs.warm_up(self.work)
-            return
-        if self.replay is None:
-            try:
-                self.replay = self.graphs.captured(self.work)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"the training step could not be captured: {error}\nSomething in it waits for the device; "
-                    "GraphedStep(..., capture=False) runs the same step eagerly, for a debugger"
-                ) from error
-        self.replay()
 
 
 def _check_model(model: Any) -> None:

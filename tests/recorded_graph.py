@@ -7,7 +7,7 @@ nothing during the capture: memory allocated then holds no value until a replay 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
 
 class RecordedGraphs:
-    """Stands in for fastattn.graphs._CudaGraphs."""
+    """Stands in for fastattn._cuda_graphs.CudaGraphs."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -28,7 +28,7 @@ class RecordedGraphs:
     def warm_up(self, work: Callable[[], None]) -> None:
         work()
 
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
         from triton.runtime.interpreter import InterpretedFunction
 
         graph, run = _Recorder(), InterpretedFunction.run

@@ -13,9 +13,9 @@ FASTATTN = ROOT / "fastattn"
 
 # What each part of the package may import from it, itself included. The doctor and the tests stand outside.
 ALLOWED = {
-    "graphs": {"models", "_dispatch"},
+    "graphs": {"models", "_dispatch", "_cuda_graphs"},
     "models": {"models", "generate", "nn", "ops", "masks", "_dispatch"},
-    "generate": {"generate", "nn"},
+    "generate": {"generate", "nn", "_cuda_graphs"},
     "nn": {"nn", "ops", "masks", "_dispatch"},  # as models do, it asks whether the plain formula was asked for
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},
@@ -23,6 +23,7 @@ ALLOWED = {
     "kernels": {"kernels", "masks", "_cross_entropy_products"},
     "cuda": {"cuda", "masks", "_C", "_cross_entropy_products"},
     "masks": {"masks"},
+    "_cuda_graphs": set(),
     "_dispatch": set(),
     "_cross_entropy_products": set(),
     "error_rule": set(),

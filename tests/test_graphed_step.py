@@ -5,7 +5,15 @@ import torch
 from recorded_graph import RecordedGraphs
 from torch import nn
 
-from fastattn import FusedTransformer, GraphedStep, dropout_add_layer_norm, explain, graphs, use_backend
+from fastattn import (
+    FusedTransformer,
+    GraphedStep,
+    _cuda_graphs,
+    dropout_add_layer_norm,
+    explain,
+    graphs,
+    use_backend,
+)
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -260,7 +268,7 @@ def test_changes_that_a_graph_would_ignore_are_refused_until_reset():
 def graphed(monkeypatch):
     """GraphedStep by graphs; without a GPU they are recorded, over interpreted kernels."""
     if not CUDA:
-        monkeypatch.setattr(graphs, "_CudaGraphs", RecordedGraphs)
+        monkeypatch.setattr(graphs, "CudaGraphs", RecordedGraphs)
     x = torch.zeros(1, 16, device=DEVICE)
     if reason := explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]:
         pytest.skip(reason)
@@ -305,7 +313,7 @@ def test_replay_is_the_eager_step_bit_for_bit(buckets, graphed):
 def test_every_replay_draws_new_dropout_and_a_seed_repeats_it(graphed):
     model = small(dropout=0.3)
     step, batch = graphed(model, adam(model, lr=0.0)), a_batch(2, 4, 4)
-    for _ in range(graphs.WARM_UP):
+    for _ in range(_cuda_graphs.WARM_UP):
         step(*batch)
     losses = [step(*batch).item() for _ in range(2)]
     assert losses[0] != losses[1]
@@ -322,7 +330,7 @@ def test_accumulation_over_graphs_of_two_buckets(graphed):
     model, twin = small(), small()
     optimizer, twin_optimizer = (adam(m, lr=1.0, eps=1.0) for m in (model, twin))
     step = graphed(model, optimizer, accumulate=2)
-    for number in range(graphs.WARM_UP + 2):
+    for number in range(_cuda_graphs.WARM_UP + 2):
         before, batches = weights(twin), [a_batch(2, n, 3, seed=number + n) for n in (2, 4)]
         with use_backend("aten"):
             plain_update(twin, twin_optimizer, batches)
@@ -344,7 +352,7 @@ def test_a_step_that_waits_for_the_device_is_refused(graphed):
     model = small()
     model.__class__ = Waiting
     step, batch = graphed(model, adam(model)), a_batch(2, 2, 2)
-    for _ in range(graphs.WARM_UP):
+    for _ in range(_cuda_graphs.WARM_UP):
         step(*batch)
     with pytest.raises(RuntimeError, match="(?s)could not be captured.*waits for the device.*capture=False"):
         step(*batch)
@@ -381,7 +389,7 @@ def test_the_calls_of_torch_cuda(monkeypatch):
     stand_ins |= dict(set_stream=lambda s: log.append(s is current))
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    work = graphs._CapturedWork(lambda: log.append("work"), graphs._CudaGraphs(Stream.device))
+    work = _cuda_graphs.CapturedWork(lambda: log.append("work"), _cuda_graphs.CudaGraphs(Stream.device), "it", "")
     for _ in range(4):
         work()
     assert log == ["wait", "work", "wait"] * 2 + ["begin", "work", "end", True, "replay", "replay"]
@@ -391,5 +399,5 @@ def test_the_calls_of_torch_cuda(monkeypatch):
 
     log.clear()
     with pytest.raises(RuntimeError, match="not permitted"):
-        graphs._CudaGraphs(Stream.device).captured(fail)
+        _cuda_graphs.CudaGraphs(Stream.device).captured(fail)
     assert log == ["begin", "end", True]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fastattn._cuda_graphs import CapturedWork, CudaGraphs
 from fastattn.nn import DecoderCache
 
 OnToken = Callable[[int, list[int], list[list[int]]], None]
@@ -110,30 +111,21 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
 
 
 class _Step:
-    """A step of a search: on a CPU a plain call, on a GPU one CUDA graph for as long as the batch stays as it is.
-
-    The first step compiles what is not compiled and creates what later steps change in place; the second is captured.
-    """
+    """A step of a search: on a CPU a plain call, on a GPU a CUDA graph for as long as the batch stays as it is."""
 
     def __init__(self, model: Decodable, search: Search) -> None:
-        self.model, self.search, self.calls, self.graph = model, search, 0, None
+        self.cache = search.cache
+        self.work: Callable[[], None] = lambda: search.step(model)
+        if self.cache.on_device:
+            graphs = CudaGraphs(self.cache.position.device)
+            generators = () if search.generator is None else (search.generator,)
+            hint = "the model reads values on the host, and cannot be decoded on a GPU as it is"
+            self.work = CapturedWork(self.work, graphs, "a step of decoding", hint, generators)
 
     def __call__(self) -> None:
-        cache = self.search.cache
-        if not cache.on_device or self.calls == 0:
-            self.search.step(self.model)
-        elif self.graph is None:
-            length = cache.length
-            self.graph = torch.cuda.CUDAGraph()
-            if self.search.generator is not None:
-                self.graph.register_generator_state(self.search.generator)
-            with torch.cuda.graph(self.graph):
-                self.search.step(self.model)
-            cache.length = length  # capturing runs nothing
-        if self.graph is not None:
-            self.graph.replay()
-            cache.length += 1
-        self.calls += 1
+        length = self.cache.length
+        self.work()
+        self.cache.length = length + 1  # a graph runs nothing on the host
 
 
 @contextmanager

@@ -205,7 +205,8 @@ class FusedTransformer(nn.Module):
         """Encode src_seq, integer (B, Ls), for `next_logits`: a cache of `rows` rows a sentence and room for so many
         tokens. ValueError where there are fewer positions than either."""
         _check_sequence("src_seq", src_seq)
-        self.decoder.position_enc.check(room)
+        if room > (n_position := self.decoder.position_enc.pos_table.size(1)):
+            raise ValueError(f"max_len={room} is more than the {n_position} positions of the decoder")
         if src_seq.size(1) == 0:
             enc_output = self.trg_word_prj.weight.new_zeros(len(src_seq), 0, self.d_model)
         elif self.pack_padding:

@@ -1,0 +1,320 @@
+"""The search itself: ties, limits, what is reported, what is drawn, and what a model that is not well gives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import plain_search
+import pytest
+import torch
+from recorded_graph import RecordedGraphs
+from test_generate import BOS, EOS, PAD, make_model, make_source
+from torch import Tensor, nn
+
+from fastattn import _cuda_graphs, generate, use_backend
+from fastattn.generate import search as search_module
+from fastattn.generate.beams import topk_of_sums
+from fastattn.models import Translator
+from fastattn.nn import DecoderCache
+
+LIMITS: dict[str, Any] = {"bos_idx": BOS, "eos_idx": EOS}
+
+
+class Bigrams(nn.Module):
+    """A model without a past: the logits depend on position and token. table: (positions, classes, classes)."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table
+
+    def start_decoding(self, source: Tensor, rows: int, room: int) -> DecoderCache:
+        return DecoderCache(len(source), rows, room, source.device)
+
+    def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+        cache.advance()
+        return self.table[cache.length - 1][tokens]
+
+    def log_probabilities(self, prefix: list[int]) -> list[float]:
+        return self.table[len(prefix) - 1][prefix[-1]].log_softmax(-1).tolist()
+
+
+def equal_choices(positions: int, classes: int) -> Tensor:
+    """Each token is followed by 1, 2 or 4 tokens of equal probability, and never by others: full of ties."""
+    table = torch.full((positions, classes, classes), -torch.inf)
+    for row in table.view(-1, classes):
+        row[torch.randperm(classes)[: 2 ** torch.randint(3, ()).item()]] = 0
+    return table
+
+
+@pytest.mark.parametrize("beam_size, n_best", [(1, 1), (2, 2), (5, 3), (16, 16)])
+@pytest.mark.parametrize("length_penalty", [0.0, 0.7])
+def test_ties(beam_size: int, n_best: int, length_penalty: float) -> None:
+    """Equal candidates: the better beam first, then the lower token. The beam is also wider than the vocabulary."""
+    for _ in range(20):
+        model = Bigrams(equal_choices(8, 7))
+        options = LIMITS | {"beam_size": beam_size, "max_len": 8, "length_penalty": length_penalty, "n_best": n_best}
+        (found,) = generate.beam_search(model, torch.zeros(1, 1), **options)
+        expected = plain_search.beam_search(model.log_probabilities, **options)
+        assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
+        torch.testing.assert_close([h.score for h in found], [score for _, score in expected])
+
+
+@pytest.mark.parametrize("classes", [3, 64, 65, 200, 1000])
+@pytest.mark.parametrize("k", [1, 8, 40])
+def test_topk_of_sums(classes: int, k: int) -> None:
+    b = torch.randint(-3, 9, (4, 5, classes)).float()  # many are equal
+    b[0, 2], b[1, :, 1:] = -torch.inf, -torch.inf
+    a = torch.tensor([0.0, -1.0, 2.0, 0.0, -torch.inf]).expand(4, 5)
+    best, place = topk_of_sums(a, b, k)
+    all_sums = (a[..., None] + b).flatten(1)
+    expected, order = all_sums.sort(dim=1, descending=True, stable=True)
+    expected, order = expected[:, :k], order[:, :k]
+    torch.testing.assert_close(best[:, : expected.shape[1]], expected, rtol=0, atol=0)
+    assert (best[:, expected.shape[1] :] == -torch.inf).all()
+    real = expected > -torch.inf
+    assert torch.equal(place[:, : expected.shape[1]][real], order[real])
+
+
+def test_sentences_that_are_done_leave_the_batch() -> None:
+    """A model that repeats the source's token t, t times, and then ends: the batch that it is asked about shrinks."""
+
+    class Repeating(Bigrams):
+        sizes: list[int] = []
+
+        def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+            self.sizes.append(len(tokens))
+            logits = super().next_logits(tokens, cache)
+            return nn.functional.one_hot(source, 12) * 9.0 if cache.length == 1 else logits
+
+    table = torch.eye(12).repeat(30, 1, 1)
+    for token in range(3, 12):
+        table[token:, token, EOS] = 9.0
+    source = torch.arange(3, 12)[:, None]
+    model = Repeating(table)
+    assert generate.greedy(model, source, max_len=25, **LIMITS) == [[token] * token for token in range(3, 12)]
+    assert model.sizes[0] == 9
+    assert model.sizes[-1] < 4
+    assert len(model.sizes) == 12
+
+
+def test_on_token() -> None:
+    model, src_seq, seen = make_model(), make_source(), [[] for _ in range(5)]
+
+    def on_token(step: int, sentences: list[int], tokens: list[list[int]]) -> None:
+        for sentence, (token,) in zip(sentences, tokens, strict=True):
+            assert len(seen[sentence]) == step - 1
+            seen[sentence].append(token)
+
+    found = generate.greedy(model, src_seq, max_len=15, on_token=on_token, **LIMITS)
+    assert [tokens[:-1] if tokens[-1] == EOS else tokens for tokens in seen] == found
+    steps: list[tuple[int, list[int], int]] = []
+    generate.beam_search(
+        model, src_seq, beam_size=3, max_len=15, on_token=lambda n, s, t: steps.append((n, s, len(t[0]))), **LIMITS
+    )
+    assert steps[0] == (1, [0, 1, 2, 3, 4], 3)
+
+
+def test_every_module_returns_to_its_mode() -> None:
+    model = make_model().train()
+    model.encoder.dropout.eval()
+    generate.greedy(model, make_source(), max_len=3, **LIMITS)
+    assert not model.encoder.dropout.training
+    assert model.encoder.layer_stack[0].slf_attn.dropout.training
+
+
+@pytest.mark.parametrize(
+    "options, share",
+    [
+        ({}, [0.1, 0.2, 0.3, 0.4]),
+        ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.65}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 1e-6}, [0, 0, 0, 1]),
+        ({"top_k": 3, "top_p": 0.8}, [0, 2 / 9, 3 / 9, 4 / 9]),
+    ],
+    ids=str,
+)
+def test_sample_draws_by_probability(options: dict[str, Any], share: list[float]) -> None:
+    n, ends = 20000, 99
+    model = Bigrams(torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(1, 1, 4))
+    found = generate.sample(model, torch.zeros(n, 1), max_len=1, bos_idx=0, eos_idx=ends, **options)
+    drawn = torch.tensor(found)[:, 0].bincount(minlength=4) / n
+    assert (drawn[[p == 0 for p in share]] == 0).all()
+    torch.testing.assert_close(drawn, torch.tensor(share).float(), rtol=0, atol=4 * 0.5 / n**0.5)
+
+
+def test_sample_is_repeatable() -> None:
+    model, src_seq = make_model(), make_source()
+
+    def draw(seed: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return generate.sample(model, src_seq, max_len=15, generator=generator, temperature=2.0, top_p=0.9, **LIMITS)
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_source_without_tokens() -> None:
+    """As a source of padding alone: attention to nothing is 0."""
+    model = make_model()
+    empty, padding = torch.zeros(2, 0, dtype=torch.long), torch.full((2, 3), PAD)
+    assert generate.greedy(model, empty, max_len=9, **LIMITS) == generate.greedy(model, padding, max_len=9, **LIMITS)
+    beams = [generate.beam_search(model, s, beam_size=3, max_len=9, **LIMITS)[0] for s in (empty, padding)]
+    assert [h.tokens for h in beams[0]] == [h.tokens for h in beams[1]]
+
+
+def test_no_sentence() -> None:
+    nothing = torch.zeros(0, 4, dtype=torch.long)
+    assert generate.greedy(make_model(), nothing, max_len=3, **LIMITS) == []
+    assert generate.beam_search(make_model(), nothing, beam_size=2, max_len=3, **LIMITS) == []
+
+
+def test_one_token() -> None:
+    model, src_seq = make_model(), make_source()
+    for i, tokens in enumerate(generate.greedy(model, src_seq, max_len=1, **LIMITS)):
+        assert tokens == plain_search.greedy(plain_search.of_model(model, src_seq[i : i + 1]), 1, BOS, EOS)
+    options = LIMITS | {"beam_size": 4, "max_len": 1, "n_best": 4, "length_penalty": 0.7}
+    for i, found in enumerate(generate.beam_search(model, src_seq, **options)):
+        expected = plain_search.beam_search(plain_search.of_model(model, src_seq[i : i + 1]), **options)
+        assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
+    assert all(len(found) == 2 for found in Translator(model, 2, 2, PAD, PAD, BOS, EOS).translate(src_seq))
+
+
+def test_beam_wider_than_the_vocabulary() -> None:
+    model, src_seq = make_model(vocabulary=5), make_source(vocabulary=5)
+    options = LIMITS | {"beam_size": 13, "max_len": 4, "n_best": 13, "length_penalty": 0.7}
+    for i, found in enumerate(generate.beam_search(model, src_seq, **options)):
+        expected = plain_search.beam_search(plain_search.of_model(model, src_seq[i : i + 1]), **options)
+        assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
+
+
+def _greedy(model: nn.Module, src_seq: Any, **options: Any) -> Any:
+    return generate.greedy(model, src_seq, **LIMITS | {"max_len": 5} | options)
+
+
+def _beams(model: nn.Module, src_seq: Any, **options: Any) -> Any:
+    return generate.beam_search(model, src_seq, **LIMITS | {"max_len": 5, "beam_size": 2} | options)
+
+
+def _sample(model: nn.Module, src_seq: Any, **options: Any) -> Any:
+    return generate.sample(model, src_seq, **LIMITS | {"max_len": 5} | options)
+
+
+@pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
+def test_nan_is_an_error(decode: Any) -> None:
+    model = make_model()
+    nn.init.constant_(model.decoder.layer_stack[1].pos_ffn.w_1.weight, math.nan)
+    with pytest.raises(ValueError, match="the model gave NaN within 1 tokens"):
+        decode(model, make_source())
+
+
+@pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
+def test_bad_sources(decode: Any) -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="src_seq must be a Tensor"):
+        decode(model, [[3, 4]])
+    with pytest.raises(ValueError, match=r"src_seq has shape \(4,\), expected \(B, L\)"):
+        decode(model, torch.zeros(4, dtype=torch.long))
+    with pytest.raises(TypeError, match="src_seq has dtype"):
+        decode(model, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="src_seq has the value 11"):
+        decode(model, torch.full((2, 3), 11))
+    with pytest.raises(ValueError, match="a sequence of 41 tokens is longer than the 40 positions"):
+        decode(model, torch.full((2, 41), 3))
+    with pytest.raises(ValueError, match="max_len=41 is more than the 40 positions"):
+        decode(model, make_source(), max_len=41)
+    with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
+        decode(model, make_source(), max_len=0)
+    with pytest.raises(TypeError, match="max_len must be an integer, got float"):
+        decode(model, make_source(), max_len=3.0)
+
+
+@pytest.mark.parametrize(
+    "decode, message, options",
+    [
+        (_beams, "beam_size must be at least 1", {"beam_size": 0}),
+        (_beams, "n_best must be at most beam_size = 2, got 3", {"n_best": 3}),
+        (_beams, "length_penalty must be finite", {"length_penalty": math.inf}),
+        (_sample, "temperature must be positive", {"temperature": 0.0}),
+        (_sample, "top_p must be above 0", {"top_p": 0.0}),
+        (_sample, "top_k must be at least 1", {"top_k": 0}),
+    ],
+)
+def test_bad_options(decode: Any, message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(make_model(), make_source(), **options)
+
+
+def test_bad_translators() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="src_pad_idx is 1, and the model's 0"):
+        Translator(model, 2, 9, 1, PAD, BOS, EOS)
+    with pytest.raises(ValueError, match="max_seq_len must be at least 2"):
+        Translator(model, 2, 1, PAD, PAD, BOS, EOS)
+    with pytest.raises(ValueError, match="src_seq holds 5 sentences, expected 1"):
+        Translator(model, 2, 9, PAD, PAD, BOS, EOS).translate_sentence(make_source())
+
+
+def test_bad_steps() -> None:
+    model, tokens = make_model(), torch.full((5, 1), BOS)
+    with torch.no_grad():
+        cache = model.start_decoding(make_source(), 1, 2)
+        with pytest.raises(ValueError, match=r"tokens has shape \(5, 2\), expected \(B, W\) = \(5, 1\)"):
+            model.decoder.step(tokens.expand(-1, 2), cache)
+        model.train()
+        with pytest.raises(ValueError, match="call eval"):
+            model.decoder.step(tokens, cache)
+        model.eval()
+        for _ in range(2):
+            model.decoder.step(tokens, cache)
+        with pytest.raises(ValueError, match="it has room for 2 tokens"):
+            model.decoder.step(tokens, cache)
+
+
+class OnDevice(nn.Module):
+    """The model with a cache that reads nothing on the host, as a GPU's does not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.next_logits = model, model.next_logits
+
+    def start_decoding(self, *arguments: Any) -> DecoderCache:
+        cache = self.model.start_decoding(*arguments)
+        cache.on_device = True
+        return cache
+
+
+def _decode(way: str, model: nn.Module, src_seq: Tensor) -> Any:
+    if way == "sample":
+        generator = torch.Generator(src_seq.device)
+        return _sample(model, src_seq, max_len=20, generator=generator, top_k=1)  # what it draws depends on the batch
+    return _greedy(model, src_seq, max_len=20) if way == "greedy" else _beams(model, src_seq, max_len=20, n_best=2)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "sample"])
+def test_as_a_graph(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is captured once for each size of the batch, waits for nothing, and finds what plain steps find."""
+    on_a_gpu, captured = torch.cuda.is_available(), []
+    if not on_a_gpu:
+        monkeypatch.setattr(search_module, "CudaGraphs", RecordedGraphs)
+    graphs = search_module.CudaGraphs
+    capture = graphs.captured
+
+    def count(self: Any, *arguments: Any) -> Any:
+        captured.append(1)
+        return capture(self, *arguments)
+
+    monkeypatch.setattr(graphs, "captured", count)
+    device = torch.device("cuda" if on_a_gpu else "cpu")
+    model, src_seq = make_model().to(device), make_source().to(device)
+    with use_backend(None if on_a_gpu else "reference"):
+        found = _decode(way, model if on_a_gpu else OnDevice(model), src_seq)
+        with monkeypatch.context() as patch:
+            patch.setattr(_cuda_graphs, "WARM_UP", 99)
+            plainly = _decode(way, model, src_seq)
+    assert captured
+    if way == "beams":
+        assert [[h.tokens for h in hs] for hs in found] == [[h.tokens for h in hs] for hs in plainly]
+    else:
+        assert found == plainly
