@@ -1,0 +1,83 @@
+"""Decoder.step against the decoder's forward, position by position, by the rule for error."""
+
+import pytest
+import torch
+from model_checks import DEVICE, PAD_SRC, VOCAB, fused
+
+from fastattn import AttentionMask, use_backend
+from fastattn.error_rule import judge
+
+VARIANTS = {
+    "public": {},
+    "packed": dict(pack_padding=True, scale_emb_or_prj="emb"),
+    "beyond": dict(norm_first=True, n_head_kv=2, activation="swiglu"),
+}
+
+
+@torch.no_grad()
+def forward(model, src, trg):
+    """Logits (B, Lt, VOCAB) of the whole target under a causal mask."""
+    mask = model.src_mask(src)
+    decoded, *_ = model.decoder(trg, AttentionMask(is_causal=True), model.encoder(src, mask)[0], mask)
+    return model.project(decoded)
+
+
+@torch.no_grad()
+def step_by_step(model, src, trg, on_device=False):
+    cache = model.start_decoding(src, 1, trg.shape[1])
+    cache.on_device |= on_device
+    return torch.cat([model.next_logits(trg[:, t : t + 1], cache) for t in range(trg.shape[1])], 1)
+
+
+@pytest.fixture
+def sentences():
+    """(4, 11) and (4, 20): padding behind, around and between the words; one source is all padding."""
+    generator = torch.Generator().manual_seed(5)
+    src = torch.randint(3, VOCAB, (4, 11), generator=generator)
+    src[1, 7:], src[2, :3], src[2, 5], src[3] = PAD_SRC, PAD_SRC, PAD_SRC, PAD_SRC
+    return src.to(DEVICE), torch.randint(3, VOCAB, (4, 20), generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["reference", "aten", "triton", "cuda"])
+def test_a_step_is_as_exact_as_forward(backend, dtype, variant, sentences, request):
+    if backend in ("triton", "cuda"):
+        request.getfixturevalue(backend)
+    model = fused(**VARIANTS[variant]).eval()
+    with use_backend("reference"):
+        truth = forward(model.double(), *sentences)
+        low = forward(model.to(dtype), *sentences)
+    with use_backend(backend):
+        actual = step_by_step(model, *sentences, on_device=backend in ("triton", "cuda"))
+    judgement = judge(actual, truth, low, torch.zeros_like(truth))
+    assert judgement.ok, judgement
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@torch.no_grad()
+def test_rows_have_the_logits_of_their_histories(on_device, sentences):
+    """Rows are chosen anew after every step, and sentences leave after the fifth."""
+    src, model, generator = sentences[0], fused().eval(), torch.Generator().manual_seed(2)
+
+    def draw(high):
+        return torch.randint(high, (len(src), 3), generator=generator).to(DEVICE)
+
+    with use_backend("reference" if on_device else None):
+        cache = model.start_decoding(src, 3, 8)
+        cache.on_device |= on_device
+        histories = torch.zeros(4, 3, 0, dtype=torch.long, device=DEVICE)
+        for step in range(1, 9):
+            tokens = draw(VOCAB)
+            histories = torch.cat([histories, tokens[..., None]], 2)
+            logits = model.next_logits(tokens, cache)
+            for row in range(3):
+                expected = forward(model, src, histories[:, row])[:, -1]
+                torch.testing.assert_close(logits[:, row], expected, rtol=1e-4, atol=1e-5)
+            parents = draw(3)
+            cache.reorder(parents)
+            histories = histories.gather(1, parents[..., None].expand_as(histories))
+            if step == 5:
+                left = torch.tensor([3, 1], device=DEVICE)
+                cache.select(left)
+                src, histories = src[left], histories[left]
