@@ -101,6 +101,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield add_layer_norm("residual, with sum", return_sum=True)
     yield add_layer_norm("no residual", residual=False)
     yield add_layer_norm("residual, dropout, x_bias", x_bias=True, dropout_p=0.2)
+    yield add_layer_norm("eps on std", eps_on_std=True)
 
     def add_rms_norm(case: str, **options: Any) -> Problem:
         tensors = {"x": randn(2, rows, width), "residual": randn(2, rows, width), "weight": 1 + 0.1 * randn(width)}
@@ -220,7 +221,10 @@ def _add_layer_norm_terms(
     x, residual, dout, *dz = (_matrix(t) for t in (tensors["x"], tensors.get("residual"), *douts))
     parameters = (tensors.get(name) for name in ("weight", "bias", "x_bias"))
     multiplier = _dropout_multiplier(options, x.device, *x.shape)
-    terms = error_rule.add_layer_norm_terms(x, residual, *parameters, dout, *(dz or [None]), multiplier, 1e-6)
+    eps_on_std = options.get("eps_on_std", False)
+    terms = error_rule.add_layer_norm_terms(
+        x, residual, *parameters, dout, *(dz or [None]), multiplier, 1e-6, eps_on_std
+    )
     names = {"out": "out", "out[1]": "z"} | {f"grad of {name}": f"d{name}" for name in tensors}
     return _renamed(terms, names)
 

@@ -204,6 +204,7 @@ def add_layer_norm_terms(
     dz: Tensor | None,
     multiplier: Tensor,
     eps: float,
+    eps_on_std: bool = False,
 ) -> dict[str, Tensor]:
     """T of out, z, dx, dresidual, dweight, and of dbias and dx_bias where there are such, float64.
 
@@ -220,7 +221,8 @@ def add_layer_norm_terms(
     adds rows one after the other in the dtype of weight, which rounds each running sum: Running(t, size) is the Size of
     the sums of the first k rows of t, for every k, plus that of the terms in these sums. In RMSNorm the terms of both
     subtracted means are missing. Where weight or x_bias is float32 and x is not, z is still rounded to x's dtype:
-    T_dweight and T_dx_bias are then in float32's units, see `_in_units_of`.
+    T_dweight and T_dx_bias are then in float32's units, see `_in_units_of`. With eps_on_std rstd is 1 / (std + eps),
+    and m and mean_size(g T_n) are multiplied by the ratio (std + eps) / std * hidden / (hidden - 1), 0 where std is 0.
     """
     in_units_of = partial(_in_units_of, rounded_to=x.dtype)
     weight_dtype = weight.dtype
@@ -234,16 +236,22 @@ def add_layer_norm_terms(
     z_size = _size(*z_terms, z)
     is_rms = bias is None
     centred = z if is_rms else z - z.mean(-1, keepdim=True)
-    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    ratio = 1.0
+    if eps_on_std:
+        std, hidden = z.std(-1, keepdim=True), z.shape[-1]
+        rstd = 1 / (std + eps)
+        ratio = ((std + eps) / std * hidden / (hidden - 1)).where(std > 0, 0)
+    else:
+        rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     n = centred * rstd
     n_terms = [n, rstd * z_size]
     if not is_rms:
         n_terms.append(rstd * _mean_size(z_size))
     n_size = _size(*n_terms)
     g = dout * weight
-    gn_mean, g_mean = (g * n).mean(-1, keepdim=True), 0 if is_rms else g.mean(-1, keepdim=True)
+    gn_mean, g_mean = ratio * (g * n).mean(-1, keepdim=True), 0 if is_rms else g.mean(-1, keepdim=True)
     dresidual = rstd * (g - g_mean - n * gn_mean)
-    dresidual_terms = [rstd * g, rstd * gn_mean * n_size, rstd * n * _mean_size(g * n_size)]
+    dresidual_terms = [rstd * g, rstd * gn_mean * n_size, rstd * n * ratio * _mean_size(g * n_size)]
     if not is_rms:
         dresidual_terms += [rstd * g_mean, rstd * _mean_size(g)]
     if dz is not None:

@@ -20,10 +20,13 @@ def why_not(
     bias: Tensor | None,
     dropout_p: float,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
 ) -> str | None:
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
+    if eps_on_std:
+        return "the kernels do not serve eps_on_std yet"
     if x.dtype not in DTYPES:
         return f"the CUDA layer norm takes float32, bfloat16 and float16, got {x.dtype}"
     other = weight.dtype if bias is None else bias.dtype
@@ -48,6 +51,7 @@ def add_layer_norm_fwd(
     dropout_p: float,
     rng_state: Tensor | None,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,); without bias RMSNorm.
 
@@ -78,6 +82,7 @@ def add_layer_norm_bwd(
     rng_state: Tensor | None,
     has_residual: bool,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
 

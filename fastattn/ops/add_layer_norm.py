@@ -16,7 +16,7 @@ from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
 from fastattn.reference.philox import draw_rng_state
 
-Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
+Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None, bool]
 
 
 def _query(
@@ -28,11 +28,15 @@ def _query(
     dropout_p: float = 0.0,
     *,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
     **options: Any,
 ) -> tuple[torch.device, Call]:
     """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
     arguments.check_float("bias", bias)
-    return _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias)
+    device, call = _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias, eps_on_std)
+    if eps_on_std and x.shape[-1] == 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
+    return device, call
 
 
 def _rms_query(
@@ -55,6 +59,7 @@ def _checked(
     eps: float,
     dropout_p: float,
     x_bias: Tensor | None,
+    eps_on_std: bool = False,
 ) -> tuple[torch.device, Call]:
     arguments.check_float("x", x)
     dtype = arguments.autocast_dtype(x.device)
@@ -89,7 +94,7 @@ def _checked(
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     arguments.check_dropout(dropout_p)
-    return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
+    return x.device, (x, residual, weight, bias, float(dropout_p), x_bias, eps_on_std)
 
 
 @_dispatch.register("add_layer_norm", _query)
@@ -103,6 +108,7 @@ def dropout_add_layer_norm(
     *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = layer_norm(residual + dropout(x + x_bias)) * weight + bias, in one pass over the data each way.
@@ -115,14 +121,16 @@ def dropout_add_layer_norm(
     return_sum: also return z = residual + dropout(x + x_bias), which a pre-norm model carries on; differentiable.
     x_bias (hidden,): float32 or x's dtype, whatever weight's is; or None. The bias of the linear layer that made x and
         left it out: kernels add it, and sum its gradient over the rows, without a pass over the data of its own.
+    eps_on_std: eps is added to the standard deviation with Bessel's correction, as in "The Annotated Transformer":
+        out = weight * (z - mean) / (std + eps) + bias, std = sqrt(sum((z - mean)^2) / (hidden - 1)), hidden >= 2.
     backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
 
     Returns out, or (out, z), shaped and typed as x. Sums and statistics run in float32, of z before it is rounded.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
     """
-    device, call = _query(x, residual, weight, bias, eps, dropout_p, x_bias=x_bias)
-    return _serve("add_layer_norm", device, call, eps, return_sum, backend)
+    device, call = _query(x, residual, weight, bias, eps, dropout_p, x_bias=x_bias, eps_on_std=eps_on_std)
+    return _serve("add_layer_norm", device, call, eps, eps_on_std, return_sum, backend)
 
 
 @_dispatch.register("add_rms_norm", _rms_query, served_by="add_layer_norm")
@@ -143,23 +151,29 @@ def dropout_add_rms_norm(
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
     device, call = _rms_query(x, residual, weight, eps, dropout_p, x_bias=x_bias)
-    return _serve("add_rms_norm", device, call, eps, return_sum, backend)
+    return _serve("add_rms_norm", device, call, eps, False, return_sum, backend)
 
 
 def _serve(
-    op_name: str, device: torch.device, call: Call, eps: float, return_sum: bool, backend: str | None
+    op_name: str,
+    device: torch.device,
+    call: Call,
+    eps: float,
+    eps_on_std: bool,
+    return_sum: bool,
+    backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     name, module = _dispatch.choose(op_name, device, call, backend)
-    x, residual, weight, bias, dropout_p, x_bias = call
+    x, residual, weight, bias, dropout_p, x_bias, _ = call
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
     with arguments.no_autocast(device):
         if hasattr(module, "add_layer_norm"):
-            out, z = module.add_layer_norm(x, residual, weight, bias, *options, x_bias)
+            out, z = module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
         else:
             rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
             bias, x_bias = (None if t is None else t.contiguous() for t in (bias, x_bias))
-            out, z = _AddLayerNorm.call(*rows, weight.contiguous(), bias, x_bias, *options, name)
+            out, z = _AddLayerNorm.call(*rows, weight.contiguous(), bias, x_bias, *options, eps_on_std, name)
             out, z = out.view(x.shape), z.view(x.shape)
     return (out, z) if return_sum else out
 
@@ -179,23 +193,25 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         eps: float,
         dropout_p: float,
         rng_state: Tensor | None,
+        eps_on_std: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         module = _dispatch.load_backend("add_layer_norm", backend)
-        return module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias)
+        return module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias, eps_on_std)
 
     @staticmethod
     def forward_fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tickets = _dispatch.load_backend("add_layer_norm", options[-1]).TICKETS
-        statistics = x.new_empty(2 * x.shape[0] + tickets, dtype=torch.float32)
+        *_, eps_on_std, backend = options
+        tickets = _dispatch.load_backend("add_layer_norm", backend).TICKETS
+        statistics = x.new_empty((3 if eps_on_std else 2) * x.shape[0] + tickets, dtype=torch.float32)
         return torch.empty_like(x), torch.empty_like(x), statistics
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        _, residual, weight, bias, x_bias, _, dropout_p, rng_state, backend = inputs
+        _, residual, weight, bias, x_bias, _, dropout_p, rng_state, eps_on_std, backend = inputs
         _, z, statistics = outputs
         ctx.save_for_backward(z, weight, bias, x_bias, statistics, rng_state)
-        ctx.options = (dropout_p, residual is not None, backend)
+        ctx.options = (dropout_p, residual is not None, eps_on_std, backend)
 
     @staticmethod
     def backward(
@@ -217,10 +233,11 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         rng_state: Tensor | None,
         dropout_p: float,
         has_residual: bool,
+        eps_on_std: bool,
         backend: str,
     ) -> tuple[Tensor | None, ...]:
         module = _dispatch.load_backend("add_layer_norm", backend)
-        options = (dropout_p, rng_state, has_residual, x_bias)
+        options = (dropout_p, rng_state, has_residual, x_bias, eps_on_std)
         return module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
 
     @staticmethod
@@ -233,6 +250,6 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         x_bias: Tensor | None,
         *options: Any,
     ) -> tuple[Tensor | None, ...]:
-        has_residual = options[-2]
+        has_residual = options[-3]
         sums = (None if t is None else torch.empty_like(t) for t in (weight, bias, x_bias))
         return torch.empty_like(z), torch.empty_like(z) if has_residual else None, *sums

@@ -2,6 +2,8 @@
 
 z = residual + dropout(x + x_bias);  out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias
 without bias, RMSNorm:      out = z / sqrt(mean(z^2) + eps) * weight
+with eps_on_std:            out = (z - mean(z)) / (std(z) + eps) * weight + bias
+                            std(z) = sqrt(sum((z - mean(z))^2) / (hidden - 1)).   Source: "The Annotated Transformer"
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ def why_not(
     bias: Tensor | None,
     dropout_p: float,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
 ) -> str | None:
     """The formula serves everything."""
     return None
@@ -33,6 +36,7 @@ def add_layer_norm(
     dropout_p: float,
     rng_state: Tensor | None,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x, residual (..., hidden), weight, bias, x_bias (hidden,) -> out and z, both (..., hidden) in x's dtype.
 
@@ -44,8 +48,11 @@ def add_layer_norm(
     if residual is not None:
         z = residual.to(acc) + z
     centred = z if bias is None else z - z.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True)
-    out = centred * torch.rsqrt(variance + eps) * weight.to(acc)
+    if eps_on_std:
+        rstd = 1 / (z.std(-1, correction=1, keepdim=True) + eps)  # where std is 0, PyTorch gives it the gradient 0
+    else:
+        rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    out = centred * rstd * weight.to(acc)
     if bias is not None:
         out = out + bias.to(acc)
     return out.to(x.dtype), z.to(x.dtype)

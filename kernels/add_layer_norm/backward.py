@@ -111,6 +111,7 @@ def add_layer_norm_bwd(
     rng_state: Tensor | None,
     has_residual: bool,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm) and
     dx_bias (None without x_bias).

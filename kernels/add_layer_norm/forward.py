@@ -56,6 +56,7 @@ def add_layer_norm_fwd(
     dropout_p: float,
     rng_state: Tensor | None,
     x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,), any float dtype; without bias RMSNorm.
 

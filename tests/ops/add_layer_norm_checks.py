@@ -3,8 +3,8 @@
     plain(problem)   the formula in plain PyTorch: in float64 the truth, in the tested dtype what is allowed.
     check(problem, backend)   runs a backend, judges every result; AssertionError names the one that is off.
 
-A backend is called as (x, residual, weight, bias, eps, dropout_p, x_bias=) -> (out, z). A problem without bias is
-RMSNorm's.
+A backend is called as (x, residual, weight, bias, eps, dropout_p, x_bias=) -> (out, z), in problems that have it also
+with eps_on_std=True. A problem without bias is RMSNorm's.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Problem:
     dropout_p: float
     seed: int = 5
     x_bias: Tensor | None = None
+    eps_on_std: bool = False
 
     def but(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -68,10 +69,12 @@ def make(
     has_residual: bool = True,
     has_x_bias: bool = False,
     rms: bool = False,
+    eps_on_std: bool = False,
     dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     mean: float = 0.0,
+    std: float = 1.0,
 ) -> Problem:
     """Random inputs. The residual is not as large as x, and the gradients differ, so that every mix-up shows."""
     g = torch.Generator().manual_seed(rows * 1000 + hidden)
@@ -81,14 +84,15 @@ def make(
 
     shape, weight_dtype = (rows, hidden), weight_dtype or dtype
     return Problem(
-        x=randn(*shape, shift=mean),
-        residual=randn(*shape, scale=0.7) if has_residual else None,
+        x=randn(*shape, scale=std, shift=mean),
+        residual=randn(*shape, scale=0.7 * std) if has_residual else None,
         weight=randn(hidden, dtype=weight_dtype, scale=0.3, shift=1.0),
         bias=None if rms else randn(hidden, dtype=weight_dtype),
         dout=randn(*shape),
         dz=randn(*shape, scale=0.5),
         dropout_p=dropout_p,
-        x_bias=randn(hidden, scale=0.6, shift=0.3) if has_x_bias else None,
+        x_bias=randn(hidden, scale=0.6 * std, shift=0.3) if has_x_bias else None,
+        eps_on_std=eps_on_std,
     )
 
 
@@ -108,7 +112,8 @@ def solve(p: Problem, backend: Backend, needs: str = "xrwbi") -> Results:
         None if t is None else t.detach().requires_grad_(n in needs) for t, n in tensors
     ]
     torch.manual_seed(p.seed)
-    out, z = backend(x, residual, weight, bias, EPS, p.dropout_p, x_bias=x_bias)
+    variant = {"eps_on_std": True} if p.eps_on_std else {}
+    out, z = backend(x, residual, weight, bias, EPS, p.dropout_p, x_bias=x_bias, **variant)
     losses = [(t, dt) for t, dt in ((out, p.dout), (z, p.dz)) if t.requires_grad]
     torch.autograd.backward(*zip(*losses, strict=True))
     grads = (None if t is None else t.grad for t in leaves)
@@ -118,10 +123,13 @@ def solve(p: Problem, backend: Backend, needs: str = "xrwbi") -> Results:
 def plain(p: Problem) -> Results:
     """As a person writes it in PyTorch, in x's dtype throughout."""
 
-    def formula(x, residual, weight, bias, eps, dropout_p, x_bias):
+    def formula(x, residual, weight, bias, eps, dropout_p, x_bias, eps_on_std=False):
         z = x if x_bias is None else x + x_bias.to(x.dtype)
         z = z * multiplier(p).to(x.dtype)
         z = z if residual is None else residual + z
+        if eps_on_std:
+            centred = z - z.mean(-1, keepdim=True)
+            return weight.to(x.dtype) * centred / (z.std(-1, keepdim=True) + eps) + bias.to(x.dtype), z
         if bias is None:
             return F.rms_norm(z, z.shape[-1:], weight.to(x.dtype), eps), z
         return F.layer_norm(z, z.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps), z
@@ -132,7 +140,7 @@ def plain(p: Problem) -> Results:
 def check(p: Problem, backend: Backend) -> Results:
     got, low, truth = solve(p, backend), plain(p), plain(p.double())
     tensors = (p.x, p.residual, p.weight, p.bias, p.x_bias, p.dout, p.dz)
-    terms = add_layer_norm_terms(*tensors, multiplier(p), EPS)
+    terms = add_layer_norm_terms(*tensors, multiplier(p), EPS, p.eps_on_std)
     for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
         if true is not None:
             assert_close_as_torch(actual, true, rough.to(actual.dtype), terms[name], name)
@@ -147,12 +155,13 @@ def public(
     bias: Tensor | None,
     *options: float,
     x_bias: Tensor | None = None,
+    **variant: bool,
 ) -> Any:
     """The public function that has these arguments."""
     more = {"return_sum": True, "x_bias": x_bias, "backend": backend}
     if bias is None:
         return dropout_add_rms_norm(x, residual, weight, *options, **more)
-    return dropout_add_layer_norm(x, residual, weight, bias, *options, **more)
+    return dropout_add_layer_norm(x, residual, weight, bias, *options, **more, **variant)
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:

@@ -20,7 +20,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Several blocks, a ragged last one, several turns of a persistent one; narrow rows that share a warp; rows wider than a
 # warp's; one row; odd rows wider than 8192, from where on backwards read their rows twice. Mean 1000, variance 1:
-# E[z^2] - mean^2 would keep two or three digits of float32's seven.
+# E[z^2] - mean^2 would keep two or three digits of float32's seven. A standard deviation a hundredth of eps: made of
+# 1 / (std + eps) alone, it would lose two digits.
 EVERYDAY: list[dict[str, Any]] = [
     {"rows": 37, "hidden": 48, "dropout_p": 0.3, "has_x_bias": True},
     {"rows": 37, "hidden": 48, "dropout_p": 0.3, "has_x_bias": True, "rms": True, "mean": 0.5},
@@ -29,6 +30,8 @@ EVERYDAY: list[dict[str, Any]] = [
     {"rows": 9, "hidden": 520, "mean": 1e3},
     {"rows": 37, "hidden": 72, "dropout_p": 0.3, "has_x_bias": True, "dtype": BF16},
     {"rows": 37, "hidden": 72, "has_x_bias": True, "dtype": FP16, "weight_dtype": FP32},
+    {"rows": 37, "hidden": 48, "dropout_p": 0.3, "has_x_bias": True, "eps_on_std": True},
+    {"rows": 9, "hidden": 520, "has_residual": False, "eps_on_std": True, "std": 1e-8},
 ]
 FULL: list[dict[str, Any]] = [
     {"rows": rows, "hidden": hidden, "dropout_p": p, "has_residual": residual, "has_x_bias": x_bias, "rms": rms}
@@ -48,6 +51,11 @@ FULL += [
     {"rows": 2, "hidden": 8201, "dropout_p": 0.3, "has_x_bias": True},
     {"rows": 2, "hidden": 16384, "dropout_p": 0.3, "has_x_bias": True, "rms": True, "dtype": BF16},
 ]
+FULL += [
+    {"rows": rows, "hidden": hidden, "dropout_p": p, "has_x_bias": True, "eps_on_std": True, "dtype": dtype}
+    for rows, hidden in ((300, 2), (13, 513), (2, 8201), (2, 16384))
+    for p, dtype in ((0.3, FP32), (0.0, BF16), (0.3, FP16))
+]
 
 
 @pytest.mark.parametrize("case", [*EVERYDAY, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
@@ -60,12 +68,13 @@ def test_against_float64(backend: str, case: dict[str, Any], device: torch.devic
         assert check(p.but(x_bias=p.x_bias.float()), backend_call(backend, device)).dx_bias.dtype == FP32
 
 
-@pytest.mark.parametrize("rms, has_residual, dropout_p", [(False, True, 0.3), (False, False, 0.0), (True, True, 0.3)])
+@pytest.mark.parametrize("variant", [{}, {"rms": True}, {"eps_on_std": True}], ids=str)
+@pytest.mark.parametrize("has_residual, dropout_p", [(True, 0.3), (False, 0.0)])
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 def test_float64_and_gradcheck(
-    backend: str, rms: bool, has_residual: bool, dropout_p: float, device: torch.device
+    backend: str, variant: dict[str, bool], has_residual: bool, dropout_p: float, device: torch.device
 ) -> None:
-    p = make(3, 5, dropout_p, has_residual=has_residual, has_x_bias=True, rms=rms, dtype=torch.float64, device=device)
+    p = make(3, 5, dropout_p, has_residual=has_residual, has_x_bias=True, **variant, dtype=torch.float64, device=device)
     call = backend_call(backend, device)
     for name, actual, truth in zip(Results._fields, solve(p, call), plain(p), strict=True):
         if truth is not None:
@@ -76,7 +85,8 @@ def test_float64_and_gradcheck(
     def with_one_draw(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         torch.manual_seed(p.seed)
         t = dict.fromkeys(tensors) | dict(zip(given, inputs, strict=True))
-        return call(t["x"], t["residual"], t["weight"], t["bias"], EPS, dropout_p, x_bias=t["x_bias"])
+        inputs = (t["x"], t["residual"], t["weight"], t["bias"], EPS, dropout_p)
+        return call(*inputs, x_bias=t["x_bias"], **(variant if p.eps_on_std else {}))
 
     assert torch.autograd.gradcheck(with_one_draw, list(given.values()))
 
@@ -233,6 +243,25 @@ def test_rms_norm(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_eps_on_std(backend: str, device: torch.device) -> None:
+    """eps counts beside the standard deviation; a row of equal elements gives the bias, and its gradient is
+    (g - mean(g)) / eps, not NaN; a single element has no standard deviation."""
+    p, call = make(12, 40, eps_on_std=True, device=device), backend_call(backend, device)
+    x = p.x.clone()
+    x[3] = 2.5
+    x.requires_grad_()
+    out, _ = call(x, None, p.weight, p.bias, 0.5, 0.0, eps_on_std=True)
+    expected = p.weight * (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 0.5) + p.bias
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(out[3], p.bias)
+    (dx,) = torch.autograd.grad(out, x, p.dout)
+    g = p.dout[3] * p.weight
+    torch.testing.assert_close(dx[3], (g - g.mean()) / 0.5)
+    with pytest.raises(ValueError, match="x has shape.*eps_on_std.*hidden must be at least 2"):
+        call(x[:, :1], None, p.weight[:1], p.bias[:1], EPS, 0.0, eps_on_std=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_without_the_sum(backend: str, device: torch.device) -> None:
     p, call = make(6, 40, device=device), backend_call(backend, device)
     out = dropout_add_layer_norm(p.x, p.residual, p.weight, p.bias, backend=backend)
@@ -253,15 +282,20 @@ def test_autocast(backend: str, device: torch.device) -> None:
         assert torch.equal(a, b.to(a.dtype)), name
 
 
-@pytest.mark.parametrize("rms, has_residual, dropout_p", [(False, True, 0.3), (True, False, 0.0)])
+@pytest.mark.parametrize(
+    "variant, has_residual, dropout_p",
+    [({}, True, 0.3), ({"rms": True}, False, 0.0), ({"eps_on_std": True}, True, 0.0)],
+)
 @pytest.mark.parametrize("backend", KERNELS)
-def test_library_operators(backend: str, rms: bool, has_residual: bool, dropout_p: float, device: torch.device) -> None:
+def test_library_operators(
+    backend: str, variant: dict[str, bool], has_residual: bool, dropout_p: float, device: torch.device
+) -> None:
     backend_call(backend, device)
-    p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=not has_residual, rms=rms, device=device)
+    p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=not has_residual, **variant, device=device)
     rng_state = philox.draw_rng_state(device) if dropout_p else None
     inputs = [None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias, p.x_bias)]
     operator = importlib.import_module("fastattn.ops.add_layer_norm")._AddLayerNorm._traced
-    torch.library.opcheck(operator, (*inputs, EPS, dropout_p, rng_state, backend))
+    torch.library.opcheck(operator, (*inputs, EPS, dropout_p, rng_state, p.eps_on_std, backend))
 
 
 def test_triton_refusals(device: torch.device) -> None:
