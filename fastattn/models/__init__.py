@@ -1,7 +1,8 @@
 """Whole models over fastattn.nn."""
 
 from fastattn.generate import Translator
+from fastattn.models.captioner import ABDTransformer, src_trg_mask
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.models.transformer import FusedTransformer
 
-__all__ = ["Decoder", "Encoder", "FusedTransformer", "Translator"]
+__all__ = ["ABDTransformer", "Decoder", "Encoder", "FusedTransformer", "Translator", "src_trg_mask"]

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from numbers import Integral
 
-import torch
 from torch import Tensor, nn
 
 from fastattn import _dispatch
 from fastattn.masks import AttentionMask
 from fastattn.models.packing import Packed, packing_pays
 from fastattn.models.stacks import Decoder, Encoder
-from fastattn.nn import DecoderCache
+from fastattn.nn.cache import DecoderCache, real_first
 from fastattn.nn.recompute import recomputed
 from fastattn.ops import _arguments as arguments
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
@@ -216,11 +215,7 @@ class FusedTransformer(nn.Module):
             enc_output = src.unpack(self.encoder(src.tokens, mask, position=src.position)[0])
         else:
             enc_output, *_ = self.encoder(src_seq, self.src_mask(src_seq))
-        # Real tokens go before padding, wherever it was: then lengths say all.
-        real = src_seq != self.src_pad_idx
-        order = real.int().argsort(dim=1, descending=True, stable=True)
-        enc_output = enc_output.gather(1, order[..., None].expand_as(enc_output))
-        memory = self.decoder.memory(enc_output, real.sum(1, dtype=torch.int32))
+        memory = self.decoder.memory(*real_first(enc_output, src_seq != self.src_pad_idx))
         return DecoderCache(len(src_seq), rows, room, src_seq.device, (memory,))
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:

@@ -23,6 +23,15 @@ class Memory(NamedTuple):
     lengths: Tensor
 
 
+def real_first(x: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """x (B, L, d) with what is real (B, L) before what is padding, both in order, and how many are real, (B,) int32.
+
+    Padding may have stood anywhere. Attention does not mind the order of keys, and lengths are all that it then needs.
+    """
+    order = real.int().argsort(dim=1, descending=True, stable=True)
+    return x.gather(1, order[..., None].expand_as(x)), real.sum(1, dtype=torch.int32)
+
+
 class DecoderCache:
     """Keys and values of the tokens decoded so far, of B sequences with W rows each: beams, or one row.
 
@@ -46,6 +55,7 @@ class DecoderCache:
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
         self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
         self.ancestors: Tensor | None = None  # (B, W, room) int32
+        self.sentences = torch.arange(batch, device=device)  # where each sequence stood in the batch at first
         self._past: dict[nn.Module, KeysAndValues] = {}  # (B, room, W, Hk, D) of each layer
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None) -> Tensor:
@@ -96,7 +106,7 @@ class DecoderCache:
     def select(self, sequences: Tensor) -> None:
         """Keep these sequences of the batch, (n,) int64, in this order."""
         self.batch = len(sequences)
-        self.lengths = self.lengths[sequences]
+        self.lengths, self.sentences = self.lengths[sequences], self.sentences[sequences]
         if self.ancestors is not None:
             self.ancestors = self.ancestors[sequences]
         self._past = {layer: (k[sequences], v[sequences]) for layer, (k, v) in self._past.items()}

@@ -28,7 +28,7 @@ from fastattn.nn.unmodified import is_unmodified
 
 
 def joint_linear(x: Tensor, linears: Sequence[nn.Linear], *, backend: str | None = None) -> tuple[Tensor, ...]:
-    """The outputs (..., rows) of linear maps without biases for one input x (..., d).
+    """The outputs (..., rows) of linear maps for one input x (..., d). All of them have a bias, or none.
 
     In training they are views of one product. The maps are called one by one where no gradient is recorded, under the
     backend "reference", under torch.compile, and where a map has hooks, is of another class, or differs from the others
@@ -43,4 +43,6 @@ def joint_linear(x: Tensor, linears: Sequence[nn.Linear], *, backend: str | None
     ):
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
-    return F.linear(x, torch.cat(weights)).split([weight.shape[0] for weight in weights], -1)
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else torch.cat(biases)
+    return F.linear(x, torch.cat(weights), bias).split([weight.shape[0] for weight in weights], -1)
