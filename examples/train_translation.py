@@ -8,6 +8,7 @@ in translation/training.py.
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -86,12 +87,15 @@ def score(model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, setting
     """Translates every test set (the validation set where there is none): BLEU for text, exact match for dates."""
     scores = []
     for name, pairs in (corpus.tests or {"val": corpus.val}).items():
-        translations = translate(model, tokenizer, [source for source, _ in pairs], settings)
+        started = time.perf_counter()
+        found = translate(model, tokenizer, [source for source, _ in pairs], settings)
+        rate = sum(len(best.ids) + 1 for best, *_ in found) / (time.perf_counter() - started)
+        translations = [best.text for best, *_ in found]
         if settings.data:
-            value, signature = bleu(pairs, translations, settings.lowercase)
-            scores.append(Score(name, "BLEU", value, signature, pairs, translations))
+            metric, (value, signature) = "BLEU", bleu(pairs, translations, settings.lowercase)
         else:
-            scores.append(Score(name, "exact match", exact_match(pairs, translations), None, pairs, translations))
+            metric, value, signature = "exact match", exact_match(pairs, translations), None
+        scores.append(Score(name, metric, value, signature, pairs, translations, rate))
     return scores
 
 
@@ -99,6 +103,7 @@ def show(scores: Sequence[Score], out: Path) -> None:
     """Prints every score and some translations; writes all translations to `out`."""
     for result in scores:
         print(f"{result.test}: {result.metric} {result.value:.2f} on {len(result.pairs)} sentences", end="")
+        print(f", decoded at {result.tokens_per_second:,.0f} tokens/s", end="")
         print(f"  ({result.signature})" if result.signature else "")
         lines = "".join(translation.replace("\n", " ") + "\n" for translation in result.translations)
         (out / f"{result.test}.translations").write_text(lines, encoding="utf-8")
@@ -155,8 +160,8 @@ def run(settings: Settings, resume: bool) -> int:
         entry["val_loss"] = validation_loss(model, val_examples, settings)
         line = f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}"
         if not settings.data:
-            translations = translate(model, tokenizer, [source for source, _ in corpus.val], settings)
-            entry["exact_match"] = exact_match(corpus.val, translations)
+            found = translate(model, tokenizer, [source for source, _ in corpus.val], settings)
+            entry["exact_match"] = exact_match(corpus.val, [best.text for best, *_ in found])
             line += f"  exact match {entry['exact_match']:.1f} %"
         print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
         save_epoch(out, model, progress.epoch, settings.average)

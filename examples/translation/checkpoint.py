@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import io
 import os
 import random
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from translation.training import Progress, build_model
 
 class ResumeError(Exception):
     """The run in --out cannot be continued as asked."""
+
+
+class ModelError(Exception):
+    """A file is not a trained model."""
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
@@ -129,11 +134,24 @@ def save_model(path: Path, model: FusedTransformer, settings: Settings, tokenize
     save_atomically(content, path)
 
 
-def load_model(path: str | Path, device: str = "cpu") -> tuple[FusedTransformer, Tokenizer, Settings]:
-    """What `save_model` wrote, ready for `decoding.translate`."""
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    settings = dataclasses.replace(Settings(**content["settings"]), device=device)
-    tokenizer = load_tokenizer(content["tokenizer"])
-    model = build_model(settings, tokenizer.size)
-    model.load_state_dict(content["model"])
+def load_model(path: Path, device: str = "cpu") -> tuple[FusedTransformer, Tokenizer, Settings]:
+    """What `save_model` or `save_run` wrote, ready for `decoding.translate`. Nothing in the file is executed.
+
+    ModelError where the file is not there, or is something else.
+    """
+    try:
+        data = io.BytesIO(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        content = torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a foreign file makes torch raise depends on the file
+        raise ModelError(f"{path}: is cut off, or not a file that train_translation.py wrote") from error
+    try:
+        settings = dataclasses.replace(Settings(**content["settings"]), device=device)
+        tokenizer = load_tokenizer(content["tokenizer"])
+        model = build_model(settings, tokenizer.size)
+        model.load_state_dict(content["model"])
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise ModelError(f"{path}: is not a model that this version of train_translation.py wrote") from error
     return model.eval(), tokenizer, settings

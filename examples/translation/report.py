@@ -1,4 +1,4 @@
-"""The results of a run: a JSON record and a plot."""
+"""The results of a run: a JSON record and plots."""
 
 import dataclasses
 import importlib.metadata
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastattn
 from translation.decoding import Score
@@ -70,7 +71,14 @@ def write_record(
         "epochs": progress.epochs,
         "loss_curve": {"step": steps, "loss": losses},
         "scores": [
-            {"test": s.test, "metric": s.metric, "value": s.value, "signature": s.signature, "sentences": len(s.pairs)}
+            {
+                "test": s.test,
+                "metric": s.metric,
+                "value": s.value,
+                "signature": s.signature,
+                "sentences": len(s.pairs),
+                "decoded_tokens_per_second": s.tokens_per_second,
+            }
             for s in scores
         ],
         "training_tokens_per_second": dataclasses.asdict(speed) if speed else None,
@@ -123,4 +131,22 @@ def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None
     speed_axes.set(title=f"Training tokens per second\n{device_name(settings.device)}")
 
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def plot_alignment(path: Path, weights: Tensor, source: Sequence[str], target: Sequence[str]) -> None:
+    """The attention weights (target tokens, source tokens) of a translation as a picture, tokens as labels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    width, height = (1.5 + 0.28 * len(tokens) for tokens in (source, target))
+    figure, axes = pyplot.subplots(figsize=(max(width, 4) + 1, max(height, 3)), layout="constrained")
+    image = axes.imshow(weights.numpy(), cmap="Blues", vmin=0, aspect="auto")
+    axes.set_xticks(range(len(source)), source, rotation=90 if max(map(len, source)) > 1 else 0)
+    axes.set_yticks(range(len(target)), target)
+    axes.set(title="Cross-attention, mean over layers and heads", xlabel="source", ylabel="translation")
+    figure.colorbar(image, ax=axes, label="weight")
+    figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -65,14 +65,15 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert {"train_loss", "val_loss", "exact_match", "tokens_per_second"} <= set(record["epochs"][0])
     (score,) = record["scores"]
     assert (score["test"], score["metric"], score["sentences"]) == ("held-out", "exact match", 5)
+    assert score["decoded_tokens_per_second"] > 0
     assert record["training_tokens_per_second"]["fused"] > 0 < record["training_tokens_per_second"]["reference"]
     assert record["agreement_with_reference"]["steps"] == 3 == len(record["agreement_with_reference"]["fused"])
     assert 0 <= record["agreement_with_reference"]["largest_relative_difference"] < 1e-4
     assert record["versions"]["fastattn"] and record["backends"]["attention"] == "aten"
 
     model, tokenizer, settings = load_model(run / "model.pt")
-    (translation,) = translate(model, tokenizer, ["3 March 1998"], settings)
-    assert len(translation) < settings.max_length
+    ((translation,),) = translate(model, tokenizer, ["3 March 1998"], settings)
+    assert len(translation.text) < settings.max_length
 
 
 def test_command_with_graphs(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """Schedule, loss, averaging and decoding."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 from translation.checkpoint import average
 from translation.data import Batch
-from translation.decoding import beam_search, bleu, exact_match, translate
+from translation.decoding import Translation, bleu, exact_match, translate
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
 from translation.training import (
@@ -40,6 +39,10 @@ def batch() -> Batch:
         tokens=11,
         target_tokens=5,
     )
+
+
+def texts_of(found: list[list[Translation]]) -> list[str]:
+    return [best.text for best, *_ in found]
 
 
 def test_learning_rate() -> None:
@@ -131,57 +134,29 @@ def scrambled_model(settings: Settings, vocabulary: int) -> FusedTransformer:
     return model
 
 
-def greedy(model: FusedTransformer, source: torch.Tensor, limit: int) -> list[int]:
-    """The likeliest next token of one sentence, by the whole model from scratch, until EOS or the limit."""
-    ids = [BOS]
-    while len(ids) <= limit and ids[-1] != EOS:
-        ids.append(model(source[None], torch.tensor([ids]))[-1].argmax().item())
-    return [token for token in ids[1:] if token != EOS]
-
-
-@torch.no_grad()
-def test_one_hypothesis_is_greedy_decoding(settings: Settings) -> None:
-    """For a batch of sentences that end at different times, and some not within the limit."""
-    model = scrambled_model(dataclasses.replace(settings, seed=2), vocabulary=6)
-    sources = torch.randint(4, 6, (30, 7))
-    for row, source in enumerate(sources):
-        source[row % 6 + 1 :] = PAD
-        source[row % 6] = EOS
-    found = beam_search(model, sources, 8, beam=1)
-    assert found == [greedy(model, source[source != PAD], 8) for source in sources]
-    assert len(set(map(len, found))) > 2 and 8 in map(len, found)
-
-
-@torch.no_grad()
-def test_beam_search_that_keeps_everything_finds_the_likeliest(settings: Settings) -> None:
-    """An untrained model of 6 tokens and at most 3 of them: every translation is tried here, one by one."""
-    model = scrambled_model(settings, vocabulary=6)
-    sources = torch.tensor([[a, b, c, EOS] for a, b, c in itertools.product((4, 5), repeat=3)])
-
-    others = [token for token in range(6) if token != EOS]
-    ended = [torch.tensor([(*ids, EOS) for ids in itertools.product(others, repeat=n)]) for n in range(3)]
-    best = []
-    for source in sources:
-        likelihoods = {}
-        for ids in (*ended, torch.tensor(list(itertools.product(others, repeat=3)))):  # (translations, length)
-            logits = model(source.expand(len(ids), -1), torch.nn.functional.pad(ids[:, :-1], (1, 0), value=BOS))
-            of_token = logits.view(*ids.shape, -1).log_softmax(-1).gather(-1, ids[..., None])
-            likelihoods |= zip(map(tuple, ids.tolist()), of_token.mean((1, 2)).tolist(), strict=True)
-        best.append(max(likelihoods, key=likelihoods.get))
-    found = beam_search(model, sources, 3, beam=6**3)
-    assert found == [[token for token in ids if token != EOS] for ids in best]
-    assert found != beam_search(model, sources, 3, beam=1)
-
-
-def test_beam_search_of_a_batch_equals_one_by_one(settings: Settings) -> None:
+@pytest.mark.parametrize("beam", [1, 3])
+def test_translations_of_a_batch_are_those_of_one_by_one(settings: Settings, beam: int) -> None:
     tokenizer = CharacterTokenizer("abcdef")
     model = scrambled_model(settings, tokenizer.size)
     texts = ["abcabc", "fed", "", "a"]
-    wide = dataclasses.replace(settings, beam=3)
+    settings = dataclasses.replace(settings, beam=beam)
     long = "f" * 15  # in every batch, as a batch's longest text limits its translations
-    together = translate(model, tokenizer, [*texts, long], wide)
-    assert together == [*(translate(model, tokenizer, [text, long], wide)[0] for text in texts), together[-1]]
+    together = texts_of(translate(model, tokenizer, [*texts, long], settings))
+    assert together[:4] == [texts_of(translate(model, tokenizer, [text, long], settings))[0] for text in texts]
     assert len(set(together)) > 2
+
+
+def test_n_best_and_progress(settings: Settings) -> None:
+    tokenizer, done = CharacterTokenizer("abcdef"), []
+    settings = dataclasses.replace(settings, beam=64)  # two sentences are translated together
+    found = translate(
+        scrambled_model(settings, tokenizer.size), tokenizer, ["abc", "f", "ab"], settings, 4, done.append
+    )
+    assert done == [2, 1]
+    for of_text in found:
+        assert len({tuple(t.ids) for t in of_text}) == 4
+        assert [tokenizer.decode(t.ids) for t in of_text] == texts_of([[t] for t in of_text])
+        assert [t.score for t in of_text] == sorted((t.score for t in of_text), reverse=True)
 
 
 def test_translations_come_in_order_and_long_texts_are_cut(settings: Settings) -> None:

@@ -1,0 +1,139 @@
+"""Translates with a model that train_translation.py trained: `python examples/translate.py --model RUN "a sentence"`.
+
+RUN is the folder of a run, or one of its files. Without sentences it translates the lines of `--input FILE`, or of
+standard input, or asks for them. `--plot FILE` draws which source tokens each token of a translation attended to.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from translation.checkpoint import ModelError, load_model
+from translation.data import DataError, read_lines
+from translation.decoding import Translation, encode_source, translate
+from translation.report import plot_alignment
+from translation.settings import Settings, positive, usable_device
+from translation.tokens import BOS, EOS, Tokenizer
+
+from fastattn import FusedTransformer
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sentences", nargs="*", help="sentences to translate")
+    parser.add_argument("--model", type=Path, required=True, help="folder of a run (its model.pt), or a file")
+    parser.add_argument("--input", help="file with a sentence a line, plain or .gz; - for standard input")
+    parser.add_argument("--output", type=Path, help="file for the translations; else they are printed")
+    parser.add_argument("--beam", type=positive, help="hypotheses kept; 1 is greedy (default: the run's --beam)")
+    parser.add_argument("--n-best", type=positive, default=1, help="translations of each sentence, with their scores")
+    parser.add_argument("--max-length", type=positive, help="longest sentence, in tokens (default: the run's)")
+    parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the attention of the first sentence, as a PNG")
+    options = parser.parse_args(arguments)
+    if options.sentences and options.input:
+        parser.error("give sentences or --input, not both")
+    return options
+
+
+def change_settings(settings: Settings, options: argparse.Namespace) -> Settings:
+    """The run's settings with what the options say. ModelError where the model cannot do it."""
+    beam = options.beam or max(settings.beam, options.n_best)
+    if options.n_best > beam:
+        raise ModelError(f"--n-best {options.n_best} needs a beam at least as wide, got --beam {beam}")
+    length = options.max_length or settings.max_length
+    if length > settings.max_length:
+        raise ModelError(f"--max-length {length} is more than the {settings.max_length} tokens the model was made for")
+    return dataclasses.replace(settings, beam=beam, max_length=length)
+
+
+@torch.no_grad()
+def attention_weights(model: FusedTransformer, source: Tensor, ids: Sequence[int]) -> Tensor:
+    """(len(ids) + 1, source tokens): where the decoder looked for each token and EOS, mean over layers and heads."""
+    mask = model.src_mask(source)
+    target = torch.tensor([[BOS, *ids]], device=source.device)
+    enc_output, *_ = model.encoder(source, mask)
+    *_, weights = model.decoder(target, model.trg_mask(target), enc_output, mask, return_attns=True)
+    return torch.stack(weights).mean((0, 2))[0].cpu()
+
+
+def draw(path: Path, model: FusedTransformer, tokenizer: Tokenizer, text: str, best: Translation, length: int) -> None:
+    """The attention of one translation, into `path`."""
+    source = encode_source(tokenizer, text, length)
+    tokens = torch.from_numpy(source)[None].to(next(model.parameters()).device)
+    weights = attention_weights(model, tokens, best.ids)
+    labels = [
+        [tokenizer.decode([i]) if i != EOS else "end" for i in ids] for ids in (source.tolist(), [*best.ids, EOS])
+    ]
+    plot_alignment(path, weights, *labels)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def format_translations(found: Sequence[Translation], n_best: int) -> str:
+    """A line a translation; of several with their scores."""
+    if n_best == 1:
+        return found[0].text.replace("\n", " ")
+    return "\n".join(f"{t.score:.4f}\t" + t.text.replace("\n", " ") for t in found if t.score is not None)
+
+
+def run(options: argparse.Namespace) -> None:
+    path = options.model / "model.pt" if options.model.is_dir() else options.model
+    model, tokenizer, settings = load_model(path, options.device)
+    settings = change_settings(settings, options)
+
+    def translated(texts: Sequence[str], show_progress: bool = False) -> list[str]:
+        texts = [text.lower() if settings.lowercase else text for text in texts]
+        real = [i for i, text in enumerate(texts) if text.strip()]  # a blank line stays one
+        cut = sum(len(ids) >= settings.max_length for ids in tokenizer.encode([texts[i] for i in real]))
+        if cut:
+            print(f"{cut} of {len(texts)} sentences are cut to {settings.max_length} tokens", file=sys.stderr)
+        with tqdm(total=len(real), unit="sentence", disable=not show_progress) as bar:
+            found = translate(model, tokenizer, [texts[i] for i in real], settings, options.n_best, bar.update)
+        if options.plot and real:
+            draw(options.plot, model, tokenizer, texts[real[0]], found[0][0], settings.max_length)
+        lines = [""] * len(texts)
+        for i, of_text in zip(real, found, strict=True):
+            lines[i] = format_translations(of_text, options.n_best)
+        return lines
+
+    if not options.sentences and not options.input and sys.stdin.isatty():
+        while True:
+            try:
+                text = input("> ")
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            print(*translated([text]), sep="\n")
+    if options.sentences:
+        lines = translated(options.sentences)
+    else:
+        from_stdin = options.input in (None, "-")
+        texts = sys.stdin.read().splitlines() if from_stdin else read_lines(Path(options.input))
+        lines = translated(texts, show_progress=True)
+    text = "".join(f"{line}\n" for line in lines)
+    if not options.output:
+        print(text, end="")
+        return
+    try:
+        options.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--output {options.output}: cannot be written: {error.strerror}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Exit status 2, with the reason on stderr, where the model or a file cannot be used."""
+    options = parse_arguments(arguments)
+    try:
+        run(options)
+    except (ModelError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
