@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import random
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,9 @@ def load_model(path: Path, device: str = "cpu") -> tuple[FusedTransformer, Token
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        content = torch.load(data, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that others wrote
+            content = torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:  # what a foreign file makes torch raise depends on the file
         raise ModelError(f"{path}: is cut off, or not a file that train_translation.py wrote") from error
     try:

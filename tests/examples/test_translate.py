@@ -134,5 +134,5 @@ def test_files_that_are_no_model(run: Path, capsys: pytest.CaptureFixture[str]) 
             capsys, "--model", run / name, "abc"
         )
     assert "cannot be read: No such file" in refused(capsys, "--model", run / "nothing.pt", "abc")
-    assert "cannot be read: No such file" in refused(capsys, "--model", run, "--input", run / "nothing.txt")
+    assert "nothing.txt: cannot be read" in refused(capsys, "--model", run, "--input", run / "nothing.txt")
     assert "cannot be written" in refused(capsys, "--model", run, "--output", run / "no" / "folder.txt", "abc")
