@@ -1,0 +1,207 @@
+"""Trains a video captioner with a decoder in each direction, with fastattn: `python examples/train_captioning.py`.
+
+It makes its own videos (captioning/scenes.py), so a caption is right or wrong: the score is the share of new videos
+whose whole caption is right. Writes the model, a record and a picture to --out. `--help` lists everything.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from captioning.scenes import IMAGE_WIDTH, MOTION_WIDTH, PAD, Scenes, Vocabulary, make_scenes
+from torch import Tensor
+from tqdm import tqdm
+
+from fastattn.models import ABDTransformer, src_trg_mask
+
+LONGEST_CAPTION = 16  # words
+HELD_OUT = 300  # videos
+SHOWN = 6  # captions on the screen
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every option, and what makes the model."""
+
+    epochs: int
+    scenes: int
+    beam: int
+    seed: int
+    device: str
+    d_model: int = 64
+    d_ff: int = 128
+    heads: int = 4
+    heads_big: int = 8
+    layers: int = 2
+    dropout: float = 0.1
+    batch: int = 64
+    learning_rate: float = 2e-3
+
+
+def build_model(settings: Settings, vocabulary: Vocabulary) -> ABDTransformer:
+    """Image and motion features; positions are those in the video, so that what came first can be told."""
+    torch.manual_seed(settings.seed)
+    sizes = (settings.d_model, settings.d_ff, settings.heads, settings.layers, settings.dropout)
+    widths = (IMAGE_WIDTH, MOTION_WIDTH)
+    options = {"n_heads_big": settings.heads_big, "positions": "sequence"}
+    model = ABDTransformer(vocabulary, widths, *sizes, "two", settings.device, **options)
+    return model.to(settings.device)
+
+
+def loss_of(model: ABDTransformer, scenes: Scenes, rows: Tensor, settings: Settings) -> Tensor:
+    """The mean cross-entropy a word of both decoders, padding ignored."""
+    vocabulary, pad = model.vocab, model.vocab.word2idx[PAD]
+    src = scenes.features(rows, settings.device)
+    r2l, l2r = (scenes.tokens(rows, vocabulary, settings.device, backwards) for backwards in (True, False))
+    mask = src_trg_mask(src, r2l[:, :-1], l2r[:, :-1], pad)
+    predictions = model(src, r2l[:, :-1], l2r[:, :-1], mask)
+    losses = [
+        F.nll_loss(log_p.flatten(0, 1), gold[:, 1:].flatten(), ignore_index=pad)
+        for log_p, gold in zip(predictions, (r2l, l2r), strict=True)
+    ]
+    return sum(losses) / 2
+
+
+def train(model: ABDTransformer, scenes: Scenes, held_out: Scenes, settings: Settings) -> list[dict[str, float]]:
+    """Trains with Adam under a learning rate that rises and falls; returns an entry for each epoch."""
+    rows_a_batch = settings.batch
+    steps = settings.epochs * -(-len(scenes) // rows_a_batch)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps)
+    order, epochs = list(range(len(scenes))), []
+    shuffle = random.Random(settings.seed)
+    for epoch in range(1, settings.epochs + 1):
+        shuffle.shuffle(order)
+        model.train()
+        started, losses = time.perf_counter(), []
+        batches = [torch.tensor(order[i : i + rows_a_batch]) for i in range(0, len(order), rows_a_batch)]
+        for rows in tqdm(batches, desc=f"epoch {epoch}/{settings.epochs}", unit="step", leave=False):
+            loss = loss_of(model, scenes, rows, settings)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.detach())
+        entry = {"epoch": epoch, "train_loss": torch.stack(losses).mean().item()}
+        entry["seconds"] = time.perf_counter() - started
+        model.eval()
+        with torch.no_grad():
+            entry["val_loss"] = loss_of(model, held_out, torch.arange(len(held_out)), settings).item()
+        captions, _ = describe(model, held_out, settings)
+        entry["right"] = share_right(captions, held_out)
+        print(
+            f"epoch {epoch:2d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}  "
+            f"right {entry['right']:.1f} %  {entry['seconds']:.1f} s",
+            flush=True,
+        )
+        epochs.append(entry)
+    return epochs
+
+
+def describe(model: ABDTransformer, scenes: Scenes, settings: Settings) -> tuple[list[str], list[str]]:
+    """The best caption of each video, by the left-to-right decoder and by the right-to-left one, as text."""
+    src = scenes.features(torch.arange(len(scenes)), settings.device)
+    r2l, l2r = model.beam_search_decode(src, settings.beam, LONGEST_CAPTION)
+    backwards = [" ".join(reversed(best.value)) for best, *_ in r2l]
+    return [" ".join(best.value) for best, *_ in l2r], backwards
+
+
+def share_right(captions: Sequence[str], scenes: Scenes) -> float:
+    """In percent, of captions that are right in every word."""
+    return 100 * sum(a == b for a, b in zip(captions, scenes.captions, strict=True)) / len(scenes)
+
+
+def plot(path: Path, epochs: Sequence[dict[str, float]], scenes: Scenes, captions: Sequence[str]) -> None:
+    """The curves of the training, and the paths of some shapes with the captions they were given."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(15, 5.5), layout="constrained")
+    curves, paths = figure.subfigures(1, 2, width_ratios=(1, 2.2))
+    axes = curves.subplots()
+    numbers = [entry["epoch"] for entry in epochs]
+    for name, label in (("train_loss", "training"), ("val_loss", "validation")):
+        axes.plot(numbers, [entry[name] for entry in epochs], "o-", label=label)
+    axes.set(title="Loss per word, and right captions in % (red)", xlabel="epoch", yscale="log")
+    axes.legend(loc="center right")
+    right = axes.twinx()
+    right.plot(numbers, [entry["right"] for entry in epochs], "s--", color="tab:red")
+    right.set_ylim(0, 102)
+
+    markers = {"square": "s", "circle": "o", "triangle": "^", "star": "*", "cross": "P"}
+    for i, axes in enumerate(paths.subplots(2, 3).flat):
+        if i >= len(scenes):
+            axes.axis("off")
+            continue
+        _, colour, shape, *_ = scenes.captions[i].split()
+        x, y = scenes.places[i].numpy().T
+        axes.plot(x, y, color=colour, linewidth=1, alpha=0.5)
+        axes.scatter(x, y, marker=markers[shape], color=colour, s=70, alpha=0.6)
+        axes.set_aspect("equal", "datalim")
+        axes.margins(0.15)
+        verdict = "" if captions[i] == scenes.captions[i] else "  (wrong)"
+        axes.set_title(captions[i].replace(" then ", "\nthen ") + verdict, fontsize=10)
+        axes.tick_params(labelsize=7)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=16, help="passes over the videos (default 16)")
+    parser.add_argument("--scenes", type=int, default=3000, help="videos to train on (default 3000)")
+    parser.add_argument("--beam", type=int, default=3, help="hypotheses kept while captioning (default 3)")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, videos, order and dropout")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/captions"), help="folder (default runs/captions)")
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
+    for name in ("epochs", "scenes", "beam"):
+        if options[name] < 1:
+            parser.error(f"--{name} must be at least 1, got {options[name]}")
+    return Settings(**options), out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    settings, out = parse_arguments(arguments)
+    out.mkdir(parents=True, exist_ok=True)
+    vocabulary = Vocabulary()
+    scenes, held_out = make_scenes(settings.scenes, settings.seed), make_scenes(HELD_OUT, settings.seed + 1)
+    model = build_model(settings, vocabulary)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{len(scenes)} videos, {vocabulary.n_vocabs} words, {parameters / 1e6:.2f} million parameters")
+    epochs = train(model, scenes, held_out, settings)
+
+    started = time.perf_counter()
+    captions, backwards = describe(model, held_out, settings)
+    seconds = time.perf_counter() - started
+    scores = {"left to right": share_right(captions, held_out), "right to left": share_right(backwards, held_out)}
+    for direction, score in scores.items():
+        print(f"{direction}: {score:.1f} % of {len(held_out)} new videos have a right caption")
+    print(f"captioned at {len(held_out) / seconds:,.0f} videos/s")
+    for caption, right in zip(captions[:SHOWN], held_out.captions[:SHOWN], strict=True):
+        print(f"  {caption}" + ("" if caption == right else f"\n    not {right}"))
+
+    content = {"model": model.state_dict(), "settings": dataclasses.asdict(settings), "words": vocabulary.words}
+    torch.save(content, out / "captioner.pt")
+    record = {"settings": dataclasses.asdict(settings), "epochs": epochs, "right": scores}
+    (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(out / "captions.png", epochs, held_out, captions)
+    print(f"wrote captioner.pt, record.json and captions.png to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
