@@ -3,6 +3,7 @@
 //   z = residual + dropout(x + x_bias);   out = (z - mean) * rstd * weight + bias
 //   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
 //   RMSNorm, where bias is null:  out = z * rstd * weight;   1 / rstd^2 = mean(z^2) + eps
+//   with eps_on_std:              1 / rstd = std + eps,   std^2 = var(z) * hidden / (hidden - 1);   hidden > 1, not RMSNorm
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
 // (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either. Pointers are device pointers, of any
@@ -25,10 +26,11 @@ struct Forward {
   Array x_bias;          // in   (hidden,), or null: 0
   void* out;             // out  (rows, hidden) T
   void* z;               // out  (rows, hidden) T, the rounded sum, for backward; or null: not stored
-  float* statistics;     // out  (2 rows + norm::kTickets,): mean and rstd of z before it is rounded, and zeros for backward
+  float* statistics;     // out  see norm.h; of z before it is rounded
   int64_t rows;
   int hidden;
   float eps;
+  bool eps_on_std;
   Dropout dropout;
   DType dtype, weight_dtype;
 };
@@ -49,6 +51,7 @@ struct Backward {
   float* partial;      // work (norm::backward_partials(blocks), 1 to 3, hidden): sums of dweight, dbias if any, dx_bias if any
   int64_t rows;
   int hidden, blocks;
+  bool eps_on_std;
   Dropout dropout;
   DType dtype, weight_dtype;
 };

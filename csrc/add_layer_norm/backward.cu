@@ -3,7 +3,7 @@
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dsum = (g - mean(g) - normal * mean(g * normal)) * rstd + dz       (means along the row)
 //   dx = dropout(dsum);   dweight = sum over rows of dout * normal;   dbias = sum over rows of dout;   dx_bias = of dx
-//   RMSNorm: mean and mean(g) are 0, and there is no dbias
+//   RMSNorm: mean and mean(g) are 0, and there is no dbias;   with eps_on_std: mean(g * normal) times the row's ratio (norm.h)
 //
 // Grid: about two blocks of 256 threads a multiprocessor, each taking every grid-th row. A row belongs to
 //   one warp up to hidden 512, to hidden / 512 warps above; narrow rows share a block, several in flight.

@@ -8,6 +8,7 @@
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
 
+#include <cmath>
 #include <type_traits>
 
 namespace fastattn::norm {
@@ -92,7 +93,15 @@ __device__ __forceinline__ void normalize(const P& p, int64_t row, float (&z)[kC
     }
   }
   row_sum(square, shared.square);
-  const float rstd = 1.0f / sqrtf(square[0] / p.hidden + p.eps);
+  float rstd;
+  if (p.eps_on_std) {
+    const float std = sqrtf(square[0] / (p.hidden - 1)), hidden = p.hidden;
+    rstd = 1.0f / (std + p.eps);
+    const float ratio = (std + p.eps) / (std > 0.0f ? std : INFINITY) * (hidden / (hidden - 1.0f));
+    if (threadIdx.x == 0) p.statistics[2 * p.rows + kTickets + row] = ratio;
+  } else {
+    rstd = 1.0f / sqrtf(square[0] / p.hidden + p.eps);
+  }
   if (threadIdx.x == 0) p.statistics[row] = mean, p.statistics[p.rows + row] = rstd;
 
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dz = (g - mean(g) - normal * mean(g * normal)) * rstd;   dweight = sum of dout * normal;   dbias = sum of dout
-//   dx_bias = sum of what the op makes of dz
+//   dx_bias = sum of what the op makes of dz;   with eps_on_std: mean(g * normal) times the row's ratio (norm.h)
 //
 // How an op reads z, and what it makes of dz, is its Rows:
 //   kKeep                                   chunks of a row, at most, that a thread holds between its two passes
@@ -197,7 +197,9 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     }
     row_sum(sums, shared.sums[turn]);
     if (!live) continue;  // waits for the others at the next row's barrier
-    const float mean_g = p.dbias ? sums[0] / p.hidden : 0.0f, mean_g_normal = sums[1] / p.hidden;
+    const float mean_g = p.dbias ? sums[0] / p.hidden : 0.0f;
+    float mean_g_normal = sums[1] / p.hidden;
+    if (p.eps_on_std) mean_g_normal *= p.statistics[2 * p.rows + kTickets + row];
 
 #pragma unroll(kHeld)
     for (int c = 0; c < kChunks; c++) {

@@ -33,6 +33,8 @@ struct Source {
 };
 
 struct Forward {
+  static constexpr bool eps_on_std = false;  // norm.cuh
+
   Source source;
   Array weight;       // in   (hidden,)
   Array bias;         // in   (hidden,)
@@ -44,7 +46,7 @@ struct Forward {
 };
 
 struct Backward {
-  static constexpr bool kHasXBias = false;  // norm_backward.cuh
+  static constexpr bool kHasXBias = false, eps_on_std = false;  // norm_backward.cuh
 
   Source source;
   Array dout;         // in   (rows, hidden)

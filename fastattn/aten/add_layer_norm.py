@@ -16,7 +16,6 @@ def why_not(
     bias: Tensor | None,
     dropout_p: float,
     x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
 ) -> str | None:
     """PyTorch serves everything."""
     return None

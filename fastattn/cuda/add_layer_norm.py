@@ -20,13 +20,10 @@ def why_not(
     bias: Tensor | None,
     dropout_p: float,
     x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
 ) -> str | None:
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
-    if eps_on_std:
-        return "the kernels do not serve eps_on_std yet"
     if x.dtype not in DTYPES:
         return f"the CUDA layer norm takes float32, bfloat16 and float16, got {x.dtype}"
     other = weight.dtype if bias is None else bias.dtype
@@ -55,17 +52,17 @@ def add_layer_norm_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,); without bias RMSNorm.
 
-    Returns out and z, both like x (z is x itself without residual, dropout and x_bias), and statistics: float32
-    (2 * rows + TICKETS,), mean, rstd and zeros that the backward counts its blocks with and leaves zero.
+    Returns out and z, both like x (z is x itself without residual, dropout and x_bias), and the backward's statistics,
+    float32 (2 * rows + TICKETS,) or with eps_on_std (3 * rows + TICKETS,): csrc/common/norm.h.
     """
     rows, hidden = x.shape
     out = torch.empty_like(x)
     z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
-    statistics = torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=x.device)
+    statistics = torch.empty((3 if eps_on_std else 2) * rows + TICKETS, dtype=torch.float32, device=x.device)
     extension(x.device).add_layer_norm_fwd(
         address(x), address(residual), address(weight), address(bias), typed(x_bias),
         address(out), 0 if z is x else address(z), address(statistics),
-        rows, hidden, eps, address(rng_state), *dropout_constants(dropout_p),
+        rows, hidden, eps, eps_on_std, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[x.dtype], DTYPES[weight.dtype], device_index(x), stream(x),
     )  # fmt: skip
     return out, z, statistics
@@ -103,7 +100,7 @@ def add_layer_norm_bwd(
     module.add_layer_norm_bwd(
         address(dout), address(dz), address(z), address(weight), address(statistics),
         address(dsum), address(dx), address(dweight), address(dbias), typed(dx_bias), address(partial),
-        rows, hidden, blocks, address(rng_state), *dropout_constants(dropout_p),
+        rows, hidden, blocks, eps_on_std, address(rng_state), *dropout_constants(dropout_p),
         DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
     )  # fmt: skip
     dx = dsum if dx is None else dx

@@ -16,7 +16,7 @@ from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
 from fastattn.reference.philox import draw_rng_state
 
-Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None, bool]
+Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
 
 
 def _query(
@@ -33,7 +33,7 @@ def _query(
 ) -> tuple[torch.device, Call]:
     """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
     arguments.check_float("bias", bias)
-    device, call = _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias, eps_on_std)
+    device, call = _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias)
     if eps_on_std and x.shape[-1] == 1:
         raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
     return device, call
@@ -59,7 +59,6 @@ def _checked(
     eps: float,
     dropout_p: float,
     x_bias: Tensor | None,
-    eps_on_std: bool = False,
 ) -> tuple[torch.device, Call]:
     arguments.check_float("x", x)
     dtype = arguments.autocast_dtype(x.device)
@@ -94,7 +93,7 @@ def _checked(
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     arguments.check_dropout(dropout_p)
-    return x.device, (x, residual, weight, bias, float(dropout_p), x_bias, eps_on_std)
+    return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
 
 @_dispatch.register("add_layer_norm", _query)
@@ -164,7 +163,7 @@ def _serve(
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     name, module = _dispatch.choose(op_name, device, call, backend)
-    x, residual, weight, bias, dropout_p, x_bias, _ = call
+    x, residual, weight, bias, dropout_p, x_bias = call
     rng_state = draw_rng_state(device) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
     with arguments.no_autocast(device):

@@ -16,13 +16,10 @@ def why_not(
     bias: Tensor | None,
     dropout_p: float,
     x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
 ) -> str | None:
     """None, or what is refused and what was got."""
     if reason := refuse_device(x):
         return reason
-    if eps_on_std:
-        return "the kernels do not serve eps_on_std yet"
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"Triton layer norm takes float32, bfloat16 and float16, got {name} of dtype {tensor.dtype}"

@@ -4,6 +4,7 @@
     dresidual = (g - mean(g) - normal * mean(g * normal)) * rstd + dz       means along the row; dz: of a returned z
     dx = dropout(dresidual);    dweight = sum over rows of dout * normal;    dbias = sum over rows of dout
     dx_bias = sum over rows of dx
+    With eps_on_std mean(g * normal) is multiplied by the row's ratio (common/norm.py).
     RMSNorm, where bias is None: mean and mean(g) are 0, and there is no dbias.
 
 Grid: two programs a multiprocessor, each walking the rows in strides of the grid, 4096 elements a turn, the next turn's
@@ -29,6 +30,7 @@ from torch import Tensor
 from ..common.launch import on_device
 from ..common.norm import (
     SPAN,
+    TICKETS,
     Sums,
     backward_tile,
     finish_sums,
@@ -45,8 +47,8 @@ def add_layer_norm_bwd_kernel(
     dout, dz, z, weight, statistics, dx, dresidual, partial, dweight, dbias, dx_bias, rng_state,
     rows, hidden, width, threshold, scale,
     HAS_DZ: tl.constexpr, HAS_DROPOUT: tl.constexpr, STORE_DRESIDUAL: tl.constexpr, IS_RMS: tl.constexpr,
-    HAS_X_BIAS: tl.constexpr, FINISH: tl.constexpr, SPAN: tl.constexpr, REREAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EPS_ON_STD: tl.constexpr, HAS_X_BIAS: tl.constexpr, FINISH: tl.constexpr, SPAN: tl.constexpr, REREAD: tl.constexpr,
+    TICKETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK_N)
     in_row = col < hidden
@@ -60,6 +62,9 @@ def add_layer_norm_bwd_kernel(
         inside = (row < rows)[:, None] & in_row[None, :]
         place = row[:, None] * hidden + col[None, :]
         center, inverse = load_statistics(statistics, row, rows)
+        ratio = 1.0
+        if EPS_ON_STD:
+            ratio = tl.load(statistics + rows + rows + TICKETS + row, mask=row < rows, other=0.0)
         grad = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
         normal = tl.load(z + place, mask=inside, other=0.0).to(tl.float32)
         normal = tl.where(inside, (normal - center[:, None]) * inverse[:, None], 0.0)
@@ -69,14 +74,14 @@ def add_layer_norm_bwd_kernel(
             dshift += grad
         if REREAD:  # from L1: the weights' gradients leave no registers to hold a wide row while its means are made
             near = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)
-            along, level = gradient_means(grad, normal, near, hidden, IS_RMS)
+            along, level = gradient_means(grad, normal, near, hidden, IS_RMS, ratio)
             grad = tl.load(dout + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             normal = tl.load(z + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             normal = (normal - center[:, None]) * inverse[:, None]
             again = tl.load(weight + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
             grad = norm_gradient(grad, normal, again, inverse, along, level)
         else:
-            along, level = gradient_means(grad, normal, gain, hidden, IS_RMS)
+            along, level = gradient_means(grad, normal, gain, hidden, IS_RMS, ratio)
             grad = norm_gradient(grad, normal, gain, inverse, along, level)
         if HAS_DZ:
             grad += tl.load(dz + place, mask=inside, other=0.0).to(tl.float32)
@@ -133,8 +138,9 @@ def add_layer_norm_bwd(
             dx, dz_total, sums.partial, sums.dweight, sums.dbias, sums.dx_bias, rng_state,
             rows, hidden, sums.width, threshold, scale,
             HAS_DZ=dz is not None, HAS_DROPOUT=dropout_p > 0, STORE_DRESIDUAL=has_residual or dropout_p == 0,
-            IS_RMS=bias is None, HAS_X_BIAS=x_bias is not None, FINISH=sums.finish, SPAN=SPAN, REREAD=hidden > 8192,
-            BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
+            IS_RMS=bias is None, EPS_ON_STD=eps_on_std, HAS_X_BIAS=x_bias is not None,
+            FINISH=sums.finish, SPAN=SPAN, REREAD=hidden > 8192,
+            TICKETS=TICKETS, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
         )  # fmt: skip
         sums.add()
     return dx, dz_total if has_residual else None, sums.dweight, sums.dbias, sums.dx_bias

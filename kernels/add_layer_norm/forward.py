@@ -2,6 +2,7 @@
 
     z = residual + dropout(x + x_bias);    out = (z - mean) * rstd * weight + bias;    rstd = 1 / sqrt(var + eps)
     RMSNorm, where bias is None:  out = z * rstd * weight;                    rstd = 1 / sqrt(mean(z^2) + eps)
+    with eps_on_std:              rstd = 1 / (std + eps);                     std = sqrt(var * hidden / (hidden - 1))
 
 Grid: one program for BLOCK_M rows. A program holds its rows of z in registers, as float32, 32 values a lane: x and
 residual are read once, and the variance is two-pass (the mean square of z - mean: nothing cancels) at no extra traffic.
@@ -27,7 +28,7 @@ def add_layer_norm_fwd_kernel(
     x, x_bias, residual, weight, bias, out, z, statistics, rng_state,
     rows, hidden, eps, threshold, scale,
     HAS_X_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_RMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TICKETS: tl.constexpr,
+    EPS_ON_STD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TICKETS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
@@ -43,7 +44,7 @@ def add_layer_norm_fwd_kernel(
         value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_X_BIAS or HAS_RESIDUAL or HAS_DROPOUT:
         tl.store(z + place, value.to(z.dtype.element_ty), mask=inside)
-    value = normalize(value, weight, bias, statistics, row, rows, col, hidden, eps, IS_RMS, TICKETS)
+    value = normalize(value, weight, bias, statistics, row, rows, col, hidden, eps, IS_RMS, TICKETS, EPS_ON_STD)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -65,7 +66,7 @@ def add_layer_norm_fwd(
     rows, hidden = x.shape
     out = torch.empty_like(x)
     z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
-    statistics = empty_statistics(rows, x)
+    statistics = empty_statistics(rows, x, eps_on_std)
     if x.numel() == 0:
         return out, z, statistics
     block_m, block_n, num_warps = forward_tile(hidden)
@@ -75,6 +76,7 @@ def add_layer_norm_fwd(
             x, x_bias, residual, weight, bias, out, z, statistics, rng_state,
             rows, hidden, eps, threshold, scale,
             HAS_X_BIAS=x_bias is not None, HAS_RESIDUAL=residual is not None, HAS_DROPOUT=dropout_p > 0,
-            IS_RMS=bias is None, BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps,
+            IS_RMS=bias is None, EPS_ON_STD=eps_on_std,
+            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps,
         )  # fmt: skip
     return out, z, statistics

@@ -2,7 +2,10 @@
 
 A tile is BLOCK_M whole rows, [BLOCK_M, BLOCK_N] float32, zero in columns past `hidden`. IS_RMS: RMSNorm, without mean
 and bias. `statistics` is float32, made by the forward for the backward: mean (rows), rstd (rows), then TICKETS zeros,
-which the backward counts its programs with and leaves zero.
+which the backward counts its programs with and leaves zero. EPS_ON_STD: rstd is 1 / (std + eps), where std has Bessel's
+correction, and ratio (rows) follows, the factor of mean(g * normal) in the backward:
+    ratio = (std + eps) / std * hidden / (hidden - 1), or 0 where std is 0
+It is stored because rstd alone does not tell a std that is far below eps from 0.
 """
 
 import torch
@@ -47,14 +50,15 @@ def backward_tile(hidden: int, x_bias: bool = False) -> tuple[int, int, int, int
     return max(4096 // block_n, 1), block_n, max(block_n // 512, 8), 2 if block_n <= 4096 else 1
 
 
-def empty_statistics(rows: int, like: Tensor) -> Tensor:
+def empty_statistics(rows: int, like: Tensor, eps_on_std: bool = False) -> Tensor:
     """Memory for the statistics of so many rows, on like's device."""
-    return torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=like.device)
+    return torch.empty((3 if eps_on_std else 2) * rows + TICKETS, dtype=torch.float32, device=like.device)
 
 
 @triton.jit
 def normalize(
-    value, weight, bias, statistics, row, rows, col, hidden, eps, IS_RMS: tl.constexpr, TICKETS: tl.constexpr
+    value, weight, bias, statistics, row, rows, col, hidden, eps,
+    IS_RMS: tl.constexpr, TICKETS: tl.constexpr, EPS_ON_STD: tl.constexpr = False,
 ):  # fmt: skip
     """The normalised rows; their statistics, and zero tickets, are stored."""
     in_row = col < hidden
@@ -63,7 +67,14 @@ def normalize(
     if not IS_RMS:
         center = tl.div_rn(tl.sum(value, axis=1), center + hidden)
         value = tl.where(in_row[None, :], value - center[:, None], 0.0)
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, axis=1) / hidden + eps))
+    squares = tl.sum(value * value, axis=1)
+    if EPS_ON_STD:
+        std = tl.sqrt_rn(squares / (hidden - 1))
+        inverse = tl.div_rn(1.0, std + eps)
+        ratio = (std + eps) / tl.where(std > 0, std, float("inf")) * (hidden / (hidden - 1))
+        tl.store(statistics + rows + rows + TICKETS + row, ratio, mask=row < rows)
+    else:
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(squares / hidden + eps))
     tl.store(statistics + row, center, mask=row < rows)
     tl.store(statistics + rows + row, inverse, mask=row < rows)
     if tl.program_id(0) == 0:
@@ -85,10 +96,13 @@ def load_statistics(statistics, row, rows):
 
 
 @triton.jit
-def gradient_means(grad, normal, gain, hidden, IS_RMS: tl.constexpr):
-    """The means along each row of g * normal, and of g, which RMSNorm does not need. grad: of the result."""
+def gradient_means(grad, normal, gain, hidden, IS_RMS: tl.constexpr, ratio=1.0):
+    """ratio times the mean along each row of g * normal, and the mean of g, which RMSNorm does not need.
+
+    grad: of the result.
+    """
     g = grad * gain[None, :]
-    along = tl.sum(g * normal, axis=1) / hidden
+    along = tl.sum(g * normal, axis=1) / hidden * ratio
     level = along * 0.0 if IS_RMS else tl.sum(g, axis=1) / hidden
     return along, level
 

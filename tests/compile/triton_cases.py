@@ -49,7 +49,14 @@ def attention(dtype: str, head_dim: int, mask: str, backward: bool = True) -> No
         fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_weights=True, **options)
 
 
-def layer_norm(dtype: str, hidden: int, dropout_p: float = 0.1, rms: bool = False, x_bias: bool = False) -> None:
+def layer_norm(
+    dtype: str,
+    hidden: int,
+    dropout_p: float = 0.1,
+    rms: bool = False,
+    x_bias: bool = False,
+    eps_on_std: bool = False,
+) -> None:
     rows = 2 * MULTIPROCESSORS * max(4096 // hidden, 1)
     x, residual = (torch.zeros(rows, hidden, dtype=getattr(torch, dtype), requires_grad=True) for _ in range(2))
     weight, bias = (torch.zeros_like(x[0], requires_grad=True) for _ in range(2))
@@ -57,7 +64,8 @@ def layer_norm(dtype: str, hidden: int, dropout_p: float = 0.1, rms: bool = Fals
     if rms:
         out = fastattn.dropout_add_rms_norm(x, residual, weight, **options)
     else:
-        out = fastattn.dropout_add_layer_norm(x, residual, weight, bias, x_bias=bias if x_bias else None, **options)
+        options |= {"x_bias": bias if x_bias else None, "eps_on_std": eps_on_std}
+        out = fastattn.dropout_add_layer_norm(x, residual, weight, bias, **options)
     out.sum().backward()
 
 
@@ -120,6 +128,7 @@ GROUPS: dict[str, list[Case]] = {
         ("sm_90a", "float32 hidden 1024", partial(layer_norm, "float32", 1024)),
         ("sm_90a", "bfloat16 hidden 1024, no dropout", partial(layer_norm, "bfloat16", 1024, 0.0)),
         ("sm_90a", "bfloat16 hidden 1024, rms", partial(layer_norm, "bfloat16", 1024, rms=True)),
+        ("sm_90a", "bfloat16 hidden 512, eps_on_std", partial(layer_norm, "bfloat16", 512, eps_on_std=True)),
         ("sm_80", "bfloat16 hidden 4096, x_bias", partial(layer_norm, "bfloat16", 4096, x_bias=True)),
         ("sm_90a", "float32 hidden 512", partial(embed_layer_norm, "float32", 512)),
         ("sm_80", "bfloat16 hidden 4096", partial(embed_layer_norm, "bfloat16", 4096)),

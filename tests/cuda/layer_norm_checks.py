@@ -28,6 +28,7 @@ class Case(NamedTuple):
     residual: bool = True
     dz: bool = True
     rms: bool = False
+    eps_on_std: bool = False
     x_bias: torch.dtype | None = None
     shift: int = 0  # elements by which every buffer starts after a 16-byte boundary
 
@@ -35,7 +36,7 @@ class Case(NamedTuple):
         short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         words = [f"{self.rows}x{self.hidden}", short[self.dtype], f"w-{short[self.weight_dtype]}"]
         words += [f"p{self.dropout_p}"] if self.dropout_p else []
-        words += [name for name in ("residual", "dz", "rms") if getattr(self, name)]
+        words += [name for name in ("residual", "dz", "rms", "eps_on_std") if getattr(self, name)]
         words += [f"x-{short[self.x_bias]}"] if self.x_bias else []
         return "-".join([*words, *([f"shift{self.shift}"] if self.shift else [])])
 
@@ -91,7 +92,7 @@ def formula(case: Case, given: SimpleNamespace, dtype: torch.dtype | None) -> di
     leaves = {name: vars(given)[name] for name in names}
     leaves = {n: None if t is None else t.to(dtype or t.dtype).detach().requires_grad_() for n, t in leaves.items()}
     *tensors, x_bias = leaves.values()
-    out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state, x_bias)
+    out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state, x_bias, case.eps_on_std)
     present = {f"d{name}": t for name, t in leaves.items() if t is not None}
     outputs, gradients = [out, z], [given.dout.to(out), torch.zeros_like(z) if given.dz is None else given.dz.to(z)]
     grads = torch.autograd.grad(outputs, list(present.values()), gradients)
@@ -102,19 +103,19 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     """Forward and backward in the backend, each judged; every result, for comparisons of bits."""
     memory = Guarded(device, case.shift)
     given = inputs(case, memory)
-    dropout = case.dropout_p, given.rng_state
+    dropout, last = (case.dropout_p, given.rng_state), (given.x_bias, case.eps_on_std)
     with monkeypatch.context() as patch:
         patch.setattr(backend, "torch", memory)
         tensors = (given.x, given.residual, given.weight, given.bias)
-        out, z, statistics = backend.add_layer_norm_fwd(*tensors, EPS, *dropout, given.x_bias)
+        out, z, statistics = backend.add_layer_norm_fwd(*tensors, EPS, *dropout, *last)
         made = statistics.clone()
         dx, dresidual, *sums = backend.add_layer_norm_bwd(
-            given.dout, given.dz, z, given.weight, given.bias, statistics, *dropout, case.residual, given.x_bias
+            given.dout, given.dz, z, given.weight, given.bias, statistics, *dropout, case.residual, *last
         )
     memory.check()
     if case.rows > 0:  # another backward of the same forward finds the tickets as this one did
         assert torch.equal(statistics, made)
-        assert not statistics[2 * case.rows :].any()
+        assert not statistics[2 * case.rows :][: backend.TICKETS].any()
     mean, rstd = statistics[: 2 * case.rows].view(2, case.rows)
     assert (z is given.x) == (not case.residual and case.dropout_p == 0 and given.x_bias is None)
     assert (dresidual is None) == (not case.residual)
@@ -125,13 +126,16 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     center = truth["z"].mean(-1, keepdim=True) * (not case.rms)
     variance = (truth["z"] - center).square().mean(-1)
     torch.testing.assert_close(mean, center[:, 0].float())
-    torch.testing.assert_close(rstd, (variance + EPS).rsqrt().float())
+    if case.eps_on_std:
+        variance *= case.hidden / (case.hidden - 1)
+    expected = 1 / (variance.sqrt() + EPS) if case.eps_on_std else (variance + EPS).rsqrt()
+    torch.testing.assert_close(rstd, expected.float())
     names = ("out", "z", "dx", "dresidual", "dweight", "dbias", "dx_bias")
     results = {n: t for n, t in zip(names, (out, z, dx, dresidual, *sums), strict=True) if t is not None}
     multiplier = torch.ones_like(given.x, dtype=torch.float64)
     if case.dropout_p > 0:
         multiplier = keep_factor(given.rng_state, case.rows, case.hidden, case.dropout_p, torch.float64)
-    terms = add_layer_norm_terms(*tensors, given.x_bias, given.dout, given.dz, multiplier, EPS)
+    terms = add_layer_norm_terms(*tensors, given.x_bias, given.dout, given.dz, multiplier, EPS, case.eps_on_std)
     for name, result in results.items():
         assert_close_as_torch(result, truth[name], low[name].to(result.dtype), terms[name], name)
     return mean, rstd, *results.values()

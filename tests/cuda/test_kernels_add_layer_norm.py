@@ -47,13 +47,24 @@ RMS = [
     )
     for pair in PAIRS
 ]
+EPS_ON_STD = [
+    Case(rows, width, *pair, 0.3, residual, dz, eps_on_std=True, x_bias=x_bias)
+    for rows, width, residual, dz, x_bias in (
+        (37, 72, True, True, FLOAT32),
+        (5, 500, False, False, None),
+        (300, 7, True, True, None),
+        (3, 2056, True, False, FLOAT32),
+        (2, 16384, True, True, None),
+    )
+    for pair in PAIRS
+]
 WIDE = [
     Case(3, 16384, *pair, 0.1, x_bias=None if shift else pair[0], shift=shift) for pair in PAIRS for shift in (0, 1)
 ]
 
 
-ALL = [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *RMS, *WIDE]
-EVERYDAY = [*SHAPES[3:14:3], *DTYPES[:3], *ARGUMENTS[::7], *RMS[:5:2], UNALIGNED[1]]
+ALL = [*SHAPES, *DTYPES, *ARGUMENTS, *UNALIGNED, *RMS, *EPS_ON_STD, *WIDE]
+EVERYDAY = [*SHAPES[3:14:3], *DTYPES[:3], *ARGUMENTS[::7], *RMS[:5:2], *EPS_ON_STD[:6:5], UNALIGNED[1]]
 CASES = [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.full) for case in ALL]
 
 

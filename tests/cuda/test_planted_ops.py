@@ -51,7 +51,7 @@ def norm_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     1040: weight gradients by a second kernel."""
     case = layer_norm_checks.Case
     cases = [case(37, width, dropout_p=0.3, x_bias=FP32) for width in (520, 500)]
-    for one in (*cases, case(7, 1040, x_bias=FP32), case(9, 500, rms=True)):
+    for one in (*cases, case(7, 1040, x_bias=FP32), case(9, 500, rms=True), case(9, 500, eps_on_std=True)):
         torch.manual_seed(0)
         layer_norm_checks.run(one, CPU, monkeypatch)
 
@@ -122,6 +122,7 @@ PLANTS = {
             Bug("dropout counts elements", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)"),
             Bug("no mean of g * normal", "common/norm_backward.cuh", "normal[j] * mean_g_normal", "0.0f"),
             Bug("a ticket too few", "common/norm_backward.cuh", "count - 1", "count - 2"),
+            Bug("no ratio of standard deviations", "common/norm_backward.cuh", "p.eps_on_std", "false"),
         ],
         norm_cases,
     ),

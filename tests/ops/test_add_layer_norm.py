@@ -20,8 +20,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Several blocks, a ragged last one, several turns of a persistent one; narrow rows that share a warp; rows wider than a
 # warp's; one row; odd rows wider than 8192, from where on backwards read their rows twice. Mean 1000, variance 1:
-# E[z^2] - mean^2 would keep two or three digits of float32's seven. A standard deviation a hundredth of eps: made of
-# 1 / (std + eps) alone, it would lose two digits.
+# E[z^2] - mean^2 would keep two or three digits of float32's seven. A standard deviation a hundredth of
+# eps: where eps is added to it, it is most of the sum.
 EVERYDAY: list[dict[str, Any]] = [
     {"rows": 37, "hidden": 48, "dropout_p": 0.3, "has_x_bias": True},
     {"rows": 37, "hidden": 48, "dropout_p": 0.3, "has_x_bias": True, "rms": True, "mean": 0.5},

@@ -33,6 +33,7 @@ class Bug(NamedTuple):
 
 # Two programs, one of two turns.
 TURNS = norm, norm.make(20, 130, 0.3, has_x_bias=True)
+BY_STD = norm, norm.make(20, 130, eps_on_std=True)
 RELU, GELU, SWIGLU = ((ffn, ffn.make(activation, 0.3)) for activation in ("relu", "gelu", "swiglu"))
 LOSS = loss, loss.make(label_smoothing=0.1, logit_scale=0.7)
 WORDS = embed, embed.make(dropout_p=0.3, scale=3.0)
@@ -45,6 +46,8 @@ BUGS = [
     Bug("x_bias's gradient of the last turn", BACKWARD, "dx_sum += grad", "dx_sum = grad", TURNS, "dx_bias"),
     Bug("columns outside the row counted", NORM,
         "tl.where(in_row[None, :], value - center[:, None], 0.0)", "value - center[:, None]", TURNS, "out"),
+    Bug("no Bessel's correction", NORM, "squares / (hidden - 1)", "squares / hidden", BY_STD, "out"),
+    Bug("the ratio of another row", BACKWARD, "TICKETS + row,", "TICKETS + row + 1,", BY_STD, "dx"),
     Bug("another row's mask", BACKWARD, "threshold, row, 0", "threshold, row + 1, 0", TURNS, "dx"),
     Bug("a program's sums left out", NORM, "(row < count)[:, None]", "(row + 1 < count)[:, None]", TURNS, "dweight"),
     Bug("the gate's bias for both", HIDDEN, "bias1 + d_ff + col", "bias1 + col", SWIGLU, "out"),
