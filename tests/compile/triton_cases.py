@@ -49,6 +49,17 @@ def attention(dtype: str, head_dim: int, mask: str, backward: bool = True) -> No
         fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_weights=True, **options)
 
 
+def decode_attention(dtype: str, head_dim: int, keys: str) -> None:
+    """keys: "of beams", found by ancestors; "shared"; "split" among several programs."""
+    B, W, H, M = (1, 1, 2, 1024) if keys == "split" else (32, 5, 8, 64)
+    rows = W if keys == "of beams" else 1
+    zeros = partial(torch.zeros, dtype=getattr(torch, dtype))
+    q, k, v = zeros(B, W, H, head_dim), zeros(B, M, rows, H, head_dim), zeros(B, M, rows, H, head_dim)
+    lengths = torch.zeros(B, dtype=torch.int32)
+    ancestors = torch.zeros(B, W, M, dtype=torch.int32) if keys == "of beams" else None
+    fastattn.decode_attention(q, k, v, lengths, ancestors, backend="triton")
+
+
 def layer_norm(
     dtype: str,
     hidden: int,
@@ -103,6 +114,8 @@ GROUPS: dict[str, list[Case]] = {
     "everyday": [
         ("sm_90a", "bfloat16 D64 causal", partial(attention, "bfloat16", 64, "causal", backward=False)),
         ("sm_80", "bfloat16 D64 causal", partial(attention, "bfloat16", 64, "causal", backward=False)),
+        ("sm_90a", "bfloat16 D64 of beams", partial(decode_attention, "bfloat16", 64, "of beams")),
+        ("sm_80", "bfloat16 D64 split", partial(decode_attention, "bfloat16", 64, "split")),
         ("sm_90a", "bfloat16 hidden 512", partial(layer_norm, "bfloat16", 512)),
         ("sm_80", "bfloat16 relu", partial(feed_forward, "bfloat16", "relu")),
         ("sm_90a", "bfloat16 classes 32000", partial(cross_entropy, "bfloat16", 32000)),
@@ -122,6 +135,17 @@ GROUPS: dict[str, list[Case]] = {
         ),
         ("sm_90a", "bfloat16 D128 dropout", partial(attention, "bfloat16", 128, "causal, dropout", backward=False)),
         ("sm_80", "bfloat16 D128 bias", partial(attention, "bfloat16", 128, "tensors, bias", backward=False)),
+    ],
+    "decode_attention": [
+        *(
+            (arch, f"{dtype} D{head_dim} {keys}", partial(decode_attention, dtype, head_dim, keys))
+            for arch in ("sm_80", "sm_90a")
+            for dtype in ("bfloat16", "float32")
+            for head_dim in (64, 128, 256)
+            for keys in ("of beams", "shared")
+        ),
+        ("sm_90a", "float16 D128 split", partial(decode_attention, "float16", 128, "split")),
+        ("sm_90a", "float32 D256 split", partial(decode_attention, "float32", 256, "split")),
     ],
     "norms": [
         *(("sm_90a", f"bfloat16 hidden {n}", partial(layer_norm, "bfloat16", n)) for n in (64, 512, 4096, 8192, 16384)),

@@ -82,6 +82,7 @@ EVERYDAY: list[dict[str, Any]] = [
     {"queries": 1, "room": 300, "heads": 3, "heads_k": 1, "dtype": BF16},
     {"ancestors": True, "queries": 5, "room": 70, "head_dim": 64, "dtype": FP16},
     {"ancestors": True, "rows": 7, "queries": 2, "batch": 1, "room": 700, "heads": 1, "heads_k": 1, "dtype": BF16},
+    {"queries": 1, "room": 700, "heads": 1, "heads_k": 1, "lengths": [40, 0]},  # of a split program nothing is left
 ]
 FULL: list[dict[str, Any]] = [
     {"queries": queries, "rows": rows, "ancestors": ancestors, "head_dim": d, "room": room, "dtype": dtype, **heads}
