@@ -153,6 +153,59 @@ class AttentionCase(Case):
 
 
 @dataclass(frozen=True)
+class DecodeAttentionCase(Case):
+    """A step of decoding: q (batch, queries, heads, dim), k and v (batch, length, rows, heads, dim).
+
+    keys: "own", of each query; "of beams" that were chosen anew, at random, at every position, so that most of their
+    history is common; "shared" by all queries, of draw_lengths(batch, length, MULTI30K), as an encoder's output is.
+    """
+
+    batch: int
+    queries: int
+    length: int
+    heads: int
+    dim: int
+    keys: str = "own"
+    dtype: torch.dtype = torch.float32
+    dropout_p: float = 0.0
+
+    formula = "bytes: each visible key and value once, however many queries attend to it, q and out"
+
+    def __str__(self) -> str:
+        shape = f"b{self.batch} w{self.queries} h{self.heads}"
+        return f"{shape} {self.length} keys {self.keys} d{self.dim} {label(self.dtype)}"
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """(batch,) visible positions of each sequence."""
+        if self.keys != "shared":
+            return torch.full((self.batch,), self.length)
+        return draw_lengths(self.batch, self.length, MULTI30K)
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """(batch, queries, length) int32: the row in which each query finds each position."""
+        generator = torch.Generator().manual_seed(0)
+        found = torch.arange(self.queries)[:, None].repeat(self.batch, 1, self.length)
+        if self.keys == "of beams":
+            for position in range(1, self.length):
+                parents = torch.randint(self.queries, (self.batch, self.queries, 1), generator=generator)
+                past = found[..., :position]
+                past.copy_(past.gather(1, parents.expand_as(past)))
+        return found.int()
+
+    @cached_property
+    def work(self) -> Work:
+        visible = int(self.lengths.sum())
+        read = visible  # pairs of a position and a row that some query attends to
+        if self.keys != "shared":
+            read = int((self.ancestors[..., None] == torch.arange(self.queries)).any(dim=1).sum())
+        width = self.heads * self.dim
+        byte = 2 * (read + self.batch * self.queries) * width * self.dtype.itemsize
+        return {"forward": {"flop": 4 * width * self.queries * visible, "byte": byte}}
+
+
+@dataclass(frozen=True)
 class NormCase(Case):
     """x, residual: (rows, width)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bench_add_layer_norm
 import bench_attention
+import bench_decode_attention
 import bench_decoding
 import bench_embed_layer_norm
 import bench_feed_forward
@@ -21,6 +22,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     bench_feed_forward.BENCHMARK,
     bench_linear_cross_entropy.BENCHMARK,
     bench_embed_layer_norm.BENCHMARK,
+    bench_decode_attention.BENCHMARK,
     bench_decoding.BENCHMARK,
 )
 

@@ -35,7 +35,8 @@ class Refused(Exception):
 
 
 class Inputs(NamedTuple):
-    """leaves: float tensors with a gradient. fixed: what else a provider may need. dout: the gradient of the result."""
+    """leaves: float tensors, with a gradient where the op has one. fixed: what else a provider may need. dout: the
+    gradient of the result."""
 
     leaves: dict[str, Tensor]
     fixed: dict[str, Any]
@@ -43,7 +44,7 @@ class Inputs(NamedTuple):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         """Leaves and dout after `change`."""
-        leaves = {name: change(t.detach()).requires_grad_() for name, t in self.leaves.items()}
+        leaves = {name: change(t.detach()).requires_grad_(t.requires_grad) for name, t in self.leaves.items()}
         return self._replace(leaves=leaves, dout=None if self.dout is None else change(self.dout))
 
 
@@ -111,7 +112,8 @@ def terms_of(
 
 
 def run_of(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run:
-    """The Run of a plain function of the leaves: result and gradients are checked; forward, backward and both timed."""
+    """The Run of a plain function of the leaves: result and gradients are checked; forward, backward and both timed.
+    Of inputs without dout there are no gradients."""
     leaves = list(inputs.leaves.values())
 
     def forward() -> Tensor:
@@ -131,6 +133,8 @@ def run_of(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run
         return {"out": out} | {f"grad of {name}": grad for name, grad in zip(inputs.leaves, grads, strict=True)}
 
     kept: list[Tensor] = []
+    if inputs.dout is None:
+        return Run(lambda: {"out": forward()}, {"forward": forward}, notes)
     return Run(results, {"forward": forward, "backward": backward, "both": both}, notes)
 
 

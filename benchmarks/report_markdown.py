@@ -57,7 +57,12 @@ def summary(record: Record) -> Iterator[str]:
             continue
         if op["directions"]:
             direction = op["directions"][-1]
-            done = {"both": "forward and backward", "step": "one training step", "decode": "one batch"}[direction]
+            done = {
+                "forward": "forward",
+                "both": "forward and backward",
+                "step": "one training step",
+                "decode": "one batch",
+            }[direction]
             header = ["case", "fastattn, ms", "fastest other", "of the bound", "reference path"]
             if direction == "step":
                 header.insert(3, "by dropping padding")

@@ -12,6 +12,7 @@ from cases import (
     AttentionCase,
     Case,
     CrossEntropyCase,
+    DecodeAttentionCase,
     DecodingCase,
     EmbedCase,
     FeedForwardCase,
@@ -30,6 +31,16 @@ def _attention(length: int, dim: int, mask: str, tokens: int = 16384, **options:
     return AttentionCase(tokens // length, 2048 // dim, length, length, dim, mask, BF16, **options)
 
 
+def _decode_attention(dtype: torch.dtype) -> list[DecodeAttentionCase]:
+    """The base model's: beams to their past and to the encoder's output, then greedy, a batch and one sequence."""
+    return [
+        DecodeAttentionCase(32, 5, 64, 8, 64, "of beams", dtype),
+        DecodeAttentionCase(32, 5, 64, 8, 64, "shared", dtype),
+        DecodeAttentionCase(32, 1, 64, 8, 64, "own", dtype),
+        DecodeAttentionCase(1, 1, 512, 8, 64, "own", dtype),
+    ]
+
+
 QUICK = [
     StepCase(6, 12, 1, 32, 64, 2, 50),  # enough padding for the default to drop it
     StepCase(2, 12, 1, 32, 64, 2, 50, BF16),
@@ -42,6 +53,8 @@ QUICK = [
     FeedForwardCase(40, 48, 96, "swiglu"),
     CrossEntropyCase(40, 32, 60),
     DecodingCase(2, 12, 1, 32, 64, 2, 50, new_tokens=4),
+    DecodeAttentionCase(2, 3, 20, 2, 16, "of beams"),
+    DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
     MemoryCase(2, 12, 1, 32, 64, 2, 50),
 ]
 
@@ -52,6 +65,7 @@ CPU = [
     FeedForwardCase(512, 512, 2048, dropout_p=0.1),
     StepCase(32, 24, 4, 128, 256, 4, 4000),
     DecodingCase(8, 24, 1, 512, 2048, 8, 4000, new_tokens=16),
+    *_decode_attention(F32),
     CrossEntropyCase(512, 512, 8000),
     EmbedCase(8, 64, 512, 8000, dropout_p=0.1),
     # The same 1024 tokens, at five lengths.
@@ -80,6 +94,7 @@ CUDA = [
     CrossEntropyCase(8192, 512, 32000, BF16),
     EmbedCase(256, 32, 512, 32000, BF16, 0.1),
     DecodingCase(64, 32, *BASE, BF16, new_tokens=32),
+    *_decode_attention(BF16),
     _attention(2048, 64, "blocks", masked=0.5),
     _attention(1024, 64, "bias", tokens=8192),
     NormCase(65536, 1024, BF16, 0.1),

@@ -67,7 +67,7 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
     report("--out", tmp_path, "--quick", "--device", "cpu", "--minutes", "10")
     record = record_of(tmp_path)
     assert record["missing"] == 0
-    assert {row["op"] for row in record["rows"]} == {case["op"] for case in record["cases"]} and len(record["ops"]) == 8
+    assert {row["op"] for row in record["rows"]} == {case["op"] for case in record["cases"]} and len(record["ops"]) == 9
     for row in record["rows"]:
         assert row["status"] in ("ok", "refused"), row
     for case in record["cases"]:
