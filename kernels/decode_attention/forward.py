@@ -13,17 +13,18 @@ programs of a head are neighbours. The merge has one program per (row of out, 64
 How many splits there are follows from shapes and the device alone, so a CUDA graph may repeat a launch with other
 lengths; each sequence's own length is then divided evenly among them.
 Registers: the accumulator [16, BLOCK_DV], the running maximum and sum of 16 rows, in float32. Shared memory: tiles of
-keys and values, num_stages - 1 deep, or one deep with ancestors, whose rows have to be known first.
+keys and values, two deep, or one deep with ancestors, whose rows have to be known first.
 Bytes: the visible keys and values once, q and out; of each split, Dv + 1 float32 a row, written and read. FLOPs:
-2 * (Dk + Dv) a query, head and visible position; tensor cores have up to 16 times as many, of which they have plenty.
+2 * (Dk + Dv) a query, head and visible position; empty rows of a tile add more, but the time is that of the bytes.
 Compiled offline with triton 3.6, bf16 (no GPU has timed it yet), registers at sm_80 / sm_90a with ancestors: D 64
-128 / 116, D 128 118 / 120, D 256 153 / 155; shared keys 70 / 72, 80 / 92, 140 / 117. The merge takes 56. Nothing spills
-where 16 divides the head dimension; with ancestors D 72 spills 12 accesses at sm_80, and is read 2 bytes at a time.
+128 / 116, D 128 118 / 120, D 256 153 / 155; shared keys 70 / 72, 80 / 92, 140 / 117; the merge 56. Nothing spills here,
+nor in float32. A head dimension that 16 does not divide is read in narrow loads: D 72 with ancestors has 12 accesses of
+spilled registers at sm_80.
 Tried and dropped, same compiler:
-    tiles of 64 queries, for 5 beams of 8 heads on shared keys: at sm_80 19 spilled accesses at D 128 (64 keys a tile),
-    43 at D 256, 253 in float32 at D 64;
+    tiles of 64 queries, for 5 beams of 8 heads on shared keys: at sm_80 19 accesses of spilled registers at D 128 with
+    64 keys, 43 at D 256 with 32, 253 in float32 at D 64 with 32;
     with ancestors, 64 keys a tile at D 128 (200 / 188 registers) and 2 warps at D 64 (156 / 168);
-    in float32, 4 warps for 16 keys at D 128 (2 spilled accesses at sm_80) and 8 warps at D 256 (9 at sm_90a).
+    in float32, 8 warps at D 256 (9 accesses of spilled registers at sm_90a).
 """
 
 from typing import NamedTuple
@@ -33,7 +34,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import INTERPRETED
 from ..common.launch import dot_precision, multiprocessors, on_device
 
 
@@ -135,12 +135,11 @@ def decode_attention_kernel(
         row_max = new_max
 
     empty = row_sum == 0.0
-    row_sum = tl.where(empty, 1.0, row_sum)
+    row_sum = tl.where(empty, 1.0, row_sum)  # acc is 0 there
     place = split * num_rows.to(tl.int64) + (b * num_queries + w) * (num_heads_k * group) + h
     col = tl.arange(0, BLOCK_DV)[None, :]
-    out_tile = tl.where(empty[:, None], 0.0, acc / row_sum[:, None])
     out_ptrs = out + place[:, None] * HEAD_DIM_V + col
-    tl.store(out_ptrs, out_tile.to(out.dtype.element_ty), mask=is_query[:, None] & (col < HEAD_DIM_V))
+    tl.store(out_ptrs, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=is_query[:, None] & (col < HEAD_DIM_V))
     if lse_ptr is not None:
         lse = tl.where(empty, float("-inf"), row_max + tl.log(row_sum))
         tl.store(lse_ptr + place, lse, mask=is_query)
@@ -167,33 +166,12 @@ def merge_splits_kernel(
     tl.store(out + row * HEAD_DIM_V + col, merged.to(out.dtype.element_ty), mask=col < HEAD_DIM_V)
 
 
-class Config(NamedTuple):
-    """Tiles of BLOCK_N keys, num_warps warps a program, loads num_stages - 1 tiles ahead."""
-
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-
-
-# (bits of the dtype, head dimension at most); chosen offline, see above. Nothing is tuned at call time.
-_CONFIGS: dict[tuple[int, int], Config] = {
-    (16, 64): Config(64, 4, 3),
-    (16, 128): Config(32, 4, 3),
-    (16, 256): Config(16, 4, 3),
-    (32, 64): Config(32, 4, 3),
-    (32, 128): Config(32, 8, 3),
-    (32, 256): Config(16, 4, 2),
-}
-_INTERPRETED_CONFIG = Config(64, 4, 1)  # there a tile costs the same whatever its size
+# Chosen offline, see above; nothing is tuned at call time.
 _BLOCK_M = 16  # queries in a tile, heads counted one by one: the fewest that tl.dot takes
-_MAX_SPLITS = 64
+_TILE_BYTES = 8192  # of keys, or of values
 _SPLIT_KEYS = 256  # at least, for a program to be worth the merge
 _PROGRAMS = 4  # that a multiprocessor has room for
-
-
-def _config(dtype: torch.dtype, head_dim: int) -> Config:
-    columns = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    return _INTERPRETED_CONFIG if INTERPRETED else _CONFIGS[dtype.itemsize * 8, columns]
+_MAX_SPLITS = 64
 
 
 def _padded(size: int) -> int:
@@ -217,6 +195,7 @@ def decode_attention_fwd(
     if splits > 1:
         found = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, B, W, H, dtype=torch.float32, device=q.device)
+    BLOCK_N = max(_TILE_BYTES // (max(_padded(Dk), _padded(Dv), 64) * q.itemsize), 16)
     with on_device(q):
         decode_attention_kernel[(programs * splits,)](
             Queries(q, *q.stride()[:3]),
@@ -226,7 +205,7 @@ def decode_attention_fwd(
             None if ancestors is None else Ancestors(ancestors, *ancestors.stride(), R),
             found, lse, W, together, Hk, H // Hk, M, splits, B * W * H, softmax_scale,
             HEAD_DIM_K=Dk, HEAD_DIM_V=Dv, BLOCK_DK=_padded(Dk), BLOCK_DV=_padded(Dv),
-            PRECISION=dot_precision(q.dtype), BLOCK_M=_BLOCK_M, **_config(q.dtype, max(Dk, Dv))._asdict(),
+            PRECISION=dot_precision(q.dtype), BLOCK_M=_BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4, num_stages=3,
         )  # fmt: skip
         if splits > 1:
             BLOCK_DV = min(_padded(Dv), 64)
