@@ -69,7 +69,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield attention("grouped-query", heads_k=1, enable_gqa=True)
     yield attention("causal, dropout", is_causal=True, dropout_p=0.2)
 
-    beams, room = (5, 300) if large else (3, 70)
+    beams, room = (5, 600) if large else (3, 70)
     lengths = torch.tensor([room // 3, room], dtype=torch.int32, device=device)
     ancestors = torch.randint(beams, (batch, beams, room), generator=generator, dtype=torch.int32).to(device)
 

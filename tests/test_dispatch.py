@@ -95,7 +95,8 @@ def test_explain_checks_arguments_as_the_op_does() -> None:
 
 def test_every_op_is_known() -> None:
     assert set(_dispatch.OPS) == {
-        "attention", "add_layer_norm", "add_rms_norm", "embed_layer_norm", "feed_forward", "linear_cross_entropy",
+        "attention", "decode_attention", "add_layer_norm", "add_rms_norm", "embed_layer_norm", "feed_forward",
+        "linear_cross_entropy",
     }  # fmt: skip
 
 
