@@ -27,7 +27,7 @@ def decode_attention(
     k, v = (t.flatten(1, 2).transpose(1, 2) for t in (k, v))  # (B, Hk, M * R, D)
     if visible is None:
         return _attend(q, k, v, None, softmax_scale)
-    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)[:, None]
+    bias = visible.to(q.dtype).log_()[:, None]  # 0 or -inf
     if _can_read_values(q):
         # NaN in a key that no query attends to shows in the result, or does no harm. So does a query without keys.
         out = _attend(q, k, v, bias, softmax_scale)

@@ -68,7 +68,7 @@ class _Unscaled:
         self.model = model
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        return self.model.trg_word_prj(self.model.decoder.step(tokens, cache))
+        return cache.linear(self.model.trg_word_prj, self.model.decoder.step(tokens, cache), None)
 
 
 class _PublicBeams(Beams):

@@ -220,7 +220,8 @@ class FusedTransformer(nn.Module):
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_trg_vocab) of what follows one new token a row, integer (B, W): see Decoder.step."""
-        return self.project(self.decoder.step(tokens, cache))
+        dec_output = self.scaled(self.decoder.step(tokens, cache))
+        return cache.linear(self.trg_word_prj, dec_output, self.decoder.backend)
 
     # Each mask is built once a batch. All layers share it and what it prepares.
 
@@ -234,8 +235,11 @@ class FusedTransformer(nn.Module):
 
     def project(self, dec_output: Tensor) -> Tensor:
         """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
-        # The d_model inputs are scaled instead of the n_trg_vocab logits: fewer numbers.
-        return self.trg_word_prj(dec_output * self.d_model**-0.5 if self.scale_prj else dec_output)
+        return self.trg_word_prj(self.scaled(dec_output))
+
+    def scaled(self, dec_output: Tensor) -> Tensor:
+        """The d_model inputs of the projection are scaled instead of the n_trg_vocab logits: fewer numbers."""
+        return dec_output * self.d_model**-0.5 if self.scale_prj else dec_output
 
     def extra_repr(self) -> str:
         return f"src_pad_idx={self.src_pad_idx}, trg_pad_idx={self.trg_pad_idx}, scale_prj={self.scale_prj}"

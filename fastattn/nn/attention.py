@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
 from fastattn.nn.cache import DecoderCache, KeysAndValues
 from fastattn.nn.joint_linear import joint_linear
-from fastattn.nn.residual import PendingResidual, Stream, add_norm, current_dropout_p
+from fastattn.nn.residual import Stream, add_branch, current_dropout_p
 from fastattn.ops.attention import scaled_dot_product_attention
 
 
@@ -125,12 +123,12 @@ class MultiHeadAttention(nn.Module):
         """
         attn = None
 
-        def branch(normed: Tensor) -> Tensor:
+        def branch(normed: Tensor) -> tuple[Tensor, None]:
             nonlocal attn
             out, attn = self.branch(normed, *(normed if x is q else x for x in (k, v)), mask, return_attn, projected)
-            return out
+            return out, None
 
-        return self._with_residual(q, branch), attn
+        return add_branch(self, q, branch), attn
 
     def step(self, x: Stream, cache: DecoderCache) -> Stream:
         """Self-attention of one new token a row: x (B, W, d_model), or with norm_first a PendingResidual of such.
@@ -138,32 +136,27 @@ class MultiHeadAttention(nn.Module):
         Its keys and values are added to the cache. Returns the same kind. Without dropout: for eval mode.
         """
 
-        def branch(normed: Tensor) -> Tensor:
-            q, k, v = joint_linear(normed, (self.w_qs, self.w_ks, self.w_vs), backend=self.backend)
+        def branch(normed: Tensor) -> tuple[Tensor, None]:
+            q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
             q, k, v = q.unflatten(2, (self.n_head, -1)), *(t.unflatten(2, (self.n_head_kv, -1)) for t in (k, v))
-            return self.fc(cache.attend(self, q, k, v, 1 / self.attention.temperature, self.backend).flatten(2))
+            out = cache.attend(self, q, k, v, 1 / self.attention.temperature, self.backend)
+            return cache.linear(self.fc, out.flatten(2), self.backend), None
 
-        return self._with_residual(x, branch)
+        return add_branch(self, x, branch)
 
     def step_to_memory(self, x: Stream, cache: DecoderCache) -> Stream:
         """Attention of one new token a row to the encoder's output, whose keys and values the cache holds. As step."""
 
-        def branch(normed: Tensor) -> Tensor:
-            q = self.w_qs(normed).unflatten(2, (self.n_head, -1))
-            return self.fc(cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend).flatten(2))
+        def branch(normed: Tensor) -> tuple[Tensor, None]:
+            q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (self.n_head, -1))
+            out = cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend)
+            return cache.linear(self.fc, out.flatten(2), self.backend), None
 
-        return self._with_residual(x, branch)
+        return add_branch(self, x, branch)
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
         """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, Lk, 1, n_head_kv, d_k) and (.., d_v), views."""
         return tuple(t.unflatten(2, (1, self.n_head_kv, -1)) for t in projected)
-
-    def _with_residual(self, x: Stream, branch: Callable[[Tensor], Tensor]) -> Stream:
-        """x + dropout(branch(x)) and the norm, where norm_first puts it."""
-        if self.norm_first:
-            normed, total = add_norm(x, self.dropout, self.layer_norm, self.backend, return_sum=True)
-            return PendingResidual(branch(normed), total)
-        return add_norm(PendingResidual(branch(x), x), self.dropout, self.layer_norm, self.backend)
 
     def branch(
         self,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastattn.nn.packed_linear import PackedLinears
 from fastattn.ops.decode_attention import decode_attention
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -40,6 +41,7 @@ class DecoderCache:
 
     batch, rows, room: B, W, and the number of tokens for which there is room.
     memories: what the layers attend to beside their own past.
+    linear: a step's linear maps are called through it.
     Memory: 2 * B * room * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
 
     On a GPU nothing depends on numbers of the host, so that a CUDA graph can repeat a step: the position is a tensor,
@@ -56,6 +58,7 @@ class DecoderCache:
         self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
         self.ancestors: Tensor | None = None  # (B, W, room) int32
         self.sentences = torch.arange(batch, device=device)  # where each sequence stood in the batch at first
+        self.linear = PackedLinears()  # for the maps of every step
         self._past: dict[nn.Module, KeysAndValues] = {}  # (B, room, W, Hk, D) of each layer
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None) -> Tensor:

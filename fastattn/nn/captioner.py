@@ -80,13 +80,16 @@ class MultiHeadAttention(nn.Module):
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
         """Self-attention of one new token a row, x (B, W, d_model), whose keys and values are added to the cache."""
-        q, k, v = (self._heads(linear(x)) for linear in (self.linear_query, self.linear_key, self.linear_value))
-        return self.linear_out(cache.attend(self, q, k, v, self._scale, self.backend).flatten(2))
+        maps = (self.linear_query, self.linear_key, self.linear_value)
+        q, k, v = (self._heads(cache.linear(linear, x, self.backend)) for linear in maps)
+        out = cache.attend(self, q, k, v, self._scale, self.backend)
+        return cache.linear(self.linear_out, out.flatten(2), self.backend)
 
     def step_to_memory(self, x: Tensor, cache: DecoderCache, which: int) -> Tensor:
         """Attention of one new token a row to a memory of the cache, see `memory`."""
-        q = self._heads(self.linear_query(x))
-        return self.linear_out(cache.attend_memory(self, q, self._scale, self.backend, which).flatten(2))
+        q = self._heads(cache.linear(self.linear_query, x, self.backend))
+        out = cache.attend_memory(self, q, self._scale, self.backend, which)
+        return cache.linear(self.linear_out, out.flatten(2), self.backend)
 
     def memory(self, x: Tensor) -> KeysAndValues:
         """Keys and values of x (B, Lk, d_model) as a cache's Memory holds them, (B, Lk, 1, H, D)."""

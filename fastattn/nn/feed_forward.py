@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fastattn.nn.cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import PendingResidual, Stream, add_norm, norm_adds_bias
+from fastattn.nn.residual import Stream, add_branch, norm_adds_bias
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 
@@ -40,12 +41,22 @@ class PositionwiseFeedForward(nn.Module):
 
     def forward(self, x: Stream) -> Stream:
         """x: (B, L, d_in), or with norm_first a PendingResidual of such. Returns the same kind."""
-        if self.norm_first:
-            normed, total = add_norm(x, self.dropout, self.layer_norm, self.backend, return_sum=True)
-            out, bias = self.branch(normed)
-            return PendingResidual(out, total, bias)
-        out, bias = self.branch(x)
-        return add_norm(PendingResidual(out, x, bias), self.dropout, self.layer_norm, self.backend)
+        return add_branch(self, x, self.branch)
+
+    def step(self, x: Stream, cache: DecoderCache) -> Stream:
+        """forward for one new token a row, x (B, W, d_in), by the weights that the cache keeps for the next step."""
+
+        def branch(normed: Tensor) -> tuple[Tensor, None]:
+            hidden = cache.linear(self.w_1, normed, self.backend)
+            if self.activation in GATED:
+                gate, up = hidden.chunk(2, dim=-1)
+                hidden = ACTIVATIONS[GATED[self.activation]](gate) * up
+            else:
+                hidden = ACTIVATIONS[self.activation](hidden)
+            return cache.linear(self.w_2, hidden, self.backend), None
+
+        tokens = x.branch if self.norm_first else x
+        return add_branch(self, x, branch) if cache.linear.serves(self.w_1, tokens, self.backend) else self(x)
 
     def branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(w_2(activation(w_1(x))), None), or where the norm adds the bias of w_2: (the same without it, the bias).

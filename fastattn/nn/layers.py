@@ -103,4 +103,4 @@ class DecoderLayer(nn.Module):
 
     def step(self, x: Stream, cache: DecoderCache) -> Stream:
         """The layer for one new token a row, as MultiHeadAttention.step. x: (B, W, d_model)."""
-        return self.pos_ffn(self.enc_attn.step_to_memory(self.slf_attn.step(x, cache), cache))
+        return self.pos_ffn.step(self.enc_attn.step_to_memory(self.slf_attn.step(x, cache), cache), cache)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,3 +70,17 @@ def add_norm(
     chosen_backend = requested(backend)[0]  # the backward may run outside of use_backend
     remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, *norm, backend=chosen_backend))
     return (out, z) if return_sum else out
+
+
+def add_branch(sublayer: Any, x: Stream, branch: Callable[[Tensor], tuple[Tensor, Tensor | None]]) -> Stream:
+    """The residual connection around a sublayer's branch and its norm, where sublayer.norm_first puts that.
+
+    branch: from what it reads, (B, L, d_model), to its result and a bias that the norm is to add to it, or None.
+    """
+    options = (sublayer.dropout, sublayer.layer_norm, sublayer.backend)
+    if sublayer.norm_first:
+        normed, total = add_norm(x, *options, return_sum=True)
+        out, bias = branch(normed)
+        return PendingResidual(out, total, bias)
+    out, bias = branch(x)
+    return add_norm(PendingResidual(out, x, bias), *options)
