@@ -21,38 +21,45 @@ from fastattn.nn.unmodified import is_unmodified
 class PackedLinears:
     """A copy of the weights of each linear map that is called through it, made at the map's first call.
 
-    The maps must not change while it is in use. Memory: their weights once more.
+    The maps, their devices and torch.autocast must not change while it is in use. Memory: their weights once more.
     """
 
     def __init__(self) -> None:
-        self._weights: dict[tuple[nn.Module, torch.dtype], Tensor] = {}
+        self._packed: dict[nn.Module, tuple[Tensor, Tensor | None] | None] = {}  # None: the module is called
 
     def __call__(self, linear: nn.Module, x: Tensor, backend: str | None) -> Tensor:
-        """linear(x). The module itself is called where oneDNN cannot serve, under the backend "reference", where
-        gradients are recorded, and where the module has hooks or is of another class than nn.Linear."""
+        """linear(x), x (..., in_features)."""
         if not self.serves(linear, x, backend):
             return linear(x)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        weight = self._weights.get((linear, dtype))
-        if weight is None:
-            weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.to(dtype))
-            self._weights[linear, dtype] = weight
-        bias = None if linear.bias is None else linear.bias.to(dtype)
-        return torch.ops.mkldnn._linear_pointwise(x.to(dtype), weight, bias, "none", [], "")
+        weight, bias = self._packed[linear]
+        return torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, "none", [], "")
 
-    @staticmethod
-    def serves(linear: nn.Module, x: Tensor, backend: str | None) -> bool:
-        """Whether the product is oneDNN's."""
-        return (
-            x.device.type == "cpu"
-            and x.dtype in (torch.float32, torch.bfloat16)
-            and _has_onednn()
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and is_unmodified(linear)
-            and linear.weight.dtype in (torch.float32, torch.bfloat16)
-            and requested(backend)[0] != "reference"
-        )
+    def serves(self, linear: nn.Module, x: Tensor, backend: str | None) -> bool:
+        """Whether the product is oneDNN's. Not where PyTorch lacks it, under the backend "reference", where gradients
+        are recorded, and where the module has hooks or is of another class than nn.Linear."""
+        if linear not in self._packed:
+            self._packed[linear] = _pack(linear, x) if _can_pack(linear, x, backend) else None
+        return self._packed[linear] is not None
+
+
+def _pack(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias in the dtype of the product: of torch.autocast, or of x."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    return torch.ops.mkldnn._reorder_linear_weight(linear.weight.to(dtype)), bias
+
+
+def _can_pack(linear: nn.Module, x: Tensor, backend: str | None) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and _has_onednn()
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and is_unmodified(linear)
+        and linear.weight.dtype in (torch.float32, torch.bfloat16)
+        and requested(backend)[0] != "reference"
+    )
 
 
 @functools.cache
