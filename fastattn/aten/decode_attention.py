@@ -1,7 +1,11 @@
-"""Attention of new tokens to a cache by PyTorch's fused operator.
+"""Attention of new tokens to a cache by PyTorch's operators.
 
 The queries of a sequence are those of one problem. Where rows differ, its keys are those of all rows, side by side as
 they lie in memory, and a mask says which row a query reads: R times the products, which are few, but nothing is copied.
+
+One query goes to the fused operator; several to two products, where the keys of a head lie together (fastattn.nn.cache
+lays them so). On two cores in float32, 5 queries, 8 heads of 64, 32 sequences, the fused operator takes 517 us for 30
+keys and 1397 us for 160 with a mask, two products 178 and 986; for one query and 32 keys of one sequence 6 and 16.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ def decode_attention(
     """As fastattn.reference.decode_attention.decode_attention, which is the specification."""
     visible = _visible(q, k, lengths, ancestors)
     q = q.transpose(1, 2)  # (B, H, W, D)
-    k, v = (t.flatten(1, 2).transpose(1, 2) for t in (k, v))  # (B, Hk, M * R, D)
+    k, v = (t.permute(0, 3, 1, 2, 4).flatten(2, 3) for t in (k, v))  # (B, Hk, M * R, D)
     if visible is None:
         return _attend(q, k, v, None, softmax_scale)
     bias = visible.to(q.dtype).log_()[:, None]  # 0 or -inf
@@ -54,11 +58,24 @@ def _visible(q: Tensor, k: Tensor, lengths: Tensor | None, ancestors: Tensor | N
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float) -> Tensor:
     """q (B, H, W, Dk), k (B, Hk, N, Dk), v (B, Hk, N, Dv) -> (B, W, H, Dv) contiguous."""
-    grouped = k.shape[1] != q.shape[1]
-    if k.shape[2] == 0:
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-    out = F.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=grouped)
+    (B, H, W, Dk), (Hk, N, Dv) = q.shape, v.shape[1:]
+    if N == 0:
+        return q.new_zeros(B, W, H, Dv)
+    if W > 1 and q.device.type == "cpu" and _heads_merge(k) and _heads_merge(v):
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        scores = torch.bmm(q.reshape(B * Hk, H // Hk * W, Dk), k.mT).view(B, H, W, N)
+        acc = scores.to(torch.promote_types(q.dtype, torch.float32))
+        acc = acc * softmax_scale if bias is None else torch.add(bias, acc, alpha=softmax_scale)
+        weights = acc.softmax(-1).to(q.dtype)
+        out = torch.bmm(weights.view(B * Hk, H // Hk * W, N), v).view(B, H, W, Dv)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
     return out.transpose(1, 2).contiguous()
+
+
+def _heads_merge(t: Tensor) -> bool:
+    """Whether t (B, Hk, N, D) is a batch of B * Hk matrices as it lies in memory."""
+    return t.stride(0) == t.shape[1] * t.stride(1)
 
 
 def _can_read_values(t: Tensor) -> bool:

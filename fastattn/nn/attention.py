@@ -155,8 +155,8 @@ class MultiHeadAttention(nn.Module):
         return add_branch(self, x, branch)
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
-        """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, Lk, 1, n_head_kv, d_k) and (.., d_v), views."""
-        return tuple(t.unflatten(2, (1, self.n_head_kv, -1)) for t in projected)
+        """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
+        return tuple(_heads(t, self.n_head_kv).contiguous() for t in projected)
 
     def branch(
         self,

@@ -16,7 +16,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 class Memory(NamedTuple):
     """What every step reads and none changes: keys and values of an encoder's output, for each layer.
 
-    projected: (B, Ls, 1, Hk, Dk) and (B, Ls, 1, Hk, Dv) of each layer: the rows of a sequence share them.
+    projected: (B, Hk, Ls, Dk) and (B, Hk, Ls, Dv) of each layer, contiguous: the rows of a sequence share them.
     lengths: (B,) int32; keys behind them are padding.
     """
 
@@ -59,7 +59,7 @@ class DecoderCache:
         self.ancestors: Tensor | None = None  # (B, W, room) int32
         self.sentences = torch.arange(batch, device=device)  # where each sequence stood in the batch at first
         self.linear = PackedLinears()  # for the maps of every step
-        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, room, W, Hk, D) of each layer
+        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, room, W, D) of each layer
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None) -> Tensor:
         """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its row's whole past.
@@ -67,8 +67,10 @@ class DecoderCache:
         Returns (B, W, H, Dv).
         """
         if layer not in self._past:
-            self._past[layer] = tuple(t.new_empty(self.batch, self.room, *t.shape[1:]) for t in (k, v))
-        keys, values = self._past[layer]
+            self._past[layer] = tuple(
+                t.new_empty(self.batch, t.shape[2], self.room, self.rows, t.shape[3]) for t in (k, v)
+            )
+        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[layer])  # (B, room, W, Hk, D)
         self.write(keys, k)
         self.write(values, v)
         return decode_attention(
@@ -79,7 +81,8 @@ class DecoderCache:
     def attend_memory(self, layer: nn.Module, q: Tensor, scale: float, backend: str | None, which: int = 0) -> Tensor:
         """Attention of q (B, W, H, Dk) to the layer's keys of a memory; its rows are queries of one problem."""
         projected, lengths = self.memories[which]
-        return decode_attention(q, *projected[layer], lengths, scale=scale, backend=backend)
+        keys, values = (t.transpose(1, 2)[:, :, None] for t in projected[layer])  # (B, Ls, 1, Hk, D)
+        return decode_attention(q, keys, values, lengths, scale=scale, backend=backend)
 
     def write(self, buffer: Tensor, value: Tensor) -> None:
         """buffer[:, position] = value, of this step. buffer (B, room, ..), value (B, ..)."""

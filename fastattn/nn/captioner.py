@@ -92,8 +92,9 @@ class MultiHeadAttention(nn.Module):
         return cache.linear(self.linear_out, out.flatten(2), self.backend)
 
     def memory(self, x: Tensor) -> KeysAndValues:
-        """Keys and values of x (B, Lk, d_model) as a cache's Memory holds them, (B, Lk, 1, H, D)."""
-        return self._heads(self.linear_key(x))[:, :, None], self._heads(self.linear_value(x))[:, :, None]
+        """Keys and values of x (B, Lk, d_model) as a cache's Memory holds them, (B, H, Lk, D)."""
+        k, v = self._heads(self.linear_key(x)), self._heads(self.linear_value(x))
+        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
 
     @property
     def _scale(self) -> float:
