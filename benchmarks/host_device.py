@@ -57,6 +57,9 @@ def all_problems(device: torch.device) -> Iterator[Problem]:
         mask = fastattn.AttentionMask(is_causal=True, align="bottom_right")
         attention = of_op["attention"]._replace(case=f"head dimension {dim}")
         yield attention._replace(tensors=tensors, options={"attn_mask": mask, "dropout_p": 0.2})
+        cache = {"query": randn(2, 3, 4, dim), "key": randn(2, 600, 3, 2, dim), "value": randn(2, 600, 3, 2, dim)}
+        decoding = of_op["decode_attention"]._replace(case=f"head dimension {dim}")
+        yield decoding._replace(tensors=cache, options={})
     for classes in CLASSES:
         tensors = {"x": randn(3, 16), "weight": 0.5 * randn(classes, 16), "bias": 0.1 * randn(classes)}
         options = {"target": torch.arange(3).to(device), "ignore_index": 1, "label_smoothing": 0.1}

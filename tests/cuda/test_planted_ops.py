@@ -1,4 +1,4 @@
-"""Known bugs, planted in copies of csrc/: the checks of norms, feed-forward and cross-entropy must fail on each.
+"""Known bugs, planted in copies of csrc/: the checks of the small ops must fail on each.
 
 A copy compiles only the kernels that its cases use.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cross_entropy_checks
+import decode_attention_checks
 import embed_layer_norm_cases
 import feed_forward_checks
 import layer_norm_checks
@@ -76,6 +77,17 @@ def feed_forward_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         feed_forward_checks.check(feed_forward_checks.make(activation, 0.3, dtype=BF16, **sizes), cuda)
 
 
+def decode_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams by their ancestors, keys that ten queries share, and both divided among blocks."""
+    for case in (
+        {"ancestors": True, "lengths": [37, 20]},
+        {"queries": 5, "rows": 1, "lengths": [37, 5], "value_dim": 40},
+        {"batch": 1, "queries": 2, "room": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1000]},
+    ):
+        torch.manual_seed(0)
+        decode_attention_checks.check(decode_attention_checks.make(CPU, **case), "cuda")
+
+
 def cross_entropy_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     case = cross_entropy_checks.Case
     for one in (
@@ -112,7 +124,7 @@ template <class Function>
 void shape_switch_to_all(""",
 )
 HIDDEN, GEMM_SM90 = "feed_forward/hidden.cuh", "common/gemm_sm90.cuh"
-ROWS, EMBED = "linear_cross_entropy/rows.cu", "embed_layer_norm"
+ROWS, EMBED, DECODE = "linear_cross_entropy/rows.cu", "embed_layer_norm", "decode_attention/forward.cu"
 PLANTS = {
     "add_layer_norm": Plant(
         ["add_layer_norm/forward.cu", "add_layer_norm/backward.cu"],
@@ -152,6 +164,22 @@ PLANTS = {
                 "      wgmma_wait<1>();\n", "      if (!BUG) wgmma_wait<1>();\n", Route.SM90),
         ],
         feed_forward_cases,
+    ),
+    "decode_attention": Plant(
+        [DECODE],
+        [],
+        [
+            Bug("no barrier before the groups meet", DECODE,
+                "  __syncthreads();\n\n  const int64_t rows", "  if (!BUG) __syncthreads();\n\n  const int64_t rows"),
+            Bug("lanes of a key left out", DECODE, "int step = lanes / 2", "int step = lanes / (BUG ? 4 : 2)"),
+            Bug("read behind the length", DECODE, "min(begin + span, length)", "begin + span"),
+            Bug("ancestors of another query", DECODE, "first_query * p.ancestors_stride_w", "0"),
+            Bug("a total kept when the peak rises", DECODE, "      total[i] *= rescale;\n", ""),
+            Bug("a group left out", DECODE, "int g = 0; g < groups; g++) {", "int g = BUG; g < groups; g++) {"),
+            Bug("the splits' weights are equal", DECODE, "power<T>(p.lse[split * rows + row] - shift)", "1.0f"),
+            Bug("queries of a tile share a head", DECODE, "(first + i) % group", "first % group"),
+        ],
+        decode_cases,
     ),
     "linear_cross_entropy": Plant(
         [ROWS],

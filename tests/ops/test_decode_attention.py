@@ -2,77 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close_as_torch, backends_of
-from torch import Tensor
+from decode_attention_checks import Inputs, check, make
+from helpers import backends_of
 
-from fastattn import decode_attention, explain
-from fastattn.error_rule import decode_attention_terms
+from fastattn import decode_attention
 
 BACKENDS = backends_of("decode_attention")
 KERNELS = backends_of("decode_attention", kernels_only=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class Inputs(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    lengths: Tensor | None
-    ancestors: Tensor | None
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
-
-
-def make(
-    device: torch.device,
-    batch: int = 2,
-    queries: int = 3,
-    heads: int = 2,
-    heads_k: int = 2,
-    room: int = 37,
-    head_dim: int = 32,
-    value_dim: int | None = None,
-    rows: int | None = None,
-    lengths: list[int] | None = None,
-    ancestors: bool = False,
-    dtype: torch.dtype = FP32,
-) -> Inputs:
-    """A random problem; rows are as many as queries unless given. Half of the ancestors of a query are all alike, as
-    those of a beam are."""
-    rows, value_dim = queries if rows is None else rows, head_dim if value_dim is None else value_dim
-    table = None
-    if ancestors:
-        table = torch.randint(rows, (batch, queries, room), dtype=torch.int32)
-        table[..., : room // 2] = table[:, :1, : room // 2]
-    q, k, v = (
-        torch.randn(*shape).to(device, dtype)
-        for shape in (
-            (batch, queries, heads, head_dim),
-            (batch, room, rows, heads_k, head_dim),
-            (batch, room, rows, heads_k, value_dim),
-        )
-    )
-    of_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
-    return Inputs(q, k, v, of_lengths, None if table is None else table.to(device))
-
-
-def check(inputs: Inputs, backend: str, scale: float | None = None) -> Tensor:
-    """Solve by a backend and compare with float64. Skips where the backend cannot serve on this machine."""
-    refusal = explain(decode_attention, *inputs, scale, backend=backend).refusals[backend]
-    if refusal is not None:
-        pytest.skip(refusal)
-    clean = inputs._replace(key=inputs.key.nan_to_num(0), value=inputs.value.nan_to_num(0))
-    truth = decode_attention(*clean.to(torch.float64), scale, backend="reference")
-    low = decode_attention(*clean, scale, backend="reference")
-    out = decode_attention(*inputs, scale, backend=backend)
-    assert out.is_contiguous()
-    assert_close_as_torch(out, truth, low, decode_attention_terms(*clean, scale))
-    return out
 
 
 EVERYDAY: list[dict[str, Any]] = [

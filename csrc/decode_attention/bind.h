@@ -1,0 +1,40 @@
+// Python's view of decode_attention: fastattn/cuda/decode_attention.py passes pointers as integers, 0 for null.
+#pragma once
+#include "common/bind.h"
+#include "decode_attention/decode_attention.h"
+
+namespace fastattn::decode_attention::bindings {
+
+// at, its four strides in elements, head_dim
+using CachedArguments = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int64_t, int>;
+
+inline Cached cached(const CachedArguments& t) {
+  return {pointer<void>(std::get<0>(t)), std::get<1>(t), std::get<2>(t), std::get<3>(t), std::get<4>(t), std::get<5>(t)};
+}
+
+inline void forward(uintptr_t q, std::tuple<int64_t, int64_t, int64_t> q_strides, const CachedArguments& k,
+                    const CachedArguments& v, uintptr_t lengths, uintptr_t ancestors,
+                    std::tuple<int64_t, int64_t, int64_t> ancestors_strides, uintptr_t out, uintptr_t partial, uintptr_t lse,
+                    int batch, int queries, int heads, int key_heads, int positions, int rows, int splits,
+                    float softmax_scale, int dtype, int device, uintptr_t stream) {
+  const DeviceGuard guard(device);
+  const auto [q_b, q_w, q_h] = q_strides;
+  const auto [a_b, a_w, a_m] = ancestors_strides;
+  decode_attention::decode_attention(
+      {pointer<void>(q), q_b, q_w, q_h, cached(k), cached(v), pointer<int>(lengths), pointer<int>(ancestors), a_b, a_w, a_m,
+       pointer<void>(out), pointer<float>(partial), pointer<float>(lse), batch, queries, heads, key_heads, positions, rows,
+       splits, softmax_scale, DType(dtype)},
+      pointer<CUstream_st>(stream));
+}
+
+inline int splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys, int device) {
+  return decode_splits(batch, queries, heads, key_heads, positions, shared_keys,
+                       device_attribute(cudaDevAttrMultiProcessorCount, device));
+}
+
+inline void bind(pybind11::module_& m) {
+  m.def("decode_attention_fwd", forward);
+  m.def("decode_attention_splits", splits);
+}
+
+}  // namespace fastattn::decode_attention::bindings

@@ -1,0 +1,239 @@
+// Attention of new tokens to a cache.   Formula, shapes and limits: decode_attention.h
+//
+// Source: Dao et al. 2023, "Flash-Decoding for long-context inference": where there are few sequences, the positions of each
+// are divided among several blocks, and a second kernel merges what these have found.
+//
+// Grid: a block of four warps for each (sequence, key head, split, queries that have the same keys). With ancestors, or where
+//   each query reads its own row, those are the heads of a group; where there is one row, all queries, up to kQueries of
+//   them, so that keys are read once. Beams read their common history once from memory and then from L2: the blocks of a
+//   head are neighbours.
+// A position is read by as many lanes as its head dimension has chunks of eight, four positions at a time a warp at
+//   head_dim 64. Keys and values of kAhead positions are under way at once, as no value waits for its weight to be known.
+// Registers: a lane's eight columns of the sum, its maximum and total, for each query. The groups of lanes keep sums of
+//   their own, which are added in one order at the end.
+// Shared memory: the queries in float32, and at the end the groups' sums: 48 KiB for eight queries, 6 KiB for one.
+// Bytes: the visible keys and values once, q and out; of each split head_dim + 1 floats a query, written and read. Work:
+//   2 * (head_dim of k + of v) FLOPs a query and visible position, on CUDA cores: at eight queries in bfloat16 eight FLOPs
+//   a byte, of which an H100 has some 20 at 3.0 TB/s.
+// Tensors that begin off a 16-byte boundary, and head dimensions that eight does not divide, are read element by element.
+// Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills; no GPU has timed it yet:
+//   one query      bfloat16 80 / 76 registers   float32 70 / 70
+//   eight queries  bfloat16 168 / 168           float32 132 / 142: three blocks a multiprocessor
+#include "common/softmax.cuh"
+#include "common/vec.cuh"
+#include "decode_attention/decode_attention.h"
+
+namespace fastattn::decode_attention {
+namespace {
+
+constexpr int kWarp = 32, kThreads = 128;
+constexpr int kSplitPositions = 256;  // of a block at least, to be worth the merge
+constexpr int kMaxSplits = 64;
+constexpr int kBlocks = 4;  // that a multiprocessor has room for
+
+template <int kCount>
+struct alignas(16) Shared {
+  float q[kCount][kMaxHeadDim];
+  float sums[kCount][kThreads][kChunk];
+  float peak[kThreads][kCount], total[kThreads][kCount];  // of groups of lanes
+};
+
+// exp(x) for x <= 0.
+template <class T>
+__device__ __forceinline__ float power(float x) {
+  return sizeof(T) == 4 ? exp_exact(x) : exp2_approximate(x * kLog2e);
+}
+
+// Queries that have the same keys: all of them, or one.
+__host__ __device__ __forceinline__ int queries_together(bool shared_keys, int queries) { return shared_keys ? queries : 1; }
+
+template <class T, int kCount, bool kAligned>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const int lanes) {
+  constexpr int kAhead = (kCount == 1 ? 8 : 4) / sizeof(T);
+  auto& shared = shared_memory<Shared<kCount>>();
+  const bool shared_keys = p.rows == 1 && p.ancestors == nullptr;
+  const int together = queries_together(shared_keys, p.queries), group = p.heads / p.key_heads, same = together * group;
+  const int tiles = (same + kCount - 1) / kCount, parts = p.queries / together * tiles;
+  const int part = blockIdx.x % parts, split = blockIdx.x / parts % p.splits, head = blockIdx.x / parts / p.splits;
+  const int h_k = head % p.key_heads, first_query = part / tiles * together, first = part % tiles * kCount;
+  const int64_t b = head / p.key_heads;
+  // Of the block's i-th query: which it is, and which head.
+  const auto query = [&](int i) { return first_query + (first + i) / group; };
+  const auto query_head = [&](int i) { return h_k * group + (first + i) % group; };
+
+  const T* const q = static_cast<const T*>(p.q) + b * p.q_stride_b;
+  for (int e = threadIdx.x; e < kCount * kMaxHeadDim; e += kThreads) {
+    const int i = e / kMaxHeadDim, col = e % kMaxHeadDim;
+    const bool inside = first + i < same && col < p.k.head_dim;
+    shared.q[i][col] = inside ? float(q[query(i) * p.q_stride_w + query_head(i) * p.q_stride_h + col]) : 0.0f;
+  }
+  __syncthreads();
+
+  const int length = p.lengths == nullptr ? p.positions : min(max(p.lengths[b], 0), p.positions);
+  const int span = (length + p.splits - 1) / p.splits, begin = split * span, end = min(begin + span, length);
+  const int groups = kThreads / lanes, own_group = threadIdx.x / lanes, col = threadIdx.x % lanes * kChunk;
+  const int columns_k = columns_inside<kAligned>(col, p.k.head_dim), columns_v = columns_inside<kAligned>(col, p.v.head_dim);
+  const T* const keys = static_cast<const T*>(p.k.at) + b * p.k.stride_b + h_k * p.k.stride_h + col;
+  const T* const values = static_cast<const T*>(p.v.at) + b * p.v.stride_b + h_k * p.v.stride_h + col;
+  const int* const ancestors =
+      p.ancestors == nullptr ? nullptr : p.ancestors + b * p.ancestors_stride_b + first_query * p.ancestors_stride_w;
+
+  float peak[kCount], total[kCount] = {}, sums[kCount][kChunk] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; i++) peak[i] = -INFINITY;
+
+  // All threads take as many turns, as the lanes of a warp meet in the sums of products.
+  for (int turn = begin; turn < end; turn += groups * kAhead) {
+    bool visible[kAhead];
+    Chunk<T> k[kAhead], v[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) {
+      const int64_t n = turn + a * groups + own_group;
+      visible[a] = n < end;
+      int64_t row = shared_keys ? 0 : first_query;
+      if (ancestors != nullptr) {
+        row = visible[a] ? ancestors[n * p.ancestors_stride_m] : -1;
+        visible[a] = row >= 0 && row < p.rows;
+      }
+      k[a].template load<kAligned>(keys + n * p.k.stride_m + row * p.k.stride_r, visible[a] ? columns_k : 0);
+      v[a].template load<kAligned>(values + n * p.v.stride_m + row * p.v.stride_r, visible[a] ? columns_v : 0);
+    }
+
+    float s[kAhead][kCount] = {};
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) {
+      float key[kChunk];
+      k[a].unpack(key);
+#pragma unroll
+      for (int i = 0; i < kCount; i++)
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) s[a][i] = fmaf(shared.q[i][col + j], key[j], s[a][i]);
+    }
+    for (int step = lanes / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int a = 0; a < kAhead; a++)
+#pragma unroll
+        for (int i = 0; i < kCount; i++) s[a][i] += __shfl_xor_sync(0xffffffffu, s[a][i], step);
+    }
+
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      const float before = peak[i];
+#pragma unroll
+      for (int a = 0; a < kAhead; a++) {
+        s[a][i] = visible[a] ? s[a][i] * p.softmax_scale : -INFINITY;
+        peak[i] = fmaxf(peak[i], s[a][i]);
+      }
+      const float shift = peak[i] == -INFINITY ? 0.0f : peak[i];  // nothing visible yet: no -inf - -inf
+      const float rescale = power<T>(before - shift);
+      total[i] *= rescale;
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) sums[i][j] *= rescale;
+#pragma unroll
+      for (int a = 0; a < kAhead; a++) total[i] += s[a][i] = power<T>(s[a][i] - shift);
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) {
+      float value[kChunk];
+      v[a].unpack(value);
+#pragma unroll
+      for (int i = 0; i < kCount; i++)
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) sums[i][j] = fmaf(s[a][i], value[j], sums[i][j]);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) shared.sums[i][threadIdx.x][j] = sums[i][j];
+    if (col == 0) shared.peak[own_group][i] = peak[i], shared.total[own_group][i] = total[i];
+  }
+  __syncthreads();
+
+  const int64_t rows = static_cast<int64_t>(p.batch) * p.queries * p.heads;
+  for (int e = threadIdx.x; e < min(kCount, same - first) * p.v.head_dim; e += kThreads) {
+    const int i = e / p.v.head_dim, column = e % p.v.head_dim;
+    float highest = -INFINITY, all = 0.0f, sum = 0.0f;
+    for (int g = 0; g < groups; g++) highest = fmaxf(highest, shared.peak[g][i]);
+    const float shift = highest == -INFINITY ? 0.0f : highest;
+    for (int g = 0; g < groups; g++) {
+      const float weight = power<T>(shared.peak[g][i] - shift);
+      all = fmaf(weight, shared.total[g][i], all);
+      sum = fmaf(weight, shared.sums[i][g * lanes + column / kChunk][column % kChunk], sum);
+    }
+    const float result = all > 0.0f ? sum / all : 0.0f;
+    const int64_t row = (b * p.queries + query(i)) * p.heads + query_head(i);
+    if (p.partial == nullptr) {
+      static_cast<T*>(p.out)[row * p.v.head_dim + column] = T(result);
+      continue;
+    }
+    p.partial[(split * rows + row) * p.v.head_dim + column] = result;
+    if (column == 0) p.lse[split * rows + row] = all > 0.0f ? shift + logf(all) : -INFINITY;
+  }
+}
+
+// A thread a column of out, the splits in their order.
+template <class T>
+__global__ void __launch_bounds__(kThreads) merge_kernel(const Decode p, const int64_t rows) {
+  const int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (e >= rows * p.v.head_dim) return;
+  const int64_t row = e / p.v.head_dim;
+  float highest = -INFINITY, all = 0.0f, sum = 0.0f;
+  for (int split = 0; split < p.splits; split++) highest = fmaxf(highest, p.lse[split * rows + row]);
+  const float shift = highest == -INFINITY ? 0.0f : highest;
+  for (int split = 0; split < p.splits; split++) {
+    const float weight = power<T>(p.lse[split * rows + row] - shift);
+    all += weight;
+    sum = fmaf(weight, p.partial[split * rows * p.v.head_dim + e], sum);
+  }
+  static_cast<T*>(p.out)[e] = T(all > 0.0f ? sum / all : 0.0f);
+}
+
+bool is_aligned(const Cached& t) {
+  return reinterpret_cast<uintptr_t>(t.at) % 16 == 0 && t.head_dim % kChunk == 0 &&
+         (t.stride_b | t.stride_m | t.stride_r | t.stride_h) % kChunk == 0;
+}
+
+// Blocks of a split.
+int64_t blocks_of(int batch, int queries, int heads, int key_heads, bool shared_keys) {
+  const int together = queries_together(shared_keys, queries), same = together * (heads / key_heads);
+  return static_cast<int64_t>(batch) * key_heads * (queries / together) * (same == 1 ? 1 : (same + kQueries - 1) / kQueries);
+}
+
+}  // namespace
+
+int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys, int multiprocessors) {
+  const int64_t blocks = blocks_of(batch, queries, heads, key_heads, shared_keys);
+  const int64_t room = static_cast<int64_t>(kBlocks) * multiprocessors / (blocks > 0 ? blocks : 1);
+  const int64_t worth = positions / kSplitPositions, most = worth < kMaxSplits ? worth : kMaxSplits;
+  const int64_t splits = room < most ? room : most;
+  return splits > 1 ? static_cast<int>(splits) : 1;
+}
+
+void decode_attention(const Decode& p, cudaStream_t stream) {
+  const int64_t rows = static_cast<int64_t>(p.batch) * p.queries * p.heads;
+  if (rows == 0) return;
+  const bool shared_keys = p.rows == 1 && p.ancestors == nullptr;
+  const int chunks = ((p.k.head_dim > p.v.head_dim ? p.k.head_dim : p.v.head_dim) + kChunk - 1) / kChunk;
+  int lanes = 1;
+  while (lanes < chunks) lanes *= 2;
+  const bool one = queries_together(shared_keys, p.queries) * (p.heads / p.key_heads) == 1;
+  const int64_t blocks = blocks_of(p.batch, p.queries, p.heads, p.key_heads, shared_keys) * p.splits;
+  dtype_switch(p.dtype, [&](auto t) {
+    using T = decltype(t);
+    const auto start = [&](auto kernel, size_t shared) {
+      launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), shared, stream, p, lanes);
+    };
+    const bool aligned = is_aligned(p.k) && is_aligned(p.v);
+    if (one)
+      start(aligned ? decode_kernel<T, 1, true> : decode_kernel<T, 1, false>, sizeof(Shared<1>));
+    else
+      start(aligned ? decode_kernel<T, kQueries, true> : decode_kernel<T, kQueries, false>, sizeof(Shared<kQueries>));
+    if (p.partial != nullptr)
+      launch(merge_kernel<T>, dim3(static_cast<unsigned>((rows * p.v.head_dim + kThreads - 1) / kThreads)), dim3(kThreads), 0,
+             stream, p, rows);
+  });
+}
+
+}  // namespace fastattn::decode_attention

@@ -1,0 +1,81 @@
+"""The CUDA kernels of attention to a cache: on the CPU through csrc/host, and on a GPU where there is one.
+
+What every backend is held to: tests/ops/test_decode_attention.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from decode_attention_checks import check, make
+from host_build import ORDERS
+
+from fastattn.cuda import decode_attention as backend
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+
+# Lanes a key, from 1 to 32; head dimensions that eight divides and not; keys and values of different widths.
+DIMS = [
+    {"head_dim": k, "value_dim": v, "room": 45} for k, v in ((8, 8), (1, 3), (16, 24), (40, 256), (250, 64), (256, 7))
+]
+# One query a block and several, on both sides of eight; positions on both sides of a turn of all lanes.
+QUERIES = [
+    {"queries": w, "rows": 1, "heads": h, "heads_k": k} for w, h, k in ((1, 1, 1), (8, 2, 2), (3, 6, 2), (17, 4, 1))
+]
+ROOMS = [{"room": room, "rows": 1, "head_dim": 64} for room in (1, 15, 16, 17, 129)]
+# Divided among blocks: few problems and many positions.
+SPLITS = [
+    {"batch": 1, "queries": 2, "room": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1000]},
+    {"batch": 1, "queries": 3, "rows": 1, "room": 600, "heads": 2, "heads_k": 1, "head_dim": 20},
+    {"batch": 2, "queries": 1, "room": 530, "heads": 1, "heads_k": 1, "lengths": [0, 3]},
+]  # fmt: skip
+ALL = [case | {"dtype": dtype} for case in (*DIMS, *QUERIES, *ROOMS, *SPLITS) for dtype in (FLOAT32, BFLOAT16, FLOAT16)]
+
+
+@pytest.mark.parametrize(
+    "case", [case if i % 4 == 0 else pytest.param(case, marks=pytest.mark.full) for i, case in enumerate(ALL)], ids=str
+)
+def test_against_float64(case: dict[str, Any], device: torch.device) -> None:
+    check(make(device, **case), "cuda")
+
+
+@pytest.mark.parametrize("shift", [1, 4])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_alignment(shift: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Keys, values or queries that begin off a 16-byte boundary: the same result."""
+    inputs = make(device, ancestors=True, dtype=dtype)
+    expected = check(inputs, "cuda")
+    for name in ("query", "key", "value"):
+        t = getattr(inputs, name)
+        moved = torch.empty(t.numel() + shift, dtype=dtype, device=device)[shift:].view(t.shape).copy_(t)
+        torch.testing.assert_close(check(inputs._replace(**{name: moved}), "cuda"), expected)
+
+
+@pytest.mark.parametrize("case", SPLITS, ids=str)
+def test_bits_do_not_depend_on_the_run(
+    case: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, results = make(device, **case), []
+    for order in (*ORDERS, ORDERS[0]):
+        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        results.append(check(inputs, "cuda"))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_splits_follow_from_shapes_alone(device: torch.device) -> None:
+    """Short caches and many problems are not divided; few problems over a long cache are, to a limit."""
+    splits = backend.extension(device).decode_attention_splits
+    assert splits(1, 1, 8, 8, 511, False, 0) == 1
+    assert splits(1, 1, 1, 1, 4096, False, 0) > 1
+    assert splits(1, 1, 1, 1, 10**6, False, 0) <= 64
+    assert splits(4096, 5, 8, 8, 4096, False, 0) == 1
+
+
+def test_refusals(device: torch.device) -> None:
+    inputs = make(device)
+    assert backend.why_not(*inputs) is None
+    assert "float64" in backend.why_not(*inputs.to(torch.float64))
+    assert "up to 256, got 264 and 32" in backend.why_not(*make(device, head_dim=264, value_dim=32))
+    assert "meta" in backend.why_not(*(None if t is None else t.to("meta") for t in inputs))
