@@ -23,8 +23,8 @@ if shutil.which("nvcc") is None or shutil.which("c++filt") is None or cuobjdump(
 
 SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
 EVERYDAY = ("attention/bias_gradient.cu", "feed_forward/product_sm90.cu", "linear_cross_entropy/rows.cu")
-# Kernels that multiply no matrices; all others use tensor cores for every type but exact float32.
-NO_PRODUCTS = r"layer_norm|cross_entropy|pointwise|add_partial|backward_rows_sm90|backward_round"
+# Kernels that multiply no matrices, or few queries; all others use tensor cores for every type but exact float32.
+NO_PRODUCTS = r"decode_attention|layer_norm|cross_entropy|pointwise|add_partial|backward_rows_sm90|backward_round"
 # The most loads and stores of spilled registers that these kernels had, on one architecture or the other.
 SPILLS = {
     "embed_layer_norm::backward_kernel<4, false>": 108,
