@@ -391,26 +391,29 @@ class MemoryCase(StepCase):
 
 @dataclass(frozen=True)
 class DecodingCase(ModelCase):
-    """Greedy translation of a batch: `new_tokens` for each sentence, whatever is predicted. All of it in `dtype`."""
+    """Translation of a batch by beam search, greedy with one beam: `new_tokens` for each sentence, whatever is
+    predicted. All of it in `dtype`."""
 
     dropout_p: float = 0.0
     new_tokens: int = 32
+    beam: int = 1
 
     formula = (
-        "FLOPs: each new token meets the decoder's weights once, each source token the encoder's; "
-        "bytes: the decoder's weights and the keys and values made so far, once a step"
+        "FLOPs: each new token of each beam meets the decoder's weights once, each source token the encoder's; "
+        "bytes: the decoder's weights, the keys and values of each beam so far and those of the source, once a step"
     )
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.new_tokens} new tokens"
+        how = "greedy" if self.beam == 1 else f"beam {self.beam}"
+        return f"{super().__str__()}, {how}, {self.new_tokens} new tokens"
 
     @cached_property
     def work(self) -> Work:
         lengths, new, size = self.lengths[0].double(), self.new_tokens, self.dtype.itemsize
         source = lengths.sum().item()
         decoder = self.n_layers * self.layer + self.d_model * self.n_vocab
-        keys = self.batch * new * (new + 1) / 2 + source * new  # keys of all steps, in one layer
-        flop = 2 * (self.batch * new * decoder + source * self.n_layers * self.layer)
-        flop += 4 * self.d_model * self.n_layers * (keys + (lengths**2).sum().item())
-        byte = (new * decoder + 2 * self.d_model * self.n_layers * keys) * size
+        own = self.beam * self.batch * new * (new + 1) / 2  # a beam's own keys, of all steps, in one layer
+        flop = 2 * (self.beam * self.batch * new * decoder + source * self.n_layers * self.layer)
+        flop += 4 * self.d_model * self.n_layers * (own + self.beam * source * new + (lengths**2).sum().item())
+        byte = (new * decoder + 2 * self.d_model * self.n_layers * (own + source * new)) * size
         return {"decode": {"flop": flop, "byte": byte, "token": float(self.batch * new)}}

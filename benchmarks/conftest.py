@@ -31,7 +31,7 @@ def timed(request: pytest.FixtureRequest) -> Callable[[], Any]:
     benchmark, case, provider, direction = request.param
     checked = harness.Checked(benchmark, case, DEVICE)
     try:
-        assert checked.error_over_bound(provider) <= 1, "wrong result"
+        assert not provider.compared or checked.error_over_bound(provider) <= 1, "wrong result"
         call = provider.make(case, checked.inputs, case.dropout_p).timed[direction]
     except harness.Refused as refused:
         pytest.skip(str(refused))

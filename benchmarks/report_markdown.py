@@ -171,7 +171,8 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
             ms = median(row, last)
             cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
             cells += [_share(bound_ms(record, case, last), ms), _times(slowdown(rows, row, last))]
-        body.append([*cells, f"{row['error_over_bound']:.2f}", f"{row['peak_mib']:.1f}"])
+        ratio = row["error_over_bound"]
+        body.append([*cells, "-" if ratio is None else f"{ratio:.2f}", f"{row['peak_mib']:.1f}"])
     if body:
         yield from table(header, body)
     if refused:

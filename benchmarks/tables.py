@@ -6,6 +6,8 @@ cuda: a data-centre GPU; as far as the time goes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from cases import (
     LONG_TAIL,
@@ -31,6 +33,11 @@ def _attention(length: int, dim: int, mask: str, tokens: int = 16384, **options:
     return AttentionCase(tokens // length, 2048 // dim, length, length, dim, mask, BF16, **options)
 
 
+def _decoding(*model: Any, batches: tuple[int, ...] = (1, 32, 256)) -> list[DecodingCase]:
+    """Greedy and with five beams, for each size of batch."""
+    return [DecodingCase(batch, 32, *model, new_tokens=32, beam=beam) for batch in batches for beam in (1, 5)]
+
+
 def _decode_attention(dtype: torch.dtype) -> list[DecodeAttentionCase]:
     """The base model's: beams to their past and to the encoder's output, then greedy, a batch and one sequence."""
     return [
@@ -53,6 +60,7 @@ QUICK = [
     FeedForwardCase(40, 48, 96, "swiglu"),
     CrossEntropyCase(40, 32, 60),
     DecodingCase(2, 12, 1, 32, 64, 2, 50, new_tokens=4),
+    DecodingCase(2, 12, 1, 32, 64, 2, 50, new_tokens=4, beam=3),
     DecodeAttentionCase(2, 3, 20, 2, 16, "of beams"),
     DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
     MemoryCase(2, 12, 1, 32, 64, 2, 50),
@@ -64,7 +72,8 @@ CPU = [
     NormCase(1024, 512, dropout_p=0.1),
     FeedForwardCase(512, 512, 2048, dropout_p=0.1),
     StepCase(32, 24, 4, 128, 256, 4, 4000),
-    DecodingCase(8, 24, 1, 512, 2048, 8, 4000, new_tokens=16),
+    *_decoding(3, 256, 1024, 4, 8000, F32),
+    *_decoding(*BASE[:-1], 10000, F32, batches=(1, 32)),
     *_decode_attention(F32),
     CrossEntropyCase(512, 512, 8000),
     EmbedCase(8, 64, 512, 8000, dropout_p=0.1),
@@ -93,7 +102,7 @@ CUDA = [
     _attention(4096, 128, "causal"),
     CrossEntropyCase(8192, 512, 32000, BF16),
     EmbedCase(256, 32, 512, 32000, BF16, 0.1),
-    DecodingCase(64, 32, *BASE, BF16, new_tokens=32),
+    *_decoding(*BASE, BF16),
     *_decode_attention(BF16),
     _attention(2048, 64, "blocks", masked=0.5),
     _attention(1024, 64, "bias", tokens=8192),
@@ -118,7 +127,6 @@ CUDA = [
     StepCase(512, 128, *BIG, BF16),
     StepCase(16, 512, *BASE, BF16),
     StepCase(128, 64, *BASE, BF16, spread=LONG_TAIL),
-    DecodingCase(1, 32, *BASE, BF16, new_tokens=32),
     # Every length at the same 16,384 tokens: both head widths, full and causal.
     *(_attention(length, 64, "causal") for length in _LENGTHS),
     *(_attention(length, 128, "full") for length in _LENGTHS if length != 4096),
