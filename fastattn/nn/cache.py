@@ -45,14 +45,14 @@ class DecoderCache:
     Memory: 2 * B * room * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
 
     On a GPU nothing depends on numbers of the host, so that a CUDA graph can repeat a step: the position is a tensor,
-    all of the room is given to the kernels, and `lengths` tells what counts. On a CPU slices say the same for less.
+    all of the room is given to the kernels, and `lengths` tells what counts. Elsewhere slices say the same for less.
     """
 
     def __init__(
         self, batch: int, rows: int, room: int, device: torch.device, memories: tuple[Memory, ...] = ()
     ) -> None:
         self.batch, self.rows, self.room, self.memories = batch, rows, room, memories
-        self.on_device = device.type != "cpu"
+        self.on_device = device.type == "cuda"
         self.length = 0  # tokens decoded so far, of every row
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
         self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
@@ -102,7 +102,7 @@ class DecoderCache:
         if self.ancestors is None:
             own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
             self.ancestors = own[:, None].repeat(self.batch, 1, self.room)
-        past = self._so_far(self.ancestors, 2) if self.on_device else self.ancestors[:, :, : self.length]
+        past = self.ancestors if self.on_device else self.ancestors[:, :, : self.length]
         past.copy_(past.gather(1, parents[..., None].expand_as(past)))
         if self.on_device:  # the gather took the future too, where every row is its own ancestor
             own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)

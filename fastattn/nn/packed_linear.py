@@ -3,8 +3,8 @@
 PyTorch's float32 products on x86 are MKL's, and each call packs the weights anew. oneDNN's products read weights that
 were packed once. Measured on two cores with AVX-512, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and 160
 rows take 80, 186, 433 and 1676 us by F.linear, and 51, 55, 169 and 689 us packed. Packing such a weight takes as long
-as ten products of 5 rows, so it is for loops, such as decoding, and not for a single call. A call of oneDNN takes 13 us
-at the least, F.linear of 5 rows of 96 -> 96 6 us: small weights stay as they are, unless there are many rows.
+as ten products of 5 rows, so it is for loops, such as decoding, and not for a single call. A call of oneDNN takes 15 us
+at the least; F.linear of 5 rows of 96 -> 96 takes 6 us, of one row of 256 -> 256 too: what is small stays as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fastattn._dispatch import requested
 from fastattn.nn.unmodified import is_unmodified
 
-LEAST_WEIGHTS, LEAST_PRODUCTS = 2**16, 2**21  # a weight is packed from so many numbers, or multiplications a call, on
+LEAST_WEIGHTS, LEAST_PRODUCTS = 2**16, 2**18  # of a weight, and of a call, for packing to be worth it
+MANY_PRODUCTS = 2**21  # with so many in a call the weight may be small
 
 
 class PackedLinears:
@@ -60,10 +61,14 @@ def _can_pack(linear: nn.Module, x: Tensor, backend: str | None) -> bool:
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and is_unmodified(linear)
-        and (linear.weight.numel() >= LEAST_WEIGHTS or x.numel() * linear.out_features >= LEAST_PRODUCTS)
+        and _is_worth_it(linear.weight.numel(), x.numel() * linear.out_features)
         and linear.weight.dtype in (torch.float32, torch.bfloat16)
         and requested(backend)[0] != "reference"
     )
+
+
+def _is_worth_it(weights: int, products: int) -> bool:
+    return products >= (LEAST_PRODUCTS if weights >= LEAST_WEIGHTS else MANY_PRODUCTS)
 
 
 @functools.cache
