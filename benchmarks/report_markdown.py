@@ -13,7 +13,7 @@ from records import KEPT, Record, Row, bound_ms, default_row, machine, median, n
 
 README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
-PLAIN = "plain PyTorch"
+PLAIN, HUGGING_FACE = "plain PyTorch", "Hugging Face Marian"
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 3
 
@@ -66,6 +66,8 @@ def summary(record: Record) -> Iterator[str]:
             header = ["case", "fastattn, ms", "fastest other", "of the bound", "reference path"]
             if direction == "step":
                 header.insert(3, "by dropping padding")
+            if direction == "decode":
+                header.insert(3, HUGGING_FACE)
             body = [_speed_cells(record, case, direction) for case in cases]
         else:
             done = "at its peak, of one training step beyond weights and Adam's state"
@@ -81,6 +83,8 @@ def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
     cells = [case["case"], f"{ms:.3g}" if ms else "-", fastest_other(rows, direction)]
     if direction == "step":
         cells.append(_times(slowdown(rows, named(rows, KEPT), direction)))
+    if direction == "decode":
+        cells.append(_times(slowdown(rows, named(rows, HUGGING_FACE), direction)))
     reference = slowdown(rows, named(rows, "reference"), direction)
     return [*cells, _share(bound_ms(record, case, direction), ms), _times(reference)]
 

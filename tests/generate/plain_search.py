@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastattn import AttentionMask, FusedTransformer
+from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subsequent_mask
 
 LogProbabilities = Callable[[list[int]], list[float]]
 
@@ -93,3 +93,41 @@ def public_translate(
     else:
         answer = beams[0][0]
     return answer[: answer.index(eos_idx) + 1] if eos_idx in answer else answer
+
+
+class PlainTranslator(torch.nn.Module):
+    """The public implementation's Translator, written from what it does: one sentence, every prefix decoded anew."""
+
+    def __init__(self, model, beam_size, max_seq_len, src_pad_idx, trg_pad_idx, trg_bos_idx, trg_eos_idx) -> None:
+        super().__init__()
+        self.model, self.beam_size, self.max_seq_len = model.eval(), beam_size, max_seq_len
+        self.src_pad_idx, self.trg_bos_idx, self.trg_eos_idx = src_pad_idx, trg_bos_idx, trg_eos_idx
+        self.register_buffer("blank_seqs", torch.full((beam_size, max_seq_len), trg_pad_idx))
+
+    def probabilities(self, trg_seq: Tensor, enc_output: Tensor, src_mask: Tensor) -> Tensor:
+        """Of the next token; src_mask is that of one sentence, and enc_output may have beam_size equal rows."""
+        dec_output, *_ = self.model.decoder(trg_seq, get_subsequent_mask(trg_seq), enc_output, src_mask)
+        return self.model.trg_word_prj(dec_output).softmax(-1)[:, -1]
+
+    @torch.no_grad()
+    def translate_sentence(self, src_seq: Tensor) -> list[int]:
+        beams, room = self.beam_size, self.max_seq_len
+        src_mask = get_pad_mask(src_seq, self.src_pad_idx)
+        enc_output, *_ = self.model.encoder(src_seq, src_mask)
+        first = torch.full_like(src_seq[:, :1], self.trg_bos_idx)
+        best, tokens = self.probabilities(first, enc_output, src_mask).topk(beams)
+        scores, found = best.log().view(beams), self.blank_seqs.clone()
+        found[:, 0], found[:, 1] = self.trg_bos_idx, tokens[0]
+        enc_output = enc_output.repeat(beams, 1, 1)
+        answer, lengths = 0, [room] * beams
+        for step in range(2, room):
+            best, tokens = self.probabilities(found[:, :step], enc_output, src_mask).topk(beams)
+            scores, place = (best.log() + scores[:, None]).view(-1).topk(beams)
+            row = place // beams
+            found[:, :step] = found[row, :step]
+            found[:, step] = tokens.view(-1)[place]
+            lengths = [ids.index(self.trg_eos_idx) + 1 if self.trg_eos_idx in ids else room for ids in found.tolist()]
+            if (found == self.trg_eos_idx).any(1).all():
+                answer = (scores / torch.tensor(lengths) ** 0.7).argmax().item()
+                break
+        return found[answer, : lengths[answer]].tolist()

@@ -88,3 +88,13 @@ def test_translator(variant: dict[str, Any]) -> None:
         log_probabilities = plain_search.of_model(model, src_seq[i : i + 1], unscaled)
         assert found == plain_search.public_translate(log_probabilities, 4, 14, BOS, EOS)
         assert found == translator.translate_sentence(src_seq[i : i + 1])
+
+
+@pytest.mark.parametrize("max_seq_len", [3, 14])
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "pack_padding" not in variant], ids=str)
+def test_translator_is_the_public_one(variant: dict[str, Any], max_seq_len: int) -> None:
+    """The public class drives the model as it is, and finds the same."""
+    model, src_seq = make_model(**variant), make_source()
+    options = (3, max_seq_len, PAD, PAD, BOS, EOS)
+    public = plain_search.PlainTranslator(model, *options)
+    assert Translator(model, *options).translate(src_seq) == [public.translate_sentence(s[None]) for s in src_seq]
