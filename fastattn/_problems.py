@@ -69,15 +69,15 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield attention("grouped-query", heads_k=1, enable_gqa=True)
     yield attention("causal, dropout", is_causal=True, dropout_p=0.2)
 
-    beams, room = (5, 600) if large else (3, 70)
-    lengths = torch.tensor([room // 3, room], dtype=torch.int32, device=device)
-    ancestors = torch.randint(beams, (batch, beams, room), generator=generator, dtype=torch.int32).to(device)
+    beams, positions = (5, 600) if large else (3, 70)
+    lengths = torch.tensor([positions // 3, positions], dtype=torch.int32, device=device)
+    ancestors = torch.randint(beams, (batch, beams, positions), generator=generator, dtype=torch.int32).to(device)
 
     def decode_attention(case: str, rows: int, heads_k: int = heads, **options: Any) -> Problem:
         tensors = {
             "query": randn(batch, beams, heads, dim),
-            "key": randn(batch, room, rows, heads_k, dim),
-            "value": randn(batch, room, rows, heads_k, dim),
+            "key": randn(batch, positions, rows, heads_k, dim),
+            "value": randn(batch, positions, rows, heads_k, dim),
         }
         function, terms = fastattn.decode_attention, _decode_attention_terms
         return Problem("decode_attention", case, function, tensors, options, terms, differentiable=False)

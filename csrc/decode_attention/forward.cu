@@ -29,7 +29,7 @@ namespace {
 constexpr int kWarp = 32, kThreads = 128;
 constexpr int kSplitPositions = 256;  // of a block at least, to be worth the merge
 constexpr int kMaxSplits = 64;
-constexpr int kBlocks = 4;  // that a multiprocessor has room for
+constexpr int kBlocks = 4;  // that a multiprocessor can run at once
 
 template <int kCount>
 struct alignas(16) Shared {
@@ -205,9 +205,9 @@ int64_t blocks_of(int batch, int queries, int heads, int key_heads, bool shared_
 
 int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys, int multiprocessors) {
   const int64_t blocks = blocks_of(batch, queries, heads, key_heads, shared_keys);
-  const int64_t room = static_cast<int64_t>(kBlocks) * multiprocessors / (blocks > 0 ? blocks : 1);
+  const int64_t possible = static_cast<int64_t>(kBlocks) * multiprocessors / (blocks > 0 ? blocks : 1);
   const int64_t worth = positions / kSplitPositions, most = worth < kMaxSplits ? worth : kMaxSplits;
-  const int64_t splits = room < most ? room : most;
+  const int64_t splits = possible < most ? possible : most;
   return splits > 1 ? static_cast<int>(splits) : 1;
 }
 

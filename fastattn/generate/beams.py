@@ -92,7 +92,7 @@ class _Beams(Beams):
         self.state |= {
             "score": torch.full((batch, n_best), -torch.inf, device=device),  # of sentences that ended, the best first
             "length": torch.zeros(batch, n_best, dtype=torch.int64, device=device),  # their tokens
-            "sentence": torch.zeros(batch, n_best, cache.room, dtype=torch.int64, device=device),
+            "sentence": torch.zeros(batch, n_best, cache.capacity, dtype=torch.int64, device=device),
         }
 
     def choose(self, logits: Tensor) -> None:
@@ -108,9 +108,9 @@ class _Beams(Beams):
         state["log_p"].copy_(log_p)
         if W > 1:
             self.cache.reorder(beam)
-        # The best that a beam can become: it ends with the next token, or with the last for which there is room, and
-        # the tokens until there cost nothing.
-        shortest, longest = self.cache.position + 2, self.cache.room + 1
+        # The best that a beam can become: it ends with the next token, or with the last that the cache can hold, and
+        # what comes before costs nothing.
+        shortest, longest = self.cache.position + 2, self.cache.capacity + 1
         divisor = (shortest.float() ** self.length_penalty).clamp_min(longest**self.length_penalty)
         state["done"] |= (state["score"][:, -1] >= log_p[:, 0] / divisor) | (log_p[:, 0] == -torch.inf)
 
@@ -122,17 +122,17 @@ class _Beams(Beams):
         length = cache.position - 1
         score = log_p / (length + 2).float() ** self.length_penalty
         if cache.ancestors is None:
-            rows = beam[:, :, None].expand(-1, -1, cache.room)
+            rows = beam[:, :, None].expand(-1, -1, cache.capacity)
         else:
-            rows = cache.ancestors.long().gather(1, beam[..., None].expand(-1, -1, cache.room))
-        history = state["fed"].gather(2, rows.mT).mT  # (B, W, room)
+            rows = cache.ancestors.long().gather(1, beam[..., None].expand(-1, -1, cache.capacity))
+        history = state["fed"].gather(2, rows.mT).mT  # (B, W, capacity)
         score, kept = torch.cat([state["score"], score], 1).sort(dim=1, descending=True, stable=True)
         kept = kept[:, :n_best]
         state["score"].copy_(score[:, :n_best])
         lengths = torch.cat([state["length"], length.expand_as(beam)], 1).gather(1, kept)
         state["length"].copy_(lengths)
         sentences = torch.cat([state["sentence"], history], 1)
-        state["sentence"].copy_(sentences.gather(1, kept[..., None].expand(-1, -1, cache.room)))
+        state["sentence"].copy_(sentences.gather(1, kept[..., None].expand(-1, -1, cache.capacity)))
 
     def result(self, sentence: int) -> list[Hypothesis]:
         state = {
@@ -143,7 +143,7 @@ class _Beams(Beams):
             for score, length, tokens in zip(state["score"], state["length"], state["sentence"], strict=True)
             if score > -math.inf
         ]
-        missing = len(state["score"]) - len(found) if self.cache.length == self.cache.room else 0
+        missing = len(state["score"]) - len(found) if self.cache.length == self.cache.capacity else 0
         divisor = (self.cache.length + 1) ** self.length_penalty
         for row, (log_p, token) in enumerate(zip(state["log_p"], state["tokens"], strict=True)):
             if row < missing and log_p > -math.inf:

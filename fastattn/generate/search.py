@@ -2,12 +2,13 @@
 
 A model is decoded through two methods. FusedTransformer has them, and so may any other:
 
-    start_decoding(source, rows, room) -> DecoderCache    encodes B sources, for `rows` rows each of up to `room` tokens
-    next_logits(tokens, cache) -> Tensor                  (B, W) new tokens -> (B, W, classes), added to the cache
+    start_decoding(source, rows, capacity) -> DecoderCache    encodes B sources, for `rows` rows each of so many tokens
+    next_logits(tokens, cache) -> Tensor                      (B, W) new tokens -> (B, W, classes), added to the cache
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -30,12 +31,12 @@ DONE_ON_A_CPU, DONE_ON_A_GPU = 0.25, 0.5
 class Decodable(Protocol):
     """A model as the loop sees it; see the top of this file."""
 
-    def start_decoding(self, source: Any, rows: int, room: int) -> DecoderCache: ...
+    def start_decoding(self, source: Any, rows: int, capacity: int) -> DecoderCache: ...
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor: ...
 
 
-class Search:
+class Search(ABC):
     """One way of choosing tokens: its state of B sentences with W rows each, all on the device, changed in place.
 
     A subclass chooses the next tokens in `choose`, marks sentences as done, and gives the results of those. All
@@ -50,7 +51,7 @@ class Search:
         self.state: dict[str, Tensor] = {
             "tokens": torch.full((batch, rows), bos_idx, device=device),  # the newest of each row
             # What was fed at each position to each row. A row's history is found as its keys are: cache.ancestors.
-            "fed": torch.full((batch, cache.room, rows), bos_idx, device=device),
+            "fed": torch.full((batch, cache.capacity, rows), bos_idx, device=device),
             "done": torch.zeros(batch, dtype=torch.bool, device=device),
             "broken": torch.zeros(batch, dtype=torch.bool, device=device),  # a NaN came
         }
@@ -60,13 +61,13 @@ class Search:
         self.cache.write(self.state["fed"], self.state["tokens"])
         self.choose(model.next_logits(self.state["tokens"], self.cache))
 
+    @abstractmethod
     def choose(self, logits: Tensor) -> None:
         """From logits (B, W, classes) of the position before cache.position: new tokens, and who is done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self, sentence: int) -> Any:
         """What was found for a sentence of the present batch."""
-        raise NotImplementedError
 
     def note_nan(self, values: Tensor) -> None:
         """values: (B, ..), of which none may be NaN."""
@@ -89,7 +90,7 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
         if decoded:
             tokens = search.state["tokens"].tolist()
             on_token(cache.length, [sentences[i] for i in decoded], [tokens[i] for i in decoded])
-        full = cache.length == cache.room
+        full = cache.length == cache.capacity
         if cache.on_device and not full and cache.length % STEPS_BETWEEN_LOOKS:
             continue
         if search.state["broken"].any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from fastattn.nn import DecoderCache
 
 
 class _OneRow(Search):
-    """Search with W = 1. A subclass picks one token a sentence, (B,), from logits (B, classes)."""
+    """Search with W = 1."""
 
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
         super().__init__(cache, bos_idx, eos_idx)
         self.state["length"] = torch.zeros_like(self.state["tokens"][:, 0])  # tokens chosen, without the last EOS
 
+    @abstractmethod
     def pick(self, logits: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The next token of each sentence, (B,), from logits (B, classes)."""
 
     def choose(self, logits: Tensor) -> None:
         state, token = self.state, self.pick(logits[:, 0].float())

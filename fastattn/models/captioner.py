@@ -341,10 +341,10 @@ class _Direction(nn.Module):
         super().__init__()
         self.model, self.decoder = model, decoder
 
-    def start_decoding(self, source: list[tuple[Tensor, Tensor | None]], rows: int, room: int) -> DecoderCache:
+    def start_decoding(self, source: list[tuple[Tensor, Tensor | None]], rows: int, capacity: int) -> DecoderCache:
         """source: (states (B, L, d_model), mask (B, 1, L) or None) of all that the decoder attends to."""
         memories = tuple(self.decoder.memory(*memory) for memory in source)
-        return DecoderCache(len(source[0][0]), rows, room, source[0][0].device, memories)
+        return DecoderCache(len(source[0][0]), rows, capacity, source[0][0].device, memories)
 
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """States (B, W, d_model) of one new token a row, (B, W)."""

@@ -224,8 +224,8 @@ class Decoder(_Stack):
         if tokens.shape != (cache.batch, cache.rows):
             expected = f"(B, W) = {(cache.batch, cache.rows)} as the cache"
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
-        if cache.length >= cache.room:
-            raise ValueError(f"the cache is full: it has room for {cache.room} tokens")
+        if cache.length >= cache.capacity:
+            raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
         x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
         for layer in self.layer_stack:
             x = layer.step(x, cache)

@@ -200,12 +200,14 @@ class FusedTransformer(nn.Module):
         dec_output, *_ = self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)
         return dec_output, trg
 
-    def start_decoding(self, src_seq: Tensor, rows: int, room: int) -> DecoderCache:
-        """Encode src_seq, integer (B, Ls), for `next_logits`: a cache of `rows` rows a sentence and room for so many
-        tokens. ValueError where there are fewer positions than either."""
+    def start_decoding(self, src_seq: Tensor, rows: int, capacity: int) -> DecoderCache:
+        """Encode src_seq, integer (B, Ls), for `next_logits`: a cache for `rows` rows a sentence of so many tokens.
+
+        ValueError where source or target would have more tokens than there are positions.
+        """
         _check_sequence("src_seq", src_seq)
-        if room > (n_position := self.decoder.position_enc.pos_table.size(1)):
-            raise ValueError(f"max_len={room} is more than the {n_position} positions of the decoder")
+        if capacity > (n_position := self.decoder.position_enc.pos_table.size(1)):
+            raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
         if src_seq.size(1) == 0:
             enc_output = self.trg_word_prj.weight.new_zeros(len(src_seq), 0, self.d_model)
         elif self.pack_padding:
@@ -216,7 +218,7 @@ class FusedTransformer(nn.Module):
         else:
             enc_output, *_ = self.encoder(src_seq, self.src_mask(src_seq))
         memory = self.decoder.memory(*real_first(enc_output, src_seq != self.src_pad_idx))
-        return DecoderCache(len(src_seq), rows, room, src_seq.device, (memory,))
+        return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_trg_vocab) of what follows one new token a row, integer (B, W): see Decoder.step."""

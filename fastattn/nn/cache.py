@@ -39,27 +39,27 @@ class DecoderCache:
     Row w of a step is written at the step's position, row w. Where the W rows are chosen anew after a step, as beams
     are, `reorder` notes for each row in which row of each position its history lies (`ancestors`); no key is moved.
 
-    batch, rows, room: B, W, and the number of tokens for which there is room.
+    batch, rows, capacity: B, W, and how many tokens of a row the cache can hold.
     memories: what the layers attend to beside their own past.
     linear: a step's linear maps are called through it.
-    Memory: 2 * B * room * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
+    Memory: 2 * B * capacity * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
 
     On a GPU nothing depends on numbers of the host, so that a CUDA graph can repeat a step: the position is a tensor,
-    all of the room is given to the kernels, and `lengths` tells what counts. Elsewhere slices say the same for less.
+    the kernels are given all positions, and `lengths` tells what counts. Elsewhere slices say the same for less.
     """
 
     def __init__(
-        self, batch: int, rows: int, room: int, device: torch.device, memories: tuple[Memory, ...] = ()
+        self, batch: int, rows: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
     ) -> None:
-        self.batch, self.rows, self.room, self.memories = batch, rows, room, memories
+        self.batch, self.rows, self.capacity, self.memories = batch, rows, capacity, memories
         self.on_device = device.type == "cuda"
         self.length = 0  # tokens decoded so far, of every row
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
         self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
-        self.ancestors: Tensor | None = None  # (B, W, room) int32
+        self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # where each sequence stood in the batch at first
         self.linear = PackedLinears()  # for the maps of every step
-        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, room, W, D) of each layer
+        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None) -> Tensor:
         """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its row's whole past.
@@ -68,9 +68,9 @@ class DecoderCache:
         """
         if layer not in self._past:
             self._past[layer] = tuple(
-                t.new_empty(self.batch, t.shape[2], self.room, self.rows, t.shape[3]) for t in (k, v)
+                t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)
             )
-        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[layer])  # (B, room, W, Hk, D)
+        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[layer])  # (B, capacity, W, Hk, D)
         self.write(keys, k)
         self.write(values, v)
         return decode_attention(
@@ -85,7 +85,7 @@ class DecoderCache:
         return decode_attention(q, keys, values, lengths, scale=scale, backend=backend)
 
     def write(self, buffer: Tensor, value: Tensor) -> None:
-        """buffer[:, position] = value, of this step. buffer (B, room, ..), value (B, ..)."""
+        """buffer[:, position] = value, of this step. buffer (B, capacity, ..), value (B, ..)."""
         if self.on_device:
             buffer.index_copy_(1, self.position, value[:, None])
         else:
@@ -101,12 +101,12 @@ class DecoderCache:
         """Row w goes on from what was row parents[b, w]. parents: (B, W) int64. To be called after `advance`."""
         if self.ancestors is None:
             own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
-            self.ancestors = own[:, None].repeat(self.batch, 1, self.room)
+            self.ancestors = own[:, None].repeat(self.batch, 1, self.capacity)
         past = self.ancestors if self.on_device else self.ancestors[:, :, : self.length]
         past.copy_(past.gather(1, parents[..., None].expand_as(past)))
         if self.on_device:  # the gather took the future too, where every row is its own ancestor
             own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
-            future = torch.arange(self.room, device=parents.device) >= self.position
+            future = torch.arange(self.capacity, device=parents.device) >= self.position
             self.ancestors.copy_(own[:, None].where(future, self.ancestors))
 
     def select(self, sequences: Tensor) -> None:

@@ -170,7 +170,7 @@ def merge_splits_kernel(
 _BLOCK_M = 16  # queries in a tile, heads counted one by one: the fewest that tl.dot takes
 _TILE_BYTES = 8192  # of keys, or of values
 _SPLIT_KEYS = 256  # at least, for a program to be worth the merge
-_PROGRAMS = 4  # that a multiprocessor has room for
+_PROGRAMS = 4  # that a multiprocessor can run at once
 _MAX_SPLITS = 64
 
 

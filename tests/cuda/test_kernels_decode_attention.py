@@ -18,20 +18,23 @@ FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
 # Lanes a key, from 1 to 32; head dimensions that eight divides and not; keys and values of different widths.
 DIMS = [
-    {"head_dim": k, "value_dim": v, "room": 45} for k, v in ((8, 8), (1, 3), (16, 24), (40, 256), (250, 64), (256, 7))
+    {"head_dim": k, "value_dim": v, "positions": 45}
+    for k, v in ((8, 8), (1, 3), (16, 24), (40, 256), (250, 64), (256, 7))
 ]
 # One query a block and several, on both sides of eight; positions on both sides of a turn of all lanes.
 QUERIES = [
     {"queries": w, "rows": 1, "heads": h, "heads_k": k} for w, h, k in ((1, 1, 1), (8, 2, 2), (3, 6, 2), (17, 4, 1))
 ]
-ROOMS = [{"room": room, "rows": 1, "head_dim": 64} for room in (1, 15, 16, 17, 129)]
+POSITIONS = [{"positions": positions, "rows": 1, "head_dim": 64} for positions in (1, 15, 16, 17, 129)]
 # Divided among blocks: few problems and many positions.
 SPLITS = [
-    {"batch": 1, "queries": 2, "room": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1000]},
-    {"batch": 1, "queries": 3, "rows": 1, "room": 600, "heads": 2, "heads_k": 1, "head_dim": 20},
-    {"batch": 2, "queries": 1, "room": 530, "heads": 1, "heads_k": 1, "lengths": [0, 3]},
+    {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1000]},
+    {"batch": 1, "queries": 3, "rows": 1, "positions": 600, "heads": 2, "heads_k": 1, "head_dim": 20},
+    {"batch": 2, "queries": 1, "positions": 530, "heads": 1, "heads_k": 1, "lengths": [0, 3]},
 ]  # fmt: skip
-ALL = [case | {"dtype": dtype} for case in (*DIMS, *QUERIES, *ROOMS, *SPLITS) for dtype in (FLOAT32, BFLOAT16, FLOAT16)]
+ALL = [
+    case | {"dtype": dtype} for case in (*DIMS, *QUERIES, *POSITIONS, *SPLITS) for dtype in (FLOAT32, BFLOAT16, FLOAT16)
+]
 
 
 @pytest.mark.parametrize(

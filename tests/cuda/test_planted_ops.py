@@ -82,7 +82,7 @@ def decode_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in (
         {"ancestors": True, "lengths": [37, 20]},
         {"queries": 5, "rows": 1, "heads": 4, "lengths": [37, 5], "value_dim": 40},
-        {"batch": 1, "queries": 2, "room": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1001]},
+        {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1001]},
     ):
         torch.manual_seed(0)
         decode_attention_checks.check(decode_attention_checks.make(CPU, **case), "cuda")

@@ -111,7 +111,7 @@ class PlainTranslator(torch.nn.Module):
 
     @torch.no_grad()
     def translate_sentence(self, src_seq: Tensor) -> list[int]:
-        beams, room = self.beam_size, self.max_seq_len
+        beams, longest = self.beam_size, self.max_seq_len
         src_mask = get_pad_mask(src_seq, self.src_pad_idx)
         enc_output, *_ = self.model.encoder(src_seq, src_mask)
         first = torch.full_like(src_seq[:, :1], self.trg_bos_idx)
@@ -119,14 +119,16 @@ class PlainTranslator(torch.nn.Module):
         scores, found = best.log().view(beams), self.blank_seqs.clone()
         found[:, 0], found[:, 1] = self.trg_bos_idx, tokens[0]
         enc_output = enc_output.repeat(beams, 1, 1)
-        answer, lengths = 0, [room] * beams
-        for step in range(2, room):
+        answer, lengths = 0, [longest] * beams
+        for step in range(2, longest):
             best, tokens = self.probabilities(found[:, :step], enc_output, src_mask).topk(beams)
             scores, place = (best.log() + scores[:, None]).view(-1).topk(beams)
             row = place // beams
             found[:, :step] = found[row, :step]
             found[:, step] = tokens.view(-1)[place]
-            lengths = [ids.index(self.trg_eos_idx) + 1 if self.trg_eos_idx in ids else room for ids in found.tolist()]
+            lengths = [
+                ids.index(self.trg_eos_idx) + 1 if self.trg_eos_idx in ids else longest for ids in found.tolist()
+            ]
             if (found == self.trg_eos_idx).any(1).all():
                 answer = (scores / torch.tensor(lengths) ** 0.7).argmax().item()
                 break

@@ -28,8 +28,8 @@ class Bigrams(nn.Module):
         super().__init__()
         self.table = table
 
-    def start_decoding(self, source: Tensor, rows: int, room: int) -> DecoderCache:
-        return DecoderCache(len(source), rows, room, source.device)
+    def start_decoding(self, source: Tensor, rows: int, capacity: int) -> DecoderCache:
+        return DecoderCache(len(source), rows, capacity, source.device)
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         cache.advance()
@@ -268,7 +268,7 @@ def test_bad_steps() -> None:
         model.eval()
         for _ in range(2):
             model.decoder.step(tokens, cache)
-        with pytest.raises(ValueError, match="it has room for 2 tokens"):
+        with pytest.raises(ValueError, match="it holds 2 tokens"):
             model.decoder.step(tokens, cache)
 
 

@@ -30,7 +30,7 @@ def make(
     queries: int = 3,
     heads: int = 2,
     heads_k: int = 2,
-    room: int = 37,
+    positions: int = 37,
     head_dim: int = 32,
     value_dim: int | None = None,
     rows: int | None = None,
@@ -43,14 +43,14 @@ def make(
     rows, value_dim = queries if rows is None else rows, head_dim if value_dim is None else value_dim
     table = None
     if ancestors:
-        table = torch.randint(rows, (batch, queries, room), dtype=torch.int32)
-        table[..., : room // 2] = table[:, :1, : room // 2]
+        table = torch.randint(rows, (batch, queries, positions), dtype=torch.int32)
+        table[..., : positions // 2] = table[:, :1, : positions // 2]
     q, k, v = (
         torch.randn(*shape).to(device, dtype)
         for shape in (
             (batch, queries, heads, head_dim),
-            (batch, room, rows, heads_k, head_dim),
-            (batch, room, rows, heads_k, value_dim),
+            (batch, positions, rows, heads_k, head_dim),
+            (batch, positions, rows, heads_k, value_dim),
         )
     )
     of_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)

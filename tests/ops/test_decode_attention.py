@@ -20,17 +20,31 @@ EVERYDAY: list[dict[str, Any]] = [
     {"ancestors": True, "lengths": [37, 20]},
     {"rows": 1, "lengths": [5, 37], "queries": 5, "heads": 4, "heads_k": 2},
     {"lengths": [1, 0], "head_dim": 40, "value_dim": 24},
-    {"queries": 1, "room": 300, "heads": 3, "heads_k": 1, "dtype": BF16},
-    {"ancestors": True, "queries": 5, "room": 70, "head_dim": 64, "dtype": FP16},
-    {"ancestors": True, "rows": 7, "queries": 2, "batch": 1, "room": 700, "heads": 1, "heads_k": 1, "dtype": BF16},
-    {"queries": 1, "room": 700, "heads": 1, "heads_k": 1, "lengths": [40, 0]},  # of a split program nothing is left
+    {"queries": 1, "positions": 300, "heads": 3, "heads_k": 1, "dtype": BF16},
+    {"ancestors": True, "queries": 5, "positions": 70, "head_dim": 64, "dtype": FP16},
+    {"ancestors": True, "rows": 7, "queries": 2, "batch": 1, "positions": 700, "heads": 1, "heads_k": 1, "dtype": BF16},
+    {
+        "queries": 1,
+        "positions": 700,
+        "heads": 1,
+        "heads_k": 1,
+        "lengths": [40, 0],
+    },  # of a split program nothing is left
 ]
 FULL: list[dict[str, Any]] = [
-    {"queries": queries, "rows": rows, "ancestors": ancestors, "head_dim": d, "room": room, "dtype": dtype, **heads}
+    {
+        "queries": queries,
+        "rows": rows,
+        "ancestors": ancestors,
+        "head_dim": d,
+        "positions": positions,
+        "dtype": dtype,
+        **heads,
+    }
     for queries, rows, ancestors in ((1, 1, False), (5, 1, False), (4, 4, False), (5, 5, True), (40, 1, False))
-    for d, room in ((64, 1), (128, 130), (72, 65), (256, 17))
+    for d, positions in ((64, 1), (128, 130), (72, 65), (256, 17))
     for dtype in (FP32, BF16)
-    for heads in ({}, {"heads": 8, "heads_k": 2, "lengths": [room, room // 2]})
+    for heads in ({}, {"heads": 8, "heads_k": 2, "lengths": [positions, positions // 2]})
 ]
 
 
@@ -65,7 +79,7 @@ def test_ancestors_outside_of_the_rows_mask(backend: str, device: torch.device) 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides(backend: str, device: torch.device) -> None:
     """Slices of a larger cache, heads that lie outside of positions, a transposed query."""
-    inputs = make(device, ancestors=True, lengths=[30, 11], room=41)
+    inputs = make(device, ancestors=True, lengths=[30, 11], positions=41)
     q, k, v, lengths, ancestors = inputs
     key = k.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
     sliced = Inputs(
@@ -76,7 +90,7 @@ def test_strides(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_in_the_cache(backend: str, device: torch.device) -> None:
-    assert not check(make(device, room=0), backend).any()
+    assert not check(make(device, positions=0), backend).any()
     assert check(make(device, batch=0), backend).numel() == 0
     assert not check(make(device, lengths=[0, 0]), backend).any()
 
@@ -88,7 +102,7 @@ def test_scale(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_same_bits_every_time(backend: str, device: torch.device) -> None:
-    inputs = make(device, ancestors=True, room=700, batch=1, queries=2, dtype=BF16)
+    inputs = make(device, ancestors=True, positions=700, batch=1, queries=2, dtype=BF16)
     first = check(inputs, backend)
     for _ in range(3):
         assert torch.equal(first, check(inputs, backend))
