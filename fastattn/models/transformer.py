@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastattn import _dispatch
 from fastattn.masks import AttentionMask
-from fastattn.models.packing import Packed, packing_pays
+from fastattn.models.packing import Packed, packing_pays, source_packing_pays
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.cache import DecoderCache, real_first
 from fastattn.nn.recompute import recomputed
@@ -42,7 +42,7 @@ class FusedTransformer(nn.Module):
     norm_first, activation, n_head_kv: see PendingResidual, PositionwiseFeedForward, MultiHeadAttention in fastattn.nn.
     pack_padding: True drops padding before both stacks, so that only real tokens are computed. Their results stay the
         same; logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays from
-        about a quarter of padding on. None: ``loss`` on a CPU drops padding where packing.packing_pays says so.
+        about a quarter of padding on. None: ``loss`` and decoding on a CPU drop padding from a quarter on.
     recompute: save neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which computes
         them again. Saved activations take two fifths less memory (two thirds with gated activations), and the
         feed-forward takes a sixth more time. Gradients stay the same, but for other roundings under torch.autocast.
@@ -208,9 +208,12 @@ class FusedTransformer(nn.Module):
         _check_sequence("src_seq", src_seq)
         if capacity > (n_position := self.decoder.position_enc.pos_table.size(1)):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
+        pack = self.pack_padding
+        if pack is None:
+            pack = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
         if src_seq.size(1) == 0:
             enc_output = self.trg_word_prj.weight.new_zeros(len(src_seq), 0, self.d_model)
-        elif self.pack_padding:
+        elif pack:
             self.encoder.position_enc.check(src_seq.size(1))
             src = Packed(src_seq, self.src_pad_idx)
             mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
