@@ -4,8 +4,9 @@ The queries of a sequence are those of one problem. Where rows differ, its keys 
 they lie in memory, and a mask says which row a query reads: R times the products, which are few, but nothing is copied.
 
 One query goes to the fused operator; several to two products, where the keys of a head lie together (fastattn.nn.cache
-lays them so). On two cores of an AMD EPYC, float32, 5 queries, 8 heads of 64, 32 sequences, the fused operator takes 517 us for 30
-keys and 1397 us for 160 with a mask, two products 178 and 986; for one query and 32 keys of one sequence 6 and 16.
+lays them so). On two cores of an AMD EPYC, float32, 5 queries, 8 heads of 64, 32 sequences, the fused operator takes
+517 us for 30 keys and 1397 us for 160 with a mask, two products 178 and 986; for one query and 32 keys of one sequence
+6 and 16.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Linear maps whose weights lie in oneDNN's own layout: for a CPU that applies the same few many times.
 
 PyTorch's float32 products on x86 are MKL's, and each call packs the weights anew. oneDNN's products read weights that
-were packed once. Measured on two cores of an AMD EPYC, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and 160
-rows take 80, 186, 433 and 1676 us by F.linear, and 51, 55, 169 and 689 us packed. Packing such a weight takes as long
-as ten products of 5 rows, so it is for loops, such as decoding, and not for a single call. A call of oneDNN takes 15 us
-at the least; F.linear of 5 rows of 96 -> 96 takes 6 us, of one row of 256 -> 256 too: what is small stays as it is.
+were packed once. Measured on two cores of an AMD EPYC, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and
+160 rows take 80, 186, 433 and 1676 us by F.linear, and 51, 55, 169 and 689 us packed. Packing such a weight takes as
+long as ten products of 5 rows, so it is for loops, such as decoding, and not for a single call. A call of oneDNN takes
+15 us at the least; F.linear of 5 rows of 96 -> 96 takes 6 us, of one row of 256 -> 256 too: what is small stays as it
+is.
 """
 
 from __future__ import annotations
