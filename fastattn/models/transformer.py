@@ -126,11 +126,26 @@ class FusedTransformer(nn.Module):
         if emb_src_trg_weight_sharing:
             self.encoder.src_word_emb.weight = self.decoder.trg_word_emb.weight
 
-    def forward(self, src_seq: Tensor, trg_seq: Tensor) -> Tensor:
+    def forward(
+        self,
+        src_seq: Tensor,
+        trg_seq: Tensor,
+        gold: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        *,
+        smooth_over: str = "all",
+        reduction: str = "mean",
+    ) -> Tensor:
         """src_seq: integer (B, Ls); trg_seq: integer (B, Lt), the target without its last token.
 
         Returns logits (B * Lt, n_trg_vocab): row b * Lt + t scores the token that follows trg_seq[b, t].
+        With gold it returns ``loss`` of the same arguments instead, so that what acts on a call of the model, as
+        DistributedDataParallel and fully_shard do, acts on the loss too.
         """
+        if gold is not None:
+            return self.loss(src_seq, trg_seq, gold, label_smoothing, smooth_over=smooth_over, reduction=reduction)
+        if (label_smoothing, smooth_over, reduction) != (0.0, "all", "mean"):
+            raise ValueError("label_smoothing, smooth_over and reduction are of the loss, and gold is not given")
         _check_sequences(src_seq, trg_seq)
         dec_output, packed = self.decode(src_seq, trg_seq, bool(self.pack_padding))
         logits = self.project(dec_output)
@@ -152,7 +167,6 @@ class FusedTransformer(nn.Module):
             and so is, with pack_padding, what follows padding in trg_seq.
         label_smoothing, smooth_over: as in ``linear_cross_entropy``: torch's smoothing, or with "others" the public
             implementation's.     reduction: "mean" over the tokens that are not ignored, or "sum".
-        For wrappers that act on forward, as DistributedDataParallel does, write a module whose forward calls this.
         """
         _check_sequences(src_seq, trg_seq)
         if reduction not in ("mean", "sum"):

@@ -93,3 +93,12 @@ def test_bad_gold_and_reduction_are_named(batch):
             model.loss(src, trg, gold)
     with pytest.raises(ValueError, match="reduction"):
         model.loss(src, trg, trg, reduction="none")
+
+
+def test_a_call_with_gold_gives_the_loss(batch):
+    src, trg = batch
+    model, options = fused(**TINY).eval(), {"label_smoothing": 0.1, "smooth_over": "others", "reduction": "sum"}
+    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    assert torch.equal(model(src, trg, gold, **options), model.loss(src, trg, gold, **options))
+    with pytest.raises(ValueError, match="gold is not given"):
+        model(src, trg, label_smoothing=0.1)
