@@ -6,7 +6,8 @@ doctor` compares the two here.
 """
 
 from fastattn import generate
-from fastattn._dispatch import Explanation, explain, use_backend
+from fastattn._dispatch import use_backend
+from fastattn._explain import Explanation, ModelExplanation, explain
 from fastattn.graphs import GraphedStep
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
@@ -24,6 +25,7 @@ __all__ = [
     "Explanation",
     "FusedTransformer",
     "GraphedStep",
+    "ModelExplanation",
     "decode_attention",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",

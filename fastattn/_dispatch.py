@@ -8,11 +8,10 @@ that can. Of each op a backend has one module, with ``why_not`` and the op's fun
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -28,11 +27,6 @@ OTHER_ORDER = ("aten", "reference")
 # Packages of fastattn. A module that was imported is an attribute of its package: torch.compile reads attributes
 # afresh, where it would take a dictionary as it was before the first import of a trace.
 _PACKAGE = {"reference": "reference", "aten": "aten", "triton": "kernels", "cuda": "cuda"}
-# How a kernel serves CPU tensors, when it does.
-_ON_A_CPU = {
-    "triton": "interpreted on the CPU: slow, for checking only",
-    "cuda": "run on the CPU by csrc/host: slow, for checking only",
-}
 _contexts: list[str | None] = []  # of use_backend, innermost last; a plain list, which torch.compile can guard
 
 
@@ -140,46 +134,3 @@ def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backe
         if refusal(served_by, name, arguments) is None:
             return name, load_backend(served_by, name)
     raise AssertionError("unreachable: the reference serves everything")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which backend a call would use, and why not the others. ``str()`` is the text to read."""
-
-    op: str
-    device: str
-    source: str
-    chosen: str | None  # None: the one asked for by name cannot serve
-    refusals: dict[str, str | None] = field(default_factory=dict)  # backend -> the reason, None = can serve
-    notes: dict[str, str] = field(default_factory=dict)  # backend -> how it serves, where that is out of the ordinary
-
-    def __str__(self) -> str:
-        lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} ({self.source})"]
-        for name, reason in self.refusals.items():
-            note = f" ({self.notes[name]})" if name in self.notes else ""
-            verdict = f"no: {reason}" if reason is not None else f"can serve{note}"
-            lines.append(f"  {'->' if name == self.chosen else '  '} {name:<9} {verdict}")
-        return "\n".join(lines)
-
-
-def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend ``op(*args, **kwargs)`` would use here, and every other backend's reason. Launches nothing.
-
-    op: a public function of fastattn, its name, or the op's name ("attention").
-    """
-    found = next((o for o in OPS.values() if op in (o.function, o.function.__name__, o.name)), None)
-    if found is None:
-        raise ValueError(f"op must be one of {', '.join(o.function.__name__ for o in OPS.values())}, got {op!r}")
-    inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
-    name, source = requested(kwargs.get("backend"))
-    device, arguments = found.query(*args, **kwargs)
-    order = default_order(device)
-    order += tuple(b for b in BACKENDS if b not in order)
-    refusals = {b: refusal(found.served_by, b, arguments) for b in order}
-    asked = name is not None
-    if not asked:
-        name = next(b for b in default_order(device) if refusals[b] is None)
-    chosen = name if refusals[name] is None else None
-    notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
-    source = f"{source} asks for {name}" if asked else source
-    return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn import _dispatch
+from fastattn.nn.unmodified import is_unmodified, why_observed
 
 
 class Packed:
@@ -33,6 +34,19 @@ class Packed:
         """(1, T, ..) -> (B, L, ..), with 0 where there was padding."""
         padded = x.new_zeros(self.shape.numel(), *x.shape[2:]).index_copy(0, self.index, x[0])
         return padded.unflatten(0, self.shape)
+
+
+def packs_unnoticed(model: nn.Module) -> bool:
+    """Whether nobody else looks at what is inside the model, where a batch (B, L, ..) becomes (1, T, ..): no hooks, and
+    no modules but fastattn's own."""
+    return all(
+        is_unmodified(module) or (type(module).__module__.startswith(_OWN) and why_observed(module) is None)
+        for module in model.modules()
+        if module is not model
+    )
+
+
+_OWN = ("fastattn.", "torch.nn.modules.container")
 
 
 def source_packing_pays(src_seq: Tensor, src_pad_idx: int, *, backend: str | None) -> bool:

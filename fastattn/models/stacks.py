@@ -26,18 +26,23 @@ class _Stack(nn.Module):
     Post-norm: layer_norm follows the embeddings. norm_first: it follows the last layer.
     """
 
+    fused_children = ("src_word_emb", "trg_word_emb", "position_enc", "dropout", "layer_norm")
+
     def embed(self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None) -> Stream:
         """layer_norm(dropout(embedding [* sqrt(d_model)] + positions));
         with norm_first the sum before dropout and norm.
 
         name: the argument's name in error messages.
         """
-        arguments.check_indices(name, seq, "the model", embedding.weight)
         if seq.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
-        arguments.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
+        plain = is_unmodified(embedding)
+        if plain:
+            arguments.check_indices(name, seq, "the model", embedding.weight)
+            arguments.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
         scale = self.d_model**0.5 if self.scale_emb else 1.0
-        if self.norm_first or not (is_unmodified(embedding) and is_unmodified(self.position_enc)):
+        others = (self.position_enc, self.dropout, self.layer_norm)
+        if self.norm_first or not (plain and all(map(is_unmodified, others))):
             words = embedding(seq) if scale == 1 else embedding(seq) * scale
             total = PendingResidual(self.position_enc(words, position), None)
             return total if self.norm_first else add_norm(total, self.dropout, self.layer_norm, self.backend)

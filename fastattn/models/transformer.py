@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from fastattn import _dispatch
 from fastattn.masks import AttentionMask
-from fastattn.models.packing import Packed, packing_pays, source_packing_pays
+from fastattn.models.packing import Packed, packing_pays, packs_unnoticed, source_packing_pays
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.cache import DecoderCache, real_first
 from fastattn.nn.recompute import recomputed
+from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
-from fastattn.ops.linear_cross_entropy import linear_cross_entropy
+from fastattn.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 
 SCALE_MODES = ("emb", "prj", "none")
 
@@ -49,9 +50,15 @@ class FusedTransformer(nn.Module):
     backend: given to every op; None leaves the choice to use_backend, FASTATTN_BACKEND and each op's own order.
     ValueError where the arguments contradict each other.
 
+    Children may be wrapped, replaced, hooked, parametrised, pruned or quantised: such a child is called, and the ops
+    fuse what is left around it; ``fastattn.explain(model)`` lists them. Decoding by steps calls those children too, but
+    no hook of a layer, of a sublayer or of the model.
+
     Every weight matrix starts from Glorot's uniform distribution. Parameters may stay in float32 under
     torch.autocast: matrix products and the stream between sublayers then run in its dtype, statistics in float32.
     """
+
+    fused_children = ("trg_word_prj",)
 
     def __init__(
         self,
@@ -175,24 +182,21 @@ class FusedTransformer(nn.Module):
         if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
             expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
             raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
-        arguments.check_range("gold", gold, self.trg_word_prj.out_features, "a row of the output projection")
+        projection, fuses = self.trg_word_prj, is_unmodified(self.trg_word_prj)
+        if fuses:
+            arguments.check_range("gold", gold, projection.out_features, "a row of the output projection")
         gold, pack = gold.reshape(trg_seq.shape), self.pack_padding
         if pack is None:
             pads = (self.src_pad_idx, self.trg_pad_idx)
-            pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend)
+            pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend) and packs_unnoticed(self)
         dec_output, packed = self.decode(src_seq, trg_seq, pack)
-        return linear_cross_entropy(
-            dec_output,
-            self.trg_word_prj.weight,
-            gold if packed is None else packed.pack(gold),
-            self.trg_word_prj.bias,
-            label_smoothing=label_smoothing,
-            smooth_over=smooth_over,
-            ignore_index=self.trg_pad_idx,
-            logit_scale=self.d_model**-0.5 if self.scale_prj else 1.0,
-            reduction=reduction,
-            backend=self.decoder.backend,
-        )
+        gold = gold if packed is None else packed.pack(gold)
+        options = {"label_smoothing": label_smoothing, "smooth_over": smooth_over, "reduction": reduction}
+        if not fuses:
+            return cross_entropy(self.project(dec_output), gold, ignore_index=self.trg_pad_idx, **options)
+        options |= {"ignore_index": self.trg_pad_idx, "backend": self.decoder.backend}
+        scale = self.d_model**-0.5 if self.scale_prj else 1.0
+        return linear_cross_entropy(dec_output, projection.weight, gold, projection.bias, logit_scale=scale, **options)
 
     def decode(self, src_seq: Tensor, trg_seq: Tensor, pack: bool) -> tuple[Tensor, Packed | None]:
         """The decoder's output (B, Lt, d_model) and None; or as decode_packed."""
@@ -224,9 +228,11 @@ class FusedTransformer(nn.Module):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
         pack = self.pack_padding
         if pack is None:
-            pack = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
+            pack = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend) and packs_unnoticed(
+                self
+            )
         if src_seq.size(1) == 0:
-            enc_output = self.trg_word_prj.weight.new_zeros(len(src_seq), 0, self.d_model)
+            enc_output = next(self.parameters()).new_zeros(len(src_seq), 0, self.d_model)
         elif pack:
             self.encoder.position_enc.check(src_seq.size(1))
             src = Packed(src_seq, self.src_pad_idx)
@@ -239,8 +245,10 @@ class FusedTransformer(nn.Module):
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_trg_vocab) of what follows one new token a row, integer (B, W): see Decoder.step."""
-        dec_output = self.scaled(self.decoder.step(tokens, cache))
-        return cache.linear(self.trg_word_prj, dec_output, self.decoder.backend)
+        dec_output, projection = self.decoder.step(tokens, cache), self.trg_word_prj
+        if not is_unmodified(projection):
+            return self.project(dec_output)
+        return cache.linear(projection, self.scaled(dec_output), self.decoder.backend)
 
     # Each mask is built once a batch. All layers share it and what it prepares.
 
@@ -254,11 +262,12 @@ class FusedTransformer(nn.Module):
 
     def project(self, dec_output: Tensor) -> Tensor:
         """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
-        return self.trg_word_prj(self.scaled(dec_output))
+        if is_unmodified(self.trg_word_prj):  # its d_model inputs are scaled instead of the n_trg_vocab logits
+            return self.trg_word_prj(self.scaled(dec_output))
+        return self.scaled(self.trg_word_prj(dec_output))
 
-    def scaled(self, dec_output: Tensor) -> Tensor:
-        """The d_model inputs of the projection are scaled instead of the n_trg_vocab logits: fewer numbers."""
-        return dec_output * self.d_model**-0.5 if self.scale_prj else dec_output
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.d_model**-0.5 if self.scale_prj else x
 
     def extra_repr(self) -> str:
         return f"src_pad_idx={self.src_pad_idx}, trg_pad_idx={self.trg_pad_idx}, scale_prj={self.scale_prj}"

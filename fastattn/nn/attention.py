@@ -8,6 +8,7 @@ from fastattn.masks import AttentionMask
 from fastattn.nn.cache import DecoderCache, KeysAndValues
 from fastattn.nn.joint_linear import joint_linear
 from fastattn.nn.residual import Stream, add_branch, current_dropout_p
+from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.attention import scaled_dot_product_attention
 
 
@@ -32,8 +33,33 @@ def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | No
     return AttentionMask(key_padding=keep[:, 0]) if keep.size(1) == 1 else AttentionMask(keep[:, None])
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | AttentionMask | None,
+    dropout: nn.Module,
+    scale: float,
+    return_attn: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with the dropout of a module on its weights, see ScaledDotProductAttention.forward."""
+    options = {"scale": scale, "enable_gqa": k.size(1) != q.size(1)}
+    if is_unmodified(dropout):
+        options |= {"return_weights": return_attn, "backend": backend}
+        result = scaled_dot_product_attention(q, k, v, mask, current_dropout_p(dropout), **options)
+        return result if return_attn else (result, None)
+    # The module is called with the weights, which the formula gives together with their gradient.
+    _, attn = scaled_dot_product_attention(q, k, v, mask, **options, return_weights=True, backend="reference")
+    attn = dropout(attn)
+    out = attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype)
+    return out, attn if return_attn else None
+
+
 class ScaledDotProductAttention(nn.Module):
     """dropout(softmax(q k^T / temperature)) v.     Source: Vaswani et al. 2017, section 3.2.1."""
+
+    fused_children = ("dropout",)
 
     def __init__(self, temperature: float, attn_dropout: float = 0.1, *, backend: str | None = None) -> None:
         super().__init__()
@@ -49,18 +75,7 @@ class ScaledDotProductAttention(nn.Module):
         Returns (out (B, H, Lq, Dv), weights (B, H, Lq, Lk) after dropout or None). The weights cost a further pass
         and Lq * Lk memory, so they are computed on request only. A query that may attend to nothing gives 0.
         """
-        result = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            current_dropout_p(self.dropout),
-            scale=1 / self.temperature,
-            enable_gqa=k.size(1) != q.size(1),
-            return_weights=return_attn,
-            backend=self.backend,
-        )
-        return result if return_attn else (result, None)
+        return attend(q, k, v, mask, self.dropout, 1 / self.temperature, return_attn, self.backend)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature:.6g}"
@@ -77,6 +92,8 @@ class MultiHeadAttention(nn.Module):
     norm_first: see PendingResidual; layer_norm then comes before the projections.
     Source: Vaswani et al. 2017, section 3.2.2.
     """
+
+    fused_children = ("w_qs", "w_ks", "w_vs", "dropout", "layer_norm")
 
     def __init__(
         self,
@@ -95,7 +112,7 @@ class MultiHeadAttention(nn.Module):
         n_head_kv = n_head if n_head_kv is None else n_head_kv
         if n_head_kv < 1 or n_head % n_head_kv:
             raise ValueError(f"n_head must be a multiple of n_head_kv, got n_head={n_head} and n_head_kv={n_head_kv}")
-        self.n_head, self.n_head_kv, self.d_k, self.d_v = n_head, n_head_kv, d_k, d_v
+        self.d_model, self.n_head, self.n_head_kv, self.d_k, self.d_v = d_model, n_head, n_head_kv, d_k, d_v
         self.norm_first, self.backend = norm_first, backend
         self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False)
         self.w_ks = nn.Linear(d_model, n_head_kv * d_k, bias=False)
@@ -169,8 +186,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The branch of the residual connection: projections, attention and fc. Returns (out, weights or None)."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 3 or x.shape[2] != self.fc.out_features:
-                expected = f"(B, L, d_model = {self.fc.out_features})"
+            if x.dim() != 3 or x.shape[2] != self.d_model:
+                expected = f"(B, L, d_model = {self.d_model})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
         if projected is not None:
             q, (k, v) = self.w_qs(q), projected

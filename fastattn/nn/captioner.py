@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
+from fastattn.nn.attention import attend
 from fastattn.nn.cache import DecoderCache, KeysAndValues
 from fastattn.nn.joint_linear import joint_linear
 from fastattn.nn.residual import current_dropout_p
+from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
-from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.feed_forward import feed_forward
 
 MAX_POSITIONS = 5000
@@ -56,11 +57,13 @@ class MultiHeadAttention(nn.Module):
     n_heads must divide d_model, else ValueError. dropout: on the attention weights.
     """
 
+    fused_children = ("linear_query", "linear_key", "linear_value", "dropout")
+
     def __init__(self, n_heads: int, d_model: int, dropout: float, *, backend: str | None = None) -> None:
         super().__init__()
         if n_heads < 1 or d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of the number of heads, got {d_model} and {n_heads} heads")
-        self.n_heads, self.backend = n_heads, backend
+        self.n_heads, self.d_model, self.backend = n_heads, d_model, backend
         self.linear_query, self.linear_key, self.linear_value, self.linear_out = (
             nn.Linear(d_model, d_model) for _ in range(4)
         )
@@ -74,8 +77,7 @@ class MultiHeadAttention(nn.Module):
         else:
             q, k, v = self.linear_query(query), self.linear_key(memory), self.linear_value(memory)
         q, k, v = (self._heads(t).transpose(1, 2) for t in (q, k, v))
-        dropout_p = current_dropout_p(self.dropout)
-        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, backend=self.backend)
+        out, _ = attend(q, k, v, mask, self.dropout, self._scale, False, self.backend)
         return self.linear_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
@@ -98,7 +100,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def _scale(self) -> float:
-        return (self.linear_query.out_features // self.n_heads) ** -0.5
+        return (self.d_model // self.n_heads) ** -0.5
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, L, d_model) -> (B, L, H, D), a view."""
@@ -107,6 +109,8 @@ class MultiHeadAttention(nn.Module):
 
 class PositionWiseFeedForward(nn.Module):
     """dropout_2(w_2(dropout_1(relu(w_1(layer_norm(x)))))); layer_norm is torch's."""
+
+    fused_children = ("layer_norm", "w_1", "dropout_1", "w_2")
 
     def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1, *, backend: str | None = None) -> None:
         super().__init__()
@@ -117,6 +121,8 @@ class PositionWiseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, d_model)."""
+        if not all(map(is_unmodified, (self.layer_norm, self.w_1, self.dropout_1, self.w_2))):
+            return self.dropout_2(self.w_2(self.dropout_1(F.relu(self.w_1(self.layer_norm(x))))))
         norm = self.layer_norm
         normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, norm.eps, backend=self.backend)
         weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from fastattn.nn.cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
 from fastattn.nn.residual import Stream, add_branch, norm_adds_bias
+from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 
@@ -19,6 +22,8 @@ class PositionwiseFeedForward(nn.Module):
     norm_first: see PendingResidual; layer_norm then comes before w_1.
     Source: Vaswani et al. 2017, sections 3.3 and 5.4.
     """
+
+    fused_children = ("w_1", "w_2", "dropout", "layer_norm")
 
     def __init__(
         self,
@@ -47,13 +52,7 @@ class PositionwiseFeedForward(nn.Module):
         """forward for one new token a row, x (B, W, d_in), by the weights that the cache keeps for the next step."""
 
         def branch(normed: Tensor) -> tuple[Tensor, None]:
-            hidden = cache.linear(self.w_1, normed, self.backend)
-            if self.activation in GATED:
-                gate, up = hidden.chunk(2, dim=-1)
-                hidden = ACTIVATIONS[GATED[self.activation]](gate) * up
-            else:
-                hidden = ACTIVATIONS[self.activation](hidden)
-            return cache.linear(self.w_2, hidden, self.backend), None
+            return self._by_maps(normed, lambda linear, x: cache.linear(linear, x, self.backend)), None
 
         tokens = x.branch if self.norm_first else x
         return add_branch(self, x, branch) if cache.linear.serves(self.w_1, tokens, self.backend) else self(x)
@@ -63,12 +62,24 @@ class PositionwiseFeedForward(nn.Module):
 
         x: (B, L, d_in); the branch has its shape, and the autocast dtype under torch.autocast.
         """
+        if not (is_unmodified(self.w_1) and is_unmodified(self.w_2)):
+            return self._by_maps(x, lambda linear, x: linear(x)), None
         bias, bias_for_norm = self.w_2.bias, None
         if norm_adds_bias(x, self.backend):
             bias, bias_for_norm = None, bias
         weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, bias)
         out = feed_forward(x, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
         return out, bias_for_norm
+
+    def _by_maps(self, x: Tensor, apply: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        """w_2(activation(w_1(x))), each map applied by itself. apply: of a map and its input."""
+        hidden = apply(self.w_1, x)
+        if self.activation in GATED:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = ACTIVATIONS[GATED[self.activation]](gate) * up
+        else:
+            hidden = ACTIVATIONS[self.activation](hidden)
+        return apply(self.w_2, hidden)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastattn._dispatch import default_order, requested
 from fastattn.nn.recompute import is_recomputing, remember_norm
+from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
 
@@ -33,9 +34,9 @@ class PendingResidual(NamedTuple):
 Stream = Tensor | PendingResidual
 
 
-def current_dropout_p(dropout: nn.Dropout) -> float:
-    """The probability of dropping that applies now: 0 in eval mode."""
-    return dropout.p if dropout.training else 0.0
+def current_dropout_p(dropout: nn.Module) -> float:
+    """The probability of dropping that applies now: 0 in eval mode, and of a module that is not an nn.Dropout."""
+    return dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
 
 
 def norm_adds_bias(x: Tensor, backend: str | None) -> bool:
@@ -49,8 +50,8 @@ def norm_adds_bias(x: Tensor, backend: str | None) -> bool:
 
 def add_norm(
     total: PendingResidual,
-    dropout: nn.Dropout,
-    layer_norm: nn.LayerNorm,
+    dropout: nn.Module,
+    layer_norm: nn.Module,
     backend: str | None,
     return_sum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,11 +59,17 @@ def add_norm(
 
     Under torch.autocast all inputs and outputs are in its dtype, so the stream between sublayers is stored in low
     precision, as by the public implementation's in-place addition. LayerNorm's weight, bias and statistics stay
-    float32.
+    float32. A dropout or layer_norm that is_unmodified denies is called.
     """
-    norm = (layer_norm.weight, layer_norm.bias, layer_norm.eps)
     branch, residual, bias = total
-    inputs = (branch, residual, *norm, current_dropout_p(dropout))
+    dropout_p, fuses_norm = current_dropout_p(dropout), is_unmodified(layer_norm)
+    if not (fuses_norm and is_unmodified(dropout)):
+        branch, bias, dropout_p = dropout(branch if bias is None else branch + bias), None, 0.0
+    if not fuses_norm:
+        z = branch if residual is None else residual + branch
+        return (layer_norm(z), z) if return_sum else layer_norm(z)
+    norm = (layer_norm.weight, layer_norm.bias, layer_norm.eps)
+    inputs = (branch, residual, *norm, dropout_p)
     if not is_recomputing():
         return dropout_add_layer_norm(*inputs, return_sum=return_sum, x_bias=bias, backend=backend)
     out, z = dropout_add_layer_norm(*inputs, return_sum=True, x_bias=bias, backend=backend)

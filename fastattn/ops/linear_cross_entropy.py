@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn import _dispatch
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
+from fastattn.reference.linear_cross_entropy import loss_of_logits
 
 REDUCTIONS = ("none", "mean", "sum")
 SMOOTH_OVER = ("all", "others")
@@ -52,20 +53,35 @@ def _query(
     for name, value in (("label_smoothing", label_smoothing), ("logit_scale", logit_scale)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
-    for name, value, known in (("reduction", reduction, REDUCTIONS), ("smooth_over", smooth_over, SMOOTH_OVER)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     target = _checked_target(target, x, classes, ignore_index)
-    if smooth_over == "others":  # a share of eps / (classes - 1) for each of the others is this one for each of all
-        label_smoothing = label_smoothing * classes / (classes - 1) if classes > 1 else 0.0
-    call = (x, weight, bias, target, float(label_smoothing), ignore_index, float(logit_scale), reduction)
+    label_smoothing = _spread_over_all(label_smoothing, smooth_over, classes)
+    call = (x, weight, bias, target, label_smoothing, ignore_index, float(logit_scale), reduction)
     return x.device, call
+
+
+def _spread_over_all(label_smoothing: float, smooth_over: str, classes: int) -> float:
+    """A share of eps / (classes - 1) for each of the others is this one for each of all."""
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
+    if smooth_over not in SMOOTH_OVER:
+        raise ValueError(f"smooth_over must be one of {', '.join(SMOOTH_OVER)}, got {smooth_over!r}")
+    if smooth_over == "others":
+        return label_smoothing * classes / (classes - 1) if classes > 1 else 0.0
+    return float(label_smoothing)
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, *, label_smoothing: float, smooth_over: str, ignore_index: int, reduction: str
+) -> Tensor:
+    """linear_cross_entropy of logits (..., classes) that a module of the user's made, by the formula."""
+    smoothing = _spread_over_all(label_smoothing, smooth_over, logits.shape[-1])
+    return loss_of_logits(logits, target.long(), smoothing, ignore_index, reduction)
 
 
 def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) -> Tensor:

@@ -45,6 +45,13 @@ def linear_cross_entropy(
     x = x.masked_fill(ignored.unsqueeze(-1), 0)  # whatever stands there, NaN included, reaches nothing
     logits = F.linear(x, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    return loss_of_logits(logits, target, label_smoothing, ignore_index, reduction)
+
+
+def loss_of_logits(logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str) -> Tensor:
+    """The second line of the formula, of logits (..., classes), in float32 or float64."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ignored = target == ignore_index
     log_p = torch.log_softmax(logits, dim=-1)
     loss = -log_p.gather(-1, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     if label_smoothing > 0:

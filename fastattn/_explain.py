@@ -1,0 +1,103 @@
+"""What would happen, and why: which backend serves a call, and what of a model is not fused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from torch import nn
+
+from fastattn import _dispatch
+from fastattn.nn.unmodified import why_modified, why_observed
+
+# How a kernel serves CPU tensors, when it does.
+_ON_A_CPU = {
+    "triton": "interpreted on the CPU: slow, for checking only",
+    "cuda": "run on the CPU by csrc/host: slow, for checking only",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would use, and why not the others. ``str()`` is the text to read."""
+
+    op: str
+    device: str
+    source: str
+    chosen: str | None  # None: the one asked for by name cannot serve
+    refusals: dict[str, str | None] = field(default_factory=dict)  # backend -> the reason, None = can serve
+    notes: dict[str, str] = field(default_factory=dict)  # backend -> how it serves, where that is out of the ordinary
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} ({self.source})"]
+        for name, reason in self.refusals.items():
+            note = f" ({self.notes[name]})" if name in self.notes else ""
+            verdict = f"no: {reason}" if reason is not None else f"can serve{note}"
+            lines.append(f"  {'->' if name == self.chosen else '  '} {name:<9} {verdict}")
+        return "\n".join(lines)
+
+
+@overload
+def explain(op: nn.Module) -> ModelExplanation: ...
+@overload
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation: ...
+def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
+    """Which backend ``op(*args, **kwargs)`` would use here, and every other backend's reason. Launches nothing.
+
+    op: a public function of fastattn, its name, or the op's name ("attention"). Or a module, such as FusedTransformer,
+        alone: which of its submodules are called instead of being computed by a fused op, and why.
+    """
+    if isinstance(op, nn.Module):
+        if args or kwargs:
+            raise TypeError("explain(module) takes no further arguments")
+        return _explain_model(op)
+    found = next((o for o in _dispatch.OPS.values() if op in (o.function, o.function.__name__, o.name)), None)
+    if found is None:
+        raise ValueError(
+            f"op must be one of {', '.join(o.function.__name__ for o in _dispatch.OPS.values())}, got {op!r}"
+        )
+    inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
+    name, source = _dispatch.requested(kwargs.get("backend"))
+    device, arguments = found.query(*args, **kwargs)
+    order = _dispatch.default_order(device)
+    order += tuple(b for b in _dispatch.BACKENDS if b not in order)
+    refusals = {b: _dispatch.refusal(found.served_by, b, arguments) for b in order}
+    asked = name is not None
+    if not asked:
+        name = next(b for b in _dispatch.default_order(device) if refusals[b] is None)
+    chosen = name if refusals[name] is None else None
+    notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
+    source = f"{source} asks for {name}" if asked else source
+    return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes)
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """What of a model is called as it is, where an op would compute it together with others. ``str()`` is the text."""
+
+    model: str
+    called: dict[str, str] = field(default_factory=dict)  # the name of a submodule -> what was done to it
+    not_stepped: dict[str, str] = field(default_factory=dict)  # likewise, of what decoding by steps does not call
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {'not fused, but called:' if self.called else 'everything is fused'}"]
+        lines += [f"  {name} {reason}" for name, reason in self.called.items()]
+        if self.not_stepped:
+            lines += ["called by forward and loss, but not where tokens are decoded step by step:"]
+            lines += [f"  {name} {reason}" for name, reason in self.not_stepped.items()]
+        return "\n".join(lines)
+
+
+def _explain_model(model: nn.Module) -> ModelExplanation:
+    called, not_stepped = {}, {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for child in getattr(module, "fused_children", ()):
+            found = getattr(module, child, None)
+            if found is not None and (reason := why_modified(found)) is not None:
+                called[prefix + child] = reason
+        if hasattr(module, "step") and (reason := why_observed(module)) is not None:
+            not_stepped[name or type(module).__name__] = reason
+    return ModelExplanation(type(model).__name__, called, not_stepped)

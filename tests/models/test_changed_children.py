@@ -1,0 +1,224 @@
+"""Children that somebody changed do what they do in plain PyTorch: hooks, adapters, parametrisations, pruning,
+quantisation. Each treatment is given to FusedTransformer and to the public architecture in plain modules."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_checks import DEVICE, NO_DROPOUT, PAD_TRG, assert_same_gradients, fused, plain
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import weight_norm as old_weight_norm
+
+import fastattn
+
+LINEARS = ("w_qs", "w_ks", "fc", "w_1", "w_2", "trg_word_prj")
+
+
+class Adapter(nn.Module):
+    """What fine-tuning libraries put in the place of a linear map: base(x) + up(down(x)), with the base's weight."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, width = base, base.in_features
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        for parameter in (self.down.weight, self.up.weight):
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(parameter)))
+        self.to(base.weight.device)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return 2 * self.inner(*inputs)
+
+
+def replace(model, name, make):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, make(model.get_submodule(name)))
+
+
+def named(model, *endings):
+    """The submodules of these last names in the second layer of each stack, and outside of the layers."""
+    chosen = [n for n, _ in model.named_modules() if n.split(".")[-1] in endings and (".1." in n or n.count(".") < 2)]
+    return [n for n in chosen if not n.endswith("attention.dropout")]  # called attn_dropout in plain modules
+
+
+def for_each(treat, *endings):
+    def treatment(model):
+        for name in named(model, *endings):
+            treat(model, name)
+
+    return treatment
+
+
+def on_module(function, *endings):
+    return for_each(lambda model, name: function(model.get_submodule(name)), *endings)
+
+
+def own_forward(module):
+    original = module.forward
+    module.forward = lambda *inputs: 0.5 * original(*inputs)
+
+
+def backward_hook(module):
+    module.register_full_backward_hook(lambda module, grads_in, grads_out: (0.5 * grads_in[0],))
+
+
+def norm_without_affine(model, name):
+    replace(model, name, lambda norm: nn.LayerNorm(norm.normalized_shape, eps=1e-6, elementwise_affine=False))
+
+
+TREATMENTS = {
+    "adapter": for_each(lambda model, name: replace(model, name, Adapter), *LINEARS),
+    "adapter on w_1 alone": for_each(lambda model, name: replace(model, name, Adapter), "w_1"),
+    "wrapped norm": for_each(lambda model, name: replace(model, name, Doubled), "layer_norm"),
+    "norm without weights": for_each(norm_without_affine, "layer_norm"),
+    "rms norm": for_each(
+        lambda model, name: replace(model, name, lambda n: nn.RMSNorm(n.normalized_shape, device=DEVICE)), "layer_norm"
+    ),
+    "dropout replaced": for_each(lambda model, name: replace(model, name, Doubled), "dropout"),
+    "attention dropout replaced": for_each(
+        lambda model, name: replace(model, name + (".dropout" if name.endswith("attention") else ""), Doubled),
+        "attention",
+        "attn_dropout",
+    ),
+    "embedding wrapped": for_each(lambda model, name: replace(model, name, Doubled), "src_word_emb", "trg_word_emb"),
+    "positions wrapped": for_each(lambda model, name: replace(model, name, Doubled), "position_enc"),
+    "forward hook": on_module(lambda m: m.register_forward_hook(lambda m, i, out: 1.5 * out), *LINEARS, "layer_norm"),
+    "forward pre-hook": on_module(lambda m: m.register_forward_pre_hook(lambda m, i: (0.5 * i[0],)), *LINEARS),
+    "backward hook": on_module(backward_hook, "w_1", "w_qs"),
+    "forward of its own": on_module(own_forward, *LINEARS),
+    "weight norm": on_module(parametrizations.weight_norm, "w_1", "w_2", "w_qs", "fc"),
+    "old weight norm": on_module(old_weight_norm, "w_1", "w_2", "w_qs", "fc"),
+    "spectral norm": on_module(lambda m: parametrizations.spectral_norm(m, n_power_iterations=40), "w_1", "fc"),
+    "pruning": on_module(lambda m: prune.l1_unstructured(m, "weight", amount=0.4), *LINEARS[:-1]),
+}
+
+
+def pair(**options):
+    ours, theirs = fused(**NO_DROPOUT, **options), plain(**NO_DROPOUT, **options)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return ours, theirs
+
+
+def check_equal(ours, theirs, batch):
+    """Logits, the loss by `loss` and by logits, and every gradient of it."""
+    src, trg = batch
+    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    torch.manual_seed(7)
+    want_logits = theirs(src, trg)
+    want = F.cross_entropy(want_logits, gold.flatten(), ignore_index=PAD_TRG, label_smoothing=0.1)
+    want.backward()
+    torch.manual_seed(7)
+    torch.testing.assert_close(ours(src, trg), want_logits, rtol=0, atol=5e-5)
+    loss = ours(src, trg, gold, label_smoothing=0.1)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    loss.backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert_same_gradients({name: p.grad for name, p in ours.named_parameters() if p.requires_grad}, expected, 1e-3)
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_changed_child_is_called(treatment, batch):
+    models = pair(trg_emb_prj_weight_sharing=treatment != "embedding wrapped")
+    for model in models:
+        torch.manual_seed(1)
+        TREATMENTS[treatment](model)
+    check_equal(*models, batch)
+    explanation = fastattn.explain(models[0])
+    assert explanation.called or treatment == "attention dropout replaced"
+    untreated = fastattn.explain(fused())
+    assert not untreated.called and not untreated.not_stepped and "everything is fused" in str(untreated)
+
+
+def test_explain_names_the_child_and_the_reason():
+    model = fused()
+    replace(model, "encoder.layer_stack.0.pos_ffn.w_1", Adapter)
+    model.decoder.layer_stack[1].enc_attn.layer_norm.register_forward_hook(lambda *call: None)
+    model.decoder.layer_stack[0].register_forward_hook(lambda *call: None)
+    explanation = fastattn.explain(model)
+    assert explanation.called == {
+        "encoder.layer_stack.0.pos_ffn.w_1": f"is a {__name__}.Adapter",
+        "decoder.layer_stack.1.enc_attn.layer_norm": "has forward hooks",
+    }
+    assert explanation.not_stepped == {"decoder.layer_stack.0": "has forward hooks"}
+    assert "encoder.layer_stack.0.pos_ffn.w_1 is a" in str(explanation)
+    with pytest.raises(TypeError, match="no further arguments"):
+        fastattn.explain(model, backend="aten")
+
+
+def test_global_hooks_see_every_module(batch):
+    """A hook on all modules of the process, as profilers place it, is called for what ops would have computed."""
+    models, seen = pair(), []
+    for model in models:
+        names = {module: name for name, module in model.named_modules()}
+        called = set()
+        handle = nn.modules.module.register_module_forward_hook(lambda m, *io, n=names, c=called: c.add(n.get(m)))  # noqa: B023
+        try:
+            model(*batch)
+        finally:
+            handle.remove()
+        seen.append({n for n in called if n and n.split(".")[-1] in (*LINEARS, "w_vs", "layer_norm", "src_word_emb")})
+    assert seen[0] == seen[1] and len(seen[0]) > 40
+
+
+def test_hooks_see_padded_shapes(batch):
+    """`loss` drops padding by itself on a CPU, but not where a hook would see it."""
+    model, (src, trg), shapes = fused().eval(), batch, []
+    src, trg = src[1:], trg[1:]
+    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    plain_loss = model.loss(src, trg, gold)
+    model.encoder.layer_stack[0].register_forward_hook(lambda m, i, out: shapes.append(out[0].shape))
+    torch.testing.assert_close(model.loss(src, trg, gold), plain_loss)
+    assert shapes == [(*src.shape, model.d_model)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_dynamic_quantisation(batch):
+    models = [torch.ao.quantization.quantize_dynamic(m.eval().cpu(), {nn.Linear}, torch.qint8) for m in pair()]
+    assert type(models[0].encoder.layer_stack[0].pos_ffn.w_1) is not nn.Linear
+    src, trg = (t.cpu() for t in batch)
+    logits, want = (model(src, trg) for model in models)
+    torch.testing.assert_close(logits, want, rtol=0, atol=2e-2 * want.abs().max().item())
+    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    by_logits = F.cross_entropy(logits, gold.flatten(), ignore_index=PAD_TRG)
+    torch.testing.assert_close(models[0].loss(src, trg, gold), by_logits)
+
+
+def test_peft_lora_trains_as_on_plain_modules(batch):
+    """Every adapter gets its gradient through `loss`, and 20 steps equal those of plain modules."""
+    peft = pytest.importorskip("peft")
+    src, trg = batch
+    gold, losses = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG), []
+    config = peft.LoraConfig(r=3, target_modules=["w_qs", "w_1", "w_2", "fc", "trg_word_prj"], lora_dropout=0.0)
+    ours, theirs = (peft.inject_adapter_in_model(copy.deepcopy(config), m) for m in pair())
+    ours.load_state_dict(theirs.state_dict())
+    for model in (ours, theirs):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=1e-2)
+        losses.append([])
+        for _ in range(20):
+            if model is ours:
+                loss = model.loss(src, trg, gold, 0.1)
+            else:
+                loss = F.cross_entropy(model(src, trg), gold.flatten(), ignore_index=PAD_TRG, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            assert all(p.grad is not None for p in trained)
+            optimizer.step()
+            losses[-1].append(loss.item())
+        assert len(trained) == 2 * (2 * (3 + 2 + 2 + 3) + 1)  # of two layers in each stack, and the projection
+        assert losses[-1][-1] < losses[-1][0]
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0)
