@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,7 +29,16 @@ OTHER_ORDER = ("aten", "reference")
 # Packages of fastattn. A module that was imported is an attribute of its package: torch.compile reads attributes
 # afresh, where it would take a dictionary as it was before the first import of a trace.
 _PACKAGE = {"reference": "reference", "aten": "aten", "triton": "kernels", "cuda": "cuda"}
-_contexts: list[str | None] = []  # of use_backend, innermost last; a plain list, which torch.compile can guard
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+
+# What use_backend asked for. torch.compile cannot read a ContextVar, and guards attributes of a threading.local.
+_of_task: ContextVar[str | None] = ContextVar("fastattn.use_backend", default=None)
+_of_thread = _OfThread()
 
 
 @dataclass(frozen=True)
@@ -60,20 +71,31 @@ def register(
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None: the automatic choice."""
-    _contexts.append(None if name is None else _known(name, "use_backend()"))
+    """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None: the automatic choice.
+
+    It holds for the calling thread and async task alone; what torch.compile has compiled follows the thread. PyTorch
+    runs a GPU's backward, and DataParallel its replicas, in threads of their own: for activation checkpointing on a GPU
+    and for DataParallel give the model ``backend=`` instead, or set FASTATTN_BACKEND.
+    """
+    name = None if name is None else _known(name, "use_backend()")
+    before, token = _of_thread.name, None if torch.compiler.is_compiling() else _of_task.set(name)
+    _of_thread.name = name
     try:
         yield
     finally:
-        _contexts.pop()
+        if token is not None:
+            _of_task.reset(token)
+            before = _of_task.get()  # another task may have come and gone in this thread
+        _of_thread.name = before
 
 
 def requested(backend: str | None) -> tuple[str | None, str]:
     """The backend asked for by name, if any, and where it was asked for."""
     if backend is not None:
         return _known(backend, "backend"), "backend="
-    if _contexts and _contexts[-1] is not None:
-        return _contexts[-1], "use_backend()"
+    name = _of_thread.name if torch.compiler.is_compiling() else _of_task.get()
+    if name is not None:
+        return name, "use_backend()"
     if name := os.environ.get("FASTATTN_BACKEND"):
         return _known(name, "FASTATTN_BACKEND"), "FASTATTN_BACKEND"
     return None, "automatic choice"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,41 @@ def test_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _dispatch.requested(None)[0] == "aten"
     monkeypatch.delenv("FASTATTN_BACKEND")
     assert _dispatch.requested(None) == (None, "automatic choice")
+
+
+def test_use_backend_holds_for_its_thread_alone() -> None:
+    """Also for compiled code: each thread gets the graph of the backend that it asked for."""
+    q, seen, others = torch.randn(1, 2, 8, 8), [], []
+    compiled = torch.compile(lambda q: (q + 1) if _dispatch.requested(None)[0] is None else (q - 1), backend="eager")
+
+    def other() -> None:
+        others.append((_dispatch.requested(None)[0], torch.equal(compiled(q), q + 1)))
+        with fastattn.use_backend("aten"):
+            others.append((_dispatch.requested(None)[0], torch.equal(compiled(q), q - 1)))
+
+    with fastattn.use_backend("reference"):
+        seen.append(torch.equal(compiled(q), q - 1))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        seen.append(_dispatch.requested(None)[0] == "reference")
+    seen.append(torch.equal(compiled(q), q + 1))
+    assert others == [(None, True), ("aten", True)] and all(seen)
+
+
+def test_use_backend_holds_for_its_async_task_alone() -> None:
+    async def ask(name: str) -> None:
+        with fastattn.use_backend(name):
+            for _ in range(3):
+                await asyncio.sleep(0)  # the other task's turn
+                assert _dispatch.requested(None)[0] == name
+        assert _dispatch.requested(None)[0] is None
+
+    async def both() -> None:
+        await asyncio.gather(ask("aten"), ask("reference"))
+
+    asyncio.run(both())
+    assert _dispatch.requested(None)[0] is None and _dispatch._of_thread.name is None
 
 
 def test_use_backend_ends_with_an_exception() -> None:

@@ -8,6 +8,7 @@ that sum gives the output again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Recompute = Callable[[], Tensor]
-# One dict for each open context, innermost last. It maps the storage of a norm's output to a weak reference to that
-# storage, the output's number of elements, and the function that computes the output again.
-_norm_outputs: list[dict[int, tuple[StorageWeakRef, int, Recompute]]] = []
+
+
+class _OfThread(threading.local):
+    """norm_outputs: one dict for each open context, innermost last. It maps the storage of a norm's output to a weak
+    reference to that storage, the output's number of elements, and the function that computes the output again."""
+
+    def __init__(self) -> None:
+        self.norm_outputs: list[dict[int, tuple[StorageWeakRef, int, Recompute]]] = []
+
+
+_open = _OfThread()
 
 
 @contextmanager
@@ -32,23 +41,23 @@ def recomputed(wanted: bool = True) -> Iterator[None]:
     if not wanted or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    _norm_outputs.append({})
+    _open.norm_outputs.append({})
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
-        _norm_outputs.pop()
+        _open.norm_outputs.pop()
 
 
 def is_recomputing() -> bool:
     """Whether a context of ``recomputed`` is open."""
-    return bool(_norm_outputs)
+    return bool(_open.norm_outputs)
 
 
 def remember_norm(out: Tensor, recompute: Recompute) -> None:
     """Register out, a norm's output with a storage of its own, and the function that computes it again."""
     storage = StorageWeakRef(out.untyped_storage())
-    _norm_outputs[-1][storage.cdata] = storage, out.numel(), recompute
+    _open.norm_outputs[-1][storage.cdata] = storage, out.numel(), recompute
 
 
 def _pack(t: Tensor) -> Any:
@@ -56,7 +65,7 @@ def _pack(t: Tensor) -> Any:
 
     The weak reference keeps the storage's address from being reused, so the address identifies one storage.
     """
-    known = _norm_outputs[-1].get(t.untyped_storage()._cdata) if _norm_outputs else None
+    known = _open.norm_outputs[-1].get(t.untyped_storage()._cdata) if _open.norm_outputs else None
     if known is None or known[1] != t.numel() or not t.is_contiguous():
         return t
     return known[2], t.shape

@@ -1,5 +1,7 @@
 """recompute=True: the same step with less saved between forward and backward."""
 
+import threading
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -55,6 +57,16 @@ def test_equal_bit_for_bit(backend, variant, packing):
     assert torch.equal(loss, same_loss)
     for name, grad in grads.items():
         assert torch.equal(grad, same_grads[name]), name
+
+
+def test_another_thread_is_left_alone():
+    asked = []
+    with recomputed():
+        thread = threading.Thread(target=lambda: asked.append(is_recomputing()))
+        thread.start()
+        thread.join()
+        assert is_recomputing()
+    assert asked == [False]
 
 
 def test_autocast_is_as_exact():
