@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import fastattn
+from fastattn._transforms import is_transformed
 
 BACKENDS = ("reference", "aten", "triton", "cuda")
 # A kernel becomes a default for a GPU only after its speed was recorded on one (benchmarks/results/).
@@ -139,6 +140,8 @@ def load_backend(op_name: str, backend: str) -> ModuleType:
 
 def refusal(op_name: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
     """Why this backend cannot serve the call, or None if it can."""
+    if backend != "reference" and is_transformed():
+        return "inside transforms of torch.func and forward-mode differentiation only the backend reference serves"
     reason = absence(op_name, backend)
     return load_backend(op_name, backend).why_not(*arguments) if reason is None else reason
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._transforms import differentiable_gradients
+
 Factor = Callable[[torch.dtype], Tensor]  # of dropout on the weights: (B, H, Lq, Lk), 0 or 1 / (1 - dropout_p)
 
 
@@ -26,8 +28,8 @@ def _exact(q: Tensor) -> bool:
 class DroppedAttention(torch.autograd.Function):
     """out = (P * factor) v with P = softmax(softmax_scale q k^T + hidden). P is made again in the backward.
 
-    q, k, v: (B, H, L, D), equally many heads. hidden: -inf or 0, broadcastable to (B, H, Lq, Lk), or bool, True =
-    masked; every query has a visible key.     factor: see Factor. rescale: its greater value.
+    q, k, v: (B, H, L, D), contiguous, equally many heads. hidden: -inf or 0, broadcastable to (B, H, Lq, Lk), or bool,
+    True = masked; every query has a visible key.     factor: see Factor. rescale: its greater value.
     """
 
     @staticmethod
@@ -41,8 +43,7 @@ class DroppedAttention(torch.autograd.Function):
         factor: Factor,
         rescale: float,
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
-        weights = _softmax(q, k, hidden, softmax_scale)
+        weights = softmax(q, k, hidden, softmax_scale)
         kept = factor(weights.dtype)
         few = k.shape[2] <= q.shape[3]  # weights: no more of them than numbers of q
         out = torch.matmul((weights * kept if few else weights.mul_(kept)).to(q.dtype), v)
@@ -51,13 +52,19 @@ class DroppedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, hidden, kept, weights = ctx.saved_tensors
         softmax_scale, rescale = ctx.scales
+        if torch.is_grad_enabled():  # the gradients are to be differentiated again
+
+            def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                weights = softmax(q, k, hidden, softmax_scale)
+                return torch.matmul((weights * kept * rescale).to(q.dtype), v)
+
+            return *differentiable_gradients(formula, (q, k, v), (dout,)), None, None, None, None
         dout = dout.contiguous()
         if weights is None:
-            weights = _softmax(q, k, hidden, softmax_scale)
+            weights = softmax(q, k, hidden, softmax_scale)
         factor = kept.to(weights.dtype).mul_(rescale)
         dv = torch.matmul((weights * factor).to(q.dtype).mT, dout)
         dweights = torch.matmul(dout, v.mT).to(weights.dtype).mul_(factor)
@@ -71,7 +78,8 @@ class DroppedAttention(torch.autograd.Function):
         return dq.mul_(softmax_scale), dk.mul_(softmax_scale), dv, None, None, None, None
 
 
-def _softmax(q: Tensor, k: Tensor, hidden: Tensor | None, softmax_scale: float) -> Tensor:
+def softmax(q: Tensor, k: Tensor, hidden: Tensor | None, softmax_scale: float) -> Tensor:
+    """The weights before dropout."""
     s = scores(q, k, softmax_scale)
     if hidden is not None:
         s = s.masked_fill_(hidden, -torch.inf) if hidden.dtype == torch.bool else s.add_(hidden)

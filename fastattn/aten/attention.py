@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn.aten._dropped import DroppedAttention, Factor, scores
+from fastattn._transforms import can_read_values, differentiable_gradients
+from fastattn.aten._dropped import DroppedAttention, Factor, scores, softmax
 from fastattn.aten._sequences import Sequences, sequences
 from fastattn.masks import AttentionMask
 from fastattn.reference import philox
@@ -50,9 +51,9 @@ def attention(
     """As fastattn.reference.attention.attention, which is the specification."""
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    if mask is not None and mask.key_padding is not None and _can_read_values(q):
+    if mask is not None and mask.key_padding is not None and can_read_values(q):
         mask = _without_idle_padding(mask)
-    apart = sequences(mask, q, k) if mask is not None and _can_read_values(q) and return_weights is None else None
+    apart = sequences(mask, q, k) if mask is not None and can_read_values(q) and return_weights is None else None
     if apart is not None:
         return _each_sequence_alone(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
 
@@ -105,8 +106,7 @@ def _attend(
     fused = drop is None and bias is None and not return_lse and return_weights is None and Lk > 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
         grouped = k.shape[1] != H
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=grouped)
-        return out, None, None
+        return _torch_attention(q, k, v, None, softmax_scale, grouped, is_causal=True), None, None
 
     masked = has_keys = has_queries = None
     if mask is not None:
@@ -116,7 +116,7 @@ def _attend(
         if has_keys is not None:
             q = q.where(has_keys, 0)
 
-    if fused and (has_queries is None or (_can_read_values(q) and not torch.is_grad_enabled())):
+    if fused and (has_queries is None or (can_read_values(q) and not torch.is_grad_enabled())):
         out = _fused(q, k, v, mask, masked, softmax_scale)
         # Without a gradient, NaN or inf in a key that no query attends to shows in the result, or does no harm.
         if has_queries is None or math.isfinite(out.sum()):
@@ -139,6 +139,7 @@ def _attend(
         hidden = mask.additive(masked, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
     alone = bias is None and not return_lse and return_weights is None
     if drop is not None and alone and not torch.compiler.is_compiling():
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
         out = DroppedAttention.apply(q, k, v, hidden, softmax_scale, *drop)
         return out if has_keys is None else out.where(has_keys, 0), None, None
     s = scores(q, k, softmax_scale)
@@ -189,8 +190,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, masked: 
     Lq, Lk, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
     if q.is_cuda and mask is not None:
         with sdpa_kernel(_MASKED_BACKENDS):
-            bias = None if masked is None else ~masked
-            return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=grouped)
+            return _torch_attention(q, k, v, None if masked is None else ~masked, scale, grouped)
     bias = None
     if mask is not None and masked is not None:  # PyTorch would turn a bool mask into this one at every call
         bias = mask.additive(masked, Lq, Lk, q.dtype)
@@ -198,7 +198,40 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, masked: 
         more = -Lk % _VECTOR
         k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
         bias = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(bias, (0, more), value=-torch.inf))
-    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=grouped)
+    return _torch_attention(q, k, v, bias, scale, grouped)
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, grouped: bool, is_causal: bool = False
+) -> Tensor:
+    # Not by its name in torch.nn.functional, where somebody may have put fastattn's function.
+    out = torch._C._nn.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+    if out.requires_grad and not torch.compiler.is_compiling() and type(out.grad_fn).__name__ == _FUSED_ON_A_CPU:
+        out.grad_fn.register_hook(_gradients_of_formula)
+    return out
+
+
+_FUSED_ON_A_CPU = "ScaledDotProductFlashAttentionForCpuBackward0"
+
+
+def _gradients_of_formula(
+    gradients: tuple[Tensor | None, ...], doutputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """A hook of PyTorch's fused backward, which has no derivative: with create_graph=True its gradients are replaced by
+    the formula's. Takes what PyTorch kept, so that nothing is kept for it."""
+    if not torch.is_grad_enabled():
+        return None
+    kept = torch._C._current_autograd_node()
+    hidden = kept._saved_attn_mask
+    if kept._saved_is_causal:
+        Lq, Lk = kept._saved_query.shape[2], kept._saved_key.shape[2]
+        hidden = torch.ones(Lq, Lk, dtype=torch.bool, device=doutputs[0].device).triu_(1)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.matmul(softmax(q, k, hidden, kept._saved_scale).to(q.dtype), v)
+
+    inputs = (kept._saved_query, kept._saved_key, kept._saved_value)
+    return *differentiable_gradients(formula, inputs, doutputs[:1]), *gradients[3:]
 
 
 _VECTOR = 16  # float32 numbers in a register of AVX-512
@@ -207,7 +240,7 @@ _VECTOR = 16  # float32 numbers in a register of AVX-512
 def _ends_in_odd_numbers(q: Tensor, Lk: int) -> bool:
     """Whether PyTorch's operator spends more on the last keys than on some more: its softmax on a CPU takes what does
     not fill a vector number by number. From 9 of 16 on, 16 are faster, 1.2 times at 60 keys to 3 times at 15."""
-    if q.dtype != torch.float32 or not _can_read_values(q) or torch.is_grad_enabled():
+    if q.dtype != torch.float32 or not can_read_values(q) or torch.is_grad_enabled():
         return False
     return Lk % _VECTOR > _VECTOR // 2 and Lk < 128 and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
@@ -222,18 +255,13 @@ def _without_masked(bias: Tensor, masked: Tensor | None, has_keys: Tensor | None
 
 def _known_finite(*tensors: Tensor) -> bool:
     """Neither NaN nor inf is in them or in a product of two of their rows: the sums of their squares are finite."""
-    if not _can_read_values(tensors[0]):
+    if not can_read_values(tensors[0]):
         return False
     # In the order in memory: what a projection gives is transposed. PyTorch's dot of 16-bit numbers takes fifty times
     # as long as that of float32.
     laid_out = (t.detach() if t.is_contiguous() else t.detach().transpose(1, 2) for t in tensors)
     flat = (t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in laid_out)
     return all(math.isfinite(torch.dot(t, t)) for t in flat)
-
-
-def _can_read_values(t: Tensor) -> bool:
-    """Whether values may decide what is done: on a CPU, where a sum is cheap and needs no synchronisation."""
-    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from fastattn._transforms import can_read_values
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
@@ -33,7 +34,7 @@ def decode_attention(
     if visible is None:
         return _attend(q, k, v, None, softmax_scale)
     bias = visible.to(q.dtype).log_()[:, None]  # 0 or -inf
-    if _can_read_values(q):
+    if can_read_values(q):
         # NaN in a key that no query attends to shows in the result, or does no harm. So does a query without keys.
         out = _attend(q, k, v, bias, softmax_scale)
         if math.isfinite(out.sum()):
@@ -51,7 +52,7 @@ def _visible(q: Tensor, k: Tensor, lengths: Tensor | None, ancestors: Tensor | N
         visible = ancestors[..., None] == torch.arange(R, dtype=torch.int32, device=device)
     elif R > 1:
         visible = torch.eye(R, dtype=torch.bool, device=device)[:, None].expand(B, W, M, R)
-    if lengths is not None and not (_can_read_values(q) and (lengths >= M).all()):
+    if lengths is not None and not (can_read_values(q) and (lengths >= M).all()):
         in_length = (torch.arange(M, device=device) < lengths[:, None])[:, None, :, None]
         visible = in_length.expand(B, 1, M, R) if visible is None else visible & in_length
     return None if visible is None else visible.flatten(2)
@@ -70,15 +71,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale:
         weights = acc.softmax(-1).to(q.dtype)
         out = torch.bmm(weights.view(B * Hk, H // Hk * W, N), v).view(B, H, W, Dv)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
+        out = torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
     return out.transpose(1, 2).contiguous()
 
 
 def _heads_merge(t: Tensor) -> bool:
     """Whether t (B, Hk, N, D) is a batch of B * Hk matrices as it lies in memory."""
     return t.stride(0) == t.shape[1] * t.stride(1)
-
-
-def _can_read_values(t: Tensor) -> bool:
-    """Whether values may decide what is done: on a CPU, where a sum is cheap and needs no synchronisation."""
-    return t.device.type == "cpu" and not torch.compiler.is_compiling()

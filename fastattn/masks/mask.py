@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._transforms import can_read_values, is_transformed
 from fastattn.masks.prepared import Layout, PreparedMask, Restriction, band_of, prepare, sequences
 
 Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None = unbounded
@@ -168,7 +169,7 @@ class AttentionMask:
         for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
             if t is not None and (t.shape[0] not in (1, B) or t.shape[1] != length):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
-        if self.cu_seqlens_q is not None and device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.cu_seqlens_q is not None and can_read_values(self.cu_seqlens_q):
             for name, t, length in (("cu_seqlens_q", self.cu_seqlens_q, Lq), ("cu_seqlens_k", self.cu_seqlens_k, Lk)):
                 if t[-1] > length:
                     raise ValueError(f"{name} ends at {int(t[-1])}, expected at most the length, {length}")
@@ -223,7 +224,7 @@ class AttentionMask:
             keep = keep & (self.bias != -torch.inf)
         queries, keys = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
         masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators want all keys
-        if device.type != "cpu" or torch.compiler.is_compiling():
+        if not can_read_values(keep):
             return masked, queries, keys
         # On a CPU a look at the values costs no synchronisation and saves passes over the data.
         return (
@@ -262,10 +263,11 @@ class AttentionMask:
         another stream, it is made anew and replaced.
 
         What is made while a CUDA graph is captured exists only when that is replayed, and what is made while a function
-        is traced exists only in its graph: such is kept by masks that were made in there too.
+        is traced exists only in its graph: such is kept by masks that were made in there too. What is made inside a
+        transform of torch.func ends with it.
         """
         state = _recording(device)
-        if state != self._made_while:
+        if state != self._made_while or is_transformed():
             return build()
         stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
         # A list, because in a dict's key a length that torch.compile traces as a symbol would become a constant.
@@ -378,7 +380,7 @@ def _offsets(name: str, t: Tensor | None) -> Tensor | None:
     if t.dim() != 1 or len(t) < 1:
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): n offsets and the end")
     # On a GPU a look would wait for it.
-    if t.device.type == "cpu" and not torch.compiler.is_compiling() and (t[0] < 0 or (t[1:] < t[:-1]).any()):
+    if can_read_values(t) and (t[0] < 0 or (t[1:] < t[:-1]).any()):
         raise ValueError(f"{name} is {t.tolist()}, expected offsets that are not negative and never fall")
     return t.to(torch.int32)
 

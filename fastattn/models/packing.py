@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import _dispatch
+from fastattn._transforms import can_read_values
 from fastattn.nn.unmodified import is_unmodified, why_observed
 
 
@@ -51,9 +52,7 @@ _OWN = ("fastattn.", "torch.nn.modules.container")
 
 def source_packing_pays(src_seq: Tensor, src_pad_idx: int, *, backend: str | None) -> bool:
     """Whether the encoder alone, without gradients, is faster without padding: as packing_pays, of src_seq only."""
-    if src_seq.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    if _dispatch.requested(backend)[0] not in (None, "aten"):
+    if not can_read_values(src_seq) or _dispatch.requested(backend)[0] not in (None, "aten"):
         return False
     return 4 * int(torch.count_nonzero(src_seq == src_pad_idx)) >= src_seq.numel()
 
@@ -67,9 +66,7 @@ def packing_pays(
     compute the scores between all sequences. False too where packing would change the loss: where gold is a real token
     and trg_seq is padding.
     """
-    if src_seq.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    if _dispatch.requested(backend)[0] not in (None, "aten"):
+    if not can_read_values(src_seq) or _dispatch.requested(backend)[0] not in (None, "aten"):
         return False
     trg_padding = trg_seq == trg_pad_idx
     padding = torch.count_nonzero(trg_padding) + torch.count_nonzero(src_seq == src_pad_idx)

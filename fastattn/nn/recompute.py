@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastattn._transforms import is_transformed
+
 Recompute = Callable[[], Tensor]
 
 
@@ -36,9 +38,10 @@ def recomputed(wanted: bool = True) -> Iterator[None]:
     """Within it the modules of fastattn.nn save neither hidden layers nor outputs of norms for the backward.
 
     Gradients stay as they are, except in 16-bit types: there a norm's output is computed again from the rounded sum and
-    may differ in its last bit. Under torch.compile, which plans recomputation by itself, it changes nothing.
+    may differ in its last bit. It changes nothing under torch.compile, which plans recomputation by itself, and in
+    transforms of torch.func.
     """
-    if not wanted or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not wanted or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         yield
         return
     _open.norm_outputs.append({})

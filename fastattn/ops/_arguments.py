@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from fastattn._transforms import can_read_values
+
 _AS_IT_IS = nullcontext()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -56,7 +58,7 @@ def check_indices(name: str, t: object, like_name: str, like: Tensor) -> None:
 
 def check_range(name: str, t: Tensor, end: int, meaning: str) -> None:
     """0 <= t < end, looked at on a CPU only: on a GPU that would wait for it."""
-    if t.device.type != "cpu" or t.numel() == 0 or torch.compiler.is_compiling():
+    if not can_read_values(t) or t.numel() == 0:
         return
     low, high = (int(n) for n in t.aminmax())
     if low < 0 or high >= end:

@@ -23,6 +23,7 @@ class Operator:
         save(ctx, arguments, outputs)                    keeps what the backward needs, as in torch.autograd.Function
         backward(ctx, gradients, *dresults) -> tuple     calls gradients(...) with what was kept; a dresult may be None
         gradients(*...) -> tuple                         launches; gradients of the first `inputs` arguments, or None
+        formula_gradients(ctx, *dresults) -> tuple       as backward, by PyTorch's operators: for second derivatives
         forward_fake(*arguments), gradients_fake(*...)   shapes, dtypes and strides of the outputs, for tracing
 
     An output may be one of the arguments; it is then returned as a view, or as a copy by the traced operator.
@@ -37,6 +38,7 @@ class Operator:
     save: Callable[..., None]
     backward: Callable[..., tuple[Tensor | None, ...]]
     gradients: Callable[..., tuple[Tensor | None, ...]]
+    formula_gradients: Callable[..., tuple[Tensor | None, ...]]
     gradients_fake: Callable[..., tuple[Tensor | None, ...]]
 
     _eager: type[torch.autograd.Function]
@@ -59,17 +61,21 @@ class Operator:
         cls._traced.register_autograd(backward, setup_context=setup_context)
 
     @classmethod
-    def call(cls, *arguments: Any) -> tuple[Tensor, ...]:
-        """The op's results, differentiable in the first `inputs` arguments."""
+    def call(cls, *arguments: Any, remember: Any = None) -> tuple[Tensor, ...]:
+        """The op's results, differentiable in the first `inputs` arguments, eagerly even twice.
+
+        remember: what formula_gradients finds as ctx.remembered.
+        """
         if torch.compiler.is_compiling():
             return cls._traced(*arguments)[: cls.results]
-        return cls._eager.apply(*arguments)
+        return cls._eager.apply(*arguments, remember)
 
 
 def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+            *arguments, ctx.remembered = given
             outputs = op.forward(*arguments)
             op.save(ctx, arguments, outputs)
             ctx.set_materialize_grads(False)
@@ -77,9 +83,11 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
             return tuple(t.view_as(t) if _is_among(t, arguments) else t for t in outputs[: op.results])
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
-            grads = _gradients(op, ctx, op.gradients, dresults)
+            if torch.is_grad_enabled():  # create_graph=True
+                grads = op.formula_gradients(ctx, *dresults)
+            else:
+                grads = _gradients(op, ctx, op.gradients, dresults)
             return *grads, *(None,) * (len(ctx.needs_input_grad) - op.inputs)
 
     return Eager

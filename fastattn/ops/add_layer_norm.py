@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fastattn import _dispatch
+from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
-from fastattn.reference.philox import draw_rng_state
+from fastattn.reference import add_layer_norm as reference
+from fastattn.reference.philox import draw_rng_state, dropout
 
 Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
 
@@ -207,10 +209,10 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        _, residual, weight, bias, x_bias, _, dropout_p, rng_state, eps_on_std, backend = inputs
+        _, residual, weight, bias, x_bias, eps, dropout_p, rng_state, eps_on_std, backend = inputs
         _, z, statistics = outputs
         ctx.save_for_backward(z, weight, bias, x_bias, statistics, rng_state)
-        ctx.options = (dropout_p, residual is not None, eps_on_std, backend)
+        ctx.options, ctx.eps = (dropout_p, residual is not None, eps_on_std, backend), eps
 
     @staticmethod
     def backward(
@@ -219,6 +221,20 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         z = ctx.saved_tensors[0]
         dout = torch.zeros_like(z) if dout is None else dout.contiguous()
         return gradients(dout, None if dz is None else dz.contiguous(), *ctx.saved_tensors, *ctx.options)
+
+    @staticmethod
+    def formula_gradients(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        """From z, a result of this op's own, as neither x nor residual was kept."""
+        z, weight, bias, x_bias, _, rng_state = ctx.saved_tensors
+        dropout_p, has_residual, eps_on_std, _ = ctx.options
+
+        def formula(z: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            return reference.add_layer_norm(z, None, weight, bias, ctx.eps, 0.0, None, None, eps_on_std)[0], z
+
+        dz, dweight, dbias = differentiable_gradients(formula, (z, weight, bias), (dout, dz))
+        dx = dz if dz is None else dropout(dz, dropout_p, rng_state)
+        dx_bias = None if dx is None or x_bias is None else dx.sum(0, dtype=torch.float32).to(x_bias.dtype)
+        return dx, dz if has_residual else None, dweight, dbias, dx_bias
 
     @staticmethod
     def gradients(

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from fastattn import _dispatch
+from fastattn._transforms import differentiable_gradients
 from fastattn.masks import AttentionMask, Layout, flatten, unflatten
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
+from fastattn.reference import attention as reference
 from fastattn.reference.philox import draw_rng_state
 
 
@@ -123,7 +125,7 @@ def scaled_dot_product_attention(
             if not _needs_gradient(q, k, v, mask.bias):
                 layouts = layouts[:1]
             prepared = [mask.prepare(q.shape[2], k.shape[2], layout, device) for layout in layouts]
-            out, lse = _Attention.call(q, k, v, mask.bias, *flatten(prepared), *options, name)
+            out, lse = _Attention.call(q, k, v, mask.bias, *flatten(prepared), *options, name, remember=mask)
             weights = None
             if wanted is not None:
                 prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device)]
@@ -190,6 +192,17 @@ class _Attention(Operator, name="attention"):
         needs_dbias = bias is not None and ctx.needs_input_grad[3]
         options = (softmax_scale, dropout_p, rng_state, needs_dbias, backend)
         return gradients(dout, dlse, q, k, v, out, lse, bias, masks, mask_numbers, *options)
+
+    @staticmethod
+    def formula_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _, bias, rng_state, *_ = ctx.saved_tensors
+        _, softmax_scale, dropout_p, _ = ctx.options
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            mask = ctx.remembered.with_bias(bias)
+            return reference.attention(q, k, v, mask, softmax_scale, dropout_p, rng_state)[:2]
+
+        return differentiable_gradients(formula, (q, k, v, bias), (dout, dlse))
 
     @staticmethod
     def gradients(

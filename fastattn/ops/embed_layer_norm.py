@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fastattn import _dispatch
+from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
+from fastattn.reference import embed_layer_norm as reference
 from fastattn.reference.philox import draw_rng_state
 
 
@@ -164,14 +166,30 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        *tensors, length, scale, padding_idx, _, dropout_p, rng_state, _, backend = inputs
+        *tensors, length, scale, padding_idx, eps, dropout_p, rng_state, dtype, backend = inputs
         ctx.save_for_backward(*tensors, outputs[1], rng_state)
+        ctx.of_formula = (eps, dtype)
         ctx.options = (length, scale, padding_idx, dropout_p, backend)
 
     @staticmethod
     def backward(ctx: Any, gradients: Callable[..., Any], dout: Tensor) -> tuple[Tensor | None, ...]:
         needs_dembedding = ctx.needs_input_grad[0]  # a frozen embedding saves the largest gradient of all
         return gradients(dout.contiguous(), *ctx.saved_tensors, needs_dembedding, *ctx.options)
+
+    @staticmethod
+    def formula_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, tokens, position_table, position, _, rng_state = ctx.saved_tensors
+        length, scale, padding_idx, dropout_p, _ = ctx.options
+        eps, dtype = ctx.of_formula
+        if position is None:
+            tokens = tokens.view(-1, length)
+
+        def formula(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            tensors = (tokens, embedding, position_table, weight, bias, position)
+            options = (scale, padding_idx, eps, dropout_p, rng_state, dtype)
+            return reference.embed_layer_norm(*tensors, *options).view(dout.shape)
+
+        return differentiable_gradients(formula, inputs, (dout,))
 
     @staticmethod
     def gradients(

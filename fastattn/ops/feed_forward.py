@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import _dispatch
+from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
+from fastattn.reference import feed_forward as reference
 from fastattn.reference.feed_forward import ACTIVATIONS, GATED
 from fastattn.reference.philox import draw_rng_state
 
@@ -137,6 +139,16 @@ class _FeedForward(Operator, name="feed_forward"):
     @staticmethod
     def backward(ctx: Any, gradients: Callable[..., Any], dout: Tensor) -> tuple[Tensor | None, ...]:
         return gradients(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
+
+    @staticmethod
+    def formula_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, _, rng_state = ctx.saved_tensors
+        activation, dropout_p, _ = ctx.options
+
+        def formula(*inputs: Tensor | None) -> Tensor:
+            return reference.feed_forward(*inputs, activation, dropout_p, rng_state)
+
+        return differentiable_gradients(formula, inputs, (dout,))
 
     @staticmethod
     def gradients(

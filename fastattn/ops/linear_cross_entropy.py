@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fastattn import _dispatch
+from fastattn._transforms import can_read_values, differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
-from fastattn.reference.linear_cross_entropy import loss_of_logits
+from fastattn.reference import linear_cross_entropy as reference
 
 REDUCTIONS = ("none", "mean", "sum")
 SMOOTH_OVER = ("all", "others")
@@ -81,7 +82,7 @@ def cross_entropy(
 ) -> Tensor:
     """linear_cross_entropy of logits (..., classes) that a module of the user's made, by the formula."""
     smoothing = _spread_over_all(label_smoothing, smooth_over, logits.shape[-1])
-    return loss_of_logits(logits, target.long(), smoothing, ignore_index, reduction)
+    return reference.loss_of_logits(logits, target.long(), smoothing, ignore_index, reduction)
 
 
 def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) -> Tensor:
@@ -94,7 +95,7 @@ def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) 
     if target.device != x.device:
         raise ValueError(f"target is on {target.device}, expected {x.device} as x")
     target = target.long()
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_read_values(target):
         wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
         if wrong.any():
             raise ValueError(
@@ -202,14 +203,24 @@ class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> None:
         x, weight, bias, target, *options, reduction, needs, backend = inputs
         ctx.made = _made_in_forward(x.dtype, reduction)
-        ctx.save_for_backward(*(outputs[1:] if ctx.made else (x, weight, bias, target)))
+        ctx.save_for_backward(x, weight, bias, target, *(outputs[1:] if ctx.made else ()))
         ctx.options = (*options, reduction, needs, backend)
 
     @staticmethod
     def backward(ctx: Any, gradients: Callable[..., Any], dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.made:
-            return tuple(_times(grad, dloss) for grad in ctx.saved_tensors)
+            return tuple(_times(grad, dloss) for grad in ctx.saved_tensors[4:])
         return gradients(dloss.contiguous(), *ctx.saved_tensors, *ctx.options)
+
+    @staticmethod
+    def formula_gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, target, *_ = ctx.saved_tensors
+        *options, _, _ = ctx.options
+
+        def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return reference.linear_cross_entropy(x, weight, bias, target, *options)
+
+        return differentiable_gradients(formula, (x, weight, bias), (dloss,))
 
     @staticmethod
     def gradients(

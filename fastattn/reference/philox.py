@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn._transforms import can_read_values
+
 ROUNDS = 7
 LANES = 8
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -63,8 +65,7 @@ def philox_lanes_at(rng_state: Tensor, row: Tensor, first_col: Tensor, cols: int
 def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
     """All lanes of each group of LANES columns. row (.., 1), group (.., groups) -> int16 (.., groups * LANES)."""
     # On a CPU the key's arithmetic is left to Python: a third of the time at the sizes of one sentence batch.
-    on_host = rng_state.device.type == "cpu" and not torch.compiler.is_compiling()
-    seed, offset = rng_state.tolist() if on_host else rng_state.unbind()
+    seed, offset = rng_state.tolist() if can_read_values(rng_state) else rng_state.unbind()
     c0, c1, c2, c3 = group, row & _LOW, row >> 32, offset & _LOW
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for step in range(ROUNDS):
@@ -75,11 +76,14 @@ def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
         else:  # in place, because what is left is the price of passing over memory
             p0, p1 = c0.mul_(_M0), c2.mul_(_M1)
             c0, c2 = (p1 >> 32).bitwise_xor_(c1), (p0 >> 32).bitwise_xor_(c3)
-        c0.bitwise_xor_(k0).bitwise_and_(_LOW)
-        c2.bitwise_xor_(k1).bitwise_and_(_LOW)
+        if step == 0:  # under vmap the key may be one per sample, and the counter is not yet
+            c0, c2 = (c0 ^ k0) & _LOW, (c2 ^ k1) & _LOW
+        else:
+            c0.bitwise_xor_(k0).bitwise_and_(_LOW)
+            c2.bitwise_xor_(k1).bitwise_and_(_LOW)
         c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    words = torch.empty(*c0.shape, 4, dtype=torch.int32, device=rng_state.device)
+    words = c0.new_empty(*c0.shape, 4, dtype=torch.int32)
     for n, c in enumerate((c0, c1, c2, c3)):
         words[..., n] = c  # the low half
     return words.view(torch.int16).flatten(-2)  # little-endian: lane = 2 * word + half

@@ -326,13 +326,13 @@ def test_padding_that_hides_nothing_costs_nothing(other: dict[str, Any]) -> None
 def test_keys_that_do_not_fill_a_vector(Lk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In inference on a CPU with AVX-512, aten adds masked keys where that is faster."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    lengths, fused = [], torch.nn.functional.scaled_dot_product_attention
+    lengths, fused = [], torch._C._nn.scaled_dot_product_attention
 
     def spy(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         lengths.append(k.shape[2])
         return fused(q, k, *args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(torch._C._nn, "scaled_dot_product_attention", spy)
     p = make(H=2, Lq=21, Lk=Lk, D=16, mask=kind, device=torch.device("cpu"))
     mask = AttentionMask(**p.mask)
     with torch.no_grad():
