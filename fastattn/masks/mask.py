@@ -71,10 +71,10 @@ class AttentionMask:
         self.cu_seqlens_q = _offsets("cu_seqlens_q", cu_seqlens_q)
         alike = cu_seqlens_k is cu_seqlens_q
         self.cu_seqlens_k = self.cu_seqlens_q if alike else _offsets("cu_seqlens_k", cu_seqlens_k)
-        if cu_seqlens_q is not None and len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
+        if cu_seqlens_q is not None and self.cu_seqlens_q.shape[0] != self.cu_seqlens_k.shape[0]:
             raise ValueError(
                 "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
-                f"got {len(self.cu_seqlens_q) - 1} and {len(self.cu_seqlens_k) - 1}"
+                f"got {self.cu_seqlens_q.shape[0] - 1} and {self.cu_seqlens_k.shape[0] - 1}"
             )
         self._bands = {name: FREE for name in _ALIGNMENTS}
         self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else FREE)
@@ -188,7 +188,7 @@ class AttentionMask:
         if self.cu_seqlens_q is not None:
             q_segment, q_first, q_len = sequences(self.cu_seqlens_q, i)
             k_segment, k_first, k_len = sequences(self.cu_seqlens_k, j)
-            keep = keep & (q_segment == k_segment) & (q_segment < len(self.cu_seqlens_q) - 1)
+            keep = keep & (q_segment == k_segment) & (q_segment < self.cu_seqlens_q.shape[0] - 1)
             shift_tl = k_first - q_first
             shift_br = shift_tl + k_len - q_len
         for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
@@ -377,7 +377,7 @@ def _offsets(name: str, t: Tensor | None) -> Tensor | None:
         raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
     if t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {t.dtype}, expected int32")
-    if t.dim() != 1 or len(t) < 1:
+    if t.dim() != 1 or t.shape[0] < 1:
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): n offsets and the end")
     # On a GPU a look would wait for it.
     if can_read_values(t) and (t[0] < 0 or (t[1:] < t[:-1]).any()):

@@ -180,7 +180,7 @@ def sequences(offsets: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor
     """Per position: its packed sequence (n for positions in none), where that begins, and its length. int64."""
     offsets = offsets.long()
     sequence = torch.searchsorted(offsets, position.contiguous(), right=True) - 1
-    sequence = torch.where(sequence < 0, len(offsets) - 1, sequence)
+    sequence = torch.where(sequence < 0, offsets.shape[0] - 1, sequence)
     edges = torch.cat([offsets, offsets[-1:]])
     return sequence, edges[sequence], edges[sequence + 1] - edges[sequence]
 

@@ -277,8 +277,8 @@ def _check_sequences(src_seq: object, trg_seq: object) -> None:
     """Raise unless both are tensors, (B, Ls) and (B, Lt). The stacks check dtypes and values."""
     _check_sequence("src_seq", src_seq)
     _check_sequence("trg_seq", trg_seq)
-    if len(src_seq) != len(trg_seq):
-        raise ValueError(f"src_seq holds {len(src_seq)} sequences and trg_seq {len(trg_seq)}, expected as many")
+    if src_seq.shape[0] != trg_seq.shape[0]:  # len() of a tensor is a constant to torch.export
+        raise ValueError(f"src_seq holds {src_seq.shape[0]} sequences and trg_seq {trg_seq.shape[0]}, expected as many")
 
 
 def _check_sequence(name: str, seq: object) -> None:

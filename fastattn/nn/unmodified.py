@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from fastattn.nn.position import PositionalEncoding
@@ -22,7 +23,7 @@ _READ = {
     PositionalEncoding: ("pos_table",),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (nn.Parameter, Tensor)  # not their subclasses: quantised and distributed tensors
+_PLAIN = (nn.Parameter, Tensor, FakeTensor)  # not other subclasses: quantised and distributed tensors
 
 
 def is_unmodified(module: nn.Module) -> bool:

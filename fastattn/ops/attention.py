@@ -51,9 +51,9 @@ def _query(
     if Dk == 0 or value.shape[3] == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
     arguments.check_dropout(dropout_p)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat))):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
     mask = AttentionMask.of(attn_mask)
     if is_causal:

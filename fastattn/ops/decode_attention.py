@@ -59,7 +59,7 @@ def _query(
                 raise TypeError(f"{name} has dtype {t.dtype}, expected torch.int32")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise ValueError(

@@ -165,7 +165,7 @@ class _FeedForward(Operator, name="feed_forward"):
         backend: str,
     ) -> tuple[Tensor | None, ...]:
         module = _dispatch.load_backend("feed_forward", backend)
-        if len(kept) < len(x):
+        if kept.shape[0] < x.shape[0]:
             kept = module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
         weights = (weight1, bias1, weight2, bias2)
         return module.feed_forward_bwd(dout, x, *weights, activation, dropout_p, rng_state, (kept,))

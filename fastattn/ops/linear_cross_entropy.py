@@ -54,7 +54,7 @@ def _query(
     for name, value in (("label_smoothing", label_smoothing), ("logit_scale", logit_scale)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(logit_scale):
+    if not -math.inf < logit_scale < math.inf:
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
