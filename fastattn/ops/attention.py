@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -34,20 +34,15 @@ def _query(
     dtype = arguments.autocast_dtype(query.device)
     if dtype is not None:
         query, key, value = (arguments.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
-    alike = arguments.alike(query, key, value)
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not alike:
+    if not arguments.alike(query, key, value):
+        for name, t in (("key", key), ("value", value)):
             arguments.check_like(name, t, "query", query)
-        if t.dim() != 4:
-            raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected 4: (B, H, L, D)")
+    if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]):
+        query, key, value, attn_mask = _broadcast(query, key, value, attn_mask, enable_gqa)
     B, H, Lq, Dk = query.shape
     Hk, Lk = key.shape[1:3]
     arguments.check_shape("key", key, (B, Hk, Lk, Dk), "(B, Hk, Lk, Dk)")
     arguments.check_shape("value", value, (B, Hk, Lk, value.shape[3]), "(B, Hk, Lk, Dv)")
-    if Hk != H and not enable_gqa:
-        raise ValueError(f"key has {Hk} heads and query {H}: pass enable_gqa=True for grouped-query attention")
-    if Hk != H and (Hk == 0 or H % Hk != 0):
-        raise ValueError(f"key has {Hk} heads, which must divide the {H} heads of query")
     if Dk == 0 or value.shape[3] == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
     arguments.check_dropout(dropout_p)
@@ -66,6 +61,92 @@ def _query(
     return query.device, (query, key, value, mask, float(dropout_p))
 
 
+def _broadcast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | AttentionMask | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | AttentionMask | None]:
+    """Tensors (..., L, D) as (B, H, L, D): B all dimensions before the heads, of the one size that they broadcast to.
+
+    key and value get the heads of query, or equally many that query's heads share.
+    """
+    named = {"query": query, "key": key, "value": value}
+    for name, t in named.items():
+        if t.dim() < 2:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (..., L, D)")
+        named[name] = t[(None,) * (4 - t.dim())] if t.dim() < 4 else t
+    batch = _common_shape(*(t.shape[:-3] for t in named.values()))
+    heads = [t.shape[-3] for t in named.values()]
+    if enable_gqa:
+        H = heads[0]
+        for name, h in zip(named, heads, strict=True):
+            if h != H and (h == 0 or H % h != 0):
+                raise ValueError(f"{name} has {h} heads, which must divide the {H} heads of query")
+    elif 1 in heads or heads[0] == heads[1] == heads[2]:
+        (H,) = _common_shape(*((h,) for h in heads))
+    else:
+        found = f"query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads"
+        raise ValueError(f"{found}, expected equally many, or enable_gqa=True for grouped heads")
+    shared = heads[1] == heads[2] and heads[0] == H  # the ops repeat heads of keys and values by themselves
+    for name, t in named.items():
+        h = t.shape[-3]
+        if h != H and not (shared and name != "query"):
+            t = t.repeat_interleave(H // h, dim=-3)
+        if t.shape[:-3] != batch:
+            t = t.expand(*batch, *t.shape[-3:]).contiguous()
+        named[name] = t.flatten(0, -4)
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+        if any(n != 1 for n in attn_mask.shape[:-3]):
+            if attn_mask.dim() > len(batch) + 3 or _common_shape(attn_mask.shape[:-3], batch) != batch:
+                raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}, expected to broadcast to the scores")
+            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
+        attn_mask = attn_mask.flatten(0, -4)
+    return *named.values(), attn_mask
+
+
+def _common_shape(*shapes: torch.Size | tuple[int, ...]) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        raise ValueError(f"query, key, value or attn_mask have dimensions that do not broadcast: {error}") from None
+
+
+class _InvalidValue(ValueError, RuntimeError):
+    """Also what torch's own function raises."""
+
+
+class _InvalidType(TypeError, RuntimeError):
+    """Also what torch's own function raises."""
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | AttentionMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | AttentionMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]: ...
 @_dispatch.register("attention", _query)
 def scaled_dot_product_attention(
     query: Tensor,
@@ -87,6 +168,8 @@ def scaled_dot_product_attention(
 
     query (B, H, Lq, Dk), key (B, Hk, Lk, Dk), value (B, Hk, Lk, Dv): float32, bfloat16, float16 (float64 in reference
         and aten), one dtype and device, any strides. Under torch.autocast they are cast to its dtype.
+        Any number of dimensions from (L, D) on: those before the heads are the batch (an AttentionMask's B is their
+        product), those that are missing are 1, and sizes of 1 are broadcast, all as torch's function has it.
     attn_mask: bool, True = attend, or floating point, added to the scores and differentiable; either broadcasts to
         (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers.
     dropout_p: the probability of dropping a weight, by the rule of fastattn/reference/philox.py; pass 0.0 in eval.
@@ -104,12 +187,20 @@ def scaled_dot_product_attention(
     only attn_mask or a bias hides must be finite, as in PyTorch. A bias of -inf masks. A finite one that moves a whole
     row to where float32 is coarse, such as finfo.min on all keys of a query, leaves the gradients of that row inexact.
 
-    Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]). A query that may attend to nothing
-    gives 0.
+    Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]); without the leading dimensions that
+    were not there. A query that may attend to nothing gives 0. Nested tensors are left to torch's function.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
     Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
     """
-    device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(query, Tensor) and query.is_nested and not (return_lse or return_weights or backend):
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        return torch._C._nn.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+    try:
+        device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except ValueError as error:
+        raise _InvalidValue(str(error)) from None
+    except TypeError as error:
+        raise _InvalidType(str(error)) from None
     name, module = _dispatch.choose("attention", device, call, backend)
     q, k, v, mask, dropout_p = call
     wanted = _checked_weights(return_weights, q.shape[1])
@@ -132,9 +223,20 @@ def scaled_dot_product_attention(
                 with torch.no_grad():
                     given = (q, k, lse.detach(), mask.bias, *flatten(prepared), *options, wanted == "mean", name)
                     weights = (_weights_operator if torch.compiler.is_compiling() else _weights)(*given)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        leading = _leading(query, key, value, out.shape[1])
+        out, lse = out.view(*leading, *out.shape[2:]), lse if lse is None else lse.view(*leading, -1)
+        if wanted is not None:
+            weights = weights.view(*(leading if wanted == "all" else leading[:-1]), *weights.shape[-2:])
     if not return_lse and wanted is None:
         return out
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if wanted is not None else ())
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor, heads: int) -> tuple[int, ...]:
+    """The result's dimensions before (L, D), where it has not four dimensions."""
+    most = max(t.dim() for t in (query, key, value)) - 2
+    return (*torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))), heads)[:most] if most else ()
 
 
 def _checked_weights(return_weights: bool | Literal["mean"], heads: int) -> Literal["all", "mean"] | None:

@@ -1,0 +1,211 @@
+"""scaled_dot_product_attention in the place of torch's own function: its samples, its broadcasting, its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close_as_torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn.error_rule import attention_terms
+
+torch_attention = F.scaled_dot_product_attention
+
+
+def solve(call: Any, tensors: list[Tensor], options: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    """The result and its gradients, of leaves in dtype."""
+    leaves = [t.detach().to(dtype if t.is_floating_point() else t.dtype) for t in tensors]
+    leaves = [t.requires_grad_(t.is_floating_point()) for t in leaves]
+    out = call(*leaves, **options)
+    dout = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).sin()
+    out.backward(dout.to(out.dtype))
+    return [out.detach(), *(t.grad for t in leaves if t.requires_grad)]
+
+
+def check_as_torch(tensors: list[Tensor], options: dict[str, Any]) -> None:
+    """Result and gradients, by the rule for error: the truth is torch's function by plain operators in float64."""
+    dtype = tensors[0].dtype
+    with sdpa_kernel(SDPBackend.MATH):
+        truth = solve(torch_attention, tensors, options, torch.float64)
+    plain = solve(scaled_dot_product_attention, tensors, options | {"backend": "reference"}, dtype)
+    ours = solve(scaled_dot_product_attention, tensors, options, dtype)
+    if dtype == torch.float64:
+        torch.testing.assert_close(ours, truth)
+        return
+    for name, size, a, t, low in zip(NAMES, terms(tensors, **options), ours, truth, plain, strict=False):
+        assert_close_as_torch(a, t, low, size, name)
+
+
+NAMES = ("out", "dq", "dk", "dv", "dbias")
+
+
+def terms(
+    tensors: list[Tensor], scale: float | None = None, is_causal: bool = False, enable_gqa: bool = False, **_: Any
+) -> list[Tensor]:
+    """The rule's T of the results in NAMES, for tensors of any number of dimensions."""
+    q, k, v, *mask = tensors
+    heads = [t.shape[-3] if t.dim() > 2 and enable_gqa else 1 for t in (q, k, v)]
+    k, v = (t.repeat_interleave(heads[0] // h, dim=-3) if enable_gqa else t for t, h in ((k, heads[1]), (v, heads[2])))
+    leading = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
+    full = [t.detach().expand(*leading, *t.shape[-2:]) for t in (q, k, v)]
+    size = (*leading, q.shape[-2], k.shape[-2])
+    visible, bias = torch.ones(size, dtype=torch.bool), None
+    if is_causal:
+        visible = visible.tril()
+    if mask and mask[0].dtype == torch.bool:
+        visible = visible & mask[0]
+    elif mask:
+        bias = mask[0].detach().expand(size)
+    dout = torch.linspace(0.5, 1.5, full[2][..., :1].numel() // k.shape[-2] * q.shape[-2] * v.shape[-1]).sin()
+    dout = dout.view(*leading, q.shape[-2], v.shape[-1])
+    flat = [None if t is None else t.reshape(1, -1, *t.shape[-2:]) for t in (*full, dout, visible, bias)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    found = attention_terms(*flat[:4], None, *flat[4:], torch.ones(()), scale)
+    given = dict(zip(NAMES[1:], tensors, strict=False))
+    sizes = [found["out"].view(*leading, q.shape[-2], v.shape[-1])]
+    for name, t in given.items():
+        if t.is_floating_point():  # what was broadcast gets a sum of gradients
+            of_all = found[name].view(*leading, -1, t.shape[-1] if name != "dbias" else k.shape[-2]).square()
+            if enable_gqa and name in ("dk", "dv"):
+                of_all = of_all.unflatten(-3, (t.shape[-3], -1)).sum(-3)
+            sizes.append(of_all.sum_to_size(t.shape).sqrt())
+    return sizes
+
+
+def opinfo() -> Any:
+    """torch's own description of the function, with samples; needs what torch's test modules import."""
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (op,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+    return op
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_samples_of_torch(dtype: torch.dtype) -> None:
+    op, seen = opinfo(), 0
+    for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
+        options = dict(sample.kwargs)
+        tensors = [sample.input, *sample.args]
+        mask = options.pop("attn_mask", None)
+        if mask is not None:
+            tensors.append(mask)
+        seen += 1
+        if not options.get("dropout_p"):
+            check_as_torch(tensors, options)
+            continue
+        ours, theirs = (solve(f, tensors, options, dtype) for f in (scaled_dot_product_attention, torch_attention))
+        for a, t in zip(ours, theirs, strict=True):  # other bits are dropped
+            assert a.shape == t.shape and a.dtype == t.dtype and a.isfinite().all()
+    assert seen >= 20 and dtype in op.supported_dtypes("cpu")
+
+
+L = {"q": (5, 8), "k": (7, 8), "v": (7, 6)}
+# The leading dimensions of query, key, value, and the shape of a mask.
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "no heads": ((), (), (), None),
+    "heads alone": ((3,), (3,), (3,), (3, 5, 7)),
+    "five dimensions": ((2, 3, 4), (2, 3, 4), (2, 3, 4), (2, 1, 4, 5, 7)),
+    "six dimensions": ((2, 1, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4), (7,)),
+    "a batch for one key": ((4, 2), (1, 2), (1, 2), (4, 1, 1, 7)),
+    "a batch of keys": ((1, 2), (4, 2), (4, 2), None),
+    "a head for all": ((2, 6), (2, 1), (2, 1), (6, 1, 7)),
+    "one query head": ((2, 1), (2, 6), (2, 6), None),
+    "value alone has heads": ((2, 1), (2, 1), (2, 6), None),
+    "fewer dimensions of the query": ((4,), (2, 4), (2, 4), None),
+    "fewer dimensions of the keys": ((2, 3, 4), (3, 1), (1,), (3, 1, 5, 7)),
+    "mask of the last batch dimension": ((2, 3, 4), (2, 3, 4), (2, 3, 4), (3, 1, 5, 7)),
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_broadcasts_as_torch(name: str, kind: str) -> None:
+    *leading, mask = SHAPES[name]
+    tensors = [torch.randn(*lead, *L[n]) for lead, n in zip(leading, "qkv", strict=True)]
+    if mask is not None:
+        tensors.append(torch.randn(mask) if kind == "float" else torch.rand(mask) < 0.7)
+    check_as_torch(tensors, {"scale": 0.4})
+    if mask is None:
+        check_as_torch(tensors, {"is_causal": True})
+
+
+@pytest.mark.parametrize("leading", [((6,), (2,), (2,)), ((2, 3, 6), (2, 3, 2), (2, 3, 2)), ((6,), (2,), (3,))])
+def test_grouped_heads_as_torch(leading: tuple[tuple[int, ...], ...]) -> None:
+    tensors = [torch.randn(*lead, *L[n]) for lead, n in zip(leading, "qkv", strict=True)]
+    check_as_torch(tensors, {"enable_gqa": True})
+
+
+def test_lse_and_weights_have_the_leading_dimensions() -> None:
+    q, k, v = (torch.randn(2, 3, 4, *L[n]) for n in "qkv")
+    out, lse, weights = scaled_dot_product_attention(q, k, v, return_lse=True, return_weights=True)
+    assert out.shape == (2, 3, 4, 5, 6) and lse.shape == (2, 3, 4, 5) and weights.shape == (2, 3, 4, 5, 7)
+    scores = q @ k.mT * 8**-0.5
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(weights, scores.softmax(-1))
+    *_, mean = scaled_dot_product_attention(q, k, v, return_weights="mean")
+    torch.testing.assert_close(mean, scores.softmax(-1).mean(2))
+    *_, mean = scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0], return_weights="mean")
+    torch.testing.assert_close(mean, scores[0, 0].softmax(-1).mean(0))
+
+
+def test_the_batch_of_a_mask_is_all_before_the_heads() -> None:
+    q, k, v = (torch.randn(2, 3, 4, *L[n]) for n in "qkv")
+    padding = torch.arange(7) < torch.randint(1, 8, (6, 1))
+    out = scaled_dot_product_attention(q, k, v, AttentionMask(key_padding=padding))
+    torch.testing.assert_close(out, torch_attention(q, k, v, padding.view(2, 3, 1, 1, 7)))
+
+
+CALLS = {
+    "no tensor": (1.0, torch.ones(2, 4), torch.ones(2, 4)),
+    "one dimension": (torch.ones(4), torch.ones(4), torch.ones(4)),
+    "integers": tuple(torch.ones(2, 4, dtype=torch.int64) for _ in range(3)),
+    "two dtypes": (torch.ones(2, 4), torch.ones(2, 4).double(), torch.ones(2, 4)),
+    "head dimensions": (torch.ones(2, 4), torch.ones(2, 5), torch.ones(2, 4)),
+    "lengths": (torch.ones(2, 4), torch.ones(3, 4), torch.ones(2, 4)),
+    "batches": tuple(torch.ones(n, 1, 2, 4) for n in (2, 3, 3)),
+    "heads": tuple(torch.ones(1, n, 2, 4) for n in (4, 2, 2)),
+    "mask of integers": (*(torch.ones(2, 4) for _ in range(3)), torch.ones(2, 2, dtype=torch.int64)),
+    "mask too large": (*(torch.ones(2, 4) for _ in range(3)), torch.ones(3, 2)),
+    "probability": (*(torch.ones(2, 4) for _ in range(3)), None, 1.5),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_are_of_the_types_that_torch_raises(name: str) -> None:
+    with pytest.raises((TypeError, RuntimeError)) as theirs:
+        torch_attention(*CALLS[name])
+    with pytest.raises(type(theirs.value)) as ours:
+        scaled_dot_product_attention(*CALLS[name])
+    assert isinstance(ours.value, (TypeError, ValueError))
+
+
+def test_modules_of_torch_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.nn's own modules call it by its name in torch.nn.functional."""
+    layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    padding = torch.arange(7) >= torch.tensor([[7], [4]])
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+
+    def run() -> list[Tensor]:
+        layer.zero_grad()
+        out = layer(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad for p in layer.parameters())]
+
+    expected, calls = run(), []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or (
+        scaled_dot_product_attention(*a, **k)))  # fmt: skip
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2
+
+
+def test_nested_tensors_are_torch_own() -> None:
+    q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
+    out = scaled_dot_product_attention(q, q, q)
+    torch.testing.assert_close(out.values(), torch_attention(q, q, q).values())
