@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def is_transformed() -> bool:
@@ -24,6 +25,12 @@ def is_transformed() -> bool:
 def can_read_values(t: Tensor) -> bool:
     """Whether values may be looked at: on a CPU, where that needs no synchronisation, and where they are there."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
+
+
+def may_write_in_place() -> bool:
+    """Whether an operator's result may be changed in place: nobody notes the results of single operators, as selective
+    activation checkpointing does."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is None
 
 
 def differentiable_gradients(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._transforms import differentiable_gradients
+from fastattn._transforms import differentiable_gradients, may_write_in_place
 
 Factor = Callable[[torch.dtype], Tensor]  # of dropout on the weights: (B, H, Lq, Lk), 0 or 1 / (1 - dropout_p)
 
@@ -81,6 +81,11 @@ class DroppedAttention(torch.autograd.Function):
 def softmax(q: Tensor, k: Tensor, hidden: Tensor | None, softmax_scale: float) -> Tensor:
     """The weights before dropout."""
     s = scores(q, k, softmax_scale)
-    if hidden is not None:
-        s = s.masked_fill_(hidden, -torch.inf) if hidden.dtype == torch.bool else s.add_(hidden)
-    return torch.softmax(s, dim=-1)
+    return torch.softmax(s if hidden is None else hide(s, hidden), dim=-1)
+
+
+def hide(s: Tensor, hidden: Tensor) -> Tensor:
+    """The scores with -inf where hidden says so; in place where that may be."""
+    if hidden.dtype == torch.bool:
+        return (s.masked_fill_ if may_write_in_place() else s.masked_fill)(hidden, -torch.inf)
+    return (s.add_ if may_write_in_place() else s.add)(hidden)

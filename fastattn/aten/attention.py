@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn._transforms import can_read_values, differentiable_gradients
-from fastattn.aten._dropped import DroppedAttention, Factor, scores, softmax
+from fastattn.aten._dropped import DroppedAttention, Factor, hide, scores, softmax
 from fastattn.aten._sequences import Sequences, sequences
 from fastattn.masks import AttentionMask
 from fastattn.reference import philox
@@ -146,7 +146,7 @@ def _attend(
     if bias is not None:
         s = s + _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
     if hidden is not None:
-        s = s.masked_fill_(hidden, -torch.inf) if hidden is masked else s.add_(hidden)
+        s = hide(s, hidden)
     lse = torch.logsumexp(s, dim=-1) if return_lse else None
     weights = torch.softmax(s, dim=-1)
     if drop is not None:

@@ -5,6 +5,7 @@ Modules and parameters have the names of the public implementation (see transfor
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
@@ -90,18 +91,21 @@ class Encoder(_Stack):
         activation: str = "relu",
         norm_first: bool = False,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend}
+        variant |= {"norm_first": norm_first, "backend": backend, **factory}
         self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position)
+        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx, **factory)
+        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
         self.dropout = nn.Dropout(dropout)
         self.layer_stack = nn.ModuleList(
             EncoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
         )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
 
     def forward(
         self,
@@ -150,18 +154,21 @@ class Decoder(_Stack):
         activation: str = "relu",
         norm_first: bool = False,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend}
+        variant |= {"norm_first": norm_first, "backend": backend, **factory}
         self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position)
+        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx, **factory)
+        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
         self.dropout = nn.Dropout(dropout)
         self.layer_stack = nn.ModuleList(
             DecoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
         )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
 
     def forward(
         self,

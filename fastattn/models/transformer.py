@@ -11,8 +11,11 @@ fastattn.nn describes.     Source: Vaswani et al. 2017, "Attention Is All You Ne
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from numbers import Integral
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastattn import _dispatch
@@ -29,7 +32,7 @@ SCALE_MODES = ("emb", "prj", "none")
 
 
 class FusedTransformer(nn.Module):
-    """Sequence to sequence by attention alone. All arguments but the last seven are the public implementation's.
+    """Sequence to sequence by attention alone. All arguments up to scale_emb_or_prj are the public implementation's.
 
     n_src_vocab, n_trg_vocab, src_pad_idx, trg_pad_idx: vocabulary sizes, and the index of padding in each.
     d_word_vec = d_model: width of embeddings and of the stream; d_inner: of the feed-forward's hidden layer.
@@ -48,6 +51,7 @@ class FusedTransformer(nn.Module):
         them again. Saved activations take two fifths less memory (two thirds with gated activations), and the
         feed-forward takes a sixth more time. Gradients stay the same, but for other roundings under torch.autocast.
     backend: given to every op; None leaves the choice to use_backend, FASTATTN_BACKEND and each op's own order.
+    device, dtype: of parameters and buffers, as in torch.nn.
     ValueError where the arguments contradict each other.
 
     Children may be wrapped, replaced, hooked, parametrised, pruned or quantised: such a child is called, and the ops
@@ -86,6 +90,8 @@ class FusedTransformer(nn.Module):
         pack_padding: bool | None = None,
         recompute: bool = False,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         sizes = {
@@ -120,18 +126,50 @@ class FusedTransformer(nn.Module):
             "d_model": d_model, "d_inner": d_inner, "dropout": dropout, "n_position": n_position,
             "scale_emb": trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb",
             "attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation,
-            "norm_first": norm_first, "backend": backend,
+            "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype,
         }  # fmt: skip
         self.encoder = Encoder(n_src_vocab, pad_idx=src_pad_idx, **stack)
         self.decoder = Decoder(n_trg_vocab, pad_idx=trg_pad_idx, **stack)
-        self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False)
+        self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False, device=device, dtype=dtype)
+        self._start_from_glorot()
+        shared = [self.trg_word_prj] if trg_emb_prj_weight_sharing else []
+        self._share(shared + ([self.encoder.src_word_emb] if emb_src_trg_weight_sharing else []))
+
+    def _start_from_glorot(self) -> None:
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
-        if trg_emb_prj_weight_sharing:
-            self.trg_word_prj.weight = self.decoder.trg_word_emb.weight
-        if emb_src_trg_weight_sharing:
-            self.encoder.src_word_emb.weight = self.decoder.trg_word_emb.weight
+
+    def reset_parameters(self) -> None:
+        """Start anew, as after building on the meta device and to_empty(): parameters and positions are drawn again."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self._start_from_glorot()
+
+    def _sharing(self) -> list[nn.Module]:
+        """The modules whose weight is the target embedding's own."""
+        weight = self.decoder.trg_word_emb._parameters.get("weight")
+        others = (self.trg_word_prj, self.encoder.src_word_emb)
+        return [module for module in others if weight is not None and module._parameters.get("weight") is weight]
+
+    def _share(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            module.weight = self.decoder.trg_word_emb.weight
+
+    # What makes new parameters, such as to_empty(), makes one for each module. Those that were one stay one.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedTransformer:
+        sharing = self._sharing()
+        super()._apply(fn, recurse)
+        self._share(sharing)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        sharing = self._sharing()
+        keys = super().load_state_dict(state_dict, strict, assign)
+        self._share(sharing)
+        return keys
 
     def forward(
         self,

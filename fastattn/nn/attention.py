@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
@@ -107,20 +108,23 @@ class MultiHeadAttention(nn.Module):
         n_head_kv: int | None = None,
         norm_first: bool = False,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         n_head_kv = n_head if n_head_kv is None else n_head_kv
         if n_head_kv < 1 or n_head % n_head_kv:
             raise ValueError(f"n_head must be a multiple of n_head_kv, got n_head={n_head} and n_head_kv={n_head_kv}")
         self.d_model, self.n_head, self.n_head_kv, self.d_k, self.d_v = d_model, n_head, n_head_kv, d_k, d_v
         self.norm_first, self.backend = norm_first, backend
-        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False)
-        self.w_ks = nn.Linear(d_model, n_head_kv * d_k, bias=False)
-        self.w_vs = nn.Linear(d_model, n_head_kv * d_v, bias=False)
-        self.fc = nn.Linear(n_head * d_v, d_model, bias=False)
+        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False, **factory)
+        self.w_ks = nn.Linear(d_model, n_head_kv * d_k, bias=False, **factory)
+        self.w_vs = nn.Linear(d_model, n_head_kv * d_v, bias=False, **factory)
+        self.fc = nn.Linear(n_head * d_v, d_model, bias=False, **factory)
         self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
         self.dropout = nn.Dropout(dropout)
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
 
     def forward(
         self,

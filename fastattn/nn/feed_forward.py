@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from fastattn.nn.cache import DecoderCache
@@ -34,14 +35,17 @@ class PositionwiseFeedForward(nn.Module):
         activation: str = "relu",
         norm_first: bool = False,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         if activation not in ACTIVATIONS and activation not in GATED:
             raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
         self.activation, self.norm_first, self.backend = activation, norm_first, backend
-        self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid)
-        self.w_2 = nn.Linear(d_hid, d_in)
-        self.layer_norm = nn.LayerNorm(d_in, eps=1e-6)
+        self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid, **factory)
+        self.w_2 = nn.Linear(d_hid, d_in, **factory)
+        self.layer_norm = nn.LayerNorm(d_in, eps=1e-6, **factory)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Stream) -> Stream:

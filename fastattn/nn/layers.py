@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
@@ -31,9 +32,11 @@ class EncoderLayer(nn.Module):
         activation: str = "relu",
         norm_first: bool = False,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend}
+        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
         heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
         self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
         self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
@@ -70,9 +73,11 @@ class DecoderLayer(nn.Module):
         activation: str = "relu",
         norm_first: bool = False,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend}
+        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
         heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
         self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
         self.enc_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)

@@ -31,7 +31,8 @@ class Attention(nn.Module):
     def forward(self, q, k, v, mask):
         queries, keys, values = self.heads(self.w_qs(q)), self.heads(self.w_ks(k)), self.heads(self.w_vs(v))
         scores = torch.matmul(queries / self.temperature, keys.transpose(2, 3))
-        weights = self.attn_dropout(F.softmax(scores.masked_fill(mask.unsqueeze(1) == 0, -1e9), dim=-1))
+        low = max(-1e9, torch.finfo(scores.dtype).min)  # the public -1e9 is more than float16 holds
+        weights = self.attn_dropout(F.softmax(scores.masked_fill(mask.unsqueeze(1) == 0, low), dim=-1))
         joined = torch.matmul(weights, values).transpose(1, 2).reshape(q.size(0), q.size(1), -1)
         out = self.dropout(self.fc(joined))
         out += q
