@@ -14,6 +14,7 @@ FASTATTN = ROOT / "fastattn"
 # What each part of the package may import from it, itself included, beside _transforms, which all may ask. The doctor
 # and the tests stand outside.
 ALLOWED = {
+    "integrations": {"integrations", "models", "nn", "ops", "masks"},
     "graphs": {"models", "_dispatch", "_cuda_graphs"},
     "models": {"models", "generate", "nn", "ops", "masks", "_dispatch"},
     "generate": {"generate", "nn", "_cuda_graphs"},

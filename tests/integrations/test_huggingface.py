@@ -1,0 +1,307 @@
+"""Tiny models of transformers with random weights, on their own eager attention and on fastattn's."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+
+from fastattn import use_backend  # noqa: E402
+from fastattn.integrations import huggingface  # noqa: E402
+from fastattn.masks import AttentionMask  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECIAL = dict(vocab_size=99, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+PAIR = SPECIAL | dict(
+    d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, decoder_start_token_id=2, forced_eos_token_id=None,
+)  # fmt: skip
+STACK = SPECIAL | dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=64
+)
+# name -> the model's class, the config's class, and the config's arguments
+MODELS = {
+    "bart": ("BartForConditionalGeneration", "BartConfig", PAIR | dict(max_position_embeddings=64)),
+    "marian": ("MarianMTModel", "MarianConfig", PAIR | dict(max_position_embeddings=64)),
+    "mbart": ("MBartForConditionalGeneration", "MBartConfig", PAIR | dict(max_position_embeddings=64)),
+    "m2m100": ("M2M100ForConditionalGeneration", "M2M100Config", PAIR | dict(max_position_embeddings=64)),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", PAIR | dict(max_position_embeddings=64)),
+    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", PAIR | dict(
+        num_mel_bins=8, max_source_positions=12, max_target_positions=40, suppress_tokens=None,
+        begin_suppress_tokens=None)),
+    "t5": ("T5ForConditionalGeneration", "T5Config", SPECIAL | dict(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
+        decoder_start_token_id=1)),
+    "bert": ("BertForMaskedLM", "BertConfig", STACK),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", SPECIAL | dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", STACK | dict(num_key_value_heads=2)),
+}  # fmt: skip
+GENERATE = [name for name in MODELS if name != "bert"]
+LENGTHS = (9, 5, 7)
+
+
+def build(name, **changes):
+    model_class, config_class, options = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options | changes))
+    for module in model.modules():  # dropout off, and weights large enough that a wrong mask shows
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if p.dim() > 1 and "position" not in n and "norm" not in n:
+                p.mul_(3.0)
+    model.config._attn_implementation = "eager"
+    model.set_attn_implementation("eager")
+    return model.to(DEVICE).eval()
+
+
+def inputs_for(model, rows=slice(None), left=False):
+    """A padded batch of LENGTHS, and where its logits count."""
+    generator = torch.Generator().manual_seed(3)
+    longest = max(LENGTHS[n] for n in range(3)[rows])
+    ids = torch.randint(3, 99, (3, max(LENGTHS)), generator=generator)
+    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    ids = ids.masked_fill(~real, 1)[rows, :longest].to(DEVICE)
+    real = real[rows, :longest].to(DEVICE)
+    if left:
+        ids, real = ids.flip(1), real.flip(1)
+    if model.config.model_type == "whisper":
+        features = torch.randn(3, 8, 24, generator=generator)[rows].to(DEVICE)
+        return {"input_features": features, "decoder_input_ids": ids}, real  # padding follows the targets
+    inputs = {"input_ids": ids, "attention_mask": real.long()}
+    if model.config.is_encoder_decoder:
+        inputs |= {"decoder_input_ids": ids.flip(1).clamp(min=2), "decoder_attention_mask": real.flip(1).long()}
+        if not left:  # targets are padded at their end
+            inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": real.long()}
+    return inputs, real
+
+
+def solve(model, **options):
+    """Logits where they count, and the gradients of a loss over them."""
+    inputs, real = inputs_for(model)
+    model.zero_grad()
+    logits = model(**inputs, **options).logits[real]
+    F.cross_entropy(logits, torch.arange(len(logits), device=DEVICE) % 99).backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def check(ours, theirs):
+    (logits, grads), (want, want_grads) = ours, theirs
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+    assert grads.keys() == want_grads.keys()
+    for n, expected in want_grads.items():
+        assert (grads[n] - expected).norm() <= 1e-3 * expected.norm() + 1e-6, n
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name):
+    model = build(name)
+    theirs = solve(model)
+    assert huggingface.use(model) is model
+    ours = solve(model)
+    check(ours, theirs)
+    if name == "t5":
+        (bias,) = (n for n in ours[1] if "encoder" in n and "relative_attention_bias" in n)
+        assert ours[1][bias].norm() > 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_padded_batch_equals_its_sentences_alone(name):
+    model = huggingface.use(build(name))
+    with torch.no_grad():
+        inputs, real = inputs_for(model)
+        logits = model(**inputs).logits
+        for n in range(3):
+            alone, there = inputs_for(model, slice(n, n + 1))
+            torch.testing.assert_close(logits[n][real[n]], model(**alone).logits[there], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("marian", "t5", "llama") else pytest.mark.full)
+                                  for n in GENERATE])  # fmt: skip
+def test_generation(name, beams, cache):
+    """Greedy and beams; decoder-only models are padded on the left."""
+    model = build(name)
+    inputs, _ = inputs_for(model, left=not model.config.is_encoder_decoder)
+    inputs = {n: t for n, t in inputs.items() if not n.startswith("decoder")}
+    options = dict(
+        max_new_tokens=9,
+        min_new_tokens=9,
+        num_beams=beams,
+        do_sample=False,
+        cache_implementation=cache,
+        disable_compile=True,
+    )
+    expected = model.generate(**inputs, **options)
+    found = huggingface.use(model).generate(**inputs, **options)
+    assert torch.equal(found, expected) and found.shape[1] > 4
+
+
+def test_a_prompt_that_fills_a_static_cache():
+    model = build("llama")
+    inputs, _ = inputs_for(model, left=True)
+    options = dict(max_new_tokens=1, do_sample=False, cache_implementation="static", disable_compile=True)
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(huggingface.use(model).generate(**inputs, **options), expected)
+
+
+def test_several_tokens_after_a_cache():
+    """A causal mask that counts from the last key."""
+    model = build("llama")
+    ids = inputs_for(model)[0]["input_ids"][:1]
+    found = []
+    for treat in (lambda m: m, huggingface.use):
+        model = treat(model)
+        with torch.no_grad():
+            past = model(ids[:, :4], use_cache=True).past_key_values
+            found.append(model(ids[:, 4:], past_key_values=past).logits)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_a_mask_of_the_users(kind):
+    """A 4-D mask goes to the attention as it is."""
+    model, L = build("llama"), max(LENGTHS)
+    ids = inputs_for(model)[0]["input_ids"]
+    mask = (torch.rand(3, 1, L, L, generator=torch.Generator().manual_seed(1)) < 0.7).tril() | torch.eye(L).bool()
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min).to(DEVICE)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=additive).logits  # eager takes no other
+        given = mask.to(DEVICE) if kind == torch.bool else additive
+        found = huggingface.use(model)(ids, attention_mask=given).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_packed_positions():
+    """Two sentences in a row, told apart by position_ids: as each of them alone."""
+    model = huggingface.use(build("llama"))
+    ids = inputs_for(model)[0]["input_ids"][:1]
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=DEVICE)
+    with torch.no_grad():
+        packed = model(ids, position_ids=places, use_cache=False).logits
+        alone = [model(part).logits for part in (ids[:, :4], ids[:, 4:])]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=0, atol=1e-4)
+
+
+def test_sliding_windows():
+    options = STACK | dict(num_key_value_heads=2, sliding_window=3)
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**options)).to(DEVICE).eval()
+    model.set_attn_implementation("eager")
+    theirs = solve(model)
+    check(solve(huggingface.use(model)), theirs)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_gradient_checkpointing(name):
+    model = huggingface.use(build(name, **{"dropout" if name == "bart" else "dropout_rate": 0.0})).train()
+    expected = solve(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check(solve(model), expected)
+
+
+def test_attention_weights():
+    model = build("bart")
+    inputs, real = inputs_for(model)
+    with torch.no_grad():
+        expected = model(**inputs, output_attentions=True).encoder_attentions
+        found = huggingface.use(model)(**inputs, output_attentions=True).encoder_attentions
+    for ours, theirs in zip(found, expected, strict=True):
+        visible = real[:, None, :, None].expand_as(ours)
+        torch.testing.assert_close(ours[visible], theirs[visible], rtol=0, atol=1e-5)
+
+
+def test_dropout_is_drawn_by_fastattn():
+    """Equal seeds, equal results; other seeds, others; in training alone."""
+    model = huggingface.use(build("bart", attention_dropout=0.4))
+    inputs, real = inputs_for(model)
+
+    def logits(seed):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return model(**inputs).logits[real]
+
+    assert torch.equal(logits(1), logits(2))
+    model.train()
+    assert torch.equal(logits(1), logits(1)) and not torch.equal(logits(1), logits(2))
+
+
+def test_backends_are_asked():
+    """It follows use_backend: a backend that cannot serve says so."""
+    model = huggingface.use(build("bart"))
+    expected = solve(model)
+    with use_backend("reference"):
+        check(solve(model), expected)
+    with use_backend("triton"), pytest.raises(RuntimeError, match="triton"):
+        solve(model.double())
+
+
+def test_masks_are_structured_and_shared(monkeypatch):
+    """No tensor of the scores' size is made for padding and causality, and all layers of a stack share one mask."""
+    model, masks = huggingface.use(build("marian")), []
+    original = huggingface.scaled_dot_product_attention
+
+    def note(query, key, value, mask, *args, **options):
+        masks.append(mask)
+        return original(query, key, value, mask, *args, **options)
+
+    monkeypatch.setattr(huggingface, "scaled_dot_product_attention", note)
+    with torch.no_grad():
+        model(**inputs_for(model)[0])
+    assert len(masks) == 6 and all(isinstance(mask, AttentionMask) and mask.attn_mask is None for mask in masks)
+    assert masks[0] is masks[1] and len({id(mask) for mask in masks}) == 3
+    assert masks[2].has_band and masks[2].key_padding is not None
+
+
+def test_use_refuses_what_ignores_the_interface():
+    options = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                   encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=20, attention_window=4)  # fmt: skip
+    with pytest.raises(ValueError, match="LED.* by itself, without transformers' AttentionInterface"):
+        huggingface.use(transformers.LEDForConditionalGeneration(transformers.LEDConfig(**options)))
+    with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
+        huggingface.use(torch.nn.Linear(2, 2))
+
+
+def test_what_changes_the_result_is_refused():
+    options = STACK | dict(num_key_value_heads=2, head_dim=8, attn_logit_softcapping=30.0)
+    gemma = huggingface.use(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**options)).to(DEVICE))
+    with pytest.raises(ValueError, match="Gemma2Attention: scores are capped"):
+        gemma(torch.tensor([[3, 4]], device=DEVICE))
+
+
+def test_an_encoder_decoder_of_two_models():
+    encoder, decoder = build("bert"), build("gpt2", add_cross_attention=True)
+    model = transformers.EncoderDecoderModel(encoder=encoder.bert, decoder=decoder).eval()
+    ids, mask = (inputs_for(encoder)[0][n] for n in ("input_ids", "attention_mask"))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, decoder_input_ids=ids).logits
+        found = huggingface.use(model)(ids, attention_mask=mask, decoder_input_ids=ids).logits
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"fastattn"}
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.full
+def test_lora(monkeypatch):
+    peft = pytest.importorskip("peft")
+    model, found = build("bart"), []
+    config = peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False, lora_dropout=0.0)
+    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    for treat in (lambda m: m, huggingface.use):
+        treat(adapted.base_model.model)
+        found.append(solve(adapted.base_model.model))
+    check(*found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bart", "t5", "llama", "bert"])
+def test_compiled_in_one_graph(name):
+    model = huggingface.use(build(name))
+    inputs, real = inputs_for(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).logits
+    torch.testing.assert_close(compiled[real], expected[real], rtol=0, atol=1e-4)
