@@ -4,8 +4,12 @@ Without options it generates sentence pairs (dates as people write them, to ISO 
 and prints how many held-out dates come out right, how fast the fused and the reference path are, and whether they
 agree. With `--data DIR --source de --target en` it trains on your text. `--help` lists everything; the training loop is
 in translation/training.py.
+
+`torchrun --nproc-per-node N examples/train_translation.py` does the same on N GPUs, or in N processes on a CPU.
 """
 
+import copy
+import dataclasses
 import signal
 import sys
 import time
@@ -27,6 +31,7 @@ from translation.data import Corpus, DataError, Example, encode, read_corpus
 from translation.dates import date_corpus
 from translation.decoding import Score, bleu, exact_match, translate
 from translation.measure import Agreement, BackendError, Speed, choose_backends, compare_losses, measure_speed
+from translation.parallel import Processes, processes_of_torchrun
 from translation.report import device_name, plot, write_record
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BpeTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
@@ -83,12 +88,16 @@ def encode_part(corpus: Corpus, part: str, tokenizer: Tokenizer, settings: Setti
     return examples
 
 
-def score(model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, settings: Settings) -> list[Score]:
-    """Translates every test set (the validation set where there is none): BLEU for text, exact match for dates."""
+def score(
+    model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, settings: Settings, processes: Processes
+) -> list[Score]:
+    """Translates every test set (the validation set where there is none): BLEU for text, exact match for dates. Every
+    process translates its share."""
     scores = []
     for name, pairs in (corpus.tests or {"val": corpus.val}).items():
         started = time.perf_counter()
-        found = translate(model, tokenizer, [source for source, _ in pairs], settings)
+        sources = processes.share([source for source, _ in pairs])
+        found = processes.together(translate(model, tokenizer, sources, settings))
         rate = sum(len(best.ids) + 1 for best, *_ in found) / (time.perf_counter() - started)
         translations = [best.text for best, *_ in found]
         if settings.data:
@@ -126,7 +135,7 @@ def measure(
     return speed, agreement
 
 
-def run(settings: Settings, resume: bool) -> int:
+def run(settings: Settings, resume: bool, processes: Processes) -> int:
     """Trains, scores, measures and writes everything to `settings.out`. Returns the exit status."""
     out = Path(settings.out)
     state_path = out / "last.pt"
@@ -135,7 +144,8 @@ def run(settings: Settings, resume: bool) -> int:
     saved = load_run(state_path, settings) if resume else None
     backends = choose_backends(settings)
     corpus = make_corpus(settings)
-    tokenizer = load_tokenizer(saved["tokenizer"]) if saved else make_tokenizer(corpus, settings)
+    learned = saved["tokenizer"] if saved else make_tokenizer(corpus, settings).to_json()
+    tokenizer = load_tokenizer(processes.gather(learned)[0])  # the first process's in all of them
     examples = encode_part(corpus, "train", tokenizer, settings)
     val_examples = encode_part(corpus, "val", tokenizer, settings)
     data = fingerprint(examples)
@@ -145,39 +155,52 @@ def run(settings: Settings, resume: bool) -> int:
         raise DataError(f"--out {out}: cannot be made: {error.strerror}") from error
 
     model = build_model(settings, tokenizer.size)
+    plain = copy.deepcopy(model) if settings.parallel == "fsdp2" and processes.size > 1 else model
+    call = processes.wrap(model, settings.parallel)
     optimizer = build_optimizer(model)
-    progress = restore(saved, model, optimizer, settings, data) if saved else Progress()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    processes.seed(settings.seed)
+    progress = restore(saved, model, optimizer, settings, data, processes) if saved else Progress()
+    parameters = sum(parameter.numel() for parameter in plain.parameters())
     print(f"{device_name(settings.device)}; {', '.join(f'{op}: {backend}' for op, backend in backends.items())}")
     print(f"{len(examples)} training pairs, vocabulary {tokenizer.size}, {parameters / 1e6:.2f} million parameters")
     if saved:
         print(f"resumed after step {progress.step}, in epoch {progress.epoch + 1}")
 
     def save() -> None:
-        save_run(state_path, model, optimizer, progress, settings, tokenizer, data)
+        save_run(state_path, model, optimizer, progress, settings, tokenizer, data, processes)
 
     def end_epoch(entry: dict[str, float]) -> None:
-        entry["val_loss"] = validation_loss(model, val_examples, settings)
+        weights = processes.whole_weights(model)
+        plain.load_state_dict(weights)
+        entry["val_loss"] = validation_loss(plain, val_examples, settings, processes)
         line = f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}"
         if not settings.data:
-            found = translate(model, tokenizer, [source for source, _ in corpus.val], settings)
+            sources = processes.share([source for source, _ in corpus.val])
+            found = processes.together(translate(plain, tokenizer, sources, settings))
             entry["exact_match"] = exact_match(corpus.val, [best.text for best, *_ in found])
             line += f"  exact match {entry['exact_match']:.1f} %"
         print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
-        save_epoch(out, model, progress.epoch, settings.average)
+        if processes.is_first:
+            save_epoch(out, weights, progress.epoch, settings.average)
 
     with use_backend(settings.backend), StopRequest() as stop:
-        train(model, optimizer, examples, settings, progress, end_epoch, save, stop)
-    if stop():
-        print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
-        return 128 + stop.signal_number
+        stopped = lambda: processes.any(stop())  # noqa: E731
+        train(call, optimizer, examples, settings, progress, end_epoch, save, stopped, processes)
+        interrupted = stopped()
+    if interrupted:
+        if processes.is_first:
+            print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
+        return 128 + (stop.signal_number or signal.SIGTERM)
 
     with use_backend(settings.backend):
-        weights, averaged = averaged_weights(out, model, progress, settings.average)
+        weights, averaged = averaged_weights(out, processes.whole_weights(model), progress, settings.average)
+        model = plain
         model.load_state_dict(weights)
-        save_model(out / "model.pt", model, settings, tokenizer)
-        final_loss = validation_loss(model, val_examples, settings)
-        scores = score(model, tokenizer, corpus, settings)
+        final_loss = validation_loss(model, val_examples, settings, processes)
+        scores = score(model, tokenizer, corpus, settings, processes)
+    if not processes.is_first:
+        return 0
+    save_model(out / "model.pt", model, settings, tokenizer)
     print(f"\nmean of the last {averaged} checkpoints: validation loss {final_loss:.4f}")
     show(scores, out)
     speed, agreement = measure(model, examples, settings, tokenizer.size)
@@ -193,11 +216,13 @@ def run(settings: Settings, resume: bool) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit status 2, with the reason on stderr, where the data, the run or the backend cannot be used."""
     settings, resume = parse_arguments(arguments)
-    try:
-        return run(settings, resume)
-    except (DataError, ResumeError, BackendError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with processes_of_torchrun(settings.device) as (processes, device):
+        try:
+            return run(dataclasses.replace(settings, device=device), resume, processes)
+        except (DataError, ResumeError, BackendError) as error:
+            if processes.is_first:
+                print(f"error: {error}", file=sys.stderr)
+            return 2
 
 
 if __name__ == "__main__":

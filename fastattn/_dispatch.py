@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ BACKENDS = ("reference", "aten", "triton", "cuda")
 # A kernel becomes a default for a GPU only after its speed was recorded on one (benchmarks/results/).
 DEFAULT_ORDER = {"cuda": ("triton", "aten", "reference")}
 OTHER_ORDER = ("aten", "reference")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Packages of fastattn. A module that was imported is an attribute of its package: torch.compile reads attributes
 # afresh, where it would take a dictionary as it was before the first import of a trace.
@@ -60,10 +62,10 @@ OPS: dict[str, Op] = {}
 
 def register(
     op_name: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]]], served_by: str | None = None
-) -> Callable[[Any], Any]:
+) -> Callable[[Function], Function]:
     """Decorator of an op's public function: makes it known to ``explain`` and the doctor."""
 
-    def note(function: Any) -> Any:
+    def note(function: Function) -> Function:
         OPS[op_name] = Op(op_name, function, query, served_by or op_name)
         return function
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fastattn import FusedTransformer
 from translation.data import Example
+from translation.parallel import Processes
 from translation.settings import Settings
 from translation.tokens import Tokenizer, load_tokenizer
-from translation.training import Progress, build_model
+from translation.training import ALONE, Progress, build_model
 
 
 class ResumeError(Exception):
@@ -52,21 +53,24 @@ def save_run(
     settings: Settings,
     tokenizer: Tokenizer,
     data: str,
+    processes: Processes = ALONE,
 ) -> None:
-    """The whole state of a run. data: the fingerprint of its training pairs."""
+    """The whole state of a run, in one file whatever the number of processes. data: the fingerprint of its pairs."""
     cuda = torch.device(settings.device).type == "cuda"
+    of_model, of_optimizer = processes.state(model, optimizer)
     content = {
         "settings": dataclasses.asdict(settings),
         "tokenizer": tokenizer.to_json(),
         "data": data,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "model": of_model,
+        "optimizer": of_optimizer,
         "progress": progress.state(),
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state(settings.device) if cuda else None,
+        "torch_rng": processes.gather(torch.get_rng_state()),
+        "cuda_rng": processes.gather(torch.cuda.get_rng_state(settings.device) if cuda else None),
         "python_rng": random.getstate(),
     }
-    save_atomically(content, path)
+    if processes.is_first:
+        save_atomically(content, path)
 
 
 def load_run(path: Path, settings: Settings) -> dict[str, Any]:
@@ -81,27 +85,38 @@ def load_run(path: Path, settings: Settings) -> dict[str, Any]:
 
 
 def restore(
-    content: dict[str, Any], model: FusedTransformer, optimizer: torch.optim.Optimizer, settings: Settings, data: str
+    content: dict[str, Any],
+    model: FusedTransformer,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    data: str,
+    processes: Processes = ALONE,
 ) -> Progress:
-    """Puts a loaded run into `model`, `optimizer` and the random generators; returns its progress."""
+    """Puts a loaded run into `model`, `optimizer` and the random generators; returns its progress.
+
+    With as many processes as before each draws on where it was; with another number dropout is drawn anew.
+    """
     if content["data"] != data:
         raise ResumeError(f"{settings.out}: the training text is not the one this run began with")
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    torch.set_rng_state(content["torch_rng"])
-    if content["cuda_rng"] is not None:
-        torch.cuda.set_rng_state(content["cuda_rng"], settings.device)
+    processes.set_state(model, optimizer, content["model"], content["optimizer"])
+    progress = Progress(**content["progress"])
+    if len(content["torch_rng"]) == processes.size:
+        torch.set_rng_state(content["torch_rng"][processes.rank])
+        if (cuda_rng := content["cuda_rng"][processes.rank]) is not None:
+            torch.cuda.set_rng_state(cuda_rng, settings.device)
+    else:
+        processes.seed(settings.seed, progress.step)
     random.setstate(content["python_rng"])
-    return Progress(**content["progress"])
+    return progress
 
 
 def epoch_path(out: Path, epoch: int) -> Path:
     return out / f"epoch-{epoch:04d}.pt"
 
 
-def save_epoch(out: Path, model: FusedTransformer, epoch: int, keep: int) -> None:
+def save_epoch(out: Path, weights: dict[str, Tensor], epoch: int, keep: int) -> None:
     """Keeps the weights at the end of the last `keep` epochs."""
-    save_atomically(model.state_dict(), epoch_path(out, epoch))
+    save_atomically(weights, epoch_path(out, epoch))
     epoch_path(out, epoch - keep).unlink(missing_ok=True)
 
 
@@ -114,14 +129,14 @@ def average(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def averaged_weights(
-    out: Path, model: FusedTransformer, progress: Progress, keep: int
+    out: Path, weights: dict[str, Tensor], progress: Progress, keep: int
 ) -> tuple[dict[str, Tensor], int]:
     """The mean of the last `keep` checkpoints, of which the present weights are the last; and how many there were."""
     # After a whole number of epochs the present weights are those that the last epoch saved.
     last = progress.epoch if progress.position else progress.epoch - 1
     paths = [epoch_path(out, epoch) for epoch in range(max(1, last - keep + 2), last + 1)]
     states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths if path.is_file()]
-    states.append({name: value.cpu() for name, value in model.state_dict().items()})
+    states.append({name: value.cpu() for name, value in weights.items()})
     return average(states), len(states)
 
 

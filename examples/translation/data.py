@@ -4,7 +4,7 @@ import gzip
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,19 @@ class Batch:
     target_out: Tensor  # (B, Lt)
     tokens: int  # source and target tokens, padding not counted
     target_tokens: int  # tokens the loss is averaged over
+
+    @property
+    def parts(self) -> "list[Batch]":
+        return [self]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One process's share of a batch, in parts whose gradients are added up; tokens and target_tokens are all of it."""
+
+    parts: list[Batch]
+    tokens: int
+    target_tokens: int
 
 
 def read_corpus(folder: str | Path, source: str, target: str, lowercase: bool = False) -> Corpus:
@@ -187,9 +200,34 @@ def collate(examples: Sequence[Example], device: torch.device) -> Batch:
     )
 
 
+def share_of(examples: Sequence[Example], device: torch.device, rank: int, size: int, accumulate: int) -> Batch | Share:
+    """The share of process `rank` of `size` in a batch, in `accumulate` parts of nearly as many tokens.
+
+    All parts of all processes together are the batch. Where there are fewer sentences than parts, a part has one
+    sentence of which no token counts, for the processes must compute equally many.
+    """
+    if size * accumulate == 1:
+        return collate(examples, device)
+    by_length = sorted(examples, key=lambda example: (len(example.target), len(example.source)))
+    parts = []
+    for number in range(rank * accumulate, (rank + 1) * accumulate):
+        dealt = by_length[number :: size * accumulate]
+        batch = collate(dealt or by_length[:1], device)
+        parts.append(batch if dealt else replace(batch, target_out=torch.full_like(batch.target_out, PAD)))
+    target_tokens = sum(len(example.target) - 1 for example in examples)
+    return Share(parts, sum(len(example.source) for example in examples) + target_tokens, target_tokens)
+
+
 def batches_of(
-    examples: Sequence[Example], plan: Sequence[Sequence[int]], device: torch.device, skip: int = 0
-) -> Iterator[Batch]:
-    """The planned batches from number `skip` on."""
+    examples: Sequence[Example],
+    plan: Sequence[Sequence[int]],
+    device: torch.device,
+    skip: int = 0,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    accumulate: int = 1,
+) -> Iterator[Batch | Share]:
+    """The planned batches from number `skip` on, or the shares of a process in them."""
     for indices in plan[skip:]:
-        yield collate([examples[i] for i in indices], device)
+        yield share_of([examples[i] for i in indices], device, rank, size, accumulate)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,12 @@ class Settings:
     seed: int = option("of weights, order and dropout", int, 1)
     save_every: int = option("steps between saves", positive, 500, may_change=True)
 
-    device: str = option("cpu, cuda or cuda:N", usable_device, "cuda" if torch.cuda.is_available() else "cpu")
+    device: str = option(
+        "cpu, cuda or cuda:N; under torchrun cuda is one for each process",
+        usable_device,
+        "cuda" if torch.cuda.is_available() else "cpu",
+        may_change=True,
+    )
     backend: str | None = option(
         "for every op; the first that can serve it unless given", choices=("reference", "aten", "triton", "cuda")
     )
@@ -101,6 +107,15 @@ class Settings:
         f"training steps as CUDA graphs, on batches padded to multiples of {GRAPH_STEP} tokens; a CPU only pads",
         bool,
         False,
+    )
+    parallel: str = option(
+        "under torchrun: ddp, the whole model in every process, or fsdp2, a part of it in each",
+        default="ddp",
+        choices=("ddp", "fsdp2"),
+        may_change=True,
+    )
+    accumulate: int = option(
+        "parts of a batch whose gradients are added up, to need less memory", positive, 1, may_change=True
     )
     measure_steps: int = option("steps timed on either path", count, 10, may_change=True)
     compare_steps: int = option(
@@ -151,6 +166,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     if options["attn_dropout"] is None:
         options["attn_dropout"] = options["dropout"]
     settings = Settings(**options)
+    if settings.graph and (settings.accumulate > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1):
+        parser.error("--graph takes a whole batch in one process: leave out --accumulate and torchrun")
     if settings.d_model % settings.heads:
         parser.error(f"--heads {settings.heads} does not divide --d-model {settings.d_model}")
     return settings, resume

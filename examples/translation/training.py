@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from fastattn import FusedTransformer, GraphedStep
-from translation.data import Batch, Example, batches_of, plan_batches
+from translation.data import Batch, Example, Share, batches_of, plan_batches
+from translation.parallel import Processes
 from translation.settings import Settings
 from translation.tokens import PAD
 
+ALONE = Processes()
 READ_STEPS = 20  # steps between two readings of the losses; reading waits for the device
 
 
@@ -48,31 +50,47 @@ def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> f
     return scale * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
-def loss_of(model: FusedTransformer, batch: Batch, settings: Settings, label_smoothing: float) -> Tensor:
-    """Cross-entropy a target token, padding ignored: a float32 scalar."""
+def loss_of(
+    model: nn.Module, batch: Batch, settings: Settings, label_smoothing: float, reduction: str = "mean"
+) -> Tensor:
+    """Cross-entropy a target token, padding ignored: a float32 scalar. model: a FusedTransformer, or what wraps it."""
     with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.amp):
-        return model.loss(batch.source, batch.target_in, batch.target_out, label_smoothing)
+        return model(batch.source, batch.target_in, batch.target_out, label_smoothing, reduction=reduction)
 
 
 def training_step(
-    model: FusedTransformer, optimizer: torch.optim.Optimizer, batch: Batch, rate: float, settings: Settings
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch | Share,
+    rate: float,
+    settings: Settings,
+    processes: Processes = ALONE,
 ) -> Tensor:
-    """One update of the weights. Returns the loss before it, on the device, so that nothing waits for a GPU."""
+    """One update of the weights. Returns this process's part of the loss before it, on the device, so that nothing
+    waits for a GPU. model: a FusedTransformer, or what wraps it for several processes."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss = loss_of(model, batch, settings, settings.label_smoothing)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    losses = []
+    for number, part in enumerate(batch.parts, start=1):
+        with processes.backward(model, last=number == len(batch.parts)):
+            loss = loss_of(model, part, settings, settings.label_smoothing, "sum") / batch.target_tokens
+            (loss * processes.size).backward()  # the gradients are averaged over the processes
+        losses.append(loss.detach())
     optimizer.step()
-    return loss.detach()
+    return torch.stack(losses).sum()
 
 
 def build_step(
-    model: FusedTransformer, optimizer: torch.optim.Optimizer, settings: Settings, graph: bool
-) -> Callable[[Batch, float], Tensor]:
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    graph: bool,
+    processes: Processes = ALONE,
+) -> Callable[[Batch | Share, float], Tensor]:
     """training_step as a function of the batch and the rate alone; with `graph` it replays CUDA graphs."""
     if not graph:
-        return lambda batch, rate: training_step(model, optimizer, batch, rate, settings)
+        return lambda batch, rate: training_step(model, optimizer, batch, rate, settings, processes)
     device, longest, step = torch.device(settings.device), settings.max_length, settings.length_step
     graphed = GraphedStep(
         model,
@@ -93,13 +111,17 @@ def build_step(
 
 
 @torch.no_grad()
-def validation_loss(model: FusedTransformer, examples: Sequence[Example], settings: Settings) -> float:
+def validation_loss(
+    model: FusedTransformer, examples: Sequence[Example], settings: Settings, processes: Processes = ALONE
+) -> float:
     """Cross-entropy a target token over all `examples`, without dropout and label smoothing."""
     model.eval()
     loss_sum, tokens = 0.0, 0
-    for batch in batches_of(examples, plan_batches(examples, settings.batch_tokens), torch.device(settings.device)):
-        loss_sum += loss_of(model, batch, settings, label_smoothing=0.0).item() * batch.target_tokens
+    plan = processes.share(plan_batches(examples, settings.batch_tokens))
+    for batch in batches_of(examples, plan, torch.device(settings.device)):
+        loss_sum += loss_of(model, batch, settings, 0.0, "sum").item()
         tokens += batch.target_tokens
+    loss_sum, tokens = processes.add(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()
     return loss_sum / tokens
 
 
@@ -117,8 +139,9 @@ class Progress:
     epochs: list[dict[str, float]] = field(default_factory=list)  # one entry a finished epoch
     _unread: list[Tensor] = field(default_factory=list)  # losses still on the device
     _clock: float = field(default_factory=time.perf_counter)
+    _processes: Processes = ALONE
 
-    def add(self, loss: Tensor, batch: Batch) -> None:
+    def add(self, loss: Tensor, batch: Batch | Share) -> None:
         """Counts one step. The loss is read later, many at a time: reading waits for the device."""
         self.step += 1
         self.position += 1
@@ -131,8 +154,8 @@ class Progress:
         self._clock = time.perf_counter()
 
     def settle(self) -> None:
-        """Reads the losses and the clock."""
-        self.losses += torch.stack(self._unread).tolist() if self._unread else []
+        """Reads the losses and the clock. The parts of all processes are added up here, many at a time."""
+        self.losses += self._processes.add(torch.stack(self._unread)).tolist() if self._unread else []
         self._unread.clear()
         now = time.perf_counter()
         self.seconds += now - self._clock
@@ -160,7 +183,7 @@ class Progress:
 
 
 def train(
-    model: FusedTransformer,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     examples: Sequence[Example],
     settings: Settings,
@@ -168,26 +191,37 @@ def train(
     end_epoch: Callable[[dict[str, float]], None],
     save: Callable[[], None],
     should_stop: Callable[[], bool] = lambda: False,
+    processes: Processes = ALONE,
 ) -> None:
     """Trains from `progress` to `settings.epochs` or `settings.steps`, whichever is first.
+
+    model: a FusedTransformer, or what `processes.wrap` made of it; every process plans and takes the same steps.
 
     `end_epoch` is called after every epoch with its new entry of `progress.epochs`, which it may add to. `save` is
     called after that, every `settings.save_every` steps, and where training stops. `should_stop` is asked after every
     step.
     """
     device = torch.device(settings.device)
-    step = build_step(model, optimizer, settings, settings.graph)
+    step = build_step(model, optimizer, settings, settings.graph, processes)
+    share = {"rank": processes.rank, "size": processes.size, "accumulate": settings.accumulate}
+    progress._processes = processes
     last_step = settings.steps or sys.maxsize
     while progress.epoch < settings.epochs and progress.step < last_step:
         order = random.Random(f"epoch {progress.epoch} of {settings.seed}")
         plan = plan_batches(examples, settings.batch_tokens, order, settings.length_step)
         title, interval = f"epoch {progress.epoch + 1}/{settings.epochs}", 0.2 if sys.stderr.isatty() else 30
         bar = tqdm(
-            total=len(plan), initial=progress.position, desc=title, unit="step", mininterval=interval, leave=False
+            total=len(plan),
+            initial=progress.position,
+            desc=title,
+            unit="step",
+            mininterval=interval,
+            leave=False,
+            disable=not processes.is_first,
         )
         model.train()
         progress.restart_clock()
-        for batch in batches_of(examples, plan, device, skip=progress.position):
+        for batch in batches_of(examples, plan, device, progress.position, **share):
             rate = learning_rate(progress.step + 1, settings.d_model, settings.warmup, settings.lr_scale)
             progress.add(step(batch, rate), batch)
             bar.update()

@@ -6,7 +6,7 @@ For the backends RMSNorm is a call without bias: they then neither subtract the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -98,6 +98,34 @@ def _checked(
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
 
+@overload
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    *,
+    return_sum: Literal[False] = False,
+    x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    *,
+    return_sum: bool = False,
+    x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
 @_dispatch.register("add_layer_norm", _query)
 def dropout_add_layer_norm(
     x: Tensor,
@@ -134,6 +162,30 @@ def dropout_add_layer_norm(
     return _serve("add_layer_norm", device, call, eps, eps_on_std, return_sum, backend)
 
 
+@overload
+def dropout_add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    *,
+    return_sum: Literal[False] = False,
+    x_bias: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def dropout_add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    *,
+    return_sum: bool = False,
+    x_bias: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
 @_dispatch.register("add_rms_norm", _rms_query, served_by="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,

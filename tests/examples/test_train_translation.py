@@ -109,6 +109,8 @@ def final_state(out: Path) -> dict[str, object]:
     for entry in state["progress"]["epochs"]:
         del entry["seconds"], entry["tokens_per_second"]
     del state["settings"], state["progress"]["seconds"]
+    for group in state["optimizer"]["param_groups"]:
+        group["betas"] = tuple(group["betas"])  # a list once it has been loaded
     state["averaged"] = torch.load(out / "model.pt", weights_only=True)["model"]
     return state
 

@@ -1,0 +1,134 @@
+"""Training in several processes, one for each device, as torchrun starts them; without torchrun there is one.
+
+Every process plans the same batches and computes its share of each. Gradients are averaged over the processes by
+DistributedDataParallel, which keeps the whole model everywhere ("ddp"), or by fully_shard, which keeps a part of every
+weight, gradient and optimizer state in each process and collects a layer when it is needed ("fsdp2").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fastattn import FusedTransformer
+
+KINDS = ("ddp", "fsdp2")
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process would have it, on the first alone
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, as one of them sees them. All of them must call the methods that communicate."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files and talks to the user."""
+        return self.rank == 0
+
+    def wrap(self, model: FusedTransformer, kind: str) -> nn.Module:
+        """What is called in place of the model; with "fsdp2" the model itself, layer by layer in parts."""
+        if self.size == 1:
+            return model
+        if kind == "ddp":
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        for layer in (*model.encoder.layer_stack, *model.decoder.layer_stack):
+            fully_shard(layer)
+        return fully_shard(model)
+
+    @contextlib.contextmanager
+    def backward(self, call: nn.Module, last: bool) -> Iterator[None]:
+        """Gradients are exchanged in the last of a step's backwards, when all have been added up."""
+        if isinstance(call, FSDPModule):
+            call.set_requires_gradient_sync(last)
+        with contextlib.nullcontext() if last or not isinstance(call, DistributedDataParallel) else call.no_sync():
+            yield
+
+    def add(self, t: Tensor) -> Tensor:
+        """The sum of t over the processes, in each of them. Communicates."""
+        if self.size > 1:
+            t = t.clone()
+            dist.all_reduce(t)
+        return t
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in one of them. Communicates, without waiting for a GPU."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags)
+        return bool(flags)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in each of them. Communicates."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def share(self, items: list[Any]) -> list[Any]:
+        """This process's part of a list, every size-th."""
+        return items[self.rank :: self.size]
+
+    def together(self, mine: list[Any]) -> list[Any]:
+        """The list of which each process has its share. Communicates."""
+        shares = self.gather(mine)
+        return [shares[n % self.size][n // self.size] for n in range(sum(map(len, shares)))]
+
+    def state(self, model: FusedTransformer, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The states of model and optimizer, by parameters' names, whatever holds them; in the first process.
+        Communicates."""
+        return get_state_dict(model, optimizer, options=_WHOLE)
+
+    def set_state(
+        self,
+        model: FusedTransformer,
+        optimizer: torch.optim.Optimizer,
+        of_model: Mapping[str, Any],
+        of_optimizer: Mapping[str, Any],
+    ) -> None:
+        """What `state` gave, perhaps to another number of processes; each has read it whole. Communicates."""
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
+
+    def whole_weights(self, model: FusedTransformer) -> dict[str, Tensor]:
+        """The model's state_dict in full, in every process. Communicates where the model is in parts."""
+        return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Other dropout in every process; in the first, at the start, that of one process alone."""
+        if self.rank or step:
+            torch.manual_seed(random.Random(f"{seed} {self.rank} {step}").getrandbits(63))
+
+
+@contextlib.contextmanager
+def processes_of_torchrun(device: str) -> Iterator[tuple[Processes, str]]:
+    """The processes that torchrun started, or this one alone; and this one's device: with GPUs one for each process."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield Processes(), device
+        return
+    on_gpus = torch.device(device).type == "cuda"
+    if on_gpus:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    try:
+        processes = Processes(dist.get_rank(), dist.get_world_size())
+        with contextlib.nullcontext() if processes.is_first else contextlib.redirect_stdout(None):
+            yield processes, device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,127 @@
+"""The command in several processes, as torchrun starts them: the same training, and any number can go on with it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import train_translation
+from translation.data import Batch, Example, share_of
+
+COMMAND = Path(train_translation.__file__)
+TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--device", "cpu", "--dates", "60",
+        "--held-out", "5", "--batch-tokens", "256", "--warmup", "10", "--max-length", "48", "--measure-steps", "0",
+        "--compare-steps", "0"]  # fmt: skip
+
+
+def command(processes: int) -> list[str]:
+    if processes == 1:
+        return [sys.executable, str(COMMAND)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, str(COMMAND)]
+
+
+def train(out: Path, processes: int, *options: str) -> list[float]:
+    """Runs the command; the losses of all its steps so far."""
+    result = subprocess.run(
+        [*command(processes), *TINY, *options, "--out", str(out)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("training pairs") == 1, "one process talks"
+    return losses_of(out)
+
+
+def losses_of(out: Path) -> list[float]:
+    return torch.load(out / "last.pt", weights_only=True)["progress"]["losses"]
+
+
+def test_two_processes_train_as_one_and_one_goes_on(tmp_path: Path) -> None:
+    """Ten steps in one process; and six in two, with batches in two parts each, then four in one."""
+    alone = train(tmp_path / "one", 1, "--steps", "10")
+    assert train(tmp_path / "two", 2, "--accumulate", "2", "--steps", "6") == pytest.approx(alone[:6], rel=1e-5)
+    assert train(tmp_path / "two", 1, "--resume", "--steps", "10") == pytest.approx(alone, rel=1e-5)
+    records = [json.loads((tmp_path / name / "record.json").read_text()) for name in ("one", "two")]
+    assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], rel=1e-5)
+    translations = [(tmp_path / name / "held-out.translations").read_text() for name in ("one", "two")]
+    assert translations[0] == translations[1] and translations[0].count("\n") == 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_fifty_steps(processes: int, kind: str, tmp_path: Path) -> None:
+    alone = train(tmp_path / "one", 1, "--steps", "50")
+    together = train(tmp_path / "many", processes, "--parallel", kind, "--steps", "50")
+    assert len(alone) == 50 and alone[-1] < 0.9 * alone[0]
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_stopped_run_goes_on_in_another_number_of_processes(kind: str, tmp_path: Path) -> None:
+    """torchrun is told to end: all processes stop at one step, and save. Then one process goes on, then four."""
+    alone = train(tmp_path / "one", 1, "--epochs", "60")
+    out = tmp_path / "many"
+    running = subprocess.Popen(
+        [*command(2), *TINY, "--parallel", kind, "--epochs", "1000", "--save-every", "5", "--out", str(out)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    patience = time.monotonic() + 120
+    while not (out / "epoch-0002.pt").exists() and running.poll() is None and time.monotonic() < patience:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    errors = running.communicate(timeout=120)[1]
+    stopped = losses_of(out)
+    assert "interrupted after step" in errors and 10 < len(stopped) < len(alone)
+    assert stopped == pytest.approx(alone[: len(stopped)], rel=1e-4)
+    more = str(len(stopped) + 7)
+    assert train(out, 1, "--resume", "--steps", more) == pytest.approx(alone[: int(more)], rel=1e-4)
+    last = str(len(stopped) + 14)
+    options = ("--resume", "--parallel", "fsdp2" if kind == "ddp" else "ddp", "--steps", last)
+    assert train(out, 4, *options) == pytest.approx(alone[: int(last)], rel=1e-4)
+
+
+@pytest.mark.full
+def test_dropout_differs_between_processes_and_goes_on(tmp_path: Path) -> None:
+    """The same command draws the same; an interruption changes nothing where the number of processes stays."""
+    options = ("--dropout", "0.3", "--steps", "12")
+    whole = train(tmp_path / "whole", 2, *options)
+    train(tmp_path / "parts", 2, "--dropout", "0.3", "--steps", "5")
+    assert train(tmp_path / "parts", 2, *options, "--resume") == whole
+    assert train(tmp_path / "one", 1, *options) != pytest.approx(whole, rel=1e-3)
+
+
+def test_a_batch_is_shared_by_tokens() -> None:
+    """Every sentence once, nearly as many tokens each; and an empty share where there are too few."""
+    device, rng = torch.device("cpu"), np.random.default_rng(0)
+    examples = [Example(rng.integers(4, 9, n), rng.integers(4, 9, n)) for n in rng.integers(5, 9, 37)]
+    shares = [share_of(examples, device, rank, 3, 2) for rank in range(3)]
+    parts = [part for share in shares for part in share.parts]
+    assert len(parts) == 6 and sum(len(part.source) for part in parts) == 37
+    tokens = [part.tokens for part in parts]
+    assert sum(tokens) == shares[0].tokens == shares[2].tokens and max(tokens) - min(tokens) <= 16
+    assert sum(part.target_tokens for part in parts) == shares[1].target_tokens
+
+    alone, idle = (share_of(examples[:1], device, rank, 2, 1).parts[0] for rank in range(2))
+    assert alone.target_out.count_nonzero() == len(examples[0].target) - 1 and not idle.target_out.any()
+    assert isinstance(share_of(examples, device, 0, 1, 1), Batch)
+
+
+def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        train_translation.main(["--graph"])
+    assert "--graph takes a whole batch in one process" in capsys.readouterr().err

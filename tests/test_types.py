@@ -1,0 +1,36 @@
+"""What mypy makes of the public functions, as a user's own check would."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+USE = """
+from torch import Tensor
+from typing_extensions import assert_type
+import fastattn
+from fastattn import AttentionMask, dropout_add_layer_norm, dropout_add_rms_norm, scaled_dot_product_attention
+
+def use(q: Tensor, mask: AttentionMask, wanted: bool) -> None:
+    assert_type(scaled_dot_product_attention(q, q, q), Tensor)
+    assert_type(scaled_dot_product_attention(q, q, q, mask, 0.1, True, enable_gqa=True, backend="aten"), Tensor)
+    out, lse = scaled_dot_product_attention(q, q, q, return_lse=True)
+    assert_type(lse, Tensor)
+    assert_type(scaled_dot_product_attention(q, q, q, return_weights="mean"), tuple[Tensor, ...])
+    assert_type(dropout_add_layer_norm(q, None, q, q), Tensor)
+    assert_type(dropout_add_layer_norm(q, None, q, q, return_sum=True), tuple[Tensor, Tensor])
+    assert_type(dropout_add_rms_norm(q, q, q, return_sum=True), tuple[Tensor, Tensor])
+    assert_type(fastattn.feed_forward(q, q, q, q, q), Tensor)
+    assert_type(fastattn.explain("attention", q, q, q), fastattn.Explanation)
+    assert_type(fastattn.explain(fastattn.FusedTransformer(9, 9, 0, 0)), fastattn.ModelExplanation)
+"""
+
+
+@pytest.mark.full
+def test_types(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "use.py").write_text(USE)
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "use.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
