@@ -159,7 +159,7 @@ class MultiHeadAttention(nn.Module):
 
         def branch(normed: Tensor) -> tuple[Tensor, None]:
             q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
-            q, k, v = q.unflatten(2, (self.n_head, -1)), *(t.unflatten(2, (self.n_head_kv, -1)) for t in (k, v))
+            q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
             out = cache.attend(self, q, k, v, 1 / self.attention.temperature, self.backend)
             return cache.linear(self.fc, out.flatten(2), self.backend), None
 
@@ -169,7 +169,7 @@ class MultiHeadAttention(nn.Module):
         """Attention of one new token a row to the encoder's output, whose keys and values the cache holds. As step."""
 
         def branch(normed: Tensor) -> tuple[Tensor, None]:
-            q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (self.n_head, -1))
+            q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
             out = cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend)
             return cache.linear(self.fc, out.flatten(2), self.backend), None
 
@@ -177,7 +177,7 @@ class MultiHeadAttention(nn.Module):
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
         """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
-        return tuple(_heads(t, self.n_head_kv).contiguous() for t in projected)
+        return tuple(_heads(t, d).contiguous() for t, d in zip(projected, (self.d_k, self.d_v), strict=True))
 
     def branch(
         self,
@@ -200,7 +200,7 @@ class MultiHeadAttention(nn.Module):
         else:
             q, k, v = self.w_qs(q), self.w_ks(k), self.w_vs(v)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
-        q, k, v = _heads(q, self.n_head), _heads(k, self.n_head_kv), _heads(v, self.n_head_kv)
+        q, k, v = _heads(q, self.d_k), _heads(k, self.d_k), _heads(v, self.d_v)
         out, attn = self.attention(q, k, v, as_attention_mask(mask), return_attn=return_attn)
         return self.fc(out.transpose(1, 2).flatten(2)), attn
 
@@ -211,7 +211,7 @@ class MultiHeadAttention(nn.Module):
         )
 
 
-def _heads(x: Tensor, n_head: int) -> Tensor:
-    """(B, L, n_head * d) -> (B, n_head, L, d), a view."""
+def _heads(x: Tensor, d: int) -> Tensor:
+    """(B, L, heads * d) -> (B, heads, L, d), a view: of all heads, or under tensor parallelism of this process's."""
     B, L, width = x.shape
-    return x.view(B, L, n_head, width // n_head).transpose(1, 2)
+    return x.view(B, L, width // d, d).transpose(1, 2)
