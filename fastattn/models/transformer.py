@@ -50,6 +50,7 @@ class FusedTransformer(nn.Module):
     recompute: save neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which computes
         them again. Saved activations take two fifths less memory (two thirds with gated activations), and the
         feed-forward takes a sixth more time. Gradients stay the same, but for other roundings under torch.autocast.
+        Not for layers under torch.utils.checkpoint, which saves nothing of them anyway.
     backend: given to every op; None leaves the choice to use_backend, FASTATTN_BACKEND and each op's own order.
     device, dtype: of parameters and buffers, as in torch.nn.
     ValueError where the arguments contradict each other.
@@ -229,12 +230,12 @@ class FusedTransformer(nn.Module):
             pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend) and packs_unnoticed(self)
         dec_output, packed = self.decode(src_seq, trg_seq, pack)
         gold = gold if packed is None else packed.pack(gold)
-        options = {"label_smoothing": label_smoothing, "smooth_over": smooth_over, "reduction": reduction}
+        options = {"label_smoothing": label_smoothing, "smooth_over": smooth_over}
+        options |= {"ignore_index": self.trg_pad_idx, "reduction": reduction}
         if not fuses:
-            return cross_entropy(self.project(dec_output), gold, ignore_index=self.trg_pad_idx, **options)
-        options |= {"ignore_index": self.trg_pad_idx, "backend": self.decoder.backend}
-        scale = self.d_model**-0.5 if self.scale_prj else 1.0
-        return linear_cross_entropy(dec_output, projection.weight, gold, projection.bias, logit_scale=scale, **options)
+            return cross_entropy(self.project(dec_output), gold, **options)
+        options |= {"logit_scale": self.d_model**-0.5 if self.scale_prj else 1.0, "backend": self.decoder.backend}
+        return linear_cross_entropy(dec_output, projection.weight, gold, projection.bias, **options)
 
     def decode(self, src_seq: Tensor, trg_seq: Tensor, pack: bool) -> tuple[Tensor, Packed | None]:
         """The decoder's output (B, Lt, d_model) and None; or as decode_packed."""
@@ -266,9 +267,8 @@ class FusedTransformer(nn.Module):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
         pack = self.pack_padding
         if pack is None:
-            pack = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend) and packs_unnoticed(
-                self
-            )
+            pays = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
+            pack = pays and packs_unnoticed(self)
         if src_seq.size(1) == 0:
             enc_output = next(self.parameters()).new_zeros(len(src_seq), 0, self.d_model)
         elif pack:

@@ -1,7 +1,8 @@
 """Whether an op may compute what a module would, from its parameters, instead of calling it. Decided here alone.
 
-The modules of fastattn fuse several of their children into one op. Where somebody has changed such a child, by an
-adapter, a hook, a parametrisation, pruning or quantisation, the child is called, and the op covers what is left.
+The modules of fastattn fuse several of their children into one op; `fused_children` names those of a class. Where
+somebody has changed such a child, by an adapter, a hook, a parametrisation, pruning or quantisation, the child is
+called, and the op covers what is left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What test_tensor_parallel.py runs in several processes: heads and hidden units divided among them, as torch does it."""
+"""What test_tensor_parallel.py runs in several processes: heads and hidden units divided among them by torch."""
 
 import torch
 import torch.distributed as dist

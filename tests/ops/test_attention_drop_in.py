@@ -105,6 +105,22 @@ def test_samples_of_torch(dtype: torch.dtype) -> None:
     assert seen >= 20 and dtype in op.supported_dtypes("cpu")
 
 
+@pytest.mark.full
+def test_gradients_of_torch_samples() -> None:
+    """As torch checks its functions: gradients of both orders against differences, in float64."""
+    for sample in opinfo().sample_inputs("cpu", torch.float64, requires_grad=True):
+        if sample.kwargs.get("dropout_p"):
+            continue
+        tensors = [t.detach() / 8 for t in (sample.input, *sample.args)]  # softmax of samples as they are is a step
+        tensors = [t.requires_grad_() for t in tensors]
+
+        def call(*tensors: Tensor, options: Any = sample.kwargs) -> Tensor:
+            return scaled_dot_product_attention(*tensors, **options)
+
+        assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+        assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+
+
 L = {"q": (5, 8), "k": (7, 8), "v": (7, 6)}
 # The leading dimensions of query, key, value, and the shape of a mask.
 SHAPES: dict[str, tuple[Any, ...]] = {
