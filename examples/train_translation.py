@@ -184,7 +184,10 @@ def run(settings: Settings, resume: bool, processes: Processes) -> int:
             save_epoch(out, weights, progress.epoch, settings.average)
 
     with use_backend(settings.backend), StopRequest() as stop:
-        stopped = lambda: processes.any(stop())  # noqa: E731
+
+        def stopped() -> bool:
+            return processes.any(stop())
+
         train(call, optimizer, examples, settings, progress, end_epoch, save, stopped, processes)
         interrupted = stopped()
     if interrupted:

@@ -105,8 +105,7 @@ def _attend(
     bias = None if mask is None else mask.bias
     fused = drop is None and bias is None and not return_lse and return_weights is None and Lk > 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
-        grouped = k.shape[1] != H
-        return _torch_attention(q, k, v, None, softmax_scale, grouped, is_causal=True), None, None
+        return _torch_attention(q, k, v, None, softmax_scale, is_causal=True), None, None
 
     masked = has_keys = has_queries = None
     if mask is not None:
@@ -187,10 +186,10 @@ def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, masked: Tensor | None, scale: float) -> Tensor:
-    Lq, Lk, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
+    Lq, Lk = q.shape[2], k.shape[2]
     if q.is_cuda and mask is not None:
         with sdpa_kernel(_MASKED_BACKENDS):
-            return _torch_attention(q, k, v, None if masked is None else ~masked, scale, grouped)
+            return _torch_attention(q, k, v, None if masked is None else ~masked, scale)
     bias = None
     if mask is not None and masked is not None:  # PyTorch would turn a bool mask into this one at every call
         bias = mask.additive(masked, Lq, Lk, q.dtype)
@@ -198,12 +197,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, masked: 
         more = -Lk % _VECTOR
         k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
         bias = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(bias, (0, more), value=-torch.inf))
-    return _torch_attention(q, k, v, bias, scale, grouped)
+    return _torch_attention(q, k, v, bias, scale)
 
 
 def _torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, grouped: bool, is_causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, is_causal: bool = False
 ) -> Tensor:
+    grouped = True if k.shape[1] != q.shape[1] else False  # PyTorch takes no bool of traced sizes
     # Not by its name in torch.nn.functional, where somebody may have put fastattn's function.
     out = torch._C._nn.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale, enable_gqa=grouped)
     if out.requires_grad and not torch.compiler.is_compiling() and type(out.grad_fn).__name__ == _FUSED_ON_A_CPU:
