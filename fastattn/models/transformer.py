@@ -57,7 +57,7 @@ class FusedTransformer(nn.Module):
 
     Children may be wrapped, replaced, hooked, parametrised, pruned or quantised: such a child is called, and the ops
     fuse what is left around it; ``fastattn.explain(model)`` lists them. Decoding by steps calls those children too, but
-    no hook of a layer, of a sublayer or of the model.
+    no dropout of the attention weights, and no hook of a layer, of a sublayer or of the model.
 
     Every weight matrix starts from Glorot's uniform distribution. Parameters may stay in float32 under
     torch.autocast: matrix products and the stream between sublayers then run in its dtype, statistics in float32.

@@ -10,6 +10,7 @@ import torch
 from model_checks import assert_same_gradients
 from plain_captioner import PlainCaptioner
 
+import fastattn
 from fastattn.models import ABDTransformer, src_trg_mask
 
 PAD, ENDS, WORDS = 0, 1, 13
@@ -189,3 +190,35 @@ def test_bad_sources():
         model.pos_embed(torch.zeros(5001, 1, 16))
     with pytest.raises(ValueError, match="batch_size is 2, and memory holds 3"):
         model.greedy_decode(2, None, torch.zeros(3, 4, 16), 3)
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return 2 * self.inner(*inputs)
+
+
+@pytest.mark.parametrize(
+    "child",
+    ["feed_forward.w_1", "feed_forward.layer_norm", "feed_forward.dropout_1", "attn.dropout", "attn.linear_query"],
+)
+def test_a_changed_child_is_called(child):
+    """In every layer, by forward and by decoding; explain names each."""
+    models, src, (r2l_trg, trg) = both("two"), features("two"), captions()
+    for module in models:
+        for name in [n for n, _ in module.named_modules() if n.endswith(child)]:
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, Doubled(module.get_submodule(name)))
+    model, plain = models
+    with torch.no_grad():
+        results = model(src, r2l_trg, trg, src_trg_mask(src, r2l_trg, trg, PAD))
+        expected = plain(src, r2l_trg, trg, plain.masks(src, r2l_trg, trg, PAD))
+        torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-4)
+        memory, _, mask = plain.encodings(src, src_trg_mask(src, None, None, PAD))
+    if child != "attn.dropout":  # a step has no weights to drop
+        assert torch.equal(model.greedy_decode(3, mask, memory, 8)[1], plain.greedy(mask, memory, 8)[1])
+    called = fastattn.explain(model).called
+    assert len(called) >= 10 and all(name.endswith(child) for name in called)

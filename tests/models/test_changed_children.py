@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, NO_DROPOUT, PAD_TRG, assert_same_gradients, fused, plain
+from model_checks import DEVICE, NO_DROPOUT, PAD_TRG, VOCAB, assert_same_gradients, fused, plain
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
@@ -141,6 +141,26 @@ def test_a_changed_child_is_called(treatment, batch):
     assert explanation.called or treatment == "attention dropout replaced"
     untreated = fastattn.explain(fused())
     assert not untreated.called and not untreated.not_stepped and "everything is fused" in str(untreated)
+
+
+@pytest.mark.parametrize(
+    "treatment", ["adapter", "forward hook", "wrapped norm", "dropout replaced", "embedding wrapped", "pruning"]
+)
+def test_decoding_calls_a_changed_child(treatment, batch):
+    """Each greedy token is the one that plain modules find most likely after those before it."""
+    ours, theirs = (model.eval() for model in pair(trg_emb_prj_weight_sharing=treatment != "embedding wrapped"))
+    for model in (ours, theirs):
+        for weight in (p for p in model.parameters() if p.dim() > 1):
+            torch.nn.init.normal_(weight, generator=torch.Generator(DEVICE).manual_seed(len(weight)))
+        TREATMENTS[treatment](model)
+    src = batch[0]
+    decoded = fastattn.generate.greedy(ours, src, max_len=8, bos_idx=0, eos_idx=VOCAB - 1)
+    assert len({tuple(tokens) for tokens in decoded}) > 1
+    for row, tokens in zip(src, decoded, strict=True):
+        prefix = torch.tensor([[0, *tokens]], device=row.device)
+        with torch.no_grad():
+            likely = theirs(row[None], prefix).argmax(-1).tolist()
+        assert likely[: len(tokens)] == tokens
 
 
 def test_explain_names_the_child_and_the_reason():
