@@ -150,8 +150,10 @@ def test_decoding_calls_a_changed_child(treatment, batch):
     """Each greedy token is the one that plain modules find most likely after those before it."""
     ours, theirs = (model.eval() for model in pair(trg_emb_prj_weight_sharing=treatment != "embedding wrapped"))
     for model in (ours, theirs):
-        for weight in (p for p in model.parameters() if p.dim() > 1):
-            torch.nn.init.normal_(weight, generator=torch.Generator(DEVICE).manual_seed(len(weight)))
+        torch.manual_seed(2)
+        for _, weight in sorted(model.named_parameters()):
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight)
         TREATMENTS[treatment](model)
     src = batch[0]
     decoded = fastattn.generate.greedy(ours, src, max_len=8, bos_idx=0, eos_idx=VOCAB - 1)
