@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastattn import FusedTransformer
 
-KINDS = ("ddp", "fsdp2")
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process would have it, on the first alone
 
 
