@@ -121,25 +121,26 @@ def prepare(
     mask = _matrix_of_one_row_as_padding(mask, columns)
     packed = mask.row_offsets is not None
     band = (-rows, columns) if packed else band_of(mask, rows, columns)
-    intervals = taking_part = bits = counts = tiles = None
+    intervals = taking_part = bits = None
     if packed or mask.row_padding is not None:
         intervals = build_intervals(mask, rows, columns, device)
     if packed:
-        begin, end = build_intervals(mask._replace(column_padding=None).transposed(), columns, rows, device).unbind(-1)
+        unpadded = Restriction(mask.bands, mask.row_offsets, mask.column_offsets, mask.row_padding, None, mask.matrix)
+        begin, end = build_intervals(unpadded.transposed(), columns, rows, device).unbind(-1)
         taking_part = begin < end
     if mask.column_padding is not None:
         taking_part = mask.column_padding if taking_part is None else taking_part & mask.column_padding
     if mask.matrix is not None:
         matrix = mask.matrix.expand(-1, -1, -1, columns)
         bits = pack_bits(matrix if taking_part is None else matrix & taking_part[:, None, None])
-    prepared = PreparedMask(
-        *band, intervals, None if taking_part is None else pack_bits(taking_part), bits, counts, tiles
-    )
-    if prepared.band_only or block_rows == 0:
+    low, high = band
+    fields = (intervals, None if taking_part is None else pack_bits(taking_part), bits)
+    prepared = PreparedMask(low, high, *fields, None, None)
+    if block_rows == 0 or all(t is None for t in fields):
         return prepared
     some, every = _classify(prepared, taking_part, mask.matrix, rows, columns, block_rows, block_columns, device)
     counts, tiles = _list(some, every)
-    return prepared._replace(counts=counts, tiles=tiles)
+    return PreparedMask(low, high, *fields, counts, tiles)
 
 
 def band_of(mask: Restriction, rows: int, columns: int) -> tuple[int, int]:
@@ -202,7 +203,8 @@ def _matrix_of_one_row_as_padding(mask: Restriction, columns: int) -> Restrictio
     if matrix.numel() == 0:
         return mask
     row = matrix[:, 0, 0].expand(-1, columns)
-    return mask._replace(matrix=None, column_padding=row if mask.column_padding is None else row & mask.column_padding)
+    padding = row if mask.column_padding is None else row & mask.column_padding
+    return Restriction(mask.bands, mask.row_offsets, mask.column_offsets, mask.row_padding, padding, None)
 
 
 def _classify(

@@ -10,6 +10,8 @@ from torch import Tensor
 from fastattn._transforms import can_read_values
 
 _AS_IT_IS = nullcontext()
+# Asked once: before torch 2.9 torch.compile cannot trace the question.
+_WITH_AUTOCAST = tuple(t for t in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(t))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -79,7 +81,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 def _is_under_autocast(device: torch.device) -> bool:
     """torch refuses to answer for a device type, such as meta, that has no autocast."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
