@@ -150,11 +150,10 @@ def attention_mask(
             key_padding = F.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
             key_padding = key_padding[:, kv_offset : kv_offset + kv_length]
         shift = q_offset - kv_offset
-        if mask_function is bidirectional_mask_function or (
-            q_length == 1 and _sees_all(mask_function, shift, kv_length)
-        ):
+        causal = mask_function is causal_mask_function
+        if mask_function is bidirectional_mask_function or (causal and q_length == 1 and shift >= kv_length - 1):
             return _Mask(shape, key_padding=key_padding)
-        if mask_function is causal_mask_function and shift in (0, kv_length - q_length):
+        if causal and shift in (0, kv_length - q_length):
             align = "top_left" if shift == 0 else "bottom_right"
             return _Mask(shape, key_padding=key_padding, is_causal=True, align=align)
     else:  # the cache's own counter, which goes on while the mask is in use
@@ -174,8 +173,3 @@ class _Mask(AttentionMask):
 
     def contiguous(self) -> _Mask:
         return self
-
-
-def _sees_all(mask_function: Callable[..., Any], shift: int, kv_length: int) -> bool:
-    """Whether a causal mask hides no key from the one query at position shift."""
-    return mask_function is causal_mask_function and shift >= kv_length - 1
