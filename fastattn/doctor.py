@@ -21,16 +21,26 @@ from typing import Any
 import torch
 
 import fastattn
-from fastattn import cuda
+from fastattn import _records, cuda
 from fastattn._dispatch import BACKENDS, requested
 from fastattn._problems import Problem, problems, sizes_of_terms, solve
 from fastattn.error_rule import Judgement, judge
+from fastattn.reference import philox
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Judge every output and gradient of each backend: one record each. An exception is a record too."""
+    rules = ("reference", "aten") if "dropout_p" in problem.options else ("reference",)  # see reference/philox.py
+    for rule in rules:
+        of_rule = [b for b in backends if len(rules) == 1 or (b == "aten") == (rule == "aten")]
+        if of_rule:
+            with philox.dropping_as(rule):
+                yield from _check(problem, dtype, of_rule)
+
+
+def _check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
     truth = solve(problem, "reference", dtype, torch.float64)
     low = solve(problem, "reference", dtype, dtype)
     terms = sizes_of_terms(problem, dtype, truth)
@@ -111,7 +121,8 @@ def versions() -> dict[str, Any]:
 
 def devices() -> list[dict[str, Any]]:
     """The CPU, then every GPU that torch finds."""
-    found: list[dict[str, Any]] = [{"device": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}]
+    cpu = {"device": "cpu", "name": _records.device_name("cpu"), "threads": torch.get_num_threads()}
+    found: list[dict[str, Any]] = [cpu]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append(
@@ -123,13 +134,6 @@ def devices() -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is often empty there
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def render(report: dict[str, Any]) -> str:

@@ -11,22 +11,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FASTATTN = ROOT / "fastattn"
 
-# What each part of the package may import from it, itself included, beside _transforms, which all may ask. The doctor
-# and the tests stand outside.
+# What each part of the package may import from it, itself included, beside _transforms and _records, which all may ask.
+# The doctor, tune and the tests stand outside.
 ALLOWED = {
     "integrations": {"integrations", "models", "nn", "ops", "masks"},
     "graphs": {"models", "_dispatch", "_cuda_graphs"},
     "models": {"models", "generate", "nn", "ops", "masks", "_dispatch"},
     "generate": {"generate", "nn", "_cuda_graphs"},
-    "nn": {"nn", "ops", "masks", "_dispatch"},  # as models do, it asks whether the plain formula was asked for
+    "nn": {"nn", "ops", "masks", "_dispatch", "_products"},  # it asks whether the plain formula was asked for
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},
-    "aten": {"aten", "reference", "masks"},  # the specification's dropout bits and activations
+    "aten": {"aten", "reference", "masks", "_products"},  # the specification's dropout bits and activations
     "kernels": {"kernels", "masks", "_cross_entropy_products"},
     "cuda": {"cuda", "masks", "_C", "_cross_entropy_products"},
     "masks": {"masks"},
     "_cuda_graphs": set(),
     "_dispatch": set(),
+    "_products": set(),
+    "_records": set(),
     "_cross_entropy_products": set(),
     "error_rule": set(),
     "_transforms": set(),
@@ -62,7 +64,7 @@ def test_imports_run_one_way() -> None:
         package = ".".join(["fastattn", *path.parent.relative_to(base).parts])
         for name in _imports(path, package):
             target = name.split(".")[0]
-            if part in ALLOWED and target not in ALLOWED[part] | {"_transforms"}:
+            if part in ALLOWED and target not in ALLOWED[part] | {"_transforms", "_records"}:
                 wrong.append(f"{path.relative_to(ROOT)} imports fastattn.{name}")
             if part == target == "kernels" and name.split(".")[1] not in (path.parent.name, "common"):
                 wrong.append(f"{path.relative_to(ROOT)} imports another op's kernels, fastattn.{name}")

@@ -1,21 +1,21 @@
-"""Attention by PyTorch's fused operator where it keeps our promises, and by matmul, softmax, matmul elsewhere.
+"""Attention by PyTorch's fused operator, by blocks of heads (_blocks.py), or by matmul, softmax, matmul.
 
-The fused operator has no dropout of ours, no weights and no lse, and we give it no bias: it rounds the sum of score and
-bias in ways that depend on which of its backends runs.
+The fused operator has no weights and no lse, and we give it no bias: it rounds the sum of score and bias in ways that
+depend on which of its backends runs. On a CPU blocks serve dropout, and what they are faster at.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn._transforms import can_read_values, differentiable_gradients
-from fastattn.aten._dropped import DroppedAttention, Factor, hide, scores, softmax
+from fastattn._transforms import can_read_values, differentiable_gradients, may_write_in_place
+from fastattn.aten._blocks import KEPT_BYTES, BlockedAttention, add_hidden, plain_scores, plain_weights
 from fastattn.aten._sequences import Sequences, sequences
 from fastattn.masks import AttentionMask
 from fastattn.reference import philox
@@ -23,12 +23,7 @@ from fastattn.reference import philox
 # cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-
-class Drop(NamedTuple):
-    """Dropout on the weights: what multiplies them, and the greater of its two values."""
-
-    factor: Factor
-    rescale: float
+FEW_WEIGHTS = 1 << 14  # of so few the fused operator is faster: blocks are called from Python
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -49,19 +44,13 @@ def attention(
     return_weights: Literal["all", "mean"] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.reference.attention.attention, which is the specification."""
-    B, H, Lq, _ = q.shape
-    Lk = k.shape[2]
     if mask is not None and mask.key_padding is not None and can_read_values(q):
         mask = _without_idle_padding(mask)
     apart = sequences(mask, q, k) if mask is not None and can_read_values(q) and return_weights is None else None
     if apart is not None:
         return _each_sequence_alone(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
 
-    def factor(dtype: torch.dtype) -> Tensor:
-        return philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, dtype).view(B, H, Lq, Lk)
-
-    drop = None if rng_state is None else Drop(factor, philox.rescale(dropout_p))
-    return _attend(q, k, v, mask, softmax_scale, drop, return_lse, return_weights)
+    return _attend(q, k, v, mask, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
 
 
 def _each_sequence_alone(
@@ -74,19 +63,10 @@ def _each_sequence_alone(
     rng_state: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Packed sequences, each with its own scores only. Dropout counts the packed positions, as everywhere."""
-    H, T, queries, keys = q.shape[1], q.shape[2], apart.queries, apart.keys
-
+    """Packed sequences, each with its own scores only. Dropout counts the places of the unpacked ones."""
+    queries, keys = apart.queries, apart.keys
     inputs = (queries.unpack(q), keys.unpack(k), keys.unpack(v))
-    Lq, Lk = inputs[0].shape[2], inputs[1].shape[2]
-
-    def factor(dtype: torch.dtype) -> Tensor:
-        heads = torch.arange(H, device=q.device)[:, None]
-        row = heads * T + queries.start[:, None, None] + torch.arange(Lq, device=q.device)
-        return philox.keep_factor_at(rng_state, row, keys.start[:, None, None], Lk, dropout_p, dtype)
-
-    drop = None if rng_state is None else Drop(factor, philox.rescale(dropout_p))
-    out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, drop, return_lse, None)
+    out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, dropout_p, rng_state, return_lse, None)
     return queries.pack(out, 0.0), None if lse is None else queries.pack(lse[..., None], -torch.inf).squeeze(3), None
 
 
@@ -96,14 +76,19 @@ def _attend(
     v: Tensor,
     mask: AttentionMask | None,
     softmax_scale: float,
-    drop: Drop | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
     return_lse: bool,
     return_weights: Literal["all", "mean"] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Results as attention()'s. drop: dropout on the weights."""
-    H, Lq, Lk = q.shape[1], q.shape[2], k.shape[2]
+    """Results as attention()'s. rng_state: None without dropout."""
+    B, H, Lq, _ = q.shape
+    Lk = k.shape[2]
     bias = None if mask is None else mask.bias
-    fused = drop is None and bias is None and not return_lse and return_weights is None and Lk > 0
+    alone = bias is None and not return_lse and return_weights is None and Lk > 0
+    blocked = alone and _blocks_pay(q, k, rng_state is not None)
+    fused = alone and rng_state is None and not blocked
+    is_causal = mask is not None and mask.has_band and Lq == Lk and mask.band(Lq, Lk)[1] <= 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
         return _torch_attention(q, k, v, None, softmax_scale, is_causal=True), None, None
 
@@ -135,21 +120,24 @@ def _attend(
     hidden = masked
     # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
     if masked is not None and abs(softmax_scale) <= 1 and finite:
-        hidden = mask.additive(masked, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
-    alone = bias is None and not return_lse and return_weights is None
-    if drop is not None and alone and not torch.compiler.is_compiling():
+        dtype = q.dtype if blocked else torch.promote_types(q.dtype, torch.float32)
+        hidden = mask.additive(masked, Lq, Lk, dtype)
+    if blocked:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
-        out = DroppedAttention.apply(q, k, v, hidden, softmax_scale, *drop)
+        out = BlockedAttention.apply(q, k, v, hidden, is_causal, softmax_scale, dropout_p, rng_state)
         return out if has_keys is None else out.where(has_keys, 0), None, None
-    s = scores(q, k, softmax_scale)
+    s = plain_scores(q, k, softmax_scale)
     if bias is not None:
         s = s + _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
-    if hidden is not None:
-        s = hide(s, hidden)
+    if hidden is not None and may_write_in_place():
+        s = add_hidden(s, hidden)
+    elif hidden is not None:
+        s = s.masked_fill(hidden, -torch.inf) if hidden.dtype == torch.bool else s + hidden
     lse = torch.logsumexp(s, dim=-1) if return_lse else None
     weights = torch.softmax(s, dim=-1)
-    if drop is not None:
-        weights = weights * drop.factor(weights.dtype)
+    if rng_state is not None:
+        factor = philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, weights.dtype)
+        weights = weights * factor.view(weights.shape)
     weights = weights.to(q.dtype)
     out = torch.matmul(weights, v)
     if has_keys is not None:
@@ -159,6 +147,20 @@ def _attend(
     if return_weights is None:
         return out, lse, None
     return out, lse, weights if return_weights == "all" else weights.mean(1)
+
+
+def _blocks_pay(q: Tensor, k: Tensor, drops: bool) -> bool:
+    """Whether blocks of heads are faster than PyTorch's fused operator, or with dropout than its single ones."""
+    if not can_read_values(q) or not may_write_in_place():
+        return False
+    if drops:
+        return True
+    weights = q.shape[:3].numel() * k.shape[2]
+    if weights < FEW_WEIGHTS:
+        return False
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return True
+    return torch.is_grad_enabled() and weights * q.itemsize <= KEPT_BYTES
 
 
 def _excludes_keys(mask: AttentionMask) -> bool:
@@ -228,7 +230,7 @@ def _gradients_of_formula(
         hidden = torch.ones(Lq, Lk, dtype=torch.bool, device=doutputs[0].device).triu_(1)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.matmul(softmax(q, k, hidden, kept._saved_scale).to(q.dtype), v)
+        return torch.matmul(plain_weights(q, k, hidden, kept._saved_scale).to(q.dtype), v)
 
     inputs = (kept._saved_query, kept._saved_key, kept._saved_value)
     return *differentiable_gradients(formula, inputs, doutputs[:1]), *gradients[3:]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn._products import linear
 from fastattn._transforms import may_write_in_place
 from fastattn.reference import philox
 from fastattn.reference.feed_forward import activate, why_not
@@ -24,8 +24,8 @@ def feed_forward(
 ) -> Tensor:
     """As fastattn.reference.feed_forward.feed_forward, which is the specification."""
     # A matrix: relu in place on a view of one would cost copies in backward.
-    hidden = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
+    hidden = linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
     in_place = activation == "relu" and may_write_in_place()  # its gradient needs h alone
     hidden = hidden.relu_() if in_place else activate(hidden, activation)
-    out = F.linear(philox.dropout(hidden, dropout_p, rng_state), weight2, bias2)
+    out = linear(philox.dropout(hidden, dropout_p, rng_state), weight2, bias2)
     return out.view(*x.shape[:-1], len(weight2))

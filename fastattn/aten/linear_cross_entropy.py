@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn._products import is_onednns, product
 from fastattn.reference.linear_cross_entropy import why_not
 
 __all__ = ["linear_cross_entropy_bwd", "linear_cross_entropy_fwd", "why_not"]
@@ -93,9 +94,9 @@ def _chunked_losses_and_grads(
         chunk_rate = None if rate is None else rate[rows]
         _cross_entropy_(logits, target[rows], chunk_rate, label_smoothing, losses[rows])
         if needs[0]:
-            torch.mm(logits, weight, out=dx[rows])
+            dx[rows] = product(logits, weight.t())
         if needs[1]:
-            dweight = _add(dweight, logits.t() @ x[rows], acc)
+            dweight = _add(dweight, product(logits.t(), x[rows].t()), acc)
         if needs[2]:
             dbias = _add(dbias, logits.sum(0), acc)
 
@@ -115,6 +116,8 @@ def _can_read_values(x: Tensor) -> bool:
 
 def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """scale * (x weight^T + bias), rounded once."""
+    if is_onednns(x, weight):
+        return product(x * scale, weight, None if bias is None else bias * scale)
     if bias is None:
         bias, beta = x.new_zeros(()), 0.0  # of which a product of 0 is not even read
     else:

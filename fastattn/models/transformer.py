@@ -23,6 +23,7 @@ from fastattn.masks import AttentionMask
 from fastattn.models.packing import Packed, packing_pays, packs_unnoticed, source_packing_pays
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.cache import DecoderCache, real_first
+from fastattn.nn.joint_linear import linear
 from fastattn.nn.recompute import recomputed
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
@@ -46,7 +47,8 @@ class FusedTransformer(nn.Module):
     norm_first, activation, n_head_kv: see PendingResidual, PositionwiseFeedForward, MultiHeadAttention in fastattn.nn.
     pack_padding: True drops padding before both stacks, so that only real tokens are computed. Their results stay the
         same; logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays from
-        about a quarter of padding on. None: ``loss`` and decoding on a CPU drop padding from a quarter on.
+        about a quarter of padding on. None: on a CPU, from a quarter on, ``loss`` drops all padding; forward and
+        decoding drop that of the source.
     recompute: save neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which computes
         them again. Saved activations take two fifths less memory (two thirds with gated activations), and the
         feed-forward takes a sixth more time. Gradients stay the same, but for other roundings under torch.autocast.
@@ -243,8 +245,21 @@ class FusedTransformer(nn.Module):
             if pack:
                 return self.decode_packed(src_seq, trg_seq)
             src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
-            enc_output, *_ = self.encoder(src_seq, src_mask)
+            enc_output = self.encode(src_seq, src_mask)
             return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
+
+    def encode(self, src_seq: Tensor, src_mask: AttentionMask) -> Tensor:
+        """The encoder's output (B, Ls, d_model). Where source padding is dropped on the way, it is 0 there."""
+        pack = self.pack_padding
+        if pack is None:
+            pays = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
+            pack = pays and packs_unnoticed(self)
+        if not pack:
+            return self.encoder(src_seq, src_mask)[0]
+        self.encoder.position_enc.check(src_seq.size(1))
+        src = Packed(src_seq, self.src_pad_idx)
+        mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
+        return src.unpack(self.encoder(src.tokens, mask, position=src.position)[0])
 
     def decode_packed(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed]:
         """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and the Packed that unpacks it."""
@@ -265,19 +280,10 @@ class FusedTransformer(nn.Module):
         _check_sequence("src_seq", src_seq)
         if capacity > (n_position := self.decoder.position_enc.pos_table.size(1)):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
-        pack = self.pack_padding
-        if pack is None:
-            pays = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
-            pack = pays and packs_unnoticed(self)
         if src_seq.size(1) == 0:
             enc_output = next(self.parameters()).new_zeros(len(src_seq), 0, self.d_model)
-        elif pack:
-            self.encoder.position_enc.check(src_seq.size(1))
-            src = Packed(src_seq, self.src_pad_idx)
-            mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
-            enc_output = src.unpack(self.encoder(src.tokens, mask, position=src.position)[0])
         else:
-            enc_output, *_ = self.encoder(src_seq, self.src_mask(src_seq))
+            enc_output = self.encode(src_seq, self.src_mask(src_seq))
         memory = self.decoder.memory(*real_first(enc_output, src_seq != self.src_pad_idx))
         return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))
 
@@ -301,7 +307,7 @@ class FusedTransformer(nn.Module):
     def project(self, dec_output: Tensor) -> Tensor:
         """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
         if is_unmodified(self.trg_word_prj):  # its d_model inputs are scaled instead of the n_trg_vocab logits
-            return self.trg_word_prj(self.scaled(dec_output))
+            return linear(self.trg_word_prj, self.scaled(dec_output), backend=self.decoder.backend)
         return self.scaled(self.trg_word_prj(dec_output))
 
     def scaled(self, x: Tensor) -> Tensor:

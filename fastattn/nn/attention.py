@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fastattn.masks import AttentionMask
 from fastattn.nn.cache import DecoderCache, KeysAndValues
-from fastattn.nn.joint_linear import joint_linear
+from fastattn.nn.joint_linear import joint_linear, linear
 from fastattn.nn.residual import Stream, add_branch, current_dropout_p
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.attention import scaled_dot_product_attention
@@ -194,15 +194,16 @@ class MultiHeadAttention(nn.Module):
                 expected = f"(B, L, d_model = {self.d_model})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
         if projected is not None:
-            q, (k, v) = self.w_qs(q), projected
+            q, (k, v) = linear(self.w_qs, q, backend=self.backend), projected
         elif q is k is v:
             q, k, v = joint_linear(q, (self.w_qs, self.w_ks, self.w_vs), backend=self.backend)
         else:
-            q, k, v = self.w_qs(q), self.w_ks(k), self.w_vs(v)
+            maps = ((self.w_qs, q), (self.w_ks, k), (self.w_vs, v))
+            q, k, v = (linear(w, x, backend=self.backend) for w, x in maps)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
         q, k, v = _heads(q, self.d_k), _heads(k, self.d_k), _heads(v, self.d_v)
         out, attn = self.attention(q, k, v, as_attention_mask(mask), return_attn=return_attn)
-        return self.fc(out.transpose(1, 2).flatten(2)), attn
+        return linear(self.fc, out.transpose(1, 2).flatten(2), backend=self.backend), attn
 
     def extra_repr(self) -> str:
         return (

@@ -10,13 +10,11 @@ is.
 
 from __future__ import annotations
 
-import functools
-import platform
-
 import torch
 from torch import Tensor, nn
 
 from fastattn._dispatch import requested
+from fastattn._products import has_onednn
 from fastattn.nn.unmodified import is_unmodified
 
 LEAST_WEIGHTS, LEAST_PRODUCTS = 2**16, 2**18  # of a weight, and of a call, for packing to be worth it
@@ -58,7 +56,7 @@ def _can_pack(linear: nn.Module, x: Tensor, backend: str | None) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
-        and _has_onednn()
+        and has_onednn()
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and is_unmodified(linear)
@@ -70,13 +68,3 @@ def _can_pack(linear: nn.Module, x: Tensor, backend: str | None) -> bool:
 
 def _is_worth_it(weights: int, products: int) -> bool:
     return products >= (LEAST_PRODUCTS if weights >= LEAST_WEIGHTS else MANY_PRODUCTS)
-
-
-@functools.cache
-def _has_onednn() -> bool:
-    """Whether this PyTorch has oneDNN's products, on the processors where they were measured."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and platform.machine() in ("x86_64", "AMD64")
-        and all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
-    )

@@ -218,7 +218,7 @@ def _serve(
 ) -> Tensor | tuple[Tensor, Tensor]:
     name, module = _dispatch.choose(op_name, device, call, backend)
     x, residual, weight, bias, dropout_p, x_bias = call
-    rng_state = draw_rng_state(device) if dropout_p > 0 else None
+    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
     with arguments.no_autocast(device):
         if hasattr(module, "add_layer_norm"):

@@ -205,7 +205,7 @@ def scaled_dot_product_attention(
     q, k, v, mask, dropout_p = call
     wanted = _checked_weights(return_weights, q.shape[1])
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    rng_state = draw_rng_state(device) if dropout_p > 0 else None
+    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
     with arguments.no_autocast(device):
         if hasattr(module, "attention"):

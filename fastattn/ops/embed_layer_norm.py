@@ -118,7 +118,7 @@ def embed_layer_norm(
     device, call = _query(tokens, embedding, position_table, weight, bias, eps, dropout_p, **options)
     name, module = _dispatch.choose("embed_layer_norm", device, call, backend)
     *tensors, scale, padding_idx, dropout_p, dtype = call
-    rng_state = draw_rng_state(device) if dropout_p > 0 else None
+    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
     with arguments.no_autocast(device):
         if hasattr(module, "embed_layer_norm"):
             return module.embed_layer_norm(*tensors, scale, padding_idx, float(eps), dropout_p, rng_state, dtype)

@@ -90,7 +90,7 @@ def feed_forward(
     """
     device, call = _query(x, weight1, bias1, weight2, bias2, activation, dropout_p)
     name, module = _dispatch.choose("feed_forward", device, call, backend)
-    rng_state = draw_rng_state(device) if dropout_p > 0 else None
+    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
     with arguments.no_autocast(device):
         if hasattr(module, "feed_forward"):
             if recompute and torch.is_grad_enabled():  # dropout's draw is an argument: no generator has to be kept

@@ -11,9 +11,16 @@ numbers: as easy as 1, 2, 3"), the fewest rounds that pass BigCrush:
 One call thus serves 8 neighbours, a 16-byte vector of 16-bit numbers. The probability is exact to 2^-17, and the bits
 depend on the element's global position alone, never on tiles, so a backward pass may read the data in another order.
 Rows and columns: attention (b * H + h) * Lq + i and key j; the other ops flattened row and column of their input.
+
+The backend `aten` on a CPU drops by PyTorch's own generator instead, which takes a tenth of the time there: its
+rng_state holds a seed alone, (1,), and the lanes of a matrix, row after row, are the 16-bit parts of the 64-bit numbers
+that torch.Generator draws from that seed. Threshold and factor are the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,10 +34,28 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 
 
-def draw_rng_state(device: torch.device) -> Tensor:
-    """A fresh (seed, offset), int64 (2,), from torch's generator of the device: no host synchronisation, new at every
-    call, repeatable under torch.manual_seed, replayed by activation checkpointing and renewed by CUDA-graph replay."""
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+_drops_as: list[str] = []  # see dropping_as
+
+
+def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
+    """A fresh rng_state, int64, on the device: (seed, offset), or (seed,) for the backend "aten" on a CPU.
+
+    From torch's generator of the device: no host synchronisation, new at every call, repeatable under
+    torch.manual_seed, replayed by activation checkpointing and renewed by CUDA-graph replay."""
+    if _drops_as and backend in (None, "reference"):
+        backend = _drops_as[-1]
+    numbers = 1 if backend == "aten" and device.type == "cpu" else 2
+    return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
+
+
+@contextmanager
+def dropping_as(backend: str) -> Iterator[None]:
+    """The reference path drops what this backend would drop, so that the two can be compared."""
+    _drops_as.append(backend)
+    try:
+        yield
+    finally:
+        _drops_as.pop()
 
 
 def threshold(dropout_p: float) -> int:
@@ -43,23 +68,29 @@ def rescale(dropout_p: float) -> float:
     return 0.0 if dropout_p >= 1.0 else 1.0 / (1.0 - dropout_p)
 
 
+class LaneStream:
+    """The lanes that PyTorch's generator draws from a seed, one after the other. rng_state: (seed,), on a CPU."""
+
+    def __init__(self, rng_state: Tensor) -> None:
+        self.generator = torch.Generator().manual_seed(rng_state.item())
+        self.rest: Tensor | None = None
+
+    def take(self, count: int) -> Tensor:
+        """The next lanes, int16 (count,), as if unsigned and moved down by 2^15."""
+        rest = 0 if self.rest is None else len(self.rest)
+        words = torch.empty(-(-max(count - rest, 0) // 4), dtype=torch.int64)
+        lanes = words.random_(-(2**63), None, generator=self.generator).view(torch.int16)
+        if rest:
+            lanes = torch.cat([self.rest, lanes])
+        self.rest = lanes[count:] if len(lanes) > count else None
+        return lanes[:count]
+
+
 def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
     """The 16-bit lanes of a (rows, cols) matrix, int16 (rows, cols), as if unsigned."""
     row = torch.arange(rows, dtype=torch.int64, device=rng_state.device)[:, None]
     group = torch.arange(-(-cols // LANES), dtype=torch.int64, device=rng_state.device)[None, :]
     return _lanes_of_groups(rng_state, row, group)[:, :cols]
-
-
-def philox_lanes_at(rng_state: Tensor, row: Tensor, first_col: Tensor, cols: int) -> Tensor:
-    """The lanes of columns first_col, .. first_col + cols - 1 of the given rows, int16 (*shape, cols).
-
-    row, first_col: int64, of shapes that broadcast to `shape`.
-    """
-    shift = first_col % LANES
-    groups = torch.arange((cols + 2 * LANES - 2) // LANES, dtype=torch.int64, device=rng_state.device)
-    lanes = _lanes_of_groups(rng_state, row[..., None], (first_col // LANES)[..., None] + groups)
-    col = shift[..., None] + torch.arange(cols, device=rng_state.device)
-    return lanes.gather(-1, col.expand(*lanes.shape[:-1], cols))
 
 
 def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
@@ -91,29 +122,30 @@ def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
 
 def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
     """Which elements of a (rows, cols) matrix survive dropout: bool, True = keep."""
+    if len(rng_state) == 1:
+        if can_read_values(rng_state):
+            return keep_of(LaneStream(rng_state).take(rows * cols).view(rows, cols), dropout_p, torch.bool)
+        return torch.rand(rows, cols, device=rng_state.device) >= dropout_p  # torch.compile has its own generator
     lanes, limit = philox_lanes(rng_state, rows, cols), threshold(dropout_p)
     if limit > 65535:
         return torch.zeros_like(lanes, dtype=torch.bool)
     return lanes + (-32768) >= limit - 32768  # unsigned comparison: both sides moved down by 2^15
 
 
+def keep_of(lanes: Tensor, dropout_p: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """1 where a lane of a LaneStream is kept, else 0. Written into out where that is given."""
+    if (limit := threshold(dropout_p)) > 65535:  # int16 has no such number
+        return lanes.new_zeros(lanes.shape, dtype=dtype) if out is None else out.zero_()
+    # Written as a number at once: on a CPU a product with that costs a tenth of a choice by a bool.
+    return torch.ge(lanes, limit - 32768, out=lanes.new_empty(lanes.shape, dtype=dtype) if out is None else out)
+
+
 def keep_factor(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    """What dropout multiplies each element of a (rows, cols) matrix by: 0 or 1 / (1 - dropout_p), float32 or float64.
-
-    On a CPU a product with it costs a tenth of a choice by a bool mask.
-    """
-    return _factor(philox_lanes(rng_state, rows, cols), dropout_p, dtype)
-
-
-def keep_factor_at(
-    rng_state: Tensor, row: Tensor, first_col: Tensor, cols: int, dropout_p: float, dtype: torch.dtype
-) -> Tensor:
-    """keep_factor of the elements that philox_lanes_at names, (*shape, cols)."""
-    return _factor(philox_lanes_at(rng_state, row, first_col, cols), dropout_p, dtype)
-
-
-def _factor(lanes: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    return lanes.view(torch.uint16).to(dtype).ge_(threshold(dropout_p)).mul_(rescale(dropout_p))
+    """What dropout multiplies each element of a (rows, cols) matrix by: 0 or 1 / (1 - dropout_p)."""
+    if len(rng_state) == 1 and can_read_values(rng_state):
+        lanes = LaneStream(rng_state).take(rows * cols).view(rows, cols)
+        return keep_of(lanes, dropout_p, dtype).mul_(rescale(dropout_p))
+    return keep_mask(rng_state, rows, cols, dropout_p).to(dtype) * rescale(dropout_p)
 
 
 def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:

@@ -49,7 +49,8 @@ class Checkpointed(torch.nn.Module):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_activation_checkpointing_draws_the_same_dropout(norm_first, batch):
-    model = fused(dropout=0.2, norm_first=norm_first)
+    # A wrapped layer would keep the model from dropping padding, and then other numbers are drawn.
+    model = fused(dropout=0.2, norm_first=norm_first, pack_padding=False)
     other = copy.deepcopy(model)
     torch.manual_seed(7)
     logits, gradients = train_step(model, batch)

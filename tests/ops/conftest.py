@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fastattn.cuda
+from fastattn.reference import philox
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda"))
 
@@ -23,6 +24,14 @@ def host_extension() -> Path | None:
     if host_build.why_not() is not None:
         return None
     return host_build.build("_C", host_build.extension_sources(), host_build.KEPT)
+
+
+@pytest.fixture(autouse=True)
+def the_reference_drops_alike(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test computes by the formula, with draw_rng_state or the reference path, drops what its backend drops."""
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    with philox.dropping_as(parameters.get("backend") or "reference"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -102,15 +102,26 @@ def philox_lane(seed: int, offset: int, row: int, col: int) -> int:
     return c[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF
 
 
+def generator_lane(seed: int, index: int) -> int:
+    """Likewise by the rule of the backend aten on a CPU."""
+    words = torch.empty(index // 4 + 1, dtype=torch.int64)
+    words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
+    return ((int(words[-1]) >> 16 * (index % 4)) + 2**15) & 0xFFFF
+
+
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mask_is_the_written_rule(backend: str, dropout_p: float, device: torch.device) -> None:
     """x = 1: what is kept is 1 / (1 - dropout_p), in z and, for a gradient of 1, in dx; element for element."""
     call, (rows, hidden) = backend_call(backend, device), (11, 77)
     torch.manual_seed(3)
-    seed, offset = philox.draw_rng_state(device).tolist()
+    seed, *offset = philox.draw_rng_state(device).tolist()
     threshold = round(dropout_p * 65536)
-    rule = [[philox_lane(seed, offset, row, col) >= threshold for col in range(hidden)] for row in range(rows)]
+
+    def lane(row: int, col: int) -> int:
+        return philox_lane(seed, *offset, row, col) if offset else generator_lane(seed, row * hidden + col)
+
+    rule = [[lane(row, col) >= threshold for col in range(hidden)] for row in range(rows)]
     kept = 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)
     expected = torch.tensor(rule, device=device) * torch.tensor(kept, dtype=torch.float32, device=device)
     x = torch.ones(rows, hidden, device=device, requires_grad=True)
