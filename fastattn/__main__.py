@@ -7,7 +7,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {"doctor": "what is installed, which backend serves what and why, and how far each is from float64"}
+COMMANDS = {
+    "doctor": "what is installed, which backend serves what and why, and how far each is from float64",
+    "tune": "measure which way of computing is fastest on this machine, and use it from then on",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,9 @@
 """The only place that picks a backend.
 
-Order of choice: the ``backend=`` argument, the ``use_backend()`` context, the environment's FASTATTN_BACKEND, then the
-device's own order. A backend asked for by name serves or raises with its reason; the automatic choice takes the first
-that can. Of each op a backend has one module, with ``why_not`` and the op's functions, imported when first asked for.
+Order of choice: the ``backend=`` argument, the ``use_backend()`` context, the environment's FASTATTN_BACKEND, the
+record that ``python -m fastattn tune`` made of this device, then the device's own order. A backend asked for by name
+serves or raises with its reason; the automatic choice takes the first that can. Of each op a backend has one module,
+with ``why_not`` and the op's functions, imported when first asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 import fastattn
+from fastattn import _records
 from fastattn._transforms import is_transformed
 
 BACKENDS = ("reference", "aten", "triton", "cuda")
@@ -49,24 +51,29 @@ class Op:
     """An op as the dispatcher knows it. ``query`` checks a call's arguments and gives (device, why_not's arguments).
 
     served_by: the name under which backends have it: its own or, for a variant of another op, that op's.
+    call_class: of why_not's arguments, the class of calls for which a record names the fastest backend.
     """
 
     name: str
     function: Callable[..., Any]
     query: Callable[..., tuple[torch.device, tuple[Any, ...]]]
     served_by: str
+    call_class: Callable[..., str]
 
 
 OPS: dict[str, Op] = {}
 
 
 def register(
-    op_name: str, query: Callable[..., tuple[torch.device, tuple[Any, ...]]], served_by: str | None = None
+    op_name: str,
+    query: Callable[..., tuple[torch.device, tuple[Any, ...]]],
+    call_class: Callable[..., str],
+    served_by: str | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator of an op's public function: makes it known to ``explain`` and the doctor."""
 
     def note(function: Function) -> Function:
-        OPS[op_name] = Op(op_name, function, query, served_by or op_name)
+        OPS[op_name] = Op(op_name, function, query, served_by or op_name, call_class)
         return function
 
     return note
@@ -111,8 +118,20 @@ def _known(name: str, source: str) -> str:
 
 
 def default_order(device: torch.device) -> tuple[str, ...]:
-    """The backends in the order in which the automatic choice asks them."""
+    """The backends in the order in which the automatic choice asks them, where no record says which is fastest."""
     return DEFAULT_ORDER.get(device.type, OTHER_ORDER)
+
+
+def recorded_choice(op_name: str, device: torch.device, arguments: tuple[Any, ...]) -> str | None:
+    """The backend that a record of this device names for such a call, or None. See fastattn/_records.py."""
+    name = _records.choice(op_name, device.type, lambda: OPS[op_name].call_class(*arguments))
+    return name if name in BACKENDS else None
+
+
+def automatic_order(op_name: str, device: torch.device, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """The backends in the order in which this call asks them."""
+    name = recorded_choice(op_name, device, arguments)
+    return default_order(device) if name is None else (name, *default_order(device))
 
 
 @torch.compiler.assume_constant_result  # torch.compile traces no import
@@ -157,7 +176,7 @@ def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backe
             op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) cannot serve this call: {reason}")
         return name, load_backend(served_by, name)
-    for name in default_order(device):
+    for name in automatic_order(op_name, device, arguments):
         if refusal(served_by, name, arguments) is None:
             return name, load_backend(served_by, name)
     raise AssertionError("unreachable: the reference serves everything")

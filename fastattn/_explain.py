@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+import torch
 from torch import nn
 
-from fastattn import _dispatch
+from fastattn import _dispatch, _records
 from fastattn.nn.unmodified import why_modified, why_observed
 
 # How a kernel serves CPU tensors, when it does.
@@ -29,6 +30,7 @@ class Explanation:
     chosen: str | None  # None: the one asked for by name cannot serve
     refusals: dict[str, str | None] = field(default_factory=dict)  # backend -> the reason, None = can serve
     notes: dict[str, str] = field(default_factory=dict)  # backend -> how it serves, where that is out of the ordinary
+    remarks: list[str] = field(default_factory=list)  # on records of this device, see `python -m fastattn tune`
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} ({self.source})"]
@@ -36,7 +38,7 @@ class Explanation:
             note = f" ({self.notes[name]})" if name in self.notes else ""
             verdict = f"no: {reason}" if reason is not None else f"can serve{note}"
             lines.append(f"  {'->' if name == self.chosen else '  '} {name:<9} {verdict}")
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  {remark}" for remark in self.remarks])
 
 
 @overload
@@ -61,16 +63,31 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
     name, source = _dispatch.requested(kwargs.get("backend"))
     device, arguments = found.query(*args, **kwargs)
-    order = _dispatch.default_order(device)
+    order = tuple(dict.fromkeys(_dispatch.automatic_order(found.name, device, arguments)))
     order += tuple(b for b in _dispatch.BACKENDS if b not in order)
     refusals = {b: _dispatch.refusal(found.served_by, b, arguments) for b in order}
     asked = name is not None
     if not asked:
-        name = next(b for b in _dispatch.default_order(device) if refusals[b] is None)
+        name = next(b for b in order if refusals[b] is None)
     chosen = name if refusals[name] is None else None
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
     source = f"{source} asks for {name}" if asked else source
-    return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes)
+    remarks = _remarks(found, device, arguments)
+    return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)
+
+
+def _remarks(op: _dispatch.Op, device: torch.device, arguments: tuple[Any, ...]) -> list[str]:
+    """What the record of this device says of the call, and why others are ignored."""
+    records = _records.found(device.type)
+    remarks = [f"the record {path} is ignored: it {reason}" for path, reason in records.ignored.items()]
+    if records.source is None:
+        return remarks
+    name = _dispatch.recorded_choice(op.name, device, arguments)
+    said = [] if name is None else [f"{name} is the fastest backend"]
+    if device.type == "cpu":
+        for kind in records.choices.keys() & {f"{op.name} by aten", "product"}:
+            said += [f"{kind}: {of_class}: {way}" for of_class, way in sorted(records.choices[kind].items())]
+    return [*remarks, f"the record {records.source} says: {'; '.join(said) or 'nothing of such calls'}"]
 
 
 @dataclass(frozen=True)

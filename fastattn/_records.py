@@ -16,6 +16,8 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +37,36 @@ class Found(NamedTuple):
     ignored: dict[str, str]
 
 
-def choice(op_name: str, call_class: str, device_type: str) -> str | None:
-    """The way that the record of the current device names for such a call, or None."""
-    if torch.compiler.is_compiling():  # what a trace would keep
+def choice(op_name: str, device_type: str, call_class: Callable[[], str]) -> str | None:
+    """The way that the record of the current device names for such a call, or None. Not in what torch.compile traces,
+    where it would stay for good."""
+    if torch.compiler.is_compiling():
         return None
-    of_op = found(device_type).choices.get(op_name)
-    return None if of_op is None else of_op.get(call_class)
+    of_op = (_used[-1] if _used else found(device_type).choices).get(op_name)
+    return None if of_op is None else of_op.get(call_class())
+
+
+_used: list[dict[str, dict[str, str]]] = []
+
+
+@contextmanager
+def using(choices: dict[str, dict[str, str]]) -> Iterator[None]:
+    """These choices hold instead of any record's, {} for the built-in rules: for measuring one way and the other."""
+    _used.append(choices)
+    try:
+        yield
+    finally:
+        _used.pop()
+
+
+def call_class(dtype: torch.dtype, dropout_p: float = 0.0, *traits: str) -> str:
+    """The name of a class of calls, such as "float32, mask, dropout"."""
+    return ", ".join((str(dtype).removeprefix("torch."), *traits, *(("dropout",) if dropout_p > 0 else ())))
+
+
+def up_to(size: int, what: str, *limits: int) -> str:
+    """A trait: "up to 128 keys", or "more keys" past the last of the limits."""
+    return next((f"up to {limit} {what}" for limit in limits if size <= limit), f"more {what}")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattn import _records
 from fastattn._transforms import can_read_values, differentiable_gradients, may_write_in_place
 from fastattn.aten._blocks import KEPT_BYTES, BlockedAttention, add_hidden, plain_scores, plain_weights
 from fastattn.aten._sequences import Sequences, sequences
@@ -86,7 +87,7 @@ def _attend(
     Lk = k.shape[2]
     bias = None if mask is None else mask.bias
     alone = bias is None and not return_lse and return_weights is None and Lk > 0
-    blocked = alone and _blocks_pay(q, k, rng_state is not None)
+    blocked = alone and _blocks_serve(q, k, 0.0 if rng_state is None else dropout_p)
     fused = alone and rng_state is None and not blocked
     is_causal = mask is not None and mask.has_band and Lq == Lk and mask.band(Lq, Lk)[1] <= 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
@@ -128,7 +129,8 @@ def _attend(
         return out if has_keys is None else out.where(has_keys, 0), None, None
     s = plain_scores(q, k, softmax_scale)
     if bias is not None:
-        s = s + _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
+        bias = _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
+        s = s.add_(bias) if may_write_in_place() else s + bias
     if hidden is not None and may_write_in_place():
         s = add_hidden(s, hidden)
     elif hidden is not None:
@@ -149,18 +151,33 @@ def _attend(
     return out, lse, weights if return_weights == "all" else weights.mean(1)
 
 
-def _blocks_pay(q: Tensor, k: Tensor, drops: bool) -> bool:
-    """Whether blocks of heads are faster than PyTorch's fused operator, or with dropout than its single ones."""
+BLOCKS, SINGLE = "blocks", "PyTorch"  # the ways of a call on a CPU, as a record names them
+
+
+def way(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """Blocks of heads, or PyTorch's operators: its fused one, or with dropout one after the other."""
+    return _records.choice("attention by aten", "cpu", lambda: way_class(q, k, dropout_p)) or _rule(q, k, dropout_p)
+
+
+def way_class(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """The class of calls for which a record names one of the two ways."""
+    gradient = ("gradient",) if torch.is_grad_enabled() else ()
+    return _records.call_class(q.dtype, dropout_p, _records.up_to(k.shape[2], "keys", 64, 256, 1024), *gradient)
+
+
+def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """What was measured on an AMD EPYC, see _blocks.py."""
+    if dropout_p > 0 or q.dtype in (torch.bfloat16, torch.float16):
+        return BLOCKS
+    short = k.shape[2] <= 256 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= KEPT_BYTES
+    return BLOCKS if short and torch.is_grad_enabled() else SINGLE
+
+
+def _blocks_serve(q: Tensor, k: Tensor, dropout_p: float) -> bool:
     if not can_read_values(q) or not may_write_in_place():
         return False
-    if drops:
-        return True
-    weights = q.shape[:3].numel() * k.shape[2]
-    if weights < FEW_WEIGHTS:
-        return False
-    if q.dtype in (torch.bfloat16, torch.float16):
-        return True
-    return torch.is_grad_enabled() and weights * q.itemsize <= KEPT_BYTES
+    few = q.shape[:3].numel() * k.shape[2] < FEW_WEIGHTS
+    return dropout_p > 0 if few else way(q, k, dropout_p) == BLOCKS
 
 
 def _excludes_keys(mask: AttentionMask) -> bool:

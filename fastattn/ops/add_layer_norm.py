@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch
+from fastattn import _dispatch, _records
 from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
@@ -98,6 +98,12 @@ def _checked(
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
 
+def _call_class(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float, *_: Any
+) -> str:
+    return _records.call_class(x.dtype, dropout_p, _records.up_to(x.shape[-1], "columns", 1024))
+
+
 @overload
 def dropout_add_layer_norm(
     x: Tensor,
@@ -126,7 +132,7 @@ def dropout_add_layer_norm(
     eps_on_std: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@_dispatch.register("add_layer_norm", _query)
+@_dispatch.register("add_layer_norm", _query, _call_class)
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -186,7 +192,7 @@ def dropout_add_rms_norm(
     x_bias: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@_dispatch.register("add_rms_norm", _rms_query, served_by="add_layer_norm")
+@_dispatch.register("add_rms_norm", _rms_query, _call_class, served_by="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch
+from fastattn import _dispatch, _records
 from fastattn._transforms import differentiable_gradients
 from fastattn.masks import AttentionMask, Layout, flatten, unflatten
 from fastattn.ops import _arguments as arguments
@@ -117,6 +117,11 @@ class _InvalidType(TypeError, RuntimeError):
     """Also what torch's own function raises."""
 
 
+def _call_class(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
+    keys = _records.up_to(k.shape[2], "keys", 128, 1024)
+    return _records.call_class(q.dtype, dropout_p, keys, *(() if mask is None else ("mask",)))
+
+
 @overload
 def scaled_dot_product_attention(
     query: Tensor,
@@ -147,7 +152,7 @@ def scaled_dot_product_attention(
     return_weights: bool | Literal["mean"] = False,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]: ...
-@_dispatch.register("attention", _query)
+@_dispatch.register("attention", _query, _call_class)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

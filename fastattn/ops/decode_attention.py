@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch
+from fastattn import _dispatch, _records
 from fastattn.ops import _arguments as arguments
 
 Call = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -71,7 +71,11 @@ def _query(
     return query.device, (query, key, value, lengths, ancestors)
 
 
-@_dispatch.register("decode_attention", _query)
+def _call_class(q: Tensor, *tensors: Tensor | None) -> str:
+    return _records.call_class(q.dtype)
+
+
+@_dispatch.register("decode_attention", _query, _call_class)
 def decode_attention(
     query: Tensor,
     key: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch
+from fastattn import _dispatch, _records
 from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
@@ -81,7 +81,12 @@ def _query(
     return embedding.device, (*tensors, float(scale), padding_idx, float(dropout_p), dtype)
 
 
-@_dispatch.register("embed_layer_norm", _query)
+def _call_class(*options: Any) -> str:
+    dropout_p, dtype = options[-2:]
+    return _records.call_class(dtype, dropout_p)
+
+
+@_dispatch.register("embed_layer_norm", _query, _call_class)
 def embed_layer_norm(
     tokens: Tensor,
     embedding: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import _dispatch
+from fastattn import _dispatch, _records
 from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
@@ -59,7 +59,13 @@ def _query(
     return x.device, (x, weight1, bias1, weight2, bias2, activation, float(dropout_p))
 
 
-@_dispatch.register("feed_forward", _query)
+def _call_class(x: Tensor, weight1: Tensor, *options: Any) -> str:
+    activation, dropout_p = options[-2:]
+    tokens = _records.up_to(x.numel() // max(x.shape[-1], 1), "tokens", 1024)
+    return _records.call_class(x.dtype, dropout_p, tokens, *(("gated",) if activation in GATED else ()))
+
+
+@_dispatch.register("feed_forward", _query, _call_class)
 def feed_forward(
     x: Tensor,
     weight1: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch
+from fastattn import _dispatch, _records
 from fastattn._transforms import can_read_values, differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
@@ -104,7 +104,11 @@ def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) 
     return target
 
 
-@_dispatch.register("linear_cross_entropy", _query)
+def _call_class(x: Tensor, *options: Any) -> str:
+    return _records.call_class(x.dtype)
+
+
+@_dispatch.register("linear_cross_entropy", _query, _call_class)
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

@@ -1,0 +1,255 @@
+"""`python -m fastattn tune`: measure which way of computing is fastest on this machine, and keep it in a record.
+
+Each op is timed on a small table of calls, forward and backward, by every backend that can serve them; on a CPU also by
+each way that the backend `aten` has. A backend counts only where the doctor finds it right. The fastest is written to a
+record in the user's cache folder, which the dispatcher reads from then on (fastattn/_records.py); one that is not
+faster than the built-in choice by 3 % does not replace it. `fastattn.explain(...)` names the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import _dispatch, _products, _records
+from fastattn._problems import problems
+from fastattn.aten import attention as aten_attention
+from fastattn.doctor import check, usable_device
+
+GAIN = 1.03  # how many times as fast as the built-in choice a way must be
+SECONDS = 0.4  # of samples for each way of a call
+LEAST, MOST = 5, 50  # samples
+ATEN = "attention by aten"  # the ways of aten in a record; the other is "product"
+
+Step = Callable[[], Any]
+
+
+class Call(NamedTuple):
+    """A call to measure. op_name, call_class: as in a record. ways: name -> a context in which that way is taken.
+
+    built_in: the way that is taken without a record.
+    """
+
+    op_name: str
+    call_class: str
+    what: str
+    dtype: torch.dtype
+    step: Step
+    ways: dict[str, Callable[[], AbstractContextManager]]
+    built_in: str
+
+
+def calls(device: torch.device, tiny: bool = False) -> Iterator[Call]:
+    """The table, the most valuable calls first. Tensors are made when a call's turn comes."""
+    on_gpu = device.type == "cuda"
+    tokens = 64 if tiny else 16384 if on_gpu else 1024
+    lengths = (16,) if tiny else (64, 128, 1024, 4096) if on_gpu else (64, 256, 1024, 2048)
+    dtypes = (torch.bfloat16, torch.float32, *((torch.float16,) if on_gpu else ()))
+    if device.type == "cpu":
+        yield from _products_of(device, 64 if tiny else 512)
+    for dtype in dtypes:
+        for length in lengths:
+            for trait in ("", "mask", "dropout"):
+                given = _attention(device, dtype, max(tokens // length, 1), length, trait)
+                yield from _by_backends("attention", given, dtype, f"{length} tokens {trait}".strip())
+                if device.type == "cpu" and trait != "mask":
+                    yield from _ways_of_aten(given, dtype, f"{length} tokens {trait}".strip())
+        width, wide = (32, 64) if tiny else (512, 2048)
+
+        def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+        for dropout_p in (0.0, 0.1):
+            options = {"dropout_p": dropout_p}
+            said = f"{tokens} x {width}{', dropout' if dropout_p else ''}"
+            x = {"x": randn(tokens, width)}
+            norm = {"residual": randn(tokens, width), "weight": randn(width), "bias": randn(width)}
+            yield from _by_backends("add_layer_norm", x | norm | options, dtype, said)
+            weights = {"weight1": randn(wide, width), "bias1": randn(wide), "weight2": randn(width, wide)}
+            yield from _by_backends("feed_forward", x | weights | {"bias2": randn(width)} | options, dtype, said)
+            words = torch.randint(0, 1000, (8, tokens // 8), device=device)
+            embedding = {"embedding": randn(1000, width), "weight": randn(width), "bias": randn(width)}
+            table = {"tokens": words, "position_table": torch.randn(tokens, width, device=device)}
+            yield from _by_backends("embed_layer_norm", embedding | table | options, dtype, said)
+        classes = 200 if tiny else 32000 if on_gpu else 8000
+        target = torch.randint(0, classes, (tokens,), device=device)
+        given = {"x": randn(tokens, width), "weight": randn(classes, width), "target": target}
+        yield from _by_backends("linear_cross_entropy", given, dtype, f"{tokens} x {width} -> {classes}")
+        sizes = {"query": (32, 5, 8, 64), "key": (32, 64, 5, 8, 64), "value": (32, 64, 5, 8, 64)}
+        given = {name: randn(*size).detach() for name, size in sizes.items()}
+        yield from _by_backends("decode_attention", given, dtype, "32 x 5 beams, 64 tokens")
+
+
+def _attention(device: torch.device, dtype: torch.dtype, batch: int, length: int, trait: str) -> dict[str, Any]:
+    def randn() -> Tensor:  # as projections give them
+        t = torch.randn(batch, length, 8, 64, device=device, dtype=dtype).transpose(1, 2)
+        return t.requires_grad_()
+
+    given: dict[str, Any] = {"query": randn(), "key": randn(), "value": randn()}
+    if trait == "mask":
+        real = torch.arange(length, device=device) < torch.linspace(length // 2, length, batch, device=device)[:, None]
+        given["attn_mask"] = fastattn.AttentionMask(key_padding=real)
+    if trait == "dropout":
+        given["dropout_p"] = 0.1
+    return given
+
+
+def _step(function: Callable[..., Tensor], given: dict[str, Any]) -> Step:
+    """Forward and backward of a call, where something has a gradient."""
+    leaves = [t for t in given.values() if isinstance(t, Tensor) and t.requires_grad]
+    dout: list[Tensor] = []
+
+    def step() -> None:
+        out = function(**given)
+        if leaves:
+            dout[:] = dout or [torch.randn_like(out)]
+            torch.autograd.grad(out, leaves, dout)
+
+    return step
+
+
+def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[Call]:
+    op = _dispatch.OPS[op_name]
+    with _records.using({}):
+        explanation = fastattn.explain(op.function, **given)
+    usable = [b for b, reason in explanation.refusals.items() if reason is None and b not in explanation.notes]
+    ways = {name: partial(fastattn.use_backend, name) for name in usable}
+    of_call = op.call_class(*op.query(**given)[1])
+    yield Call(op_name, of_call, what, dtype, _step(op.function, given), ways, explanation.chosen)
+
+
+def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[Call]:
+    names = (aten_attention.BLOCKS, aten_attention.SINGLE)
+    for gradient in (True, False):
+        tensors = given if gradient else {n: t.detach() if isinstance(t, Tensor) else t for n, t in given.items()}
+        arguments = given["query"], given["key"], given.get("dropout_p", 0.0)
+        with torch.set_grad_enabled(gradient), _records.using({}):
+            of_call, built_in = aten_attention.way_class(*arguments), aten_attention.way(*arguments)
+        step = torch.set_grad_enabled(gradient)(_step(fastattn.scaled_dot_product_attention, tensors))
+        ways = {way: partial(_records.using, {ATEN: {of_call: way}}) for way in names}
+        yield Call(ATEN, of_call, what if gradient else f"{what}, forward", dtype, step, ways, built_in)
+
+
+def _products_of(device: torch.device, size: int) -> Iterator[Call]:
+    if not _products.has_onednn():
+        return
+    given = {"x": torch.randn(size, size, device=device, requires_grad=True)}
+    given["weight"] = torch.randn(4 * size, size, device=device, requires_grad=True)
+    with _records.using({}):
+        built_in = _products.choice()
+    ways = {way: partial(_records.using, {"product": {"float32": way}}) for way in ("oneDNN", "PyTorch")}
+    what = f"{size} x {size} -> {4 * size}"
+    yield Call("product", "float32", what, torch.float32, _step(_products.linear, given), ways, built_in)
+
+
+def measure(call: Call, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each way, by samples that alternate."""
+    samples: dict[str, list[float]] = {way: [] for way in call.ways}
+    start = time.monotonic()
+    for number in range(-2, MOST):  # the first are not counted
+        if number >= LEAST and time.monotonic() - start > SECONDS * len(samples):
+            break
+        for way, times in samples.items():
+            with call.ways[way]():
+                times.append(_milliseconds(call.step, device))
+    return {way: statistics.median(times[2:]) for way, times in samples.items()}
+
+
+def _milliseconds(step: Step, device: torch.device) -> float:
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+    begin = time.perf_counter()
+    step()
+    return (time.perf_counter() - begin) * 1e3
+
+
+class _Right:
+    """Which backends the doctor finds right, each op and dtype looked at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.known = device, {}
+
+    def __call__(self, op_name: str, dtype: torch.dtype, backend: str) -> bool:
+        key = op_name, dtype, backend
+        if key not in self.known:
+            of_op = [problem for problem in problems(self.device, large=False) if problem.op == op_name]
+            self.known[key] = all(found["ok"] for problem in of_op for found in check(problem, dtype, [backend]))
+        return self.known[key]
+
+
+def tune(
+    device: torch.device, minutes: float, say: Callable[[str], None], table: Callable[..., Iterator[Call]] = calls
+) -> dict[str, Any]:
+    """The record of a device, of all calls that there is time for."""
+    deadline, right = time.monotonic() + 60 * minutes, _Right(device)
+    choices: dict[str, dict[str, str]] = {}
+    rows = []
+    for call in table(device):
+        if time.monotonic() > deadline:
+            say(f"stopped after {minutes:g} minutes: what follows keeps the built-in choice")
+            break
+        wrong = [w for w in call.ways if w in _dispatch.BACKENDS and not right(call.op_name, call.dtype, w)]
+        for way in wrong:
+            del call.ways[way]
+        found = measure(call, device)
+        best = min(found, key=found.get)
+        if call.built_in in found and found[call.built_in] < GAIN * found[best]:
+            best = call.built_in
+        choices.setdefault(call.op_name, {}).setdefault(call.call_class, best)
+        rows.append({"op": call.op_name, "class": call.call_class, "call": call.what, "ms": found, "wrong": wrong})
+        times = ", ".join(f"{'*' if way == best else ''}{way} {ms:.3g} ms" for way, ms in found.items())
+        said = f"; wrong by the doctor: {', '.join(wrong)}" if wrong else ""
+        change = "" if best == call.built_in else f"  (instead of {call.built_in})"
+        say(f"{call.op_name:<21} {str(call.dtype).removeprefix('torch.'):<9} {call.what}: {times}{said}{change}")
+    return {
+        "format": _records.FORMAT,
+        "device": _records.device_name(device.type),
+        "threads": torch.get_num_threads(),
+        "versions": _records.versions(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "choices": choices,
+        "rows": rows,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns 1 when a backend was found wrong."""
+    parser = argparse.ArgumentParser(prog="python -m fastattn tune", description=__doc__.split("\n\n")[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--minutes", type=float, default=5.0, metavar="N", help="stop after this long (default 5)")
+    parser.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record here instead of the cache folder")
+    arguments = parser.parse_args(argv)
+    device = arguments.device
+    path = arguments.out or _records.user_path(_records.device_name(device.type))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        record = tune(device, arguments.minutes, lambda line: print(line, flush=True))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    _records.forget()
+    print(f"\n* is chosen from now on. The record: {path}")
+    if arguments.out:
+        print(f"It counts when it lies at {_records.user_path(record['device'])} or in {_records.SHIPPED}")
+    return int(any(row["wrong"] for row in record["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
