@@ -1,9 +1,10 @@
 """`python -m fastattn tune`: measure which way of computing is fastest on this machine, and keep it in a record.
 
-Each op is timed on a small table of calls, forward and backward, by every backend that can serve them; on a CPU also by
-each way that the backend `aten` has. A backend counts only where the doctor finds it right. The fastest is written to a
-record in the user's cache folder, which the dispatcher reads from then on (fastattn/_records.py); one that is not
-faster than the built-in choice by 3 % does not replace it. `fastattn.explain(...)` names the record.
+Each op is timed on a small table of calls, forward and backward, by every backend that can serve them, the reference
+path apart; on a CPU, where that leaves one, by each way that the backend `aten` has. A backend counts only where the
+doctor finds it right. The fastest is written to a record in the user's cache folder, which the dispatcher reads from
+then on (fastattn/_records.py); one that is not faster than the built-in choice by 3 % does not replace it.
+`fastattn.explain(...)` names the record.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: 
     with _records.using({}):
         explanation = fastattn.explain(op.function, **given)
     usable = [b for b, reason in explanation.refusals.items() if reason is None and b not in explanation.notes]
-    ways = {name: partial(fastattn.use_backend, name) for name in usable}
+    ways = {name: partial(fastattn.use_backend, name) for name in usable if name != "reference"}
+    if len(ways) < 2:
+        return
     of_call = op.call_class(*op.query(**given)[1])
     yield Call(op_name, of_call, what, dtype, _step(op.function, given), ways, explanation.chosen)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn._transforms import can_read_values
 from fastattn.reference import philox
 
 
@@ -32,7 +35,18 @@ def add_layer_norm(
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As fastattn.reference.add_layer_norm.add_layer_norm, which is the specification."""
+    """As fastattn.reference.add_layer_norm.add_layer_norm, which is the specification.
+
+    On a CPU in 16 bits the sum is rounded before it is normalised, as in PyTorch's layer_norm.
+    """
+    plain = x_bias is None and bias is not None and not eps_on_std
+    if plain and x.dtype in (torch.bfloat16, torch.float16) and can_read_values(x):
+        if rng_state is None:
+            z = x if residual is None else residual + x
+        else:
+            keep = philox.keep_mask(rng_state, x.numel() // x.shape[-1], x.shape[-1], dropout_p, x.dtype)
+            z = _DroppedSum.apply(x, residual, keep.view(x.shape), philox.rescale(dropout_p))
+        return F.layer_norm(z, (x.shape[-1],), weight, bias, eps), z
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype, hidden = x.dtype, x.shape[-1]
     if dtype != acc or weight.dtype != acc:  # a cast that changes nothing still costs a call
@@ -52,6 +66,22 @@ def add_layer_norm(
     else:
         out = F.layer_norm(z, (hidden,), weight, bias, eps)
     return (out, z) if dtype == acc else (out.to(dtype), z.to(dtype))
+
+
+class _DroppedSum(torch.autograd.Function):
+    """[residual +] x * keep * scale, rounded once. keep: 0 or 1, in x's dtype, where scale would be rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return x * keep * scale if residual is None else torch.addcmul(residual, x, keep, value=scale)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        (keep,) = ctx.saved_tensors
+        dx = dz * keep * ctx.scale if ctx.needs_input_grad[0] else None
+        return dx, dz if ctx.needs_input_grad[1] else None, None, None
 
 
 def _layer_norm_by_std(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -120,16 +120,16 @@ def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
     return words.view(torch.int16).flatten(-2)  # little-endian: lane = 2 * word + half
 
 
-def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
-    """Which elements of a (rows, cols) matrix survive dropout: bool, True = keep."""
-    if len(rng_state) == 1:
-        if can_read_values(rng_state):
-            return keep_of(LaneStream(rng_state).take(rows * cols).view(rows, cols), dropout_p, torch.bool)
-        return torch.rand(rows, cols, device=rng_state.device) >= dropout_p  # torch.compile has its own generator
+def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Which elements of a (rows, cols) matrix survive dropout: True or 1 = keep."""
+    if len(rng_state) == 1 and can_read_values(rng_state):
+        return keep_of(LaneStream(rng_state).take(rows * cols).view(rows, cols), dropout_p, dtype)
+    if len(rng_state) == 1:  # torch.compile has a generator of its own
+        return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
     lanes, limit = philox_lanes(rng_state, rows, cols), threshold(dropout_p)
     if limit > 65535:
-        return torch.zeros_like(lanes, dtype=torch.bool)
-    return lanes + (-32768) >= limit - 32768  # unsigned comparison: both sides moved down by 2^15
+        return torch.zeros_like(lanes, dtype=dtype)
+    return (lanes + (-32768) >= limit - 32768).to(dtype)  # unsigned comparison: both sides moved down by 2^15
 
 
 def keep_of(lanes: Tensor, dropout_p: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -142,10 +142,7 @@ def keep_of(lanes: Tensor, dropout_p: float, dtype: torch.dtype, out: Tensor | N
 
 def keep_factor(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype) -> Tensor:
     """What dropout multiplies each element of a (rows, cols) matrix by: 0 or 1 / (1 - dropout_p)."""
-    if len(rng_state) == 1 and can_read_values(rng_state):
-        lanes = LaneStream(rng_state).take(rows * cols).view(rows, cols)
-        return keep_of(lanes, dropout_p, dtype).mul_(rescale(dropout_p))
-    return keep_mask(rng_state, rows, cols, dropout_p).to(dtype) * rescale(dropout_p)
+    return keep_mask(rng_state, rows, cols, dropout_p, dtype).mul_(rescale(dropout_p))
 
 
 def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
