@@ -157,6 +157,7 @@ PACKAGES = packages()
 setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
+    package_data={"fastattn": ["records/*.json"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension, "bdist_wheel": BuildWheel},
 )

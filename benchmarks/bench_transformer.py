@@ -8,6 +8,7 @@ take the loss from FusedTransformer.loss, as its users do; the reference path an
 torch's cross_entropy. Logits, loss and gradients are compared on the first sentences of the batch, without dropout;
 speed is measured with it. tokens/s counts real target tokens; a case says which share of its batch is padding.
 
+"default, own loss" is fastattn where a user has only changed the import and takes the loss from the logits as before.
 "default, padding kept" is fastattn with padding in all its work: what it takes longer is the part of the gain that
 comes from dropping padding. "default, ... by reference" leaves one op out, which shows what that op contributes; those
 keep the padding too. Of memory, what a step needs beyond weights and Adam's state counts: activations, gradients and
@@ -25,7 +26,7 @@ import models
 import torch
 from cases import MemoryCase, StepCase
 from harness import Inputs, Provider, Run
-from records import KEPT
+from records import KEPT, OWN_LOSS
 from tables import cases_of
 from torch import nn
 
@@ -97,11 +98,12 @@ def provider(
     backend: str | None = None,
     left_out: str | None = None,
     compiled: str | None = None,
+    loss_of: models.Loss | None = None,
     **notes: Any,
 ) -> Provider:
-    """compiled: by torch.compile in this mode."""
+    """compiled: by torch.compile in this mode. loss_of: FusedTransformer's own for fastattn's backends unless given."""
     ours = build not in RIVALS.values()
-    loss_of = models.fused_loss if ours and backend != "reference" else models.plain_loss
+    loss_of = loss_of or (models.fused_loss if ours and backend != "reference" else models.plain_loss)
 
     def make(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
         weights = inputs.leaves
@@ -119,6 +121,7 @@ def provider(
 def providers(device: torch.device) -> list[Provider]:
     on_gpu = device.type == "cuda"
     found = [provider("reference", models.padded, backend="reference"), provider("default", default=True)]
+    found.append(provider(OWN_LOSS, loss_of=models.plain_loss))
     found.append(provider(KEPT, models.padded, without="pack_padding"))
     if on_gpu:  # where it is never dropped unasked
         found.append(provider("default, pack_padding", models.packed))

@@ -16,6 +16,7 @@ import torch
 Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whole models, "token"}
 
 MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 English training sentences
+WITHIN_BATCH = 0.17  # there, of log(words) of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
 BLOCK = 64  # rows and columns of a block of the mask "blocks"
 
@@ -314,7 +315,11 @@ class CrossEntropyCase(Case):
 
 @dataclass(frozen=True)
 class ModelCase(Case):
-    """An encoder-decoder on (batch, length) source and target. Lengths are drawn apart for source and target."""
+    """An encoder-decoder on (batch, length) source and target. Lengths are drawn apart for source and target.
+
+    by_length: a batch of sentences that were sorted by the length of their targets, as the training example sorts them:
+        targets are equally long, sources nearly.
+    """
 
     batch: int
     length: int
@@ -326,17 +331,21 @@ class ModelCase(Case):
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.1
     spread: float = MULTI30K
+    by_length: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.n_layers}+{self.n_layers} layers d{self.d_model}/{self.d_inner} h{self.n_head} v{self.n_vocab}"
         tail = " long-tailed" if self.spread == LONG_TAIL else ""
+        tail = " sorted" if self.by_length else tail
         padding = f", {self.padding:.0%}{tail} padding," if self.padding else ""
         return f"{shape} {self.batch}x{self.length}{padding} {label(self.dtype)}"
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """(2, batch) real tokens of each source and target."""
-        return torch.stack([draw_lengths(self.batch, self.length, self.spread, seed) for seed in (0, 1)])
+        spreads = (WITHIN_BATCH, 0.0) if self.by_length else (self.spread, self.spread)
+        drawn = [draw_lengths(self.batch, self.length, spread, seed) for seed, spread in enumerate(spreads)]
+        return torch.stack(drawn)
 
     @property
     def padding(self) -> float:

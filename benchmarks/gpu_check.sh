@@ -9,8 +9,9 @@
 #   compare    the same shapes on the CPU through csrc/host and on the GPU
 #   doctor     every backend against float64: DIR/doctor.json
 #   report     the benchmarks: DIR/report/
+#   tune       `python -m fastattn tune`: which backend is fastest for which calls: DIR/record.json
 #
-# All of them by default, in under nine minutes. Each stage has a time limit and a log in DIR and runs whatever happened
+# All of them by default, in under ten minutes. Each stage has a time limit and a log in DIR and runs whatever happened
 # to the others; the summary comes last, and is DIR/summary.txt. Exit status 1 if a stage failed. Without a GPU it is a
 # rehearsal: stages that need one are skipped, the others run with four times the time.
 #
@@ -19,7 +20,7 @@
 #   PYTHONPATH=SITE benchmarks/gpu_check.sh DIR
 set -uo pipefail
 
-ALL="build precompile tests sanitizer compare doctor report"
+ALL="build precompile tests sanitizer compare doctor report tune"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -85,7 +86,9 @@ doctor() { "$PYTHON" -m fastattn doctor --json > "$DIR/doctor.json" && echo "eve
 
 report() { "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes 3 $([ -n "$GPU" ] || echo --quick); }
 
-export -f skip needs_gpu one_test_file one_tool build precompile tests sanitizer compare doctor report
+tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes $([ -n "$GPU" ] && echo 0.8 || echo 0.1); }
+
+export -f skip needs_gpu one_test_file one_tool build precompile tests sanitizer compare doctor report tune
 
 # run STAGE SECONDS: its output into DIR/STAGE.log, what came of it into DIR/STAGE.outcome
 run() {
@@ -113,6 +116,7 @@ run compare 165 &
 run doctor 165 &
 wait
 run report 205
+run tune 60
 
 summary() {
   printf '\n%s\n' "Summary: ${GPU:-no GPU}"

@@ -75,7 +75,7 @@ def fixed_dropout() -> Iterator[None]:
         for op in OPS.values():
             module = sys.modules[op.function.__module__]
             if hasattr(module, "draw_rng_state"):
-                fixed = lambda device: torch.tensor(RNG_STATE, dtype=torch.int64, device=device)  # noqa: E731
+                fixed = lambda device, backend=None: torch.tensor(RNG_STATE, dtype=torch.int64, device=device)  # noqa: E731
                 stack.enter_context(mock.patch.object(module, "draw_rng_state", fixed))
         yield
 

@@ -23,6 +23,7 @@ from fastattn.doctor import devices, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "default, padding kept"  # the provider that shows what dropping padding gains in a training step
+OWN_LOSS = "default, own loss"  # likewise: only the import is changed, and the loss is taken from forward's logits
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
 Record = dict[str, Any]
 Row = dict[str, Any]

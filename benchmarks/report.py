@@ -31,7 +31,7 @@ from report_worker import Job, Task, Worker
 
 from fastattn.doctor import usable_device
 
-LIMIT_S = {"cpu": 90.0, "cuda": 150.0}  # of one provider on one case
+LIMIT_S = {"cpu": 150.0, "cuda": 150.0}  # of one provider on one case
 WRITING_S = 12.0  # kept for the plots
 BUDGET_S = {"cpu": 0.3, "cuda": 0.15}  # of each direction's samples
 Row = dict[str, Any]

@@ -1,11 +1,13 @@
 """The one table of cases: what is measured where, the most valuable first.
 
-quick: seconds on one core, for tests. cpu: about eight minutes on two cores, with torch.compile's compilations.
+quick: seconds on one core, for tests. cpu: about an hour on two cores, the most of it for torch.compile, which comes
+last; ten minutes reach the rest.
 cuda: a data-centre GPU; as far as the time goes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -70,27 +72,36 @@ QUICK = [
     MemoryCase(2, 12, 1, 32, 64, 2, 50),
 ]
 
+
+def _in_both(*cases: Case) -> list[Case]:
+    """Each case as it is, in float32, and in bfloat16."""
+    return [case for given in cases for case in (given, dataclasses.replace(given, dtype=BF16))]
+
+
+def _dropped(*cases: AttentionCase) -> list[Case]:
+    """Each case without dropout and with it, in both types."""
+    return _in_both(*(c for given in cases for c in (given, dataclasses.replace(given, dropout_p=0.1))))
+
+
 CPU = [
-    StepCase(8, 32, 1, 512, 2048, 8, 4000),
-    AttentionCase(4, 8, 128, 128, 64, "padding"),
-    NormCase(1024, 512, dropout_p=0.1),
-    FeedForwardCase(512, 512, 2048, dropout_p=0.1),
-    StepCase(32, 24, 4, 128, 256, 4, 4000),
+    *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000), StepCase(8, 64, 6, 512, 2048, 8, 8000)),
+    *_dropped(AttentionCase(4, 8, 128, 128, 64, "padding")),
+    *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
+    *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000, by_length=True), StepCase(2, 512, 2, 256, 1024, 4, 8000)),
     *_decoding(3, 256, 1024, 4, 8000, F32),
     *_decoding(*BASE[:-1], 10000, F32, batches=_BATCHES[:2]),
     *_decode_attention(F32),
-    CrossEntropyCase(512, 512, 8000),
-    EmbedCase(8, 64, 512, 8000, dropout_p=0.1),
+    *_in_both(CrossEntropyCase(512, 512, 8000), EmbedCase(8, 64, 512, 8000, dropout_p=0.1)),
     # The same 1024 tokens, at five lengths.
-    *(AttentionCase(1024 // length, 8, length, length, 64, "causal") for length in (32, 128, 256, 512, 1024)),
-    AttentionCase(4, 8, 128, 128, 64, "bias"),
-    AttentionCase(4, 8, 128, 128, 64, "padding", dropout_p=0.1),
-    AttentionCase(2, 8, 256, 256, 64, "blocks", masked=0.5),
+    *_dropped(
+        *(AttentionCase(1024 // length, 8, length, length, 64, "causal") for length in (32, 128, 256, 512, 1024))
+    ),
+    *_dropped(AttentionCase(4, 8, 128, 128, 64, "bias"), AttentionCase(2, 8, 256, 256, 64, "blocks", masked=0.5)),
     FeedForwardCase(512, 512, 1376, "swiglu"),
     NormCase(4096, 1024),
-    # The paper's base model on a small batch of sentences, and its memory, with two layers each, at 2048 tokens.
-    StepCase(8, 64, *BASE[:-1], 10000),
+    # The memory of the paper's base model with two layers each, at 2048 tokens.
     *(MemoryCase(2048 // length, length, 2, *BASE[1:-1], 8000) for length in (128, 256, 512, 1024)),
+    *_in_both(StepCase(4, 1024, 2, 512, 2048, 8, 8000)),
 ]
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

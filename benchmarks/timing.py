@@ -32,7 +32,7 @@ class Timing(NamedTuple):
 
 
 def measure(call: Call, device: torch.device, budget_s: float) -> Timing:
-    """Time one call: three warm-up calls, then at least 5 and at most 200 samples in about budget_s seconds."""
+    """Time one call: three warm-up calls, then at least 7 and at most 200 samples in about budget_s seconds."""
     return measure_in_turn([call], device, budget_s)[0]
 
 
@@ -40,7 +40,7 @@ def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float) ->
     """Time several calls whose samples alternate, so that what slows the machine down for a while slows all of them."""
     sample = _sample_on_gpu if device.type == "cuda" else _sample_on_cpu
     first_ms = max(sum(samples[-1] for samples in sample(calls, device, 3)), 1e-3)
-    found = sample(calls, device, max(5, min(200, int(budget_s * 1e3 * len(calls) / first_ms))))
+    found = sample(calls, device, max(7, min(200, int(budget_s * 1e3 * len(calls) / first_ms))))
     quartiles = [statistics.quantiles(samples, n=4, method="inclusive") for samples in found]
     return [Timing(min(s), *q, len(s)) for s, q in zip(found, quartiles, strict=True)]
 

@@ -56,7 +56,7 @@ class Call(NamedTuple):
 def calls(device: torch.device, tiny: bool = False) -> Iterator[Call]:
     """The table, the most valuable calls first. Tensors are made when a call's turn comes."""
     on_gpu = device.type == "cuda"
-    tokens = 64 if tiny else 16384 if on_gpu else 1024
+    tokens = 16 if tiny else 16384 if on_gpu else 1024
     lengths = (16,) if tiny else (64, 128, 1024, 4096) if on_gpu else (64, 256, 1024, 2048)
     dtypes = (torch.bfloat16, torch.float32, *((torch.float16,) if on_gpu else ()))
     if device.type == "cpu":
@@ -64,7 +64,7 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[Call]:
     for dtype in dtypes:
         for length in lengths:
             for trait in ("", "mask", "dropout"):
-                given = _attention(device, dtype, max(tokens // length, 1), length, trait)
+                given = _attention(device, dtype, max(tokens // length, 1), 1 if tiny else 8, length, trait)
                 yield from _by_backends("attention", given, dtype, f"{length} tokens {trait}".strip())
                 if device.type == "cpu" and trait != "mask":
                     yield from _ways_of_aten(given, dtype, f"{length} tokens {trait}".strip())
@@ -89,14 +89,18 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[Call]:
         target = torch.randint(0, classes, (tokens,), device=device)
         given = {"x": randn(tokens, width), "weight": randn(classes, width), "target": target}
         yield from _by_backends("linear_cross_entropy", given, dtype, f"{tokens} x {width} -> {classes}")
-        sizes = {"query": (32, 5, 8, 64), "key": (32, 64, 5, 8, 64), "value": (32, 64, 5, 8, 64)}
+        sentences, heads = (2, 1) if tiny else (32, 8)
+        keys = (sentences, 64, 5, heads, 64)
+        sizes = {"query": (sentences, 5, heads, 64), "key": keys, "value": keys}
         given = {name: randn(*size).detach() for name, size in sizes.items()}
         yield from _by_backends("decode_attention", given, dtype, "32 x 5 beams, 64 tokens")
 
 
-def _attention(device: torch.device, dtype: torch.dtype, batch: int, length: int, trait: str) -> dict[str, Any]:
+def _attention(
+    device: torch.device, dtype: torch.dtype, batch: int, heads: int, length: int, trait: str
+) -> dict[str, Any]:
     def randn() -> Tensor:  # as projections give them
-        t = torch.randn(batch, length, 8, 64, device=device, dtype=dtype).transpose(1, 2)
+        t = torch.randn(batch, length, heads, 64, device=device, dtype=dtype).transpose(1, 2)
         return t.requires_grad_()
 
     given: dict[str, Any] = {"query": randn(), "key": randn(), "value": randn()}

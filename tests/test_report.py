@@ -202,6 +202,7 @@ def record(load: Any) -> dict[str, Any]:
             step("default, attention by reference", 70.0, without="attention"),
             step("plain PyTorch", 80.0, ours=False, speed={"step": 1.9}),
             step("torch.compile of plain PyTorch", 60.0, ours=False),
+            step("default, own loss", 50.0),
             *(row("memory", f"step of {n}", "reference", 3.0 * n) for n in lengths),
             *(row("memory", f"step of {n}", "default", 1.5 * n, default=True) for n in lengths),
         ],
@@ -211,10 +212,12 @@ def record(load: Any) -> dict[str, Any]:
 def test_tables_and_plots_of_a_record(load: Any, record: dict[str, Any], tmp_path: Path) -> None:
     """Of 40 ms; the bound is 2e9 / 1e11 s = 20 ms; what was measured alternately counts before the medians."""
     summary = list(load("report_markdown").summary(record))
-    assert "| a step | 40 | 1.50x torch.compile of plain PyTorch | 1.20x | 50% | 2.50x |" in summary
+    assert "| a step | 40 | 1.50x torch.compile of plain PyTorch | 1.20x | 1.20x | 50% | 2.50x |" in summary
     assert "| step of 64 | 96.0 | - | 2.00x |" in summary
     record["rows"][5]["status"] = "failed"
-    assert "| a step | 40 | 1.90x plain PyTorch | 1.20x | 50% | 2.50x |" in load("report_markdown").summary(record)
+    assert "| a step | 40 | 1.90x plain PyTorch | 1.52x | 1.20x | 50% | 2.50x |" in load("report_markdown").summary(
+        record
+    )
     plots = load("report_plots")
     step = [row for row in record["rows"] if row["op"] == "transformer"]
     *_, left_out = plots.contributions(step)
@@ -253,7 +256,7 @@ def test_the_readmes_figures_come_from_the_records(load: Any, record: dict[str, 
     readme = f"before\n{markdown.BEGIN}old\n{markdown.END}after\n"
     text = markdown.with_figures(readme, markdown.figures([(Path("report_here.json"), record)]))
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| a step | 40 | 1.50x torch.compile of plain PyTorch | 1.20x |" in text and markdown.NO_GPU in text
+    assert "| a step | 40 | 1.50x torch.compile of plain PyTorch | 1.20x | 1.20x |" in text and markdown.NO_GPU in text
     record["environment"]["device"] = {"device": "cuda:0", "name": "Some GPU", "capability": "9.0", "memory_gib": 80.0}
     assert markdown.NO_GPU not in markdown.figures([(Path("report_there.json"), record)])
     assert markdown.figures([]) == markdown.NO_GPU + "\n"

@@ -1,0 +1,169 @@
+"""`python -m fastattn tune` as a user runs it, and what the dispatcher and explain() make of its record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import _dispatch, _products, _records, tune
+from fastattn.aten import attention as aten_attention
+
+CPU = torch.device("cpu")
+Q = torch.randn(1, 2, 200, 16)
+CLASS = "float32, up to 1024 keys"  # of a call with Q, for the dispatcher
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _records.forget()
+    yield
+    _records.forget()
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    made = {"format": _records.FORMAT, "device": _records.device_name("cpu"), "versions": _records.versions()}
+    return made | {"choices": {"attention": {CLASS: "reference"}}} | changes
+
+
+def write(content: str) -> Path:
+    path = _records.user_path(_records.device_name("cpu"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    _records.forget()
+    return path
+
+
+def test_the_command_measures_and_its_record_counts(tmp_path: Path) -> None:
+    """In processes of its own, as a user does: first tune, then another program."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> str:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = run("-m", "fastattn", "tune", "--device", "cpu", "--minutes", "0.05")
+    path = _records.user_path(_records.device_name("cpu"))
+    assert f"The record: {path}" in said and "stopped after 0.05 minutes" in said
+    made = json.loads(path.read_text())
+    assert made["device"] == _records.device_name("cpu") and made["versions"] == _records.versions()
+    first = made["rows"][0]
+    assert min(first["ms"].values()) > 0 and made["choices"][first["op"]][first["class"]] in first["ms"]
+    script = "import fastattn, torch; q = torch.randn(1, 2, 200, 16); print(fastattn.explain('attention', q, q, q))"
+    assert f"the record {path} says: " in run("-c", script)
+
+
+def test_out_leaves_the_cache_alone(tmp_path: Path) -> None:
+    out = tmp_path / "made" / "here.json"
+    assert tune.main(["--device", "cpu", "--minutes", "0", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["choices"] == {}
+    assert not _records.user_path(_records.device_name("cpu")).exists()
+
+
+def once(call: tune.Call, device: torch.device) -> dict[str, float]:
+    """In place of tune.measure."""
+    times = {}
+    for way, context in call.ways.items():
+        with context():
+            call.step()
+        times[way] = 1.0 + len(times)
+    return times
+
+
+def test_every_call_of_the_table_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by interpreted kernels: every op is there, and each class gets a way that was measured."""
+    if fastattn.explain("attention", Q, Q, Q).refusals["triton"] is not None:
+        pytest.skip("Triton cannot be interpreted here")
+    monkeypatch.setattr("fastattn._explain._ON_A_CPU", {})
+    monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": True}])
+    monkeypatch.setattr(tune, "measure", once)
+    made = tune.tune(CPU, 5, print, lambda device: tune.calls(device, tiny=True))
+    assert {row["op"] for row in made["rows"]} == {"product", tune.ATEN} | _dispatch.OPS.keys() - {"add_rms_norm"}
+    for row in made["rows"]:
+        assert made["choices"][row["op"]][row["class"]] in row["ms"]
+        assert len(row["ms"]) > 1 and "reference" not in row["ms"]
+
+
+def test_a_record_changes_the_choice_and_explain_names_it() -> None:
+    call = ("attention", Q, Q, Q)
+    assert fastattn.explain(*call).chosen == "aten"
+    path = write(json.dumps(record()))
+    explanation = fastattn.explain(*call)
+    assert explanation.chosen == "reference"
+    assert f"the record {path} says: reference is the fastest backend" in str(explanation)
+    assert fastattn.explain("attention", *[Q[:, :, :100]] * 3).chosen == "aten"  # of another class
+    assert fastattn.explain(*call, backend="aten").chosen == "aten"
+    with fastattn.use_backend("aten"):
+        assert fastattn.explain(*call).chosen == "aten"
+
+
+def test_a_record_chooses_among_the_ways_of_aten() -> None:
+    x, weight = torch.randn(512, 256), torch.randn(256, 256)
+    for way in ("oneDNN", "PyTorch"):
+        of_attention = {"float32, up to 256 keys": aten_attention.BLOCKS if way == "oneDNN" else aten_attention.SINGLE}
+        write(json.dumps(record(choices={"product": {"float32": way}, tune.ATEN: of_attention})))
+        assert _products.choice() == way and _products.is_onednns(x, weight) == (way == "oneDNN")
+        with torch.no_grad():
+            assert aten_attention.way(Q, Q, 0.0) == of_attention["float32, up to 256 keys"]
+            expected = fastattn.scaled_dot_product_attention(Q, Q, Q, backend="reference")
+            torch.testing.assert_close(fastattn.scaled_dot_product_attention(Q, Q, Q), expected)
+
+
+def test_a_shipped_record_counts_after_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "shipped" / "some.json"
+    shipped.parent.mkdir()
+    shipped.write_text(json.dumps(record()))
+    monkeypatch.setattr(_records, "SHIPPED", shipped.parent)
+    _records.forget()
+    assert _records.found("cpu").source == shipped
+    users = write(json.dumps(record(choices={})))
+    assert _records.found("cpu").source == users
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (lambda: "{ torn", "cannot be read"),
+        (lambda: "[]", "is damaged"),
+        (lambda: json.dumps(record(choices=["attention"])), "is damaged"),
+        (lambda: json.dumps(record(format=0)), "has format 0"),
+        (lambda: json.dumps(record(device="another processor")), "was made on another processor"),
+        (lambda: json.dumps(record(versions={"fastattn": "0.0", "torch": "1.0"})), "was made with"),
+    ],
+)
+def test_what_is_ignored_and_why(content: Callable[[], str], reason: str) -> None:
+    path = write(content())
+    explanation = fastattn.explain("attention", Q, Q, Q)
+    assert explanation.chosen == "aten"
+    assert f"the record {path} is ignored: it {reason}" in str(explanation)
+
+
+def test_a_choice_that_cannot_serve_is_passed_over() -> None:
+    write(json.dumps(record(choices={"attention": {CLASS: "cuda"}})))
+    assert fastattn.explain("attention", Q, Q, Q).chosen == "aten"
+    assert fastattn.scaled_dot_product_attention(Q, Q, Q).shape == Q.shape
+    write(json.dumps(record(choices={"attention": {CLASS: "a backend of the future"}})))
+    assert fastattn.explain("attention", Q, Q, Q).chosen == "aten"
+
+
+def test_a_wrong_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the doctor finds one wrong, and tune says so and leaves it out."""
+    monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": backends != ["cuda"]}])
+    ways = {"cuda": fastattn.use_backend, "aten": fastattn.use_backend}
+    call = tune.Call("attention", "a class", "a call", torch.float32, lambda: None, {}, "aten")
+
+    def table(device: torch.device) -> Iterator[tune.Call]:
+        yield call._replace(ways={name: lambda: fastattn.use_backend(None) for name in ways})
+
+    made = tune.tune(CPU, 1, print, table)
+    assert made["choices"] == {"attention": {"a class": "aten"}} and made["rows"][0]["wrong"] == ["cuda"]
