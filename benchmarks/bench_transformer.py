@@ -99,9 +99,10 @@ def provider(
     left_out: str | None = None,
     compiled: str | None = None,
     loss_of: models.Loss | None = None,
+    later: int = 0,
     **notes: Any,
 ) -> Provider:
-    """compiled: by torch.compile in this mode. loss_of: FusedTransformer's own for fastattn's backends unless given."""
+    """compiled: by torch.compile in this mode. later: how many cases after its own, as compiling takes minutes. loss_of: FusedTransformer's own for fastattn's backends unless given."""
     ours = build not in RIVALS.values()
     loss_of = loss_of or (models.fused_loss if ours and backend != "reference" else models.plain_loss)
 
@@ -115,11 +116,12 @@ def provider(
             model.compile(dynamic=False, mode=compiled)
         return step_of(model, case, inputs, loss_of, backend, left_out, **notes)
 
-    return Provider(name, make, ours, later=18 if compiled else 0)  # cases: it compiles for a minute or two
+    return Provider(name, make, ours, later=later)
 
 
 def providers(device: torch.device) -> list[Provider]:
     on_gpu = device.type == "cuda"
+    later = 18 if on_gpu else 100
     found = [provider("reference", models.padded, backend="reference"), provider("default", default=True)]
     found.append(provider(OWN_LOSS, loss_of=models.plain_loss))
     found.append(provider(KEPT, models.padded, without="pack_padding"))
@@ -130,11 +132,14 @@ def providers(device: torch.device) -> list[Provider]:
         name = f"default, {op_name} by reference"
         found.append(provider(name, models.padded, left_out=op_name, without=op_name))
     found += [provider(backend, models.padded, backend) for backend in (("aten", "triton") if on_gpu else ())]
-    found += [provider(f"torch.compile of {name}", build, compiled="default") for name, build in RIVALS.items()]
+    for name, build in RIVALS.items():
+        found.append(provider(f"torch.compile of {name}", build, compiled="default", later=later))
     if on_gpu:  # CUDA graphs
         build = models.plain_sdpa
         found.append(
-            provider("torch.compile of plain PyTorch with SDPA, CUDA graphs", build, compiled="reduce-overhead")
+            provider(
+                "torch.compile of plain PyTorch with SDPA, CUDA graphs", build, compiled="reduce-overhead", later=later
+            )
         )
     return found
 

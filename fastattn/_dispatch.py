@@ -130,8 +130,8 @@ def recorded_choice(op_name: str, device: torch.device, arguments: tuple[Any, ..
 
 def automatic_order(op_name: str, device: torch.device, arguments: tuple[Any, ...]) -> tuple[str, ...]:
     """The backends in the order in which this call asks them."""
-    name = recorded_choice(op_name, device, arguments)
-    return default_order(device) if name is None else (name, *default_order(device))
+    order, name = default_order(device), recorded_choice(op_name, device, arguments)
+    return order if name is None else (name, *order)
 
 
 @torch.compiler.assume_constant_result  # torch.compile traces no import

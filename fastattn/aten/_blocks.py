@@ -98,7 +98,7 @@ class BlockedAttention(torch.autograd.Function):
         if rng_state is not None:
             lanes, keep = LaneStream(rng_state), q.new_empty(shape, dtype=torch.bool)
         if any(ctx.needs_input_grad) and q.shape[:3].numel() * Lk * q.itemsize <= KEPT_BYTES:
-            kept = q.new_zeros(shape) if is_causal else q.new_empty(shape)
+            kept = q.new_empty(shape)
         out, space = q.new_empty(*q.shape[:3], v.shape[3]), _Space(q)
         alpha = 1.0 if rng_state is None else rescale(dropout_p)
         for block in _blocks(q, k, is_causal):
@@ -126,7 +126,7 @@ class BlockedAttention(torch.autograd.Function):
 
             return *differentiable_gradients(formula, (q, k, v), (dout,)), *(None,) * 5
         dout, space = dout.contiguous(), _Space(q)
-        dq, dk, dv = (torch.zeros_like(t) if is_causal else torch.empty_like(t) for t in (q, k, v))
+        dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(t) if is_causal else torch.empty_like(t) for t in (k, v))
         for block in _blocks(q, k, is_causal):
             if kept is not None:
                 weights = block.queries(kept)[..., : block.keys]

@@ -169,7 +169,7 @@ def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
     """What was measured on an AMD EPYC, see _blocks.py."""
     if dropout_p > 0 or q.dtype in (torch.bfloat16, torch.float16):
         return BLOCKS
-    short = k.shape[2] <= 256 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= KEPT_BYTES
+    short = k.shape[2] <= 128 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= KEPT_BYTES
     return BLOCKS if short and torch.is_grad_enabled() else SINGLE
 
 
