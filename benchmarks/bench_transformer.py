@@ -102,7 +102,9 @@ def provider(
     later: int = 0,
     **notes: Any,
 ) -> Provider:
-    """compiled: by torch.compile in this mode. later: how many cases after its own, as compiling takes minutes. loss_of: FusedTransformer's own for fastattn's backends unless given."""
+    """compiled: by torch.compile in this mode. loss_of: FusedTransformer's own for fastattn's backends unless given.
+    later: how many cases after its own it is measured, since compiling takes minutes.
+    """
     ours = build not in RIVALS.values()
     loss_of = loss_of or (models.fused_loss if ours and backend != "reference" else models.plain_loss)
 

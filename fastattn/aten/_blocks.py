@@ -2,7 +2,7 @@
 
 For each block of heads and queries:   S = softmax_scale q k^T + hidden,   P = softmax(S),   out = (P * factor) v
 PyTorch's fused operator has no dropout on a CPU and takes a path there that writes all heads' scores to memory several
-times; in 16 bits its products are slower than those of whole matrices. Measured on two cores of an AMD EPYC, torch
+times; in bfloat16 its products are slower than those of whole matrices. Measured on two cores of an AMD EPYC, torch
 2.13, heads of width 64, 32 to 1024 tokens, forward and backward, against the fastest of PyTorch's ways: with dropout
 1.3 to 2.9 times as fast in float32 and 1.5 to 3.6 times in bfloat16; without it 1 to 2 times in bfloat16, and 0.85 to
 1.3 times in float32, which is left to PyTorch where sequences are long.

@@ -177,7 +177,7 @@ def scaled_dot_product_attention(
         product), those that are missing are 1, and sizes of 1 are broadcast, all as torch's function has it.
     attn_mask: bool, True = attend, or floating point, added to the scores and differentiable; either broadcasts to
         (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers.
-    dropout_p: the probability of dropping a weight, by the rule of fastattn/reference/philox.py; pass 0.0 in eval.
+    dropout_p: the probability of dropping a weight, by the rules of fastattn/reference/philox.py; 0.0 in eval.
     is_causal: query i attends to key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
     scale: default Dk ** -0.5.
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).

@@ -108,7 +108,7 @@ def embed_layer_norm(
     embedding (V, d): float32, bfloat16, float16 (float64 in the backends reference and aten).
     position_table (n_position, d): float32 or embedding's dtype; without a gradient.
     weight, bias (d,): of the normalisation, float32 or embedding's dtype.      eps: added to the variance.
-    dropout_p: the probability of dropping an element of the sum, by the rule of fastattn/reference/philox.py: the bits
+    dropout_p: the probability of dropping an element of the sum, by the rules of fastattn/reference/philox.py: the bits
         that ``dropout_add_layer_norm`` would draw for it; 0.0 in eval.
     scale: of the embedding; the paper has sqrt(d).
     position (..., L): int64 or int32, each token's row of position_table; 0, 1, .., L - 1 unless given.

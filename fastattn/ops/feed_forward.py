@@ -85,7 +85,7 @@ def feed_forward(
     activation: "relu", "gelu", "gelu_tanh", "silu", with weight1 (d_ff, d) and bias1 (d_ff,); or, gated, "reglu",
         "geglu", "geglu_tanh", "swiglu", with weight1 (2 * d_ff, d): act(first half) * second half.
     weight2 (d_out, d_ff), bias2 (d_out,). Biases may be None.
-    dropout_p: the probability of dropping a hidden unit, by the rule of fastattn/reference/philox.py; 0.0 in eval.
+    dropout_p: the probability of dropping a hidden unit, by the rules of fastattn/reference/philox.py; 0.0 in eval.
     recompute: keep nothing of the hidden layer for the backward, which makes it once more from x: a product more, for
         d_ff numbers a token less in memory (gated forms twice as many). Results are the same.
     backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
