@@ -10,9 +10,9 @@ speed is measured with it. tokens/s counts real target tokens; a case says which
 
 "default, own loss" is fastattn where a user has only changed the import and takes the loss from the logits as before.
 "default, padding kept" is fastattn with padding in all its work: what it takes longer is the part of the gain that
-comes from dropping padding. "default, ... by reference" leaves one op out, which shows what that op contributes; those
-keep the padding too. Of memory, what a step needs beyond weights and Adam's state counts: activations, gradients and
-temporary tensors.
+comes from dropping padding. On a GPU "default, ... by reference" leaves one op out, which shows what that op
+contributes; those keep the padding too. Of memory, what a step needs beyond weights and Adam's state counts:
+activations, gradients and temporary tensors.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def providers(device: torch.device) -> list[Provider]:
     if on_gpu:  # where it is never dropped unasked
         found.append(provider("default, pack_padding", models.packed))
     found += [provider(name, build) for name, build in RIVALS.items()]
-    for op_name in MODEL_OPS:
+    for op_name in MODEL_OPS if on_gpu else ():
         name = f"default, {op_name} by reference"
         found.append(provider(name, models.padded, left_out=op_name, without=op_name))
     found += [provider(backend, models.padded, backend) for backend in (("aten", "triton") if on_gpu else ())]
