@@ -85,8 +85,10 @@ def _remarks(op: _dispatch.Op, device: torch.device, arguments: tuple[Any, ...])
     name = _dispatch.recorded_choice(op.name, device, arguments)
     said = [] if name is None else [f"{name} is the fastest backend"]
     if device.type == "cpu":
-        for kind in records.choices.keys() & {f"{op.name} by aten", "product"}:
-            said += [f"{kind}: {of_class}: {way}" for of_class, way in sorted(records.choices[kind].items())]
+        dtype = op.call_class(*arguments).split(",")[0]
+        for kind in sorted(records.choices.keys() & {f"{op.name} by aten", "product"}):
+            ways = sorted(records.choices[kind].items())
+            said += [f"{kind}: {of_class}: {way}" for of_class, way in ways if of_class.split(",")[0] == dtype]
     return [*remarks, f"the record {records.source} says: {'; '.join(said) or 'nothing of such calls'}"]
 
 
