@@ -87,7 +87,7 @@ class Consumer {
       step_of_64_queries<kMasked>(dk, dv, h, m0);
     else
       step_of_128_queries<kMasked>(dk, dv, h, m0);
-    wgmma_wait<0>();
+    wgmma_wait<0>(dk, dv);
     release(shared_.empty_q, queries_);
     release(shared_.empty_dout, gradients_);
   }
@@ -101,12 +101,12 @@ class Consumer {
     start_scores<kMasked>(s, m0);
     start_gradients(dp);
     load_mask<kMasked>(bits, h, m0);
-    wgmma_wait<1>();
+    wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     pack(p, s);
-    wgmma_fence();
+    wgmma_fence(dv, p);
     add_lines<T, kHeadDim>(dv, p, dout());
-    wgmma_wait<1>();
+    wgmma_wait<1>(dp);
     make_gradients<kMasked>(ds, s, dp, bits);
     add_dk(dk, ds, h, m0);
   }
@@ -120,13 +120,13 @@ class Consumer {
     start_scores<kMasked>(s, m0);
     start_gradients(dp);
     load_mask<kMasked>(bits, h, m0);
-    wgmma_wait<1>();
+    wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     if constexpr (!kSumsDq) shared_.full_kv.arrive_if(are_negative_zeros(s));
-    wgmma_wait<0>();
+    wgmma_wait<0>(dp);
     make_gradients<kMasked>(ds, s, dp, bits);
     pack(p, s);
-    wgmma_fence();
+    wgmma_fence(dv, p);
     add_lines<T, kHeadDim>(dv, p, dout());
     add_dk(dk, ds, h, m0);
   }
@@ -140,10 +140,10 @@ class Consumer {
     start_scores<kMasked>(s, m0);
     start_gradients(dp);
     load_mask<kMasked>(bits, h, m0);
-    wgmma_wait<1>();
+    wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     shared_.full_kv.arrive_if(are_negative_zeros(s));
-    wgmma_wait<0>();
+    wgmma_wait<0>(dp);
     make_gradients<kMasked>(ds, s, dp, bits);
     add_dk(dk, ds, h, m0);
   }
@@ -157,11 +157,11 @@ class Consumer {
     start_scores<kMasked>(s, m0);
     shared_.full_dout[gradients_.stage].wait(gradients_.phase);
     load_mask<kMasked>(bits, h, m0);
-    wgmma_wait<0>();
+    wgmma_wait<0>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     fence_async_proxy_after_reads();  // of the queries' numbers; all warps', as wgmma takes all four
     pack(p, s);
-    wgmma_fence();
+    wgmma_fence(dv, p);
     add_lines<T, kHeadDim>(dv, p, dout());
   }
 
@@ -185,12 +185,12 @@ class Consumer {
   }
 
   // Starts dk += ds q, and with it the tile's part of dq, if that is made here.
-  __device__ __forceinline__ void add_dk(Sum& dk, const Packed& ds, int h, int m0) {
+  __device__ __forceinline__ void add_dk(Sum& dk, Packed& ds, int h, int m0) {
     if constexpr (kSumsDq) {
       add_dq(dk, ds, h, m0);
     } else {
       fence_async_proxy_after_reads();
-      wgmma_fence();
+      wgmma_fence(dk, ds);
       add_lines<T, kHeadDim>(dk, ds, q());
     }
   }
@@ -259,7 +259,7 @@ class Consumer {
   }
 
   // dk's product, and the tile's part of dq, which takes both warpgroups' dS: each makes a half of it.
-  __device__ __forceinline__ void add_dq(Sum& dk, const Packed& ds, int h, int m0) {
+  __device__ __forceinline__ void add_dq(Sum& dk, Packed& ds, int h, int m0) {
     auto& ds_tile = shared_.ds[buffer_];
     const int lane = thread_ % 32, line = group_ * kRowsOfGroup + thread_ / 32 * 16 + lane % 16;
 #pragma unroll
@@ -271,14 +271,14 @@ class Consumer {
     constexpr bool kByColumns = kBlockM == kRowsOfGroup;
     const int row = kByColumns ? 0 : group_ * kRowsOfGroup, column = kByColumns ? group_ * kPanel : 0;
     float dq[32];
-    wgmma_fence();
+    wgmma_fence(dk, ds);
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16)
       wgmma<T, 64, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row), along_lines<kBlockN>(shared_.k, key, column),
                                key > 0);
     wgmma_commit();
     add_lines<T, kHeadDim>(dk, ds, shared_.q[queries_.stage]);
-    wgmma_wait<1>();
+    wgmma_wait<1>(dq);
     send_dq(dq, m0 + row, column, h);
     buffer_ ^= 1;
   }

@@ -129,10 +129,10 @@ class Consumer {
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kRowsOfGroup, shared_.v[values_.stage]);
     rows_.template load_mask<kMasked>(n0);
-    wgmma_wait<1>();
+    wgmma_wait<1>(s);
     rows_.template make_probabilities<kMasked>(s);
     shared_.full_q.arrive_if(are_negative_zeros(s));
-    wgmma_wait<0>();
+    wgmma_wait<0>(dp);
     release(shared_.empty_v, values_);
     rows_.template finish_gradients<kMasked>(dp);
     rows_.make_score_gradients(s, dp);
@@ -140,9 +140,9 @@ class Consumer {
 #pragma unroll
     for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
     if (kMasked) clear_keys(n0);
-    wgmma_fence();
+    wgmma_fence(dq, ds);
     add_lines<T, kHeadDim>(dq, ds, shared_.k[keys_.stage]);
-    wgmma_wait<0>();
+    wgmma_wait<0>(dq);
     release(shared_.empty_k, keys_);
   }
 

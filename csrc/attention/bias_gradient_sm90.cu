@@ -101,12 +101,12 @@ class Consumer {
 #pragma unroll 1
       for (int column = kPanel; column < shape.head_dim_k; column += kPanel) start_part(s, true), finish_part<1>();
       start_part(dp, false);
-      finish_part<1>();
+      finish_part<1>(s);
       rows_.template make_probabilities<true>(s);
       shared_.full[0].arrive_if(are_negative_zeros(s));  // for ptxas: backward_sm90.cuh
 #pragma unroll 1
       for (int column = kPanel; column < shape.head_dim_v; column += kPanel) start_part(dp, true), finish_part<1>();
-      finish_part<0>();
+      finish_part<0>(dp);
       rows_.template finish_gradients<true>(dp);
       rows_.make_score_gradients(s, dp);
 #pragma unroll
@@ -126,10 +126,10 @@ class Consumer {
     part_++;
   }
   __device__ __forceinline__ void wait_for_part() { shared_.full[part_ % kParts].wait(part_ / kParts % 2); }
-  // Waits for the oldest part, with kUnderWay after it, and releases it.
-  template <int kUnderWay>
-  __device__ __forceinline__ void finish_part() {
-    wgmma_wait<kUnderWay>();
+  // Waits for the oldest part, with kUnderWay after it, and releases it. ended: the accumulator that it completes.
+  template <int kUnderWay, class... Ended>
+  __device__ __forceinline__ void finish_part(Ended&... ended) {
+    wgmma_wait<kUnderWay>(ended...);
     if (threadIdx.x % kGroup == 0) shared_.empty[(part_ - 1 - kUnderWay) % kParts].arrive();
   }
 

@@ -110,7 +110,7 @@ class Consumer {
       shared_.full_k[keys_.stage].wait(keys_.phase);
       wgmma_fence();
       start_scores(s);
-      wgmma_wait<0>();
+      wgmma_wait<0>(s);
       release_keys();
       load_mask(item, n0, rows);
       if constexpr (kGeneral) general_scores(s, item, n0, rows);
@@ -125,18 +125,18 @@ class Consumer {
       shared_.full_k[keys_.stage].wait(keys_.phase);
       shared_.full_v[values_.stage].wait(values_.phase);
       named_barrier_sync(kTurn + group_, 2 * kGroup);
-      wgmma_fence();
+      wgmma_fence(out, p);
       start_scores(s);
       start_sum(out, p);
       named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);
       if (masked) load_mask(item, n0, rows);
-      wgmma_wait<1>();
+      wgmma_wait<1>(s);
       release_keys();
       if constexpr (kGeneral) general_scores(s, item, n0, rows);
       softmax<masked, !kGeneral>(s, rows, unit);
       // Never true: without an access to memory that depends on the softmax, ptxas moves the wait to before it.
       shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
-      wgmma_wait<0>();
+      wgmma_wait<0>(out);
       release_values();
       if (masked) clear_values(item, n0);
       pack(p, s, item, n0, rows);
@@ -153,9 +153,9 @@ class Consumer {
     if (!Tiles::kOutOverQueries && item.loop.count > 0) release_queries();
     if (item.loop.count > 0) {
       shared_.full_v[values_.stage].wait(values_.phase);
-      wgmma_fence();
+      wgmma_fence(out, p);
       start_sum(out, p);
-      wgmma_wait<0>();
+      wgmma_wait<0>(out);
       release_values();
     }
     store(item, out, rows, unit);

@@ -173,7 +173,7 @@ __device__ __forceinline__ void multiply_gemm(const Gemm& g, const T* bias, Gemm
         starts_other = false;
       }
     }
-    wgmma_wait<0>();
+    wgmma_wait<0>(d);
     release(last);
 
     shared.taken[group].wait(turn ^ 1);

@@ -31,7 +31,9 @@ inline uint32_t descriptor_address(const void* at) {
   return static_cast<uint32_t>(offset);
 }
 
-inline void wgmma_fence(FASTATTN_HOST_PLACE) {
+// Arrays of registers are for nvcc alone.
+template <class A = int, class B = int>
+void wgmma_fence(const A& = {}, const B& = {}, FASTATTN_HOST_PLACE) {
   auto& block = *host::Block::current;
   block.at_products(FASTATTN_HOST_SITE, [&](auto warps) { block.warpgroup().fenced |= warps; });
 }
@@ -39,8 +41,8 @@ inline void wgmma_commit(FASTATTN_HOST_PLACE) {
   auto& block = *host::Block::current;
   block.warpgroup_collective(nullptr, FASTATTN_HOST_SITE, [&](void* const*) { block.warpgroup().products.commit(); });
 }
-template <int kUnderWay>
-void wgmma_wait(FASTATTN_HOST_PLACE) {
+template <int kUnderWay, class A = int, class B = int>
+void wgmma_wait(const A& = {}, const B& = {}, FASTATTN_HOST_PLACE) {
   auto& block = *host::Block::current;
   block.wait_for_products(kUnderWay, FASTATTN_HOST_SITE);
 }

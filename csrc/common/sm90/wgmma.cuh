@@ -1,9 +1,10 @@
 // Hopper's matrix product of a warpgroup: accumulator (64 x kN, float) += A (64 x 16) * B (16 x kN), of bfloat16 or float16.
 //
 // wgmma runs beside the threads that issue it, in groups like cp.async:
-//   wgmma_fence();  wgmma(...); ...  wgmma_commit();  ...  wgmma_wait<0>();
+//   wgmma_fence(d);  wgmma(d, ...); ...  wgmma_commit();  ...  wgmma_wait<0>(d);
 // The fence comes before the first product after any access to the registers of one; between a product and its wait its
-// registers are not touched, and what it reads in shared memory is not written.
+// registers are not touched, and what it reads in shared memory is not written. For the compiler the accumulators are plain
+// values, which it may write behind a fence or read before a wait: both therefore take those that were written, or are read next.
 // With warp w of the warpgroup, g = lane / 4 and c = lane % 4, a thread holds
 //   accumulator  float[kN / 2]  at 4 * j + 2 * i + e: row 16 * w + g + 8 * i, column 8 * j + 2 * c + e
 //   A            uint32_t[4]    the words that pack accumulators 8 * k .. 8 * k + 7, two by two, for columns 16 * k .. of it
@@ -22,11 +23,31 @@ namespace fastattn::sm90 {
 
 __device__ __forceinline__ uint32_t descriptor_address(const void* at) { return shared_address(at); }
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// What is computed from these registers stays behind this place, and what they are computed from before it. No instruction.
+template <class T>
+__device__ __forceinline__ void pin(T& x) {
+  if constexpr (std::is_array_v<T>) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(std::extent_v<T>); i++) pin(x[i]);
+  } else if constexpr (std::is_same_v<T, float>) {
+    asm volatile("" : "+f"(x)::"memory");
+  } else {
+    asm volatile("" : "+r"(x)::"memory");
+  }
+}
+
+// written: up to two arrays of registers, accumulators or an A, that were written since the last product with them.
+template <class... Registers>
+__device__ __forceinline__ void wgmma_fence(Registers&... written) {
+  (pin(written), ...);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kUnderWay>
-__device__ __forceinline__ void wgmma_wait() {
+// Until at most kUnderWay groups are under way. ended: up to two accumulators of the others, those that are read next.
+template <int kUnderWay, class... Registers>
+__device__ __forceinline__ void wgmma_wait(Registers&... ended) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnderWay) : "memory");
+  (pin(ended), ...);
 }
 
 // How many registers each thread of the warpgroup has from now on: a multiple of 8, of at most 64 K for all threads.
