@@ -69,14 +69,15 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) 
 }
 
 // The operands of the asm statements: registers 0 to kN / 2 - 1 are the accumulator, the others follow.
-#define FASTATTN_F8(i) \
+#define FASTATTN_8_FROM(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FASTATTN_F16(i) FASTATTN_F8(i), FASTATTN_F8(i + 8)
-#define FASTATTN_F32 FASTATTN_F16(0), FASTATTN_F16(16)
-#define FASTATTN_F48 FASTATTN_F32, FASTATTN_F16(32)
-#define FASTATTN_F64 FASTATTN_F48, FASTATTN_F16(48)
+#define FASTATTN_16_FROM(i) FASTATTN_8_FROM(i), FASTATTN_8_FROM(i + 8)
+#define FASTATTN_F16 FASTATTN_16_FROM(0)
+#define FASTATTN_F32 FASTATTN_F16, FASTATTN_16_FROM(16)
+#define FASTATTN_F48 FASTATTN_F32, FASTATTN_16_FROM(32)
+#define FASTATTN_F64 FASTATTN_F48, FASTATTN_16_FROM(48)
 #define FASTATTN_F128 \
-  FASTATTN_F64, FASTATTN_F16(64), FASTATTN_F16(80), FASTATTN_F16(96), FASTATTN_F16(112)
+  FASTATTN_F64, FASTATTN_16_FROM(64), FASTATTN_16_FROM(80), FASTATTN_16_FROM(96), FASTATTN_16_FROM(112)
 #define FASTATTN_NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define FASTATTN_NAMES32 FASTATTN_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define FASTATTN_NAMES48 FASTATTN_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -119,7 +120,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 
 template <class T, int kN, bool kTransposeB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 256);
+  static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 256);
+  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")

@@ -1,4 +1,5 @@
-"""Hopper on the CPU runner: TMA, wgmma and barriers compute what PTX defines, and each classic race is caught.
+"""Hopper's TMA, wgmma and barriers compute what PTX defines: on the CPU runner, and on a Hopper GPU where there is one.
+And on the runner each classic race is caught.
 
 A race is caught when the result is wrong or the runner reports it, in one of the orders and completions that kernels'
 tests run over.
@@ -8,27 +9,62 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import host_build
 import pytest
 import torch
-from host_build import ELSEWHERE, ORDERS, SM90_COMPLETIONS
+from host_build import CSRC, ELSEWHERE, ORDERS, SM90_COMPLETIONS
 
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
 Setting = Callable[[tuple[str, str]], None]
 
 
-@pytest.fixture(scope="session", params=[(), ELSEWHERE], ids=["as here", "as elsewhere"])
-def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
-    """hopper.cu, as this processor and as others compile it."""
-    source = Path(__file__).with_name("hopper.cu")
-    library = ctypes.CDLL(str(host_build.build("hopper", [source], build_folder, *request.param)))
+SOURCE = Path(__file__).with_name("hopper.cu")
+RUNNERS = {"as here": (), "as elsewhere": ELSEWHERE}  # hopper.cu as this processor and as others compile it
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     for function in (library.run_products, library.run_transposed, library.run_slip):
         function.restype = ctypes.c_char_p
     return library
+
+
+@pytest.fixture(scope="session", params=RUNNERS)
+def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
+    return loaded(host_build.build("hopper", [SOURCE], build_folder, *RUNNERS[request.param]))
+
+
+def compile_for_device(folder: Path) -> Path:
+    target = folder / "hopper.so"
+    options = "-std=c++17 -O2 -shared -Xcompiler=-fPIC -gencode=arch=compute_90a,code=sm_90a".split()
+    sources = [SOURCE, CSRC / "common" / "sm90" / "tensor_map.cpp"]
+    command = ["nvcc", *options, f"-I{CSRC}", *sources, "-o", target]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+class Place(NamedTuple):
+    """Where sound kernels run."""
+
+    library: ctypes.CDLL
+    device: str
+
+
+@pytest.fixture(scope="session", params=[*RUNNERS, "device"] if HAS_HOPPER else RUNNERS)
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    if request.param == "device":
+        return Place(loaded(compile_for_device(tmp_path_factory.mktemp("hopper"))), "cuda")
+    folder = request.getfixturevalue("build_folder")
+    return Place(loaded(host_build.build("hopper", [SOURCE], folder, *RUNNERS[request.param])), "cpu")
 
 
 @pytest.fixture
@@ -43,14 +79,18 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
     return set_both
 
 
-def products(library: ctypes.CDLL, name: str, dtype: torch.dtype, D: int, keys: int = 300) -> float:
+def products(
+    library: ctypes.CDLL, name: str, dtype: torch.dtype, D: int, keys: int = 300, margin: int = 0, device: str = "cpu"
+) -> float:
     """Runs a kernel of hopper.cu: its largest error, NaN included. RuntimeError with what the runner found."""
     heads, guard = 2, 24  # columns behind each row, that must stay as they are
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(heads, rows, D + guard, generator=g).to(dtype) for rows in (64, keys, keys))
-    out = torch.full((heads, 64, D + guard), torch.nan).to(dtype)
+    q, k, v = (torch.randn(heads, rows, D + guard, generator=g).to(device, dtype) for rows in (64, keys, keys))
+    for t in (q, k, v):
+        t[..., D:] = torch.nan
+    out = torch.full((heads, 64, D + guard), torch.nan, dtype=dtype, device=device)
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out))
-    if message := library.run_products(name.encode(), *pointers, heads, keys, D + guard):
+    if message := library.run_products(name.encode(), *pointers, heads, keys, D, margin, D + guard):
         raise RuntimeError(message.decode())
     assert out[..., D:].isnan().all(), "wrote behind a row"
     q, k, v, out = (t[..., :D].double() for t in (q, k, v, out))
@@ -59,29 +99,42 @@ def products(library: ctypes.CDLL, name: str, dtype: torch.dtype, D: int, keys: 
     return torch.inf if error.isnan() else error.item()
 
 
-KERNELS = ["bf16 64 64", "bf16 64 128", "fp16 64 64", "bf16 96 64", "bf16 128 64", "fp16 256 64"]
+KERNELS = ["bf16 64 64", "bf16 64 128", "fp16 64 64", "bf16 96 64", "bf16 96 64 in two", "bf16 128 64", "fp16 256 64"]
+COLUMNS = {"bf16 64 64": 40, "bf16 96 64": 72, "bf16 96 64 in two": 72, "fp16 256 64": 136}  # fewer than the tile has
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_products(name: str, library: ctypes.CDLL, setting: Setting) -> None:
-    """TMA with zeros outside, both kinds of wgmma, stmatrix and the TMA store, in every order and completion."""
-    kind, D, _ = name.split()
+def test_products(name: str, place: Place, setting: Setting) -> None:
+    """TMA with zeros outside, both kinds of wgmma, stmatrix and the TMA store, in every order and completion; boxes
+    partly and wholly before and behind the keys, and partly and wholly beside the columns."""
+    kind, D, *_ = name.split()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    cases = [(int(D), 0), (int(D), 70), (COLUMNS.get(name, int(D)), 0)]
     for values in SETTINGS:
         setting(values)
-        assert products(library, name, dtype, int(D)) < 2 * torch.finfo(dtype).eps, values
+        for columns, margin in cases:
+            error = products(place.library, name, dtype, columns, margin=margin, device=place.device)
+            assert error < 2 * torch.finfo(dtype).eps, (values, columns, margin)
 
 
 @pytest.mark.parametrize("values", SETTINGS, ids="-".join)
-def test_transposed_operands_and_adds(values: tuple[str, str], library: ctypes.CDLL, setting: Setting) -> None:
+def test_transposed_operands_and_adds(values: tuple[str, str], place: Place, setting: Setting) -> None:
     setting(values)
-    x, y = torch.randn(2, 64, 64).bfloat16()
-    out, sums = torch.empty(64, 64), torch.ones(2, 64, 64)
+    x, y = torch.randn(2, 64, 64).bfloat16().to(place.device)
+    out, sums = torch.empty(64, 64, device=place.device), torch.ones(2, 64, 64, device=place.device)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, out, sums)]
-    assert library.run_transposed(*pointers, 0) == b""
+    assert place.library.run_transposed(*pointers, 0) == b""
     expected = x.float().T @ y.float()
     torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(sums, 1 + expected.expand(2, -1, -1))
+    added = torch.zeros(2, 64, 64, device=place.device)
+    added[0, :50, :40], added[1] = expected[:50, :40], expected
+    torch.testing.assert_close(sums, 1 + added)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_compiles_for_the_device(tmp_path: Path) -> None:
+    """So that on the first machine with a GPU it does not fail for that."""
+    assert compile_for_device(tmp_path).is_file()
 
 
 def test_refuses_a_tensor_that_tma_cannot_read(library: ctypes.CDLL) -> None:
