@@ -3,8 +3,9 @@
 #
 #   build      the CUDA extension, in place
 #   precompile the doctor's Triton kernels, in a process a core
-#   tests      every test file (the everyday tier; with FULL=1 the full one), each in a process of its own, because a
-#              crash leaves a process without its GPU
+#   probes     on Hopper, what its kernels are made of: TMA, barriers, the layouts of wgmma
+#   tests      every other test file (the everyday tier; with FULL=1 the full one), each in a process of its own,
+#              because a crash leaves a process without its GPU
 #   sanitizer  compute-sanitizer (memory, races, barriers) over every CUDA kernel on small shapes
 #   compare    the same shapes on the CPU through csrc/host and on the GPU
 #   doctor     every backend against float64: DIR/doctor.json
@@ -20,7 +21,7 @@
 #   PYTHONPATH=SITE benchmarks/gpu_check.sh DIR
 set -uo pipefail
 
-ALL="build precompile tests sanitizer compare doctor report tune"
+ALL="build precompile probes tests sanitizer compare doctor report tune"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -50,18 +51,24 @@ precompile() {
   "$PYTHON" benchmarks/precompile.py --seconds 110
 }
 
-one_test_file() {
+one_test_file() { # a test that takes 100 seconds says where it is; after 160 they are all ended
   local log=$DIR/tests/${1//\//_}.log status
-  timeout --foreground --kill-after=5 160 "$PYTHON" -m pytest -q ${FULL:+--full} "$1" > "$log" 2>&1
+  mkdir -p "$DIR/tests"
+  local pytest=("$PYTHON" -m pytest -q -o faulthandler_timeout=100 ${FULL:+--full})
+  timeout --foreground --kill-after=5 160 "${pytest[@]}" "$1" > "$log" 2>&1
   status=$?
   echo "exit $status  $1: $(tail -n 1 "$log")"
   [ $status -eq 0 ] || [ $status -eq 5 ] # 5: no test
 }
 
+probes() {
+  needs_gpu
+  one_test_file tests/cuda/test_hopper.py
+}
+
 tests() {
   needs_gpu
-  mkdir -p "$DIR/tests"
-  find tests -name "test_*.py" ! -name test_gpu_check.py | sort |
+  find tests -name "test_*.py" ! -name test_gpu_check.py ! -name test_hopper.py | sort |
     xargs -P "$(($(nproc) < 16 ? $(nproc) : 16))" -I{} bash -c 'one_test_file {} || exit 1'
 }
 
@@ -88,7 +95,7 @@ report() { "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes 3 $([ -n
 
 tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes $([ -n "$GPU" ] && echo 0.8 || echo 0.1); }
 
-export -f skip needs_gpu one_test_file one_tool build precompile tests sanitizer compare doctor report tune
+export -f skip needs_gpu one_test_file one_tool build precompile probes tests sanitizer compare doctor report tune
 
 # run STAGE SECONDS: its output into DIR/STAGE.log, what came of it into DIR/STAGE.outcome
 run() {
@@ -106,9 +113,10 @@ run() {
 }
 
 echo "fastattn on ${GPU:-a machine without a GPU}: $STAGES -> $DIR"
-# Compiling needs cores and no GPU. Then come those that share both; the report has the machine to itself.
+# Compiling needs cores and hardly a GPU. Then come those that share both; the report has the machine to itself.
 run build 150 &
 run precompile 120 &
+run probes 120 &
 wait
 run tests 165 &
 run sanitizer 165 &
@@ -122,7 +130,7 @@ summary() {
   printf '\n%s\n' "Summary: ${GPU:-no GPU}"
   for name in $STAGES; do
     printf '%-10s %s\n' "$name" "$(cat "$DIR/$name.outcome")"
-    case $name in tests | sanitizer)
+    case $name in probes | tests | sanitizer)
       grep -hs "^exit" "$DIR/$name.log" | grep -v "^exit [05] " ;; # what failed
     esac
   done
