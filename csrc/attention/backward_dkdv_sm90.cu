@@ -1,8 +1,9 @@
 // dk and dv on Hopper, and dq where it may be added up in memory.   Formulas: backward.h
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al. 2024, FlashAttention-3, arXiv:2407.08608.
-// Grid: a block per (batch, key head, kBlockN keys), the first keys of a head first: under a causal mask they have the
-//   longest loop. It loops over the queries of every head of its group, so that their dk and dv add up.
+// Grid: a block per (batch, key head, kBlockN keys), the first keys of a head first, as they have the longest loop under a
+//   causal mask, and heads whose queries fit in the L2 cache together. It loops over the queries of every head of its group,
+//   so that their dk and dv add up.
 // Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 keys. Their scores are
 //   transposed, keys by queries: P^T and dS^T then enter dv += P^T dout and dk += dS^T q from registers.
 // Registers of a consumer thread: S^T and dP^T (kBlockM / 2 each), dk and dv (kHeadDim / 2 each). Beyond a head dimension
@@ -14,7 +15,7 @@
 // With dq (Makes::dk_dv_dq; backward_sum_sm90): dS of both warpgroups goes through shared memory, twice buffered, so that one
 //   barrier a tile is enough. Each makes a half of the tile's dq and adds it, by TMA, to a float32 copy in memory: 2 Dk FLOPs
 //   a score and 4 Dk bytes a query of a tile more. Only without bias and dropout: what it is good for is speed.
-// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills; test_compile_sm90.py asserts it, and the order.
+// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/compile asserts.
 // Dropped: one kernel with a branch for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's
 //   product beside the work on dS with 128 queries, for which P, S and dP would take 160 registers.
 #include "attention/backward_dkdv_sm90.cuh"
@@ -412,8 +413,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1) backward_dkdv_sm90_kernel(con
 }
 
 template <Makes kMakes, class T, class Tiles, bool kGeneral>
-void start(const Arguments& a, cudaStream_t stream) {
+void start(Arguments a, cudaStream_t stream) {
   const Shape& s = a.p.shape;
+  const int64_t rows = int64_t{s.seqlen_q} * (s.heads / s.key_heads);
+  const int bytes_of_row = 2 * (s.head_dim_k + s.head_dim_v) + (kMakes == Makes::dk_dv_dq ? 4 * s.head_dim_k : 0);
+  a.heads_together = heads_together(s.batch * s.key_heads, rows * bytes_of_row);
   launch(backward_dkdv_sm90_kernel<T, Tiles, kGeneral, kMakes>, dim3(s.batch * s.key_heads * blocks_of(s.seqlen_k, kBlockN)),
          dim3(kSm90Threads), sizeof(Shared<Tiles, kMakes>), stream, a);
 }

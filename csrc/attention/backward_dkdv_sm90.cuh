@@ -55,9 +55,9 @@ struct WorkItem {
 template <class Tiles>
 __device__ __forceinline__ WorkItem item_of_block(const Arguments& a) {
   const Shape& shape = a.p.shape;
-  const int heads = shape.batch * shape.key_heads, head = blockIdx.x % heads;
-  return {head / shape.key_heads, head % shape.key_heads, static_cast<int>(blockIdx.x) / heads * kBlockN,
-          shape.heads / shape.key_heads};
+  const auto [head, tile] =
+      item_in_order(blockIdx.x, shape.batch * shape.key_heads, blocks_of(shape.seqlen_k, kBlockN), a.heads_together);
+  return {head / shape.key_heads, head % shape.key_heads, tile * kBlockN, shape.heads / shape.key_heads};
 }
 
 // Of the query tiles that the keys of a block meet. Keys past the end are zeros: with dq, for which dS is multiplied with them,

@@ -2,8 +2,8 @@
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, with the loops exchanged; Shah et al. 2024,
 //   FlashAttention-3, arXiv:2407.08608, for warp specialisation.
-// Grid: a block per (batch, head, 128 queries), the last queries of a head first: under a causal mask they have the longest
-//   loop. It loops over the keys.
+// Grid: a block per (batch, head, 128 queries), the last queries of a head first, as they have the longest loop under a causal
+//   mask, and heads whose keys and values fit in the L2 cache together. It loops over the keys.
 // Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 queries. dS enters
 //   dq += dS k from registers.
 // Registers of a consumer thread: S and dP (kBlockN / 2 each), dq (kHeadDim / 2); dS, packed, takes the place of S and dP.
@@ -22,7 +22,7 @@
 //   adding freely    as that, without the waits, and with another sum in every run: backward_sum_sm90.
 // The first is the simplest that repeats; a record is to tell what its two products more cost.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and all exponentials stand between the wait for S
-// and the wait for dP. test_compile_sm90.py asserts both. kGeneral, with a bias or dropout, also serves head dimensions
+// and the wait for dP; tests/compile asserts the former. kGeneral, with a bias or dropout, also serves head dimensions
 // beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
 #include "attention/backward_scores_sm90.cuh"
 #include "common/check.h"
@@ -55,8 +55,9 @@ struct WorkItem {
 template <class Tiles>
 __device__ __forceinline__ WorkItem item_of_block(const Arguments& a) {
   const Shape& shape = a.p.shape;
-  const int heads = shape.batch * shape.heads, head = blockIdx.x % heads, b = head / shape.heads, h = head % shape.heads;
-  const int m0 = (blocks_of(shape.seqlen_q, Tiles::kBlockM) - 1 - static_cast<int>(blockIdx.x) / heads) * Tiles::kBlockM;
+  const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM);
+  const auto [head, tile] = item_in_order(blockIdx.x, shape.batch * shape.heads, tiles, a.heads_together);
+  const int b = head / shape.heads, h = head % shape.heads, m0 = (tiles - 1 - tile) * Tiles::kBlockM;
   const Mask& mask = a.p.by_query;
   return {b, h, m0,
           plan_tiles<Tiles::kBlockN>(mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k)};
@@ -187,9 +188,12 @@ __global__ void __launch_bounds__(kSm90Threads, 1) backward_dq_sm90_kernel(const
 template <class T, class Tiles>
 void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
   const Shape& s = p.shape;
+  Arguments a = arguments(p, rows, Tiles::kBlockM, Tiles::kBlockN);
+  const int64_t bytes_of_keys = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
+  a.heads_together = heads_together(s.batch * s.key_heads, bytes_of_keys) * (s.heads / s.key_heads);
   const auto start = [&](auto kernel) {
     launch(kernel, dim3(s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM)), dim3(kSm90Threads), sizeof(Shared<Tiles>),
-           stream, arguments(p, rows, Tiles::kBlockM, Tiles::kBlockN));
+           stream, a);
   };
   if constexpr (Tiles::kHeadDim > 128)
     start(backward_dq_sm90_kernel<T, Tiles, true>);

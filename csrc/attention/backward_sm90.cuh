@@ -15,7 +15,8 @@ struct Arguments {
   Backward p;
   PaddedRows rows;
   TensorMap q, k, v, dout, dq, dk, dv;
-  int key_begin;  // the first key of the maps of k and v: keys_in_band
+  int key_begin;       // the first key of the maps of k and v: keys_in_band
+  int heads_together;  // of those that a block owns a tile of: item_in_order
 };
 
 // For tiles of block_m queries and block_n keys; results are written by warpgroups, 64 rows each.

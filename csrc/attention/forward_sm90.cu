@@ -7,8 +7,8 @@
 //   L2 cache together.
 // Short sequences, Lq and Lk up to 128, head dimension up to 128: a (batch, head) is one tile of queries and one of keys, so
 //   that everything is read once, in one launch. At head dimension 64, 128 queries and keys, a tile reads and writes 64 KiB,
-//   2.1 us of a multiprocessor's share of 4 TB/s; k and v of the tile after, 32 KiB, are copied meanwhile, q after the product
-//   of the scores. The sm_80 kernel reads the same bytes in blocks of their own, two a multiprocessor, with mma.sync at half the
+//   2.1 us of a multiprocessor's share of 4 TB/s; k of the tile after is copied meanwhile, q and v after the product of the
+//   scores. The sm_80 kernel reads the same bytes in blocks of their own, two a multiprocessor, with mma.sync at half the
 //   rate: nothing says that it would be faster, and a record must decide. Beyond head dimension 128 keys are two tiles. Up to
 //   128 keys there are no lists: every tile is a partial one.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
@@ -18,7 +18,7 @@
 //   take turns to issue, on another one's products.
 // WorkItem: 2 (Dk + Dv) FLOPs per score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and the exponentials of a tile, 64 a thread and two
-//   factors, stand between the wait for its scores and the wait for the last P V. test_compile_sm90.py asserts both.
+//   factors, stand between the wait for its scores and the wait for the last P V. tests/compile asserts both.
 // Dropped: 240 registers for a consumer and 24 for the producer, which then spills 32 to 44 bytes; a template parameter for
 //   the kind of mask, as band, intervals and bits are one word a row once they are loaded, and full tiles have no mask code.
 #include "attention/forward_sm90.cuh"
@@ -316,8 +316,7 @@ template <class T, class Tiles>
 void run(const Forward& p, int* next_item, cudaStream_t stream) {
   const Shape& s = p.shape;
   const KeyRange keys = keys_in_band(s, p.mask.band_lo, p.mask.band_hi);
-  constexpr int64_t kCacheBytes = 32 << 20;  // of keys and values: over half of the L2 cache
-  const int64_t fitting = kCacheBytes / (int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v));
+  const int64_t bytes_of_keys = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
   int device, multiprocessors;
   FASTATTN_CHECK(cudaGetDevice(&device));
   FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
@@ -331,7 +330,7 @@ void run(const Forward& p, int* next_item, cudaStream_t stream) {
                     map_of(p.out, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, kRowsOfGroup),
                     keys.first,
                     items,
-                    static_cast<int>(std::clamp<int64_t>(fitting, 1, s.batch * s.heads)) * (s.heads / s.key_heads),
+                    heads_together(s.batch * s.key_heads, bytes_of_keys) * (s.heads / s.key_heads),
                     items > blocks && !alike ? next_item : nullptr};
   if (a.next_item != nullptr) FASTATTN_CHECK(cudaMemsetAsync(next_item, 0, sizeof(int), stream));
   const bool general = p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.softmax_scale <= 0.0f;

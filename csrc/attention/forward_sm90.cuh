@@ -47,11 +47,9 @@ struct WorkItem {
 template <class Tiles>
 __device__ __forceinline__ WorkItem item_at(const Arguments& a, int index) {
   const Shape& shape = a.p.shape;
-  const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM), together = a.heads_together * tiles;
-  const int first = index / together * a.heads_together;
-  const int heads = min(a.heads_together, shape.batch * shape.heads - first), rest = index % together;
-  const int head = first + rest % heads, b = head / shape.heads, h = head % shape.heads;
-  const int m0 = (tiles - 1 - rest / heads) * Tiles::kBlockM;
+  const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM);
+  const auto [head, tile] = item_in_order(index, shape.batch * shape.heads, tiles, a.heads_together);
+  const int b = head / shape.heads, h = head % shape.heads, m0 = (tiles - 1 - tile) * Tiles::kBlockM;
   return {b, h, m0,
           plan_tiles<Tiles::kBlockN>(a.p.mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k)};
 }
@@ -67,18 +65,23 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
     load_panels(tiles[ring.stage], map, full[ring.stage], key, item.h / group, item.b);
     ring.advance();
   };
+  const auto load_keys = [&](const WorkItem& item, int i) {
+    if (i < item.loop.count) load(keys, shared.k, a.k, shared.full_k, shared.empty_k, item, i);
+  };
   int index = blockIdx.x;
   for (int turn = 0;; turn ^= 1) {
+    const bool ends = index >= a.items;
+    const WorkItem item = ends ? WorkItem{} : item_at<Tiles>(a, index);
+    load_keys(item, 0);  // while the last item's queries are still read
     shared.empty_q.wait(turn ^ 1);
-    shared.item = index < a.items ? index : -1;
-    if (index >= a.items) break;
-    const WorkItem item = item_at<Tiles>(a, index);
+    shared.item = ends ? -1 : index;
+    if (ends) break;
     load_panels(shared.q, a.q, shared.full_q, item.m0, item.h, item.b);
     // Keys a tile ahead of values: consumers want and release them in this order.
 #pragma unroll 1
-    for (int i = -1; i < item.loop.count; i++) {
-      if (i + 1 < item.loop.count) load(keys, shared.k, a.k, shared.full_k, shared.empty_k, item, i + 1);
-      if (i >= 0) load(values, shared.v, a.v, shared.full_v, shared.empty_v, item, i);
+    for (int i = 0; i < item.loop.count; i++) {
+      load_keys(item, i + 1);
+      load(values, shared.v, a.v, shared.full_v, shared.empty_v, item, i);
     }
     index = a.next_item == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(a.next_item, 1);
   }

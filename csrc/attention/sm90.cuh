@@ -23,6 +23,22 @@ struct RingOf {
 };
 using Ring = RingOf<kStages>;
 
+// Work item `index` of heads * tiles. As many heads as fit into the L2 cache `together` come before all others, and of these
+// tile 0 of each head, then tile 1 of each.
+struct HeadAndTile {
+  int head, tile;
+};
+__device__ __forceinline__ HeadAndTile item_in_order(int index, int heads, int tiles, int together) {
+  const int first = index / (together * tiles) * together, rest = index % (together * tiles);
+  const int count = min(together, heads - first);
+  return {first + rest % count, rest / count};
+}
+// How many heads fit, each with `bytes` that all of its tiles read.
+inline int heads_together(int heads, int64_t bytes) {
+  constexpr int64_t kCacheBytes = 32 << 20;  // over half of the L2 cache
+  return static_cast<int>(std::clamp<int64_t>(kCacheBytes / std::max<int64_t>(bytes, 1), 1, heads));
+}
+
 // Loads a tile of panels: rows from `row` on of (b, h). load_panels announces it, too.
 template <class Tile>
 __device__ __forceinline__ void copy_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h, int b) {
