@@ -1,7 +1,6 @@
 """Known bugs, planted in a copy of the attention's sources, each standing for a class: a check must fail on each.
 
-The copies compile one kernel of each kind: bfloat16, head dimension up to 64. And they take a small L2 cache for granted,
-so that not all heads fit into it.
+The copies compile one kernel of each kind: bfloat16, head dimension up to 64. In them few heads fit into the L2 cache.
 """
 
 from __future__ import annotations
