@@ -289,6 +289,8 @@ def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> d
             last()  # what only the first call allocates, an optimizer's state, does not count
         row["peak_mib"] = timing.peak_mib(last, device)
         if device.type == "cuda":
+            if "forward" in run.timed:
+                row["host_us"] = timing.host_us(run.timed["forward"], device)
             row["clocks"] = timing.nvidia_smi("clocks.sm", "clocks.mem", "power.draw")
         return row | run.notes
     except Refused as refused:

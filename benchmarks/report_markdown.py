@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import records
+import targets
 from records import KEPT, OWN_LOSS, Record, Row, bound_ms, default_row, machine, median, named, rate, rows_of, slowdown
 
 README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RESULTS.md"
@@ -134,7 +135,7 @@ def write_report(record: Record, out: Path) -> Path:
     lines = ["# fastattn: benchmark report", "", *provenance(record)]
     if record["missing"]:
         lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
-    lines += ["", "## Summary", "", how_to_read(), *summary(record)]
+    lines += ["", "## Summary", "", how_to_read(), *_targets(record), *summary(record)]
     try:
         import report_plots  # a machine that measures need not be able to draw
 
@@ -206,8 +207,13 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
     ]
     lines += [] if any(_on_gpu(record) for _, record in found) else [NO_GPU]
     for path, record in found:
-        lines += ["", f"## [{path.name}](results/{path.name})", "", *provenance(record), *summary(record)]
+        lines += ["", f"## [{path.name}](results/{path.name})", "", *provenance(record)]
+        lines += [*_targets(record), *summary(record)]
     return "\n".join(lines) + "\n"
+
+
+def _targets(record: Record) -> list[str]:
+    return ["", "**Targets**", "", *targets.table(record)] if _on_gpu(record) else []
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:

@@ -70,6 +70,17 @@ def _sample_on_gpu(calls: list[Call], device: torch.device, count: int) -> list[
     return [[start.elapsed_time(end) for start, end in pairs] for pairs in events]
 
 
+def host_us(call: Call, device: torch.device) -> float:
+    """Microseconds that a call takes on the host of a GPU: the mean of some that do not wait for it."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(20):
+        call()
+    taken = (time.perf_counter() - start) / 20
+    torch.cuda.synchronize(device)
+    return taken * 1e6
+
+
 def peak_mib(call: Call, device: torch.device) -> float:
     """Memory that a call needs beyond what was allocated before it.
 

@@ -225,6 +225,28 @@ def test_tables_and_plots_of_a_record(load: Any, record: dict[str, Any], tmp_pat
     assert plots.draw(record, tmp_path) == ["memory.png", "roofline.png", "step.png"]
 
 
+def test_targets_are_judged_by_a_record(load: Any) -> None:
+    """Made-up figures for every case of a GPU's table: each target finds its case, its providers and its verdict."""
+    targets, device = load("targets"), torch.device("cuda")
+    plan = load("catalogue").plan("cuda")
+    record = load("records").described(plan) | {"ceilings": {"byte_per_s": 3e12, "flop_per_s": {}}, "rows": []}
+    for benchmark, case in plan:
+        for provider in benchmark.providers(device):
+            ours = provider.name in ("default", *targets.OWN)
+            row = {"op": benchmark.name, "case": str(case), "provider": provider.name, "status": "ok"}
+            row["timings"] = {direction: timed(1.0 if ours else 1.25) for direction in benchmark.directions}
+            record["rows"].append(row | {"host_us": 10.0 if ours else 12.5})
+    for target, figure in targets.measured(record):
+        assert figure == pytest.approx(1.25) if target.unit == "x" else figure > 0, target.what
+    verdicts = {target.what: targets.verdict(target, figure) for target, figure in targets.measured(record)}
+    assert verdicts["64 tokens, forward and backward: over torch's SDPA"] == "**missed**"
+    assert verdicts["feed-forward, training: over PyTorch in eager"] == "met"
+    assert verdicts["host time of torch's call over ours"] == "goal reached"
+    assert verdicts["dropout + residual + LayerNorm, backward: over Liger-Kernel's"] == "goal missed"
+    record["rows"].clear()
+    assert all("not measured" in line for line in list(targets.table(record))[2:])
+
+
 def test_compare_flags_what_is_beyond_the_quartiles(
     load: Any, record: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
