@@ -27,6 +27,12 @@ def scattered(Lq: int, Lk: int, keys: int, seed: int = 0) -> Tensor:
     return torch.zeros(1, 1, Lq, Lk, dtype=torch.bool).scatter_(3, places[None, None], True)
 
 
+def _without_ends(length: int) -> Tensor:
+    """Bool (1, length): all but the first and the last position."""
+    position = torch.arange(length)
+    return ((position > 0) & (position < length - 1))[None]
+
+
 def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> dict[str, Kwargs]:
     """name -> AttentionMask arguments that fit (B, H, Lq, Lk). Many leave a row, a head or a sample with nothing."""
     g = torch.Generator().manual_seed(7)
@@ -43,8 +49,8 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
     full[0, 0, Lq // 2] = False  # one empty row
     if B * H > 1:
         full[-1, -1] = False  # one empty head of one sample
-    # Packed sequences: unequal splits of queries and keys, an empty one on either side, and a query beyond the last.
-    packed_q = offsets(Lq // 3, 0, Lq // 4, Lq - 1 - Lq // 3 - Lq // 4) if Lq > 1 else offsets(0, 0, 1, 0)
+    # Packed sequences: unequal splits of queries and keys, and an empty one on either side.
+    packed_q = offsets(Lq // 3, 0, Lq // 4, Lq - Lq // 3 - Lq // 4) if Lq > 1 else offsets(0, 0, Lq, 0)
     packed_k = offsets(Lk // 4, Lk // 3, 0, Lk - Lk // 4 - Lk // 3)
     kinds: dict[str, Kwargs] = {
         "none": {},
@@ -55,9 +61,9 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
         "window_left_only": {"window": (1, None)},
         "causal_window": {"is_causal": True, "window": (2, 2)},
         "key_padding": {"key_padding": prefix(key_lengths, Lk)},
-        "key_padding_holes": {"key_padding": holes},
+        "key_padding_holes": {"key_padding": holes.mT.contiguous().mT},
         "key_padding_shared": {"key_padding": coin(1, Lk)},
-        "query_padding": {"query_padding": prefix(query_lengths, Lq)},
+        "query_padding": {"query_padding": prefix(query_lengths, Lq).mT.contiguous().mT},  # lengths vary fastest
         "query_padding_shared": {"query_padding": coin(1, Lq)},
         "attn_mask": {"attn_mask": full},
         "attn_mask_2d": {"attn_mask": coin(Lq, Lk)},
@@ -70,10 +76,12 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
         "attn_mask_transposed": {"attn_mask": coin(B, H, Lk, Lq).mT},
         "nothing": {"attn_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
         "segments": {"cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k},
-        "segments_causal": {"cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k, "is_causal": True},
-        "segments_with_strays": {  # one position before the first sequence and one behind the last are in none
-            "cu_seqlens_q": torch.tensor([min(1, Lq), Lq // 2, max(Lq - 1, 1)]).cummax(0).values.to(torch.int32),
-            "cu_seqlens_k": torch.tensor([min(1, Lk), Lk // 3, max(Lk - 1, 1)]).cummax(0).values.to(torch.int32),
+        "segments_causal": {"cu_seqlens_q": packed_q.long(), "cu_seqlens_k": packed_k.long(), "is_causal": True},
+        "segments_and_padding": {  # the first and the last position are padding
+            "cu_seqlens_q": offsets(Lq // 2, Lq - Lq // 2),
+            "cu_seqlens_k": offsets(Lk // 3, Lk - Lk // 3),
+            "query_padding": _without_ends(Lq),
+            "key_padding": _without_ends(Lk),
             "is_causal": True,
             "align": "bottom_right",
         },
@@ -113,8 +121,8 @@ def packed_and_padded(Lq: int, Lk: int, device: torch.device | str = "cpu") -> K
     tensors = {
         "key_padding": torch.arange(Lk).expand(2, Lk) % 7 != 3,
         "query_padding": prefix([Lq, Lq * 2 // 3], Lq),
-        "cu_seqlens_q": offsets(Lq // 2, 0, Lq // 3),
-        "cu_seqlens_k": offsets(Lk // 3, Lk // 5, Lk // 3),
+        "cu_seqlens_q": offsets(Lq // 2, 0, Lq - Lq // 2),
+        "cu_seqlens_k": offsets(Lk // 3, Lk // 5, Lk - Lk // 3 - Lk // 5),
     }
     window = {"window": (Lk // 4, 2), "align": "bottom_right"}
     return {name: t.to(device) for name, t in tensors.items()} | window
@@ -164,6 +172,6 @@ def brute_force(kwargs: Kwargs, B: int, H: int, Lq: int, Lk: int) -> Tensor:
 
 # Kinds that mask some key for all queries, or all keys for some query; the last two are no names of mask_kinds().
 HIDING = (
-    *("window_bottom_right", "key_padding_holes", "attn_mask", "segments_with_strays", "decoder"),
+    *("window_bottom_right", "key_padding_holes", "attn_mask", "segments_and_padding", "decoder"),
     *("bias", "packed and padded"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
@@ -240,6 +242,30 @@ def test_prepared_once_and_anew_after_an_edit() -> None:
     assert unpacked(given.prepare(7, 9, layout, CPU).bits, 9)[0].all()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("none", "nothing", "attn_mask_expanded")])
+def test_an_edit_in_place_is_seen(kind: str) -> None:
+    """Whatever dtype and layout the tensors have. The edited offsets leave positions in no sequence."""
+    kwargs = mask_kinds(2, 3, 7, 10)[kind]
+    given, layout = AttentionMask(**kwargs), Layout(False, 4, 4)
+    given.prepare(7, 10, layout, CPU), given.dense(2, 3, 7, 10, CPU)
+    for t in (t for t in kwargs.values() if isinstance(t, torch.Tensor)):
+        if t.dtype == torch.bool:
+            t.logical_not_()
+        else:
+            t[0], t[-1] = 1, t[-1] - 1
+    truth = brute_force(kwargs, 2, 3, 7, 10)
+    assert torch.equal(given.dense(2, 3, 7, 10, CPU), truth)
+    assert torch.equal(as_kernels_read(given.prepare(7, 10, layout, CPU), 7, 10).expand(truth.shape), truth)
+
+
+def test_what_is_kept_is_bounded_and_of_its_device() -> None:
+    causal = AttentionMask(is_causal=True)
+    for length in range(1, 100):
+        causal.dense(1, 1, length, length, CPU)
+    assert len(causal._cache) == mask_module.KEPT
+    assert causal.dense(1, 1, 99, 99, "meta").is_meta and not causal.dense(1, 1, 99, 99, CPU).is_meta
+
+
 def test_prepared_under_inference_mode_serves_training() -> None:
     given = AttentionMask(key_padding=prefix([9, 4], 9))
     with torch.inference_mode():
@@ -350,11 +376,33 @@ BOOLS, FLOATS = torch.ones(2, 4, dtype=torch.bool), torch.zeros(4, 4)
         ({"cu_seqlens_q": offsets(1, 2), "cu_seqlens_k": torch.zeros(3)}, TypeError, "cu_seqlens_k"),
         ({"cu_seqlens_q": torch.tensor([0, 5, 3])}, ValueError, "cu_seqlens_q"),
         ({"cu_seqlens_q": torch.tensor([-1, 5])}, ValueError, "cu_seqlens_q"),
+        ({"cu_seqlens_q": torch.tensor([3, 3])}, ValueError, "cu_seqlens_q"),
+        ({"keypadding": BOOLS}, TypeError, "keypadding"),
     ],
 )
 def test_bad_arguments(kwargs: dict, error: type[Exception], name: str) -> None:
     with pytest.raises(error, match=name):
         AttentionMask(**kwargs)
+    if not {"window", "align"} & set(kwargs):
+        with pytest.raises(error, match=name):
+            AttentionMask(key_padding=BOOLS).replace(**kwargs)
+
+
+def test_replace_and_with_bias_take_what_the_constructor_takes() -> None:
+    given = AttentionMask(key_padding=BOOLS, bias=FLOATS)
+    assert given.replace(bias=FLOATS).bias.shape == given.with_bias(FLOATS).bias.shape == (1, 1, 4, 4)
+    assert given.replace(key_padding=None).key_padding is None and given.replace(bias=None).key_padding is BOOLS
+    with pytest.raises(TypeError, match="bias"):
+        given.with_bias(BOOLS)
+
+
+def test_a_float_mask_of_zeros_and_ones_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="attn_mask.bool()"):
+        AttentionMask.of(BOOLS.float().tril())
+    for bias in (FLOATS, BOOLS.float(), FLOATS + torch.arange(4.0), BOOLS.float().tril().requires_grad_()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            AttentionMask.of(bias)
 
 
 @pytest.mark.parametrize(
@@ -363,11 +411,14 @@ def test_bad_arguments(kwargs: dict, error: type[Exception], name: str) -> None:
         ({"attn_mask": torch.ones(2, 1, 5, 7, dtype=torch.bool)}, "attn_mask"),
         ({"attn_mask": torch.ones(3, 1, 5, 8, dtype=torch.bool)}, "attn_mask"),
         ({"bias": torch.ones(1, 3, 5, 8)}, "bias"),
+        ({"attn_mask": prefix([1, 2], 8)}, r"\(1, 1, 2, 8\).*AttentionMask\(key_padding="),
+        ({"attn_mask": torch.ones(3, 1, 8, dtype=torch.bool)}, r"\(1, 3, 1, 8\).*Dimensions count from the last"),
         ({"key_padding": prefix([1, 2], 5)}, "key_padding"),
         ({"key_padding": prefix([1, 2, 3], 8)}, "key_padding"),
         ({"query_padding": prefix([1, 2], 8)}, "query_padding"),
         ({"key_padding": prefix([1, 2], 8).to("meta")}, "key_padding"),
-        ({"cu_seqlens_q": offsets(2, 4)}, "cu_seqlens_q ends at 6, expected at most the length, 5"),
+        ({"cu_seqlens_q": offsets(2, 4)}, "cu_seqlens_q ends at 6, expected the length 5"),
+        ({"cu_seqlens_q": offsets(2, 2)}, "cu_seqlens_q ends at 4, expected the length 5"),
         ({"cu_seqlens_q": offsets(5), "cu_seqlens_k": offsets(9)}, "cu_seqlens_k ends at 9"),
     ],
 )

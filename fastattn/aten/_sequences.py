@@ -15,17 +15,14 @@ class Side(NamedTuple):
     """Queries or keys: which packed position each place (sequence, position in it) holds, and the way back.
 
     token (n, longest): of places past the end any position. past (n, longest) bool: those places; None: no such.
-    start (n,): the first position of each sequence. sequence, within (T,): the place of each packed position, any for
-    positions of no sequence. stray (1, 1, T, 1) bool: those positions; None: no such. tables: rows of heads, made once
-    for each layout in memory and read by all layers.
+    sequence, within (T,): the place of each packed position. tables: rows of heads, made once for each layout in memory
+    and read by all layers.
     """
 
     token: Tensor
     past: Tensor | None
-    start: Tensor
     sequence: Tensor
     within: Tensor
-    stray: Tensor | None
     tables: dict[tuple[Any, ...], Tensor]
 
     def table(self, key: tuple[Any, ...], build: Callable[[], Tensor]) -> Tensor:
@@ -37,9 +34,9 @@ class Side(NamedTuple):
         """(1, H, T, D) -> (n, H, longest, D), contiguous. Past the end are numbers of other sequences."""
         return _Unpacked.apply(x, self)
 
-    def pack(self, x: Tensor, otherwise: float) -> Tensor:
-        """(n, H, longest, D) -> (1, H, T, D), `otherwise` in positions of no sequence."""
-        return _Packed.apply(x, self, otherwise)
+    def pack(self, x: Tensor) -> Tensor:
+        """(n, H, longest, D) -> (1, H, T, D)."""
+        return _Packed.apply(x, self)
 
 
 class _Unpacked(torch.autograd.Function):
@@ -57,12 +54,12 @@ class _Unpacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        return ctx.side.pack(dout, 0.0), None  # nothing but 0 comes back for places past the end
+        return ctx.side.pack(dout), None  # nothing but 0 comes back for places past the end
 
 
 class _Packed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, side: Side, otherwise: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, side: Side) -> Tensor:
         ctx.side = side
         _, H, _, D = x.shape
         rows, (sequence, head, position) = _rows(x)
@@ -71,11 +68,10 @@ class _Packed(torch.autograd.Function):
             return (side.sequence * sequence + side.within * position)[:, None] + torch.arange(H) * head
 
         row = side.table(("pack", H, sequence, head, position), of_positions)
-        packed = rows.index_select(0, row.flatten()).view(1, *row.shape, D).transpose(1, 2)
-        return packed if side.stray is None else packed.masked_fill_(side.stray, otherwise)
+        return rows.index_select(0, row.flatten()).view(1, *row.shape, D).transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         dx, past = ctx.side.unpack(dout), ctx.side.past
         _, H, longest, D = dx.shape
 
@@ -87,7 +83,7 @@ class _Packed(torch.autograd.Function):
             row = ctx.side.table(("past", H), past_the_end)
             rows = dx.view(-1, D)  # filled in an eighth of the time of masked_fill
             dx = (rows.index_fill if torch.is_grad_enabled() else rows.index_fill_)(0, row, 0).view(dx.shape)
-        return dx, None, None
+        return dx, None
 
 
 def _rows(x: Tensor) -> tuple[Tensor, list[int]]:
@@ -144,15 +140,5 @@ def _side(cu_seqlens: Tensor, longest: int, T: int) -> Side:
     token = start[:, None] + torch.arange(longest)
     past = token >= end[:, None]
     position = torch.arange(T)
-    stray = (position < start[0]) | (position >= end[-1])
-    sequence = torch.searchsorted(end, position, right=True).clamp(max=len(start) - 1)
-    within = (position - start[sequence]).clamp(0, longest - 1)
-    return Side(
-        token.clamp(max=T - 1),
-        past if past.any() else None,
-        start,
-        sequence,
-        within,
-        stray[None, None, :, None] if stray.any() else None,
-        {},
-    )
+    sequence = torch.searchsorted(end, position, right=True)
+    return Side(token.clamp(max=T - 1), past if past.any() else None, sequence, position - start[sequence], {})

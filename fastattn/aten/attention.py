@@ -68,7 +68,7 @@ def _each_sequence_alone(
     queries, keys = apart.queries, apart.keys
     inputs = (queries.unpack(q), keys.unpack(k), keys.unpack(v))
     out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, dropout_p, rng_state, return_lse, None)
-    return queries.pack(out, 0.0), None if lse is None else queries.pack(lse[..., None], -torch.inf).squeeze(3), None
+    return queries.pack(out), None if lse is None else queries.pack(lse[..., None]).squeeze(3), None
 
 
 def _attend(

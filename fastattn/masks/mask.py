@@ -6,10 +6,11 @@ True = ignore: invert them.)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None 
 FREE: Band = (None, None)
 _ALIGNMENTS = ("top_left", "bottom_right")
 _STRUCTURE = ("attn_mask", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
+# Of what a mask has prepared, so many of the newest are kept: for the layouts of the last few lengths.
+KEPT = 16
 
 
 class AttentionMask:
@@ -37,13 +40,22 @@ class AttentionMask:
         top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
                           1 1 . .                              1 1 1 1
 
-    cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), offsets of n sequences packed along Lq and Lk; a query attends to keys
-        of its own sequence only, and causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q.
-        Positions before the first offset or from the last one on attend to nothing and are masked.
+    cu_seqlens_q, cu_seqlens_k: int32 or int64 (n + 1,), cumulative lengths of n sequences packed along Lq and Lk, from
+        0 to Lq and Lk: ``F.pad(lengths.cumsum(0), (1, 0))``. A query attends to keys of its own sequence only, and
+        causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. The values are checked on a CPU only:
+        on a GPU, where a look would wait, a position that is in no sequence attends to nothing and is masked.
 
-    A query that may attend to nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks.
+    A query that may attend to nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks. The
+    tensors are kept as they are given, and a change of them in place is seen by the next call.
     Raises TypeError or ValueError naming the argument.
     """
+
+    attn_mask: Tensor | None  # with bias: four dimensions
+    bias: Tensor | None
+    key_padding: Tensor | None
+    query_padding: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
 
     def __init__(
         self,
@@ -54,7 +66,7 @@ class AttentionMask:
         query_padding: Tensor | None = None,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
-        align: str = "top_left",
+        align: Literal["top_left", "bottom_right"] = "top_left",
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> None:
@@ -64,23 +76,34 @@ class AttentionMask:
             cu_seqlens_k = cu_seqlens_q
         elif cu_seqlens_q is None:
             raise ValueError("cu_seqlens_k was given without cu_seqlens_q")
-        self.attn_mask = _four_dims("attn_mask", attn_mask, _is_bool, "bool; a float mask is bias=")
-        self.bias = _four_dims("bias", bias, torch.is_floating_point, "floating point; a bool mask is attn_mask=")
-        self.key_padding = _padding("key_padding", key_padding)
-        self.query_padding = _padding("query_padding", query_padding)
-        self.cu_seqlens_q = _offsets("cu_seqlens_q", cu_seqlens_q)
-        alike = cu_seqlens_k is cu_seqlens_q
-        self.cu_seqlens_k = self.cu_seqlens_q if alike else _offsets("cu_seqlens_k", cu_seqlens_k)
-        if cu_seqlens_q is not None and self.cu_seqlens_q.shape[0] != self.cu_seqlens_k.shape[0]:
-            raise ValueError(
-                "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
-                f"got {self.cu_seqlens_q.shape[0] - 1} and {self.cu_seqlens_k.shape[0] - 1}"
-            )
+        self._set(
+            attn_mask=attn_mask,
+            bias=bias,
+            key_padding=key_padding,
+            query_padding=query_padding,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
         self._bands = {name: FREE for name in _ALIGNMENTS}
         self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else FREE)
         self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, what was made)
         tensors = list(self._tensors().values())
         self._made_while = _recording(tensors[0].device if tensors else None)
+
+    def _set(self, **tensors: Tensor | None) -> None:
+        """Take these tensors, checked, as those of the mask."""
+        for name, t in tensors.items():
+            if name not in _CHECKS:
+                raise TypeError(f"an AttentionMask has no tensor {name!r}, only {', '.join(_CHECKS)}")
+            setattr(self, name, None if t is None else _CHECKS[name](name, t))
+        offsets_q, offsets_k = self.cu_seqlens_q, self.cu_seqlens_k
+        if (offsets_q is None) != (offsets_k is None):
+            raise ValueError("cu_seqlens_q and cu_seqlens_k are given together or not at all")
+        if offsets_q is not None and offsets_q.shape[0] != offsets_k.shape[0]:
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
+                f"got {offsets_q.shape[0] - 1} and {offsets_k.shape[0] - 1}"
+            )
 
     @classmethod
     def of(cls, attn_mask: AttentionMask | Tensor | None) -> AttentionMask | None:
@@ -94,6 +117,7 @@ class AttentionMask:
         if not attn_mask.is_floating_point():
             expected = "bool, True = attend, or floating point, added to the scores"
             raise TypeError(f"attn_mask has dtype {attn_mask.dtype}, expected {expected}")
+        _warn_of_zeros_and_ones(attn_mask)
         return cls(bias=attn_mask)
 
     def __and__(self, other: AttentionMask) -> AttentionMask:
@@ -117,13 +141,14 @@ class AttentionMask:
         """The same mask over another bias; what was prepared for this one is shared."""
         other = object.__new__(AttentionMask)
         other.__dict__.update(self.__dict__)
-        other.bias = bias
+        other._set(bias=bias)
         return other
 
     def replace(self, **tensors: Tensor | None) -> AttentionMask:
-        """The same mask with other tensors, given by their names."""
-        other = self.with_bias(self.bias)
-        other.__dict__.update(tensors, _cache=[])
+        """The same mask with other tensors, given by their names. Errors are those of the constructor."""
+        other = object.__new__(AttentionMask)
+        other.__dict__.update(self.__dict__, _cache=[])
+        other._set(**tensors)
         return other
 
     def __repr__(self) -> str:
@@ -165,14 +190,15 @@ class AttentionMask:
             if t.device != device:
                 raise ValueError(f"{name} is on {t.device}, expected {device} as query")
             if name in ("attn_mask", "bias") and any(n not in (1, want) for n, want in zip(t.shape, full, strict=True)):
-                raise ValueError(f"{name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}")
+                read = f"{name}, read as {tuple(t.shape)}, does not broadcast to (B, H, Lq, Lk) = {full}"
+                raise ValueError(f"{read}. {_advice(t, full)}")
         for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
             if t is not None and (t.shape[0] not in (1, B) or t.shape[1] != length):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
         if self.cu_seqlens_q is not None and can_read_values(self.cu_seqlens_q):
             for name, t, length in (("cu_seqlens_q", self.cu_seqlens_q, Lq), ("cu_seqlens_k", self.cu_seqlens_k, Lk)):
-                if t[-1] > length:
-                    raise ValueError(f"{name} ends at {int(t[-1])}, expected at most the length, {length}")
+                if t[-1] != length:
+                    raise ValueError(f"{name} ends at {int(t[-1])}, expected the length {length}: {_CUMULATIVE}")
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """The bool mask written out, an expanded (B, H, Lq, Lk) view: the truth that tests compare with. No bias."""
@@ -255,12 +281,13 @@ class AttentionMask:
 
     def _restriction(self) -> Restriction:
         bands = (self._bands["top_left"], self._bands["bottom_right"])
-        paddings = (self.query_padding, self.key_padding)
+        # A padding that is given transposed must not give its layout to what kernels read.
+        paddings = (None if t is None else t.contiguous() for t in (self.query_padding, self.key_padding))
         return Restriction(bands, self.cu_seqlens_q, self.cu_seqlens_k, *paddings, self.attn_mask)
 
     def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
-        """What build() makes of this mask, its bias apart. After an in-place edit of one of the mask's tensors, and on
-        another stream, it is made anew and replaced.
+        """What build() makes of this mask on a device, its bias excepted; the newest KEPT are kept. After an in-place
+        edit of one of the mask's tensors, and on another stream, it is made again and replaced.
 
         What is made while a CUDA graph is captured exists only when that is replayed, and what is made while a function
         is traced exists only in its graph: such is kept by masks that were made in there too. What is made inside a
@@ -269,6 +296,7 @@ class AttentionMask:
         state = _recording(device)
         if state != self._made_while or is_transformed():
             return build()
+        key = (*key, torch.device(device))
         stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
         # A list, because in a dict's key a length that torch.compile traces as a symbol would become a constant.
         for made_for, made_at, made in self._cache:
@@ -277,7 +305,8 @@ class AttentionMask:
         # What validation under torch.inference_mode prepares must serve training too.
         with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
             made = build()
-        self._cache[:] = [entry for entry in self._cache if entry[0] != key] + [(key, stamp, made)]
+        others = [entry for entry in self._cache if entry[0] != key]
+        self._cache[:] = [*others[-KEPT + 1 :], (key, stamp, made)]
         return made
 
 
@@ -307,7 +336,7 @@ def _combine(name: str, a: Tensor | None, b: Tensor | None, both: Callable[[Tens
 
 
 def _one_packing(a: Tensor, b: Tensor) -> Tensor:
-    if a is b or torch.equal(a, b):
+    if a is b or torch.equal(a.long(), b.long()):
         return a
     raise ValueError("cannot combine two masks with different cu_seqlens: pack the sequences once")
 
@@ -342,47 +371,75 @@ def _current_stream(device: torch.device | str) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def _is_bool(t: Tensor) -> bool:
-    return t.dtype == torch.bool
-
-
-def _four_dims(name: str, t: Tensor | None, right_dtype: Callable[[Tensor], bool], wanted: str) -> Tensor | None:
-    if t is None:
-        return None
+def _check_tensor(name: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-    if not right_dtype(t):
-        raise TypeError(f"{name} has dtype {t.dtype}, expected {wanted}")
+
+
+def _four_dims(name: str, t: Tensor) -> Tensor:
+    _check_tensor(name, t)
+    if name == "bias" and not t.is_floating_point():
+        raise TypeError(f"bias has dtype {t.dtype}, expected floating point; a bool mask is attn_mask=")
+    if name == "attn_mask" and t.dtype != torch.bool:
+        raise TypeError(f"attn_mask has dtype {t.dtype}, expected bool; a float mask is bias=")
     if t.dim() > 4:
         raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected at most 4: (B, H, Lq, Lk)")
-    return t[(None,) * (4 - t.dim())]
+    return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
 
 
-def _padding(name: str, t: Tensor | None) -> Tensor | None:
-    if t is None:
-        return None
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+def _padding(name: str, t: Tensor) -> Tensor:
+    _check_tensor(name, t)
     if t.dtype != torch.bool:
-        raise TypeError(f"{name} has dtype {t.dtype}, expected bool, True = a real token")
+        advice = f"{name}.bool(), or ~{name}.bool() if what is not 0 is padding"
+        raise TypeError(f"{name} has dtype {t.dtype}, expected bool, True = a real token: {advice}")
     if t.dim() != 2:
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B, L) or (1, L)")
-    return t.contiguous()
+    return t
 
 
-def _offsets(name: str, t: Tensor | None) -> Tensor | None:
-    if t is None:
-        return None
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+_CUMULATIVE = "cumulative lengths, F.pad(lengths.cumsum(0), (1, 0))"
+
+
+def _offsets(name: str, t: Tensor) -> Tensor:
+    _check_tensor(name, t)
     if t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} has dtype {t.dtype}, expected int32")
+        raise TypeError(f"{name} has dtype {t.dtype}, expected int32 or int64")
     if t.dim() != 1 or t.shape[0] < 1:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): n offsets and the end")
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): {_CUMULATIVE}")
     # On a GPU a look would wait for it.
-    if can_read_values(t) and (t[0] < 0 or (t[1:] < t[:-1]).any()):
-        raise ValueError(f"{name} is {t.tolist()}, expected offsets that are not negative and never fall")
-    return t.to(torch.int32)
+    if can_read_values(t) and (t[0] != 0 or (t[1:] < t[:-1]).any()):
+        raise ValueError(f"{name} is {t.tolist()}, expected to start at 0 and never to fall: {_CUMULATIVE}")
+    return t
+
+
+_CHECKS = {
+    "attn_mask": _four_dims,
+    "bias": _four_dims,
+    "key_padding": _padding,
+    "query_padding": _padding,
+    "cu_seqlens_q": _offsets,
+    "cu_seqlens_k": _offsets,
+}
+
+
+def _advice(t: Tensor, full: tuple[int, int, int, int]) -> str:
+    """For a matrix that does not fit (B, H, Lq, Lk): what its shape is likely to mean."""
+    B, _, _, Lk = full
+    if tuple(t.shape) == (1, 1, B, Lk):
+        return "The padding of keys, (B, Lk), is AttentionMask(key_padding=...)"
+    if t.shape[:2] == (1, B):
+        return "One matrix for each sequence, (B, Lq or 1, Lk), needs a dimension for the heads: mask[:, None]"
+    return "Dimensions count from the last, and missing ones are 1"
+
+
+def _warn_of_zeros_and_ones(mask: Tensor) -> None:
+    """A float mask of nothing but 0 and 1 was hardly meant to be added to the scores."""
+    if mask.requires_grad or not can_read_values(mask) or mask.numel() == 0:
+        return
+    low, high = mask.aminmax()
+    if low == 0 and high == 1 and ((mask == 0) | (mask == 1)).all():
+        message = "attn_mask holds only 0.0 and 1.0, and a float mask is added to the scores, as in torch"
+        warnings.warn(f"{message}; if 1 means attend, pass attn_mask.bool()", stacklevel=4)
 
 
 def _window_band(window: tuple[int | None, int | None] | None) -> Band:

@@ -37,7 +37,7 @@ full = pytest.mark.full
 # Those that kernels read in different ways; how each kind is prepared for them is what tests/test_masks.py compares.
 EVERYDAY_KINDS = (
     *("none", "causal_bottom_right", "window", "key_padding_holes", "query_padding_shared", "attn_mask"),
-    *("attn_mask_per_sample", "attn_mask_queries", "segments_causal", "segments_with_strays", "decoder", "everything"),
+    *("attn_mask_per_sample", "attn_mask_queries", "segments_causal", "segments_and_padding", "decoder", "everything"),
 )
 
 

@@ -57,7 +57,7 @@ LONG = {"B": 2, "H": 1, "Lq": 70, "Lk": 140, "D": 16}
 POISONED: dict[str, dict[str, Any]] = {
     **{
         kind: {"H": 1, "D": 16, "mask": kind}
-        for kind in ("key_padding", "query_padding", "window", "segments", "segments_causal", "segments_with_strays")
+        for kind in ("key_padding", "query_padding", "window", "segments", "segments_causal", "segments_and_padding")
     },
     "decoder, bfloat16": {"H": 1, "D": 16, "mask": "decoder", "dtype": torch.bfloat16},
     "more queries than keys": {"H": 1, "Lq": 37, "Lk": 21, "D": 16, "mask": "causal_bottom_right"},
@@ -75,7 +75,7 @@ POISONED: dict[str, dict[str, Any]] = {
     "long, packed": {**LONG, "mask": {"cu_seqlens_q": offsets(20, 0, 45), "cu_seqlens_k": offsets(70, 5, 33)}},
 }
 EVERYDAY_POISON = (
-    "segments_with_strays",
+    "segments_and_padding",
     "more queries than keys",
     "everything, grouped",
     "long, padded",
