@@ -22,6 +22,18 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def is_batch(t: Tensor | None) -> bool:
+    """Whether t stands for a batch of gradients, as in torch.autograd.grad(.., is_grads_batched=True). PyTorch's
+    operators can take such a tensor; kernels, and operators with out= or in place, cannot."""
+    return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+def needs_formula(*doutputs: Tensor | None) -> bool:
+    """Whether a backward has to go through operators that autograd and vmap know: it is to be differentiated again
+    (create_graph=True), or its gradients are batches."""
+    return torch.is_grad_enabled() or any(map(is_batch, doutputs))
+
+
 def can_read_values(t: Tensor) -> bool:
     """Whether values may be looked at: on a CPU, where that needs no synchronisation, and where they are there."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
@@ -38,19 +50,21 @@ def differentiable_gradients(
     inputs: Sequence[Tensor | None],
     dresults: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of formula(*inputs), a tensor or several, that can be differentiated again; None where not needed.
+    """The gradients of formula(*inputs), a tensor or several, by autograd; None where not needed.
 
-    For a backward that runs with create_graph=True, and whose own computation has no derivative. The formula is
-    computed once more.
+    For a backward that `needs_formula`. The formula is computed once more. With create_graph=True the gradients can be
+    differentiated again.
     """
-    # Views, because one input may have been made of another: the gradients stop at the views.
-    views = [None if t is None else t.view_as(t) for t in inputs]
-    results = formula(*views)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, because one input may have been made of another: the gradients stop at the views.
+        views = [None if t is None else t.view_as(t) for t in inputs]
+        results = formula(*views)
     results = (results,) if isinstance(results, Tensor) else results
     pairs = [(r, d) for r, d in zip(results, dresults, strict=True) if d is not None and r.requires_grad]
     wanted = [t for t in views if t is not None and t.requires_grad]
     if not pairs or not wanted:
         return (None,) * len(views)
     outputs, doutputs = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, doutputs, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(outputs, wanted, doutputs, create_graph=create_graph, allow_unused=True))
     return tuple(next(found) if t is not None and t.requires_grad else None for t in views)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn._transforms import differentiable_gradients
+from fastattn._transforms import differentiable_gradients, needs_formula
 from fastattn.reference.philox import LaneStream, keep_of, rescale
 
 BLOCK_BYTES = 1 << 21  # of a block's scores: what the L2 caches of two cores hold
@@ -100,7 +100,8 @@ class BlockedAttention(torch.autograd.Function):
         if any(ctx.needs_input_grad) and q.shape[:3].numel() * Lk * q.itemsize <= KEPT_BYTES:
             kept = q.new_empty(shape)
         out, space = q.new_empty(*q.shape[:3], v.shape[3]), _Space(q)
-        alpha = 1.0 if rng_state is None else rescale(dropout_p)
+        # Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was.
+        alpha = 1.0 if rng_state is None else rescale(dropout_p) or 1.0
         for block in _blocks(q, k, is_causal):
             weights = _weights(q, k, hidden, softmax_scale, block, space, kept)
             if lanes is not None:
@@ -118,7 +119,7 @@ class BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, hidden, keep, kept = ctx.saved_tensors
         is_causal, softmax_scale, alpha = ctx.options
-        if torch.is_grad_enabled():  # the gradients are to be differentiated again
+        if needs_formula(dout):
 
             def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 weights = plain_weights(q, k, hidden, softmax_scale)

@@ -87,7 +87,8 @@ def _attend(
     Lk = k.shape[2]
     bias = None if mask is None else mask.bias
     alone = bias is None and not return_lse and return_weights is None and Lk > 0
-    blocked = alone and _blocks_serve(q, k, 0.0 if rng_state is None else dropout_p)
+    # Not with a scale of 0: see alpha in _blocks.py.
+    blocked = alone and softmax_scale != 0 and _blocks_serve(q, k, 0.0 if rng_state is None else dropout_p)
     fused = alone and rng_state is None and not blocked
     is_causal = mask is not None and mask.has_band and Lq == Lk and mask.band(Lq, Lk)[1] <= 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
@@ -176,8 +177,10 @@ def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
 def _blocks_serve(q: Tensor, k: Tensor, dropout_p: float) -> bool:
     if not can_read_values(q) or not may_write_in_place():
         return False
-    few = q.shape[:3].numel() * k.shape[2] < FEW_WEIGHTS
-    return dropout_p > 0 if few else way(q, k, dropout_p) == BLOCKS
+    weights = q.shape[:3].numel() * k.shape[2]
+    if weights < FEW_WEIGHTS:
+        return dropout_p > 0 and weights > 0
+    return way(q, k, dropout_p) == BLOCKS
 
 
 def _excludes_keys(mask: AttentionMask) -> bool:
@@ -237,7 +240,7 @@ def _gradients_of_formula(
     gradients: tuple[Tensor | None, ...], doutputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
     """A hook of PyTorch's fused backward, which has no derivative: with create_graph=True its gradients are replaced by
-    the formula's. Takes what PyTorch kept, so that nothing is kept for it."""
+    the formula's, where autograd asked for them. Takes what PyTorch kept, so that nothing is kept for it."""
     if not torch.is_grad_enabled():
         return None
     kept = torch._C._current_autograd_node()
@@ -247,10 +250,12 @@ def _gradients_of_formula(
         hidden = torch.ones(Lq, Lk, dtype=torch.bool, device=doutputs[0].device).triu_(1)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = _repeat_heads(k, v, q.shape[1])
         return torch.matmul(plain_weights(q, k, hidden, kept._saved_scale).to(q.dtype), v)
 
     inputs = (kept._saved_query, kept._saved_key, kept._saved_value)
-    return *differentiable_gradients(formula, inputs, doutputs[:1]), *gradients[3:]
+    made = differentiable_gradients(formula, inputs, doutputs[:1])
+    return *(None if old is None else new for old, new in zip(gradients, made, strict=False)), *gradients[3:]
 
 
 _VECTOR = 16  # float32 numbers in a register of AVX-512

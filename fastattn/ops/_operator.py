@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._transforms import needs_formula
+
 
 class Operator:
     """An op, as a subclass with the static methods below; `call` runs it. Arguments are tensors, None, numbers, strings
@@ -23,7 +25,7 @@ class Operator:
         save(ctx, arguments, outputs)                    keeps what the backward needs, as in torch.autograd.Function
         backward(ctx, gradients, *dresults) -> tuple     calls gradients(...) with what was kept; a dresult may be None
         gradients(*...) -> tuple                         launches; gradients of the first `inputs` arguments, or None
-        formula_gradients(ctx, *dresults) -> tuple       as backward, by PyTorch's operators: for second derivatives
+        formula_gradients(ctx, *dresults) -> tuple       as backward, by PyTorch's operators: see needs_formula
         forward_fake(*arguments), gradients_fake(*...)   shapes, dtypes and strides of the outputs, for tracing
 
     An output may be one of the arguments; it is then returned as a view, or as a copy by the traced operator.
@@ -84,7 +86,7 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
-            if torch.is_grad_enabled():  # create_graph=True
+            if needs_formula(*dresults):
                 grads = op.formula_gradients(ctx, *dresults)
             else:
                 grads = _gradients(op, ctx, op.gradients, dresults)

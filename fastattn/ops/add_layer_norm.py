@@ -276,9 +276,9 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
     def backward(
         ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        z = ctx.saved_tensors[0]
-        dout = torch.zeros_like(z) if dout is None else dout.contiguous()
-        return gradients(dout, None if dz is None else dz.contiguous(), *ctx.saved_tensors, *ctx.options)
+        kept = ctx.saved_tensors  # activation checkpointing gives them out once
+        dout = torch.zeros_like(kept[0]) if dout is None else dout.contiguous()
+        return gradients(dout, None if dz is None else dz.contiguous(), *kept, *ctx.options)
 
     @staticmethod
     def formula_gradients(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:

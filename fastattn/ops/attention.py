@@ -336,7 +336,7 @@ class _Attention(Operator, name="attention"):
     @staticmethod
     def gradients_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
         _, _, q, k, v, _, _, bias, *_, needs_dbias, _ = arguments
-        return *(_in_layout_of(t, t.shape[3]) for t in (q, k, v)), torch.empty_like(bias) if needs_dbias else None
+        return *(_in_layout_of(t, t.shape[3]) for t in (q, k, v)), bias.new_empty(bias.shape) if needs_dbias else None
 
 
 def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import _dispatch, _records
-from fastattn._transforms import differentiable_gradients
+from fastattn._transforms import differentiable_gradients, is_transformed
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
 from fastattn.reference import feed_forward as reference
@@ -99,7 +99,8 @@ def feed_forward(
     rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
     with arguments.no_autocast(device):
         if hasattr(module, "feed_forward"):
-            if recompute and torch.is_grad_enabled():  # dropout's draw is an argument: no generator has to be kept
+            if recompute and torch.is_grad_enabled() and not is_transformed():
+                # Dropout's draw is an argument: no generator has to be kept.
                 return checkpoint(module.feed_forward, *call, rng_state, use_reentrant=False, preserve_rng_state=False)
             return module.feed_forward(*call, rng_state)
         x, *options = call

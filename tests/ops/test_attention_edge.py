@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_checks import BACKENDS, Attend, Problem, Results, backend_call, check, exact, make, plain, solve, terms
+from attention_checks import (
+    BACKENDS,
+    KERNEL_BACKENDS,
+    Attend,
+    Problem,
+    Results,
+    backend_call,
+    check,
+    exact,
+    make,
+    plain,
+    solve,
+    terms,
+)
 from helpers import assert_close_as_torch
 from mask_cases import offsets, prefix
 
@@ -72,7 +86,7 @@ POISONED: dict[str, dict[str, Any]] = {
     },
     "long, padded": {**LONG, "mask": {"key_padding": prefix([70, 0], 140), "query_padding": prefix([60, 70], 70)}},
     "long, window": {**LONG, "mask": {"window": (3, 0)}},
-    "long, packed": {**LONG, "mask": {"cu_seqlens_q": offsets(20, 0, 45), "cu_seqlens_k": offsets(70, 5, 33)}},
+    "long, packed": {**LONG, "mask": {"cu_seqlens_q": offsets(20, 0, 50), "cu_seqlens_k": offsets(70, 5, 65)}},
 }
 EVERYDAY_POISON = (
     "segments_and_padding",
@@ -143,10 +157,42 @@ def test_a_band_that_allows_nothing(backend: str, device: torch.device) -> None:
         assert torch.equal(t, torch.zeros_like(t))
 
 
+def out_alone(backend: str, device: torch.device) -> Attend:
+    """Calls that ask for nothing but out, which have ways of their own in aten. As backend_call."""
+    backend_call(backend, device)
+
+    def attend(q, k, v, mask, dropout_p, scale):
+        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend=backend)
+        return out, torch.zeros(out.shape[:3], device=device, requires_grad=True), None
+
+    return attend
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 1.0}, {"scale": 0.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_dropped_and_all_scores_equal(
+    backend: str, dtype: torch.dtype, options: dict[str, float], device: torch.device
+) -> None:
+    """Factors of 0, with which some products leave the memory as it was. As many weights as aten's blocks ask for."""
+    lengths = {"Lq": 21, "Lk": 37} if backend in KERNEL_BACKENDS else {"Lq": 90, "Lk": 101}
+    p = make(**lengths, D=16, dtype=dtype, mask="key_padding", dlse=False, device=device).but(**options)
+    results = check(p, out_alone(backend, device), ("out", "dq", "dk", "dv"))
+    assert results.out.any() == ("scale" in options)
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (0, 2, 0, 0)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_zero_lengths(backend: str, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    attend = backend_call(backend, device)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("call", [backend_call, out_alone])
+def test_zero_lengths(
+    call: Callable[..., Attend],
+    dropout_p: float,
+    backend: str,
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+) -> None:
+    attend = call(backend, device)
     B, H, Lq, Lk = shape
     sizes = {"q": (B, H, Lq, 8), "k": (B, H, Lk, 8), "v": (B, H, Lk, 16)}
     bias = torch.zeros(1, 1, 1, Lk, device=device, requires_grad=True)
@@ -157,9 +203,11 @@ def test_zero_lengths(backend: str, shape: tuple[int, int, int, int], device: to
         AttentionMask(bias=bias),
     ):
         leaves = {name: torch.randn(size, device=device, requires_grad=True) for name, size in sizes.items()}
-        out, lse, weights = attend(*leaves.values(), mask, 0.3, 1.0)
-        assert out.shape == (B, H, Lq, 16) and lse.shape == (B, H, Lq) and weights.shape == (B, H, Lq, Lk)
-        assert not out.any() and (Lk > 0 or (lse == -torch.inf).all())
+        out, lse, weights = attend(*leaves.values(), mask, dropout_p, 1.0)
+        assert out.shape == (B, H, Lq, 16) and not out.any()
+        if weights is not None:
+            assert lse.shape == (B, H, Lq) and weights.shape == (B, H, Lq, Lk)
+            assert Lk > 0 or (lse == -torch.inf).all()
         torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
         for name, leaf in leaves.items():
             assert leaf.grad.shape == leaf.shape and not leaf.grad.any(), name

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import AttentionMask, explain, use_backend
@@ -19,8 +20,10 @@ from fastattn._dispatch import BACKENDS
 Call = Callable[..., Any]
 
 
-def attention(mask: dict[str, Any] | None = None, Hk: int = 2, **options: Any) -> tuple[Call, tuple[Tensor, ...]]:
-    shapes = ((2, 2, 8, 16), (2, Hk, 8, 16), (2, Hk, 8, 16))
+def attention(
+    mask: dict[str, Any] | None = None, Hk: int = 2, B: int = 2, **options: Any
+) -> tuple[Call, tuple[Tensor, ...]]:
+    shapes = ((B, 2, 8, 16), (B, Hk, 8, 16), (B, Hk, 8, 16))
     biased = (mask or {}).get("bias") is not None
     mask = {name: t for name, t in (mask or {}).items() if name != "bias"}
     if biased:
@@ -70,6 +73,8 @@ OPS: dict[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
     "attention": attention(),
     "attention causal": attention(is_causal=True),
     "attention padded": attention({"key_padding": PADDING}),
+    "attention grouped": attention({"key_padding": PADDING}, Hk=1),
+    "attention packed": attention({"cu_seqlens_q": torch.tensor([0, 3, 8]), "is_causal": True}, B=1),
     "attention bias, lse": attention({"key_padding": PADDING, "bias": True}, return_lse=True),
     "attention grouped, dropout": attention({"is_causal": True}, Hk=1, dropout_p=0.3),
     "norm": (norm, (ROWS, ROWS, WIDTH, WIDTH, WIDTH)),
@@ -81,14 +86,18 @@ OPS: dict[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
         lambda x, weight: fastattn.dropout_add_rms_norm(x, None, weight, dropout_p=0.2), (ROWS, WIDTH)
     ),
     "feed-forward": feed_forward("gelu"),
+    "feed-forward made again": feed_forward("relu", recompute=True),
     "feed-forward gated": feed_forward("swiglu", dropout_p=0.3, recompute=True),
     "loss": loss(label_smoothing=0.1),
     "loss of each": loss(reduction="none", logit_scale=0.5),
     "embeddings": embed(scale=4.0, padding_idx=0),
     "embeddings placed": embed(position=torch.tensor([[4, 0, 1, 2], [1, 1, 3, 0]]), dropout_p=0.3),
 }  # fmt: skip
-EVERYDAY = ("attention bias, lse", "attention grouped, dropout", "norm with sum and dropout", "feed-forward gated",
-            "loss", "embeddings placed")  # fmt: skip
+EVERYDAY = ("attention grouped", "attention packed", "attention bias, lse", "attention grouped, dropout",
+            "norm with sum and dropout", "feed-forward gated", "loss", "embeddings placed")  # fmt: skip
+EVERY_OP = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in OPS]
+)
 
 
 def inputs_of(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -104,33 +113,69 @@ def scalar(results: Tensor | tuple[Tensor, ...]) -> Tensor:
                for r in results)  # fmt: skip
 
 
-def second_derivatives(call: Call, inputs: list[Tensor], backend: str) -> tuple[list[Tensor], list[Tensor]]:
-    """First derivatives, and those of the sum of their squares. Equal seeds draw equal dropout."""
+def called(name: str, backend: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """The results of an op, and its inputs. Equal seeds draw equal dropout. Skips where the backend cannot serve."""
+    call, shapes = OPS[name]
+    inputs = inputs_of(shapes, device, dtype)
     torch.manual_seed(5)
     with use_backend(backend):
-        results = call(*inputs)
-    first = torch.autograd.grad(scalar(results), inputs, create_graph=True)
-    second = torch.autograd.grad(sum(g.double().square().sum() for g in first), inputs, allow_unused=True)
-    return first, second
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in OPS])
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
-def test_second_derivatives(backend: str, name: str, device: torch.device) -> None:
-    call, shapes = OPS[name]
-    inputs = inputs_of(shapes, device, torch.float32)
-    with use_backend(backend):
         try:
-            call(*inputs)
+            return call(*inputs), inputs
         except RuntimeError as refused:
             pytest.skip(str(refused))
-    found = second_derivatives(call, inputs, backend)
-    truth = second_derivatives(call, inputs_of(shapes, device, torch.float64), "reference")
-    for order, actual, expected in zip(("first", "second"), found, truth, strict=True):
+
+
+def second_derivatives(results: Any, inputs: list[Tensor]) -> tuple[Any, ...]:
+    """First derivatives, those of the sum of their squares, and the same of the first input's derivative alone."""
+    first = torch.autograd.grad(scalar(results), inputs, create_graph=True)
+    (alone,) = torch.autograd.grad(scalar(results), inputs[:1], create_graph=True)
+    sums = sum(g.double().square().sum() for g in first), alone.double().square().sum()
+    return first, *(torch.autograd.grad(s, inputs, allow_unused=True, retain_graph=True) for s in sums)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_second_derivatives(backend: str, name: str, device: torch.device) -> None:
+    results, inputs = called(name, backend, device)
+    found = second_derivatives(results, inputs)
+    truth = second_derivatives(*called(name, "reference", device, torch.float64))
+    for order, actual, expected in zip(("first", "second", "second of one"), found, truth, strict=True):
         for t, a, e in zip(range(len(inputs)), actual, expected, strict=True):
             e = torch.zeros_like(inputs[t]) if e is None else e
             a = torch.zeros_like(e) if a is None else a
             assert (a - e).norm() <= 2e-4 * e.norm() + 1e-6, f"{order} derivative of input {t}"
+
+
+@EVERY_OP
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_of_gradients(backend: str, name: str, device: torch.device) -> None:
+    """is_grads_batched=True, which jacobian(vectorize=True) uses, equals one gradient at a time."""
+    results, inputs = called(name, backend, device)
+    results = (results,) if isinstance(results, Tensor) else results
+    several = [torch.randn(3, *r.shape, device=device) for r in results]
+    if (backend, name) == ("aten", "feed-forward gated"):  # its backward draws the dropout again
+        with pytest.raises(RuntimeError, match="random operations inside of vmap"):
+            torch.autograd.grad(results, inputs, several, is_grads_batched=True)
+        return
+    batched = torch.autograd.grad(results, inputs, several, is_grads_batched=True, retain_graph=True)
+    for n in range(3):
+        one = torch.autograd.grad(results, inputs, [d[n] for d in several], retain_graph=True)
+        for got, want in zip(batched, one, strict=True):
+            torch.testing.assert_close(got[n], want, rtol=1e-4, atol=1e-5)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activation_checkpointing(backend: str, name: str, device: torch.device) -> None:
+    """As PyTorch recommends it, without reentry: what is saved may be asked for once."""
+    results, inputs = called(name, backend, device)
+    expected = torch.autograd.grad(scalar(results), inputs)
+    torch.manual_seed(5)
+    with use_backend(backend):
+        again = checkpoint(OPS[name][0], *inputs, use_reentrant=False)
+        gradients = torch.autograd.grad(scalar(again), inputs)
+    for got, want in zip(gradients, expected, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_derivatives_of_a_call_inside_of_others() -> None:
@@ -241,6 +286,21 @@ def test_per_sample_gradients_of_a_model() -> None:
         model.loss(src[n : n + 1], trg[n : n + 1], gold[n : n + 1], 0.1).backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(of_each[name][n], p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_batches_of_gradients_through_a_model() -> None:
+    """With packing, and products of several projections at once."""
+    torch.manual_seed(0)
+    options = dict(d_word_vec=16, d_model=16, d_inner=32, n_layers=1, n_head=2, d_k=8, d_v=8, n_position=20)
+    model = fastattn.FusedTransformer(20, 20, 0, 0, **options, pack_padding=True)
+    src, trg, gold = (torch.randint(1, 20, (4, 8)) for _ in range(3))
+    for t in (src, trg, gold):
+        t[1:, 4:] = 0
+    weights = list(model.parameters())
+    value = model.loss(src, trg, gold)
+    batched = torch.autograd.grad(value, weights, torch.tensor([1.0, -2.0]), is_grads_batched=True, retain_graph=True)
+    for got, want in zip(batched, torch.autograd.grad(value, weights), strict=True):
+        torch.testing.assert_close(got, torch.stack((want, -2 * want)), rtol=1e-4, atol=1e-6)
 
 
 def test_a_gradient_penalty_through_a_model() -> None:
