@@ -311,7 +311,10 @@ class AttentionMask:
 
 
 def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
-    """(B, L) token ids -> bool (B, 1, L), True where the token is not padding."""
+    """(B, L) token ids -> bool (B, 1, L), True where the token is not padding: a mask as the models take it.
+
+    The op takes AttentionMask(key_padding=seq != pad_idx).
+    """
     return (seq != pad_idx).unsqueeze(-2)
 
 

@@ -50,6 +50,10 @@ def _query(
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
+    three_dims = isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool and attn_mask.dim() == 3
+    if three_dims and attn_mask.shape[0] == B == H > 1:
+        advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
+        raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}, and both B and H are {B}: {advice}")
     mask = AttentionMask.of(attn_mask)
     if is_causal:
         causal = AttentionMask(is_causal=True)
@@ -84,7 +88,7 @@ def _broadcast(
         (H,) = _common_shape(*((h,) for h in heads))
     else:
         found = f"query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads"
-        raise ValueError(f"{found}, expected equally many, or enable_gqa=True for grouped heads")
+        raise ValueError(f"{found} in the layout (B, H, L, D), expected equally many, or enable_gqa=True to share them")
     shared = heads[1] == heads[2] and heads[0] == H  # the ops repeat heads of keys and values by themselves
     for name, t in named.items():
         h = t.shape[-3]
@@ -109,11 +113,11 @@ def _common_shape(*shapes: torch.Size | tuple[int, ...]) -> torch.Size:
         raise ValueError(f"query, key, value or attn_mask have dimensions that do not broadcast: {error}") from None
 
 
-class _InvalidValue(ValueError, RuntimeError):
+class InvalidValue(ValueError, RuntimeError):
     """Also what torch's own function raises."""
 
 
-class _InvalidType(TypeError, RuntimeError):
+class InvalidType(TypeError, RuntimeError):
     """Also what torch's own function raises."""
 
 
@@ -176,7 +180,8 @@ def scaled_dot_product_attention(
         Any number of dimensions from (L, D) on: those before the heads are the batch (an AttentionMask's B is their
         product), those that are missing are 1, and sizes of 1 are broadcast, all as torch's function has it.
     attn_mask: bool, True = attend, or floating point, added to the scores and differentiable; either broadcasts to
-        (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers.
+        (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers. A bool mask of three dimensions is
+        refused where it can mean two things: (B, 1 or Lq, Lk), as ``get_pad_mask`` gives, with B = H.
     dropout_p: the probability of dropping a weight, by the rules of fastattn/reference/philox.py; 0.0 in eval.
     is_causal: query i attends to key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
     scale: default Dk ** -0.5.
@@ -203,9 +208,9 @@ def scaled_dot_product_attention(
     try:
         device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except ValueError as error:
-        raise _InvalidValue(str(error)) from None
+        raise InvalidValue(str(error)) from None
     except TypeError as error:
-        raise _InvalidType(str(error)) from None
+        raise InvalidType(str(error)) from None
     name, module = _dispatch.choose("attention", device, call, backend)
     q, k, v, mask, dropout_p = call
     wanted = _checked_weights(return_weights, q.shape[1])

@@ -330,6 +330,10 @@ BAD_CALLS: list[tuple[tuple, dict[str, Any], type[Exception], str]] = [
     ((q(), q(), q()), {"attn_mask": AttentionMask(key_padding=prefix([3], 4))}, ValueError, "key_padding"),
     ((q(), q(), q()), {"attn_mask": AttentionMask(query_padding=prefix([3] * 3, 5))}, ValueError, "query_padding"),
     ((q(), q(), q()), {"attn_mask": AttentionMask(cu_seqlens_q=offsets(5).to("meta"))}, ValueError, "cu_seqlens_q"),
+    ((q(4, 4, 5, 8),) * 3, {"attn_mask": q(4, 1, 5, dtype=torch.bool)}, ValueError, r"attn_mask\[:, None\]"),
+    ((q(), q(), q()), {"attn_mask": q(2, 1, 5, dtype=torch.bool)}, ValueError, r"mask\[:, None\]"),
+    ((q(), q(), q()), {"attn_mask": q(2, 5, dtype=torch.bool)}, ValueError, "key_padding="),
+    ((q(2, 5, 4, 8), q(2, 7, 4, 8), q(2, 7, 4, 8)), {}, ValueError, r"layout \(B, H, L, D\)"),
     ((q(), q(), q()), {"backend": "flash"}, ValueError, "backend"),
 ]
 
