@@ -217,7 +217,7 @@ def test_a_long_sequence_is_a_clear_error(batch):
         (dict(scale_emb_or_prj="both"), "scale_emb_or_prj .* 'both'"),
         (dict(d_word_vec=16), "d_word_vec must equal d_model, got 16 and 32"),
         (dict(n_head_kv=3), "n_head=4 and n_head_kv=3"),
-        (dict(n_head_kv=0), "n_head=4 and n_head_kv=0"),
+        (dict(n_head_kv=0), "n_head_kv must be a positive integer, got 0"),
         (dict(activation="tanh"), "activation .* 'tanh'"),
         (dict(backend="nosuch"), "backend .* 'nosuch'"),
         (dict(n_layers=0), "n_layers must be a positive integer, got 0"),
