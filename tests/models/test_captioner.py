@@ -165,7 +165,12 @@ def test_autocast():
         ("d_model must be even", {"d_model": 15, "n_heads": 5, "n_heads_big": 3}),
         ("d_model must be a multiple of the number of heads, got 16 and 3", {"n_heads": 3}),
         ("d_model must be a multiple of the number of heads, got 16 and 128", {"n_heads_big": 128}),
-        ("positions must be batch or sequence", {"positions": "none"}),
+        ("positions must be one of batch, sequence, got 'none'", {"positions": "none"}),
+        ("n_layers must be a positive integer, got 0", {"n_layers": 0}),
+        ("n_heads must be a positive integer, got 4.0", {"n_heads": 4.0}),
+        ("d_ff must be a positive integer, got -8", {"d_ff": -8}),
+        ("d_feat must be a positive integer, got 0", {"d_feat": 0}),
+        ("dropout must be a number from 0 to 1, .*got 2", {"dropout": 2}),
     ],
 )
 def test_bad_constructions(message, changes):
