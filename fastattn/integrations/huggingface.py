@@ -86,7 +86,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | AttentionMask | None,
-    dropout: float = 0.0,
+    dropout: float | None = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,

@@ -102,8 +102,8 @@ class MultiHeadAttention(nn.Module):
         et al. 2023, arXiv:2305.13245); n_head unless given. It must divide n_head.
     norm_first: layer_norm comes before the projections; see PendingResidual.
     ValueError for an argument that makes no such module.
-    What key padding hides may be NaN and reaches no output, but the backward of the linear maps multiplies it by 0: the
-    gradients of their weights are then NaN.
+    What key padding hides may be NaN and reaches no output, but the backward of the linear maps that read it multiplies
+    it by 0: the gradients of their weights are NaN.
     Source: Vaswani et al. 2017, section 3.2.2.
     """
 

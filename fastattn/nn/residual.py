@@ -24,14 +24,14 @@ class PendingResidual(NamedTuple):
     branch: (B, L, d_model).     residual: likewise, or None where the sum is dropout(branch) alone, as at the input.
     bias: (d_model,), added to the branch before dropout; None where there is none or the branch already contains it.
 
-    A pre-norm stack whose sums are fused, and the same without, where each sublayer adds its own sum up:
+    A pre-norm stack, and the same with each sum fused with the norm that follows it:
 
-        x = PendingResidual(embedded, None)              x = dropout(embedded)
-        for layer in layers:                             for layer in layers:
-            x, _ = layer(x, mask)                            x, _ = layer(x, mask)
-        out = norm(x.sum(layers[-1].pos_ffn.dropout))    out = norm(x)
+        x = dropout(embedded)        x = PendingResidual(embedded, None)
+        for layer in layers:         for layer in layers:
+            x, _ = layer(x, mask)        x, _ = layer(x, mask)
+        out = norm(x)                out = norm(x.sum(layers[-1].pos_ffn.dropout))
 
-    Here dropout is the first layer's, which drops of what it is given, and norm a LayerNorm of the stack.
+    norm: a LayerNorm for the end of the stack. On the right the first layer's dropout is applied to embedded.
     """
 
     branch: Tensor
