@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -24,12 +24,14 @@ import fastattn
 from fastattn import _records
 from fastattn._transforms import is_transformed
 
-BACKENDS = ("reference", "aten", "triton", "cuda")
+Backend = Literal["reference", "aten", "triton", "cuda"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 # A kernel becomes a default for a GPU only after its speed was recorded on one (benchmarks/results/).
 DEFAULT_ORDER = {"cuda": ("triton", "aten", "reference")}
 OTHER_ORDER = ("aten", "reference")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Name = TypeVar("Name", bound=str)
 
 # Packages of fastattn. A module that was imported is an attribute of its package: torch.compile reads attributes
 # afresh, where it would take a dictionary as it was before the first import of a trace.
@@ -38,11 +40,11 @@ _PACKAGE = {"reference": "reference", "aten": "aten", "triton": "kernels", "cuda
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.name: str | None = None
+        self.name: Backend | None = None
 
 
 # What use_backend asked for. torch.compile cannot read a ContextVar, and guards attributes of a threading.local.
-_of_task: ContextVar[str | None] = ContextVar("fastattn.use_backend", default=None)
+_of_task: ContextVar[Backend | None] = ContextVar("fastattn.use_backend", default=None)
 _of_thread = _OfThread()
 
 
@@ -80,7 +82,7 @@ def register(
 
 
 @contextmanager
-def use_backend(name: str | None) -> Iterator[None]:
+def use_backend(name: Backend | None) -> Iterator[None]:
     """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None: the automatic choice.
 
     It holds for the calling thread and async task alone; what torch.compile has compiled follows the thread. PyTorch
@@ -99,19 +101,19 @@ def use_backend(name: str | None) -> Iterator[None]:
         _of_thread.name = before
 
 
-def requested(backend: str | None) -> tuple[str | None, str]:
+def requested(backend: Backend | None) -> tuple[Backend | None, str]:
     """The backend asked for by name, if any, and where it was asked for."""
     if backend is not None:
         return _known(backend, "backend"), "backend="
     name = _of_thread.name if torch.compiler.is_compiling() else _of_task.get()
     if name is not None:
         return name, "use_backend()"
-    if name := os.environ.get("FASTATTN_BACKEND"):
-        return _known(name, "FASTATTN_BACKEND"), "FASTATTN_BACKEND"
+    if from_environment := os.environ.get("FASTATTN_BACKEND"):
+        return _known(cast(Backend, from_environment), "FASTATTN_BACKEND"), "FASTATTN_BACKEND"
     return None, "automatic choice"
 
 
-def _known(name: str, source: str) -> str:
+def _known(name: Name, source: str) -> Name:
     if name not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
     return name

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastattn import _dispatch, _records
-from fastattn.nn.unmodified import why_modified, why_observed
+from fastattn.nn.unmodified import why_modified, why_not_stepped, why_observed
 
 # How a kernel serves CPU tensors, when it does.
 _ON_A_CPU = {
@@ -22,15 +22,23 @@ _ON_A_CPU = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend a call would use, and why not the others. ``str()`` is the text to read."""
+    """Which backend a call would use, and why not the others. ``str()`` is the text to read.
+
+    op: the public function's name.     device: of the call's tensors.
+    source: where the backend was asked for, or "automatic choice".
+    chosen: the backend; None where the one that was asked for by name cannot compute the call.
+    refusals: for each backend the reason why it cannot, or None where it can.
+    notes: for some backends how they would compute it, where that is unusual.
+    remarks: on the records of this device, see `python -m fastattn tune`.
+    """
 
     op: str
     device: str
     source: str
-    chosen: str | None  # None: the one asked for by name cannot serve
-    refusals: dict[str, str | None] = field(default_factory=dict)  # backend -> the reason, None = can serve
-    notes: dict[str, str] = field(default_factory=dict)  # backend -> how it serves, where that is out of the ordinary
-    remarks: list[str] = field(default_factory=list)  # on records of this device, see `python -m fastattn tune`
+    chosen: str | None
+    refusals: dict[str, str | None] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} ({self.source})"]
@@ -94,13 +102,22 @@ def _remarks(op: _dispatch.Op, device: torch.device, arguments: tuple[Any, ...])
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What of a model is called as it is, where an op would compute it together with others. ``str()`` is the text."""
+    """What of a model is called as it is, where an op would compute it together with others. ``str()`` is the text.
+
+    model: the name of its class.
+    called: for each submodule that is called, by its name, what was done to it.
+    not_stepped: likewise for modules that decoding by steps does not call, or refuses.
+    modules: how many of the model's modules are fastattn's and fuse what is in them.
+    """
 
     model: str
-    called: dict[str, str] = field(default_factory=dict)  # the name of a submodule -> what was done to it
-    not_stepped: dict[str, str] = field(default_factory=dict)  # likewise, of what decoding by steps does not call
+    called: dict[str, str] = field(default_factory=dict)
+    not_stepped: dict[str, str] = field(default_factory=dict)
+    modules: int = 0
 
     def __str__(self) -> str:
+        if not self.modules:
+            return f"{self.model}: it has no module of fastattn, and explain() knows no others"
         lines = [f"{self.model}: {'not fused, but called:' if self.called else 'everything is fused'}"]
         lines += [f"  {name} {reason}" for name, reason in self.called.items()]
         if self.not_stepped:
@@ -110,13 +127,14 @@ class ModelExplanation:
 
 
 def _explain_model(model: nn.Module) -> ModelExplanation:
-    called, not_stepped = {}, {}
+    called, not_stepped, modules = {}, {}, 0
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
+        modules += hasattr(module, "fused_children")
         for child in getattr(module, "fused_children", ()):
             found = getattr(module, child, None)
             if found is not None and (reason := why_modified(found)) is not None:
                 called[prefix + child] = reason
-        if hasattr(module, "step") and (reason := why_observed(module)) is not None:
+        if hasattr(module, "step") and (reason := why_not_stepped(module) or why_observed(module)) is not None:
             not_stepped[name or type(module).__name__] = reason
-    return ModelExplanation(type(model).__name__, called, not_stepped)
+    return ModelExplanation(type(model).__name__, called, not_stepped, modules)

@@ -10,6 +10,7 @@ USE = """
 from torch import Tensor
 from typing_extensions import assert_type
 import fastattn
+from fastattn.nn import DecoderLayer, EncoderLayer, PendingResidual, PositionwiseFeedForward
 from fastattn import AttentionMask, dropout_add_layer_norm, dropout_add_rms_norm, scaled_dot_product_attention
 
 def use(q: Tensor, mask: AttentionMask, wanted: bool) -> None:
@@ -24,6 +25,18 @@ def use(q: Tensor, mask: AttentionMask, wanted: bool) -> None:
     assert_type(fastattn.feed_forward(q, q, q, q, q), Tensor)
     assert_type(fastattn.explain("attention", q, q, q), fastattn.Explanation)
     assert_type(fastattn.explain(fastattn.FusedTransformer(9, 9, 0, 0)), fastattn.ModelExplanation)
+    layer, summands = EncoderLayer(8, 8, 2, 4, 4), PendingResidual(q, None)
+    assert_type(layer.forward(q), tuple[Tensor, Tensor | None])
+    assert_type(layer.forward(summands), tuple[PendingResidual, Tensor | None])
+    assert_type(DecoderLayer(8, 8, 2, 4, 4).forward(q, q)[0], Tensor)
+    assert_type(layer.slf_attn.forward(summands, q, q)[0], PendingResidual)
+    assert_type(layer.pos_ffn.forward(q), Tensor)
+
+def typos() -> None:
+    fastattn.use_backend("flash")  # type: ignore[arg-type]
+    EncoderLayer(8, 8, 2, 4, 4, backend="flash")  # type: ignore[arg-type]
+    PositionwiseFeedForward(8, 8, activation="swish")  # type: ignore[arg-type]
+    fastattn.FusedTransformer(9, 9, 0, 0, scale_emb_or_prj="both")  # type: ignore[arg-type]
 """
 
 
@@ -31,6 +44,6 @@ def use(q: Tensor, mask: AttentionMask, wanted: bool) -> None:
 def test_types(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "use.py").write_text(USE)
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "use.py"]
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--strict", "use.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout

@@ -9,14 +9,15 @@ sliding windows, packed positions and overlays, and static caches, whose length 
 for its own "sdpa". Grouped heads are not repeated, and T5's relative bias gets its gradient. Unlike with its "eager", a
 query that may attend to nothing gives 0.
 
-Refused, with the reason: soft-capped scores, attention sinks and paged caches; and by `use`, models that do not ask
-transformers for their attention, as LED, which would compute something else without a word.
+Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose and paged caches; and by
+`use`, models that do not ask transformers for their attention, as LED, which would compute something else without a
+word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +38,14 @@ NAME = "fastattn"
 _REFUSED = {
     "softcap": "scores are capped by tanh in this model, which fastattn does not compute",
     "s_aux": "this model has attention sinks, which fastattn does not compute",
+    "sinks": "this model has attention sinks, which fastattn does not compute",
+    "indices": "this model chooses the keys of each query, which fastattn does not read",
+    "block_indices": "this model chooses the keys of each query, which fastattn does not read",
     "cache": "continuous batching keeps keys and values in pages, which fastattn does not read",
     "head_mask": "fastattn does not mask heads",
 }
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def register() -> None:
@@ -48,21 +54,25 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-def use(model: PreTrainedModel) -> PreTrainedModel:
+def use(model: Model) -> Model:
     """The model itself, its attention and that of its submodels now fastattn's.
 
-    Raises TypeError for what is not a transformers model, ValueError for one that has attention of its own making.
+    model: a transformers model, or a module that holds some, such as one that peft or torch.compile made of it.
+    save_pretrained does not store the choice: from_pretrained of a saved model needs `use` again.
+    Raises TypeError for what holds no transformers model, ValueError for one that has attention of its own making.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    for m in model.modules():
-        if isinstance(m, PreTrainedModel) and not m._can_set_attn_implementation():
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)] if isinstance(model, nn.Module) else []
+    if not models:
+        raise TypeError(f"model must be or hold a transformers.PreTrainedModel, got {type(model).__name__}")
+    for m in models:
+        if not m._can_set_attn_implementation():
             raise ValueError(
                 f"{type(m).__name__} computes its attention by itself, without transformers' AttentionInterface, and "
                 'would ignore attn_implementation="fastattn"'
             )
     register()
-    model.set_attn_implementation(NAME)
+    for m in models:
+        m.set_attn_implementation(NAME)
     for m in model.modules():  # the layers of a model that was put into another still have the config of before
         config = getattr(m, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation != NAME:
@@ -76,11 +86,11 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | AttentionMask | None,
-    dropout: float = 0.0,
+    dropout: float | None = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    output_attentions: bool = False,
+    output_attentions: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query (B, H, Lq, D), key and value (B, Hk, Lk, D) -> (B, Lq, H, D), weights.
@@ -92,9 +102,8 @@ def attention_forward(
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: {reason}; use another attn_implementation")
     Lq, Lk = query.shape[2], key.shape[2]
-    causal = (
-        attention_mask is None and Lq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    )
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = attention_mask is None and Lq > 1 and bool(is_causal)
     if causal and Lk > Lq:  # the first tokens of a static cache: what lies behind them is not filled yet
         key, value = key[:, :, :Lq], value[:, :, :Lq]
         position_bias = None if position_bias is None else position_bias[..., :Lq]
@@ -105,11 +114,11 @@ def attention_forward(
         key,
         value,
         _with_bias(attention_mask, position_bias),
-        dropout,
+        dropout or 0.0,  # a config may say None
         is_causal=causal,
         scale=scaling,
         enable_gqa=key.shape[1] != query.shape[1],
-        return_weights=output_attentions,
+        return_weights=bool(output_attentions),  # peft hands on None
     )
     out, weights = result if output_attentions else (result, None)
     return out.transpose(1, 2).contiguous(), weights

@@ -9,15 +9,17 @@ attends to the states of the best right-to-left sentence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastattn import _dispatch
+from fastattn._dispatch import Backend
 from fastattn.generate import beam_search
 from fastattn.generate.search import check_limits, inference
 from fastattn.masks import AttentionMask, get_subsequent_mask
+from fastattn.nn.arguments import check_arguments, check_choice
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.cache import DecoderCache, Memory, real_first
 from fastattn.nn.captioner import (
@@ -25,10 +27,12 @@ from fastattn.nn.captioner import (
     Generator,
     MultiHeadAttention,
     PositionalEncoding,
+    Positions,
     PositionWiseFeedForward,
     SublayerConnection,
     TextEmbedding,
 )
+from fastattn.nn.unmodified import check_steps
 
 FEATURES = {
     "one": ("src",),
@@ -36,6 +40,7 @@ FEATURES = {
     "three": ("image_src", "motion_src", "object_src"),
     "four": ("image_src", "motion_src", "object_src", "rel_src"),
 }
+FeatureMode = Literal["one", "two", "three", "four"]
 Mask = Tensor | AttentionMask | None
 
 
@@ -50,7 +55,7 @@ class _Layer(nn.Module):
     """What all layers have: one attention module, a feed-forward, and the connections around them."""
 
     def __init__(
-        self, d_model: int, d_ff: int, n_heads: int, dropout: float, connections: int, *, backend: str | None
+        self, d_model: int, d_ff: int, n_heads: int, dropout: float, connections: int, *, backend: Backend | None
     ) -> None:
         super().__init__()
         self.attn = MultiHeadAttention(n_heads, d_model, dropout, backend=backend)
@@ -139,8 +144,12 @@ class Decoder(nn.Module):
         return x
 
     def memory(self, states: Tensor, mask: Tensor | None) -> Memory:
-        """States (B, L, d_model) that `step` attends to. mask: (B, 1, L), nonzero = attend, or None for all."""
+        """States (B, L, d_model) that `step` attends to. mask: (B, 1, L), nonzero = attend, or None for all.
+
+        TypeError where a module overrides forward and not step.
+        """
         real = states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask[:, 0] != 0
+        check_steps(self)
         states, lengths = real_first(states, real)
         return Memory({layer.attn: layer.attn.memory(states) for layer in self.decoder_layer}, lengths)
 
@@ -162,7 +171,7 @@ class ABDTransformer(nn.Module):
     feature_mode: "one" feature; "two", image and motion; "three", and objects; "four", and relations.
     device: kept as an attribute; the model works where its parameters are.
     positions: see fastattn.nn.captioner.PositionalEncoding.     backend: given to every op, as FusedTransformer's.
-    ValueError where the arguments contradict each other.
+    ValueError for arguments of which no model can be made.
 
     src: (B, Ls, d_feat), or a tuple of such with as many frames. Masks are bool or integer, nonzero = attend.
     """
@@ -176,21 +185,23 @@ class ABDTransformer(nn.Module):
         n_heads: int,
         n_layers: int,
         dropout: float,
-        feature_mode: str,
+        feature_mode: FeatureMode,
         device: Any = "cuda",
         n_heads_big: int = 128,
         *,
-        positions: str = "batch",
-        backend: str | None = None,
+        positions: Positions = "batch",
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
-        if feature_mode not in FEATURES:
-            raise ValueError(f"feature_mode must be one of {', '.join(FEATURES)}, got {feature_mode!r}")
+        check_choice("feature_mode", feature_mode, tuple(FEATURES))
         names = FEATURES[feature_mode]
-        widths = (d_feat,) if isinstance(d_feat, int) else tuple(d_feat)
+        widths = (d_feat,) if isinstance(d_feat, Integral) else tuple(d_feat)
         if len(widths) != len(names):
             raise ValueError(f"d_feat must have {len(names)} widths for feature_mode {feature_mode!r}, got {d_feat}")
-        _dispatch.requested(backend)  # an unknown name is an error here, not in the first forward
+        heads = {"n_heads": n_heads, "n_heads_big": n_heads_big}
+        check_arguments(d_model=d_model, d_ff=d_ff, n_layers=n_layers, **heads, dropout=dropout, backend=backend)
+        for width in widths:
+            check_arguments(d_feat=width)
         self.vocab, self.feature_mode, self.device = vocab, feature_mode, device
         for name, width in zip(names, widths, strict=True):
             self.add_module(f"{name}_embed", FeatEmbedding(width, d_model, dropout, backend=backend))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import _dispatch
+from fastattn._dispatch import Backend
 from fastattn._transforms import can_read_values
 from fastattn.nn.unmodified import is_unmodified, why_observed
 
@@ -50,7 +51,7 @@ def packs_unnoticed(model: nn.Module) -> bool:
 _OWN = ("fastattn.", "torch.nn.modules.container")
 
 
-def source_packing_pays(src_seq: Tensor, src_pad_idx: int, *, backend: str | None) -> bool:
+def source_packing_pays(src_seq: Tensor, src_pad_idx: int, *, backend: Backend | None) -> bool:
     """Whether the encoder alone, without gradients, is faster without padding: as packing_pays, of src_seq only."""
     if not can_read_values(src_seq) or _dispatch.requested(backend)[0] not in (None, "aten"):
         return False
@@ -58,7 +59,7 @@ def source_packing_pays(src_seq: Tensor, src_pad_idx: int, *, backend: str | Non
 
 
 def packing_pays(
-    src_seq: Tensor, trg_seq: Tensor, gold: Tensor, src_pad_idx: int, trg_pad_idx: int, *, backend: str | None
+    src_seq: Tensor, trg_seq: Tensor, gold: Tensor, src_pad_idx: int, trg_pad_idx: int, *, backend: Backend | None
 ) -> bool:
     """Whether a training step is faster without padding: a quarter or more of all tokens of src_seq and trg_seq is.
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastattn._dispatch import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
+from fastattn.nn.arguments import check_arguments
 from fastattn.nn.attention import as_attention_mask
+from fastattn.nn.feed_forward import Activation
 from fastattn.nn.joint_linear import joint_linear
-from fastattn.nn.residual import Stream, add_norm, current_dropout_p
-from fastattn.nn.unmodified import is_unmodified
+from fastattn.nn.residual import add_norm, current_dropout_p
+from fastattn.nn.unmodified import check_steps, is_unmodified
 from fastattn.ops import _arguments as arguments
 from fastattn.ops.embed_layer_norm import embed_layer_norm
 
@@ -29,7 +32,9 @@ class _Stack(nn.Module):
 
     fused_children = ("src_word_emb", "trg_word_emb", "position_enc", "dropout", "layer_norm")
 
-    def embed(self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None) -> Stream:
+    def embed(
+        self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None
+    ) -> Tensor | PendingResidual:
         """layer_norm(dropout(embedding [* sqrt(d_model)] + positions));
         with norm_first the sum before dropout and norm.
 
@@ -55,17 +60,25 @@ class _Stack(nn.Module):
             self.position_enc.pos_table[0],
             self.layer_norm.weight,
             self.layer_norm.bias,
-            self.layer_norm.eps,
-            current_dropout_p(self.dropout),
+            eps=self.layer_norm.eps,
+            dropout_p=current_dropout_p(self.dropout),
             scale=scale,
             position=position,
             padding_idx=embedding.padding_idx,
             backend=self.backend,
         )
 
-    def normalised(self, x: Stream) -> Tensor:
+    def normalised(self, x: Tensor | PendingResidual) -> Tensor:
         """The stack's output from that of its last layer."""
         return add_norm(x, self.dropout, self.layer_norm, self.backend) if self.norm_first else x
+
+
+def _check_widths(d_word_vec: int, d_model: int) -> None:
+    check_arguments(d_word_vec=d_word_vec, d_model=d_model)
+    if d_word_vec != d_model:
+        raise ValueError(
+            f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
+        )
 
 
 class Encoder(_Stack):
@@ -88,13 +101,15 @@ class Encoder(_Stack):
         *,
         attn_dropout: float = 0.1,
         n_head_kv: int | None = None,
-        activation: str = "relu",
+        activation: Activation = "relu",
         norm_first: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_arguments(n_src_vocab=n_src_vocab, n_layers=n_layers, dropout=dropout)
+        _check_widths(d_word_vec, d_model)
         factory = {"device": device, "dtype": dtype}
         variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
         variant |= {"norm_first": norm_first, "backend": backend, **factory}
@@ -151,13 +166,15 @@ class Decoder(_Stack):
         *,
         attn_dropout: float = 0.1,
         n_head_kv: int | None = None,
-        activation: str = "relu",
+        activation: Activation = "relu",
         norm_first: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_arguments(n_trg_vocab=n_trg_vocab, n_layers=n_layers, dropout=dropout)
+        _check_widths(d_word_vec, d_model)
         factory = {"device": device, "dtype": dtype}
         variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
         variant |= {"norm_first": norm_first, "backend": backend, **factory}
@@ -203,7 +220,7 @@ class Decoder(_Stack):
     def project_encoder(self, enc_output: Tensor) -> EncoderProjected:
         """Keys and values of each layer's attention to the encoder's output (B, Ls, d_model).
 
-        Layers that somebody has wrapped or replaced are left out, and compute their own. See ``joint_linear``.
+        Layers that are of another class than DecoderLayer are left out, and compute their own. See ``joint_linear``.
         """
         if not isinstance(enc_output, Tensor):
             got = type(enc_output).__name__
@@ -217,12 +234,21 @@ class Decoder(_Stack):
         return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
 
     def memory(self, enc_output: Tensor, lengths: Tensor) -> Memory:
-        """What `step` reads of the encoder's output (B, Ls, d_model): its first lengths (B,) int32 vectors count."""
-        projected = self.project_encoder(enc_output)
+        """What `step` reads of the encoder's output (B, Ls, d_model): its first lengths (B,) int32 vectors count.
+
+        TypeError where a layer is no DecoderLayer, or a module overrides forward and not step.
+        """
         for layer in self.layer_stack:
-            if layer not in projected:
-                raise TypeError(f"a layer of the decoder is a {type(layer).__name__}: only DecoderLayers can step")
-        return Memory({layer.enc_attn: layer.enc_attn.memory(kv) for layer, kv in projected.items()}, lengths)
+            if not isinstance(layer, DecoderLayer):
+                kind = type(layer).__name__
+                raise TypeError(f"cannot decode by steps: a layer of the decoder is a {kind}, expected a DecoderLayer")
+        check_steps(self)
+        projected, memory = self.project_encoder(enc_output), {}
+        for layer in self.layer_stack:
+            attn = layer.enc_attn
+            known = projected.get(layer) or (attn.w_ks(enc_output), attn.w_vs(enc_output))
+            memory[attn] = attn.memory(known)
+        return Memory(memory, lengths)
 
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """The decoder's output (B, W, d_model) for one new token a row, from what the cache holds of those before.

@@ -13,30 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fastattn import _dispatch
+from fastattn._dispatch import Backend
 from fastattn.masks import AttentionMask
 from fastattn.models.packing import Packed, packing_pays, packs_unnoticed, source_packing_pays
 from fastattn.models.stacks import Decoder, Encoder
+from fastattn.nn.arguments import check_arguments, check_choice
 from fastattn.nn.cache import DecoderCache, real_first
+from fastattn.nn.feed_forward import Activation
 from fastattn.nn.joint_linear import linear
 from fastattn.nn.recompute import recomputed
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
 from fastattn.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
 
-SCALE_MODES = ("emb", "prj", "none")
+ScaleMode = Literal["emb", "prj", "none"]
+Reduction = Literal["mean", "sum"]
+SmoothOver = Literal["all", "others"]
 
 
 class FusedTransformer(nn.Module):
     """Sequence to sequence by attention alone. All arguments up to scale_emb_or_prj are the public implementation's.
 
     n_src_vocab, n_trg_vocab, src_pad_idx, trg_pad_idx: vocabulary sizes, and the index of padding in each.
-    d_word_vec = d_model: width of embeddings and of the stream; d_inner: of the feed-forward's hidden layer.
+    d_model: width of the stream and of the embeddings, as d_word_vec, which must be the same where it is given.
+    d_inner: width of the feed-forward's hidden layer.
     n_layers: of the encoder, and as many of the decoder.  n_head, d_k, d_v: attention heads and their widths.
     dropout: after the embeddings and after every sublayer.     n_position: the longest sequence.
     trg_emb_prj_weight_sharing: target embedding and output projection are one weight (section 3.4), and then
@@ -63,6 +68,7 @@ class FusedTransformer(nn.Module):
 
     Every weight matrix starts from Glorot's uniform distribution. Parameters may stay in float32 under
     torch.autocast: matrix products and the stream between sublayers then run in its dtype, statistics in float32.
+    Compiled by torch.compile and exported by torch.export; torch.jit and the old ONNX exporter are not supported.
     """
 
     fused_children = ("trg_word_prj",)
@@ -73,7 +79,7 @@ class FusedTransformer(nn.Module):
         n_trg_vocab: int,
         src_pad_idx: int,
         trg_pad_idx: int,
-        d_word_vec: int = 512,
+        d_word_vec: int | None = None,
         d_model: int = 512,
         d_inner: int = 2048,
         n_layers: int = 6,
@@ -84,38 +90,25 @@ class FusedTransformer(nn.Module):
         n_position: int = 200,
         trg_emb_prj_weight_sharing: bool = True,
         emb_src_trg_weight_sharing: bool = True,
-        scale_emb_or_prj: str = "prj",
+        scale_emb_or_prj: ScaleMode = "prj",
         *,
         attn_dropout: float = 0.1,
         norm_first: bool = False,
-        activation: str = "relu",
+        activation: Activation = "relu",
         n_head_kv: int | None = None,
         pack_padding: bool | None = None,
         recompute: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "n_src_vocab": n_src_vocab, "n_trg_vocab": n_trg_vocab, "d_word_vec": d_word_vec, "d_model": d_model,
-            "d_inner": d_inner, "n_layers": n_layers, "n_head": n_head, "d_k": d_k, "d_v": d_v,
-            "n_position": n_position,
-        }  # fmt: skip
-        for name, size in sizes.items():
-            if not isinstance(size, Integral) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        check_arguments(n_src_vocab=n_src_vocab, n_trg_vocab=n_trg_vocab, d_model=d_model)  # the stacks check others
         pads = (("src_pad_idx", src_pad_idx, n_src_vocab), ("trg_pad_idx", trg_pad_idx, n_trg_vocab))
         for name, index, vocabulary in pads:
             if not isinstance(index, Integral) or not 0 <= index < vocabulary:
                 raise ValueError(f"{name} must be an integer from 0 to {vocabulary - 1}, a token, got {index!r}")
-        _dispatch.requested(backend)  # an unknown name is an error here, not in the first forward
-        if scale_emb_or_prj not in SCALE_MODES:
-            raise ValueError(f"scale_emb_or_prj must be one of {', '.join(SCALE_MODES)}, got {scale_emb_or_prj!r}")
-        if d_word_vec != d_model:
-            raise ValueError(
-                f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
-            )
+        check_choice("scale_emb_or_prj", scale_emb_or_prj, get_args(ScaleMode))
         if emb_src_trg_weight_sharing and n_src_vocab > n_trg_vocab:
             raise ValueError(
                 f"a shared embedding has n_trg_vocab={n_trg_vocab} rows, too few for n_src_vocab={n_src_vocab}; "
@@ -125,8 +118,9 @@ class FusedTransformer(nn.Module):
         self.pack_padding, self.recompute = pack_padding, recompute
         self.scale_prj = trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj"
         stack = {
-            "d_word_vec": d_word_vec, "n_layers": n_layers, "n_head": n_head, "d_k": d_k, "d_v": d_v,
-            "d_model": d_model, "d_inner": d_inner, "dropout": dropout, "n_position": n_position,
+            "d_word_vec": d_model if d_word_vec is None else d_word_vec,
+            "n_layers": n_layers, "n_head": n_head, "d_k": d_k, "d_v": d_v, "d_model": d_model,
+            "d_inner": d_inner, "dropout": dropout, "n_position": n_position,
             "scale_emb": trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb",
             "attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation,
             "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype,
@@ -181,8 +175,8 @@ class FusedTransformer(nn.Module):
         gold: Tensor | None = None,
         label_smoothing: float = 0.0,
         *,
-        smooth_over: str = "all",
-        reduction: str = "mean",
+        smooth_over: SmoothOver = "all",
+        reduction: Reduction = "mean",
     ) -> Tensor:
         """src_seq: integer (B, Ls); trg_seq: integer (B, Lt), the target without its last token.
 
@@ -206,8 +200,8 @@ class FusedTransformer(nn.Module):
         gold: Tensor,
         label_smoothing: float = 0.0,
         *,
-        smooth_over: str = "all",
-        reduction: str = "mean",
+        smooth_over: SmoothOver = "all",
+        reduction: Reduction = "mean",
     ) -> Tensor:
         """Cross-entropy of forward(src_seq, trg_seq) and gold, float32 (). The logits are never stored as a whole.
 
@@ -215,10 +209,10 @@ class FusedTransformer(nn.Module):
             and so is, with pack_padding, what follows padding in trg_seq.
         label_smoothing, smooth_over: as in ``linear_cross_entropy``: torch's smoothing, or with "others" the public
             implementation's.     reduction: "mean" over the tokens that are not ignored, or "sum".
+        As torch's, a mean is NaN where every token is ignored.
         """
         _check_sequences(src_seq, trg_seq)
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be one of mean, sum, got {reduction!r}")
+        check_choice("reduction", reduction, get_args(Reduction))
         arguments.check_indices("gold", gold, "trg_seq", trg_seq)
         if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
             expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor, nn
 
+from fastattn._dispatch import Backend
 from fastattn.masks import AttentionMask
+from fastattn.nn.arguments import check_arguments
 from fastattn.nn.cache import DecoderCache, KeysAndValues
 from fastattn.nn.joint_linear import joint_linear, linear
-from fastattn.nn.residual import Stream, add_branch, current_dropout_p
+from fastattn.nn.residual import PendingResidual, Stream, add_branch, current_dropout_p
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -42,7 +46,7 @@ def attend(
     dropout: nn.Module,
     scale: float,
     return_attn: bool,
-    backend: str | None,
+    backend: Backend | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with the dropout of a module on its weights, see ScaledDotProductAttention.forward."""
     options = {"scale": scale, "enable_gqa": k.size(1) != q.size(1)}
@@ -58,12 +62,18 @@ def attend(
 
 
 class ScaledDotProductAttention(nn.Module):
-    """dropout(softmax(q k^T / temperature)) v.     Source: Vaswani et al. 2017, section 3.2.1."""
+    """dropout(softmax(q k^T / temperature)) v.     Source: Vaswani et al. 2017, section 3.2.1.
+
+    temperature: positive, else ValueError.
+    """
 
     fused_children = ("dropout",)
 
-    def __init__(self, temperature: float, attn_dropout: float = 0.1, *, backend: str | None = None) -> None:
+    def __init__(self, temperature: float, attn_dropout: float = 0.1, *, backend: Backend | None = None) -> None:
         super().__init__()
+        if not isinstance(temperature, Real) or not temperature > 0:
+            raise ValueError(f"temperature must be a positive number, got {temperature!r}")
+        check_arguments(attn_dropout=attn_dropout, backend=backend)
         self.temperature, self.backend = temperature, backend
         self.dropout = nn.Dropout(attn_dropout)
 
@@ -89,8 +99,11 @@ class MultiHeadAttention(nn.Module):
     dropout: after fc. attn_dropout: on the attention weights; its default does not follow dropout, as in the public
         implementation.
     n_head_kv: heads of w_ks and w_vs, each shared by n_head / n_head_kv query heads (grouped-query attention, Ainslie
-        et al. 2023, arXiv:2305.13245); n_head unless given. ValueError where it does not divide n_head.
-    norm_first: see PendingResidual; layer_norm then comes before the projections.
+        et al. 2023, arXiv:2305.13245); n_head unless given. It must divide n_head.
+    norm_first: layer_norm comes before the projections; see PendingResidual.
+    ValueError for an argument that makes no such module.
+    What key padding hides may be NaN and reaches no output, but the backward of the linear maps that read it multiplies
+    it by 0: the gradients of their weights are NaN.
     Source: Vaswani et al. 2017, section 3.2.2.
     """
 
@@ -107,14 +120,15 @@ class MultiHeadAttention(nn.Module):
         attn_dropout: float = 0.1,
         n_head_kv: int | None = None,
         norm_first: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         n_head_kv = n_head if n_head_kv is None else n_head_kv
-        if n_head_kv < 1 or n_head % n_head_kv:
+        check_arguments(n_head=n_head, n_head_kv=n_head_kv, d_model=d_model, d_k=d_k, d_v=d_v, dropout=dropout)
+        if n_head % n_head_kv:
             raise ValueError(f"n_head must be a multiple of n_head_kv, got n_head={n_head} and n_head_kv={n_head_kv}")
         self.d_model, self.n_head, self.n_head_kv, self.d_k, self.d_v = d_model, n_head, n_head_kv, d_k, d_v
         self.norm_first, self.backend = norm_first, backend
@@ -129,8 +143,8 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         q: Stream,
-        k: Stream,
-        v: Stream,
+        k: Tensor | PendingResidual,
+        v: Tensor | PendingResidual,
         mask: Tensor | AttentionMask | None = None,
         *,
         return_attn: bool = False,
@@ -138,9 +152,9 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Stream, Tensor | None]:
         """q: (B, Lq, d_model), also the residual; k, v: (B, Lk, d_model). mask: see as_attention_mask.
 
-        With norm_first q is a PendingResidual; k and v are normalised tensors, or for self-attention q itself.
-        projected: (w_ks(k), w_vs(v)), where they were computed before.
-        Returns (output, the same kind as q; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
+        With norm_first q may be a PendingResidual, else TypeError; k and v are normalised tensors, or for
+        self-attention q itself.     projected: (w_ks(k), w_vs(v)), where they were computed before.
+        Returns (output, of q's type; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
         attn = None
 
@@ -152,9 +166,9 @@ class MultiHeadAttention(nn.Module):
         return add_branch(self, q, branch), attn
 
     def step(self, x: Stream, cache: DecoderCache) -> Stream:
-        """Self-attention of one new token a row: x (B, W, d_model), or with norm_first a PendingResidual of such.
+        """Self-attention of one new token a row: x (B, W, d_model), or with norm_first also a PendingResidual of such.
 
-        Its keys and values are added to the cache. Returns the same kind. Without dropout: for eval mode.
+        Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
         """
 
         def branch(normed: Tensor) -> tuple[Tensor, None]:
@@ -190,6 +204,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The branch of the residual connection: projections, attention and fc. Returns (out, weights or None)."""
         for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
             if x.dim() != 3 or x.shape[2] != self.d_model:
                 expected = f"(B, L, d_model = {self.d_model})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")

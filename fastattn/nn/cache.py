@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastattn._dispatch import Backend
 from fastattn.nn.packed_linear import PackedLinears
 from fastattn.ops.decode_attention import decode_attention
 
@@ -61,7 +62,9 @@ class DecoderCache:
         self.linear = PackedLinears()  # for the maps of every step
         self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer
 
-    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None) -> Tensor:
+    def attend(
+        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend | None
+    ) -> Tensor:
         """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its row's whole past.
 
         Returns (B, W, H, Dv).
@@ -78,7 +81,9 @@ class DecoderCache:
             scale, backend=backend,
         )  # fmt: skip
 
-    def attend_memory(self, layer: nn.Module, q: Tensor, scale: float, backend: str | None, which: int = 0) -> Tensor:
+    def attend_memory(
+        self, layer: nn.Module, q: Tensor, scale: float, backend: Backend | None, which: int = 0
+    ) -> Tensor:
         """Attention of q (B, W, H, Dk) to the layer's keys of a memory; its rows are queries of one problem."""
         projected, lengths = self.memories[which]
         keys, values = (t.transpose(1, 2)[:, :, None] for t in projected[layer])  # (B, Ls, 1, Hk, D)

@@ -8,12 +8,15 @@ inside; a decoder layer has one attention module for all that it attends to.
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn._dispatch import Backend
 from fastattn.masks import AttentionMask
+from fastattn.nn.arguments import check_choice
 from fastattn.nn.attention import attend
 from fastattn.nn.cache import DecoderCache, KeysAndValues
 from fastattn.nn.joint_linear import joint_linear
@@ -23,26 +26,27 @@ from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.feed_forward import feed_forward
 
 MAX_POSITIONS = 5000
+Positions = Literal["batch", "sequence"]
 
 
 class LayerNorm(nn.Module):
     """a_2 * (x - mean) / (std + eps) + b_2, std with Bessel's correction. Parameters a_2, b_2: (features,)."""
 
-    def __init__(self, features: int, eps: float = 1e-6, *, backend: str | None = None) -> None:
+    def __init__(self, features: int, eps: float = 1e-6, *, backend: Backend | None = None) -> None:
         super().__init__()
         self.a_2, self.b_2 = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
         self.eps, self.backend = eps, backend
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (..., features): of x, or of x + residual."""
-        norm = (self.a_2, self.b_2, self.eps)
-        return dropout_add_layer_norm(x, residual, *norm, eps_on_std=True, backend=self.backend)
+        options = {"eps": self.eps, "eps_on_std": True, "backend": self.backend}
+        return dropout_add_layer_norm(x, residual, self.a_2, self.b_2, **options)
 
 
 class SublayerConnection(nn.Module):
     """dropout(layer_norm(x + branch)), where branch is what a sublayer makes of x."""
 
-    def __init__(self, size: int, dropout: float, *, backend: str | None = None) -> None:
+    def __init__(self, size: int, dropout: float, *, backend: Backend | None = None) -> None:
         super().__init__()
         self.layer_norm = LayerNorm(size, backend=backend)
         self.dropout = nn.Dropout(dropout)
@@ -59,7 +63,7 @@ class MultiHeadAttention(nn.Module):
 
     fused_children = ("linear_query", "linear_key", "linear_value", "dropout")
 
-    def __init__(self, n_heads: int, d_model: int, dropout: float, *, backend: str | None = None) -> None:
+    def __init__(self, n_heads: int, d_model: int, dropout: float, *, backend: Backend | None = None) -> None:
         super().__init__()
         if n_heads < 1 or d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of the number of heads, got {d_model} and {n_heads} heads")
@@ -112,7 +116,7 @@ class PositionWiseFeedForward(nn.Module):
 
     fused_children = ("layer_norm", "w_1", "dropout_1", "w_2")
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1, *, backend: str | None = None) -> None:
+    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1, *, backend: Backend | None = None) -> None:
         super().__init__()
         self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
@@ -124,7 +128,7 @@ class PositionWiseFeedForward(nn.Module):
         if not all(map(is_unmodified, (self.layer_norm, self.w_1, self.dropout_1, self.w_2))):
             return self.dropout_2(self.w_2(self.dropout_1(F.relu(self.w_1(self.layer_norm(x))))))
         norm = self.layer_norm
-        normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, norm.eps, backend=self.backend)
+        normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps, backend=self.backend)
         weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
         dropout_p = current_dropout_p(self.dropout_1)
         return self.dropout_2(feed_forward(normed, *weights, "relu", dropout_p, backend=self.backend))
@@ -133,7 +137,7 @@ class PositionWiseFeedForward(nn.Module):
 class FeatEmbedding(nn.Module):
     """video_embeddings: LayerNorm, dropout and a linear map of each frame's features (B, L, d_feat)."""
 
-    def __init__(self, d_feat: int, d_model: int, dropout: float, *, backend: str | None = None) -> None:
+    def __init__(self, d_feat: int, d_model: int, dropout: float, *, backend: Backend | None = None) -> None:
         super().__init__()
         norm = LayerNorm(d_feat, backend=backend)
         self.video_embeddings = nn.Sequential(norm, nn.Dropout(dropout), nn.Linear(d_feat, d_model))
@@ -163,12 +167,11 @@ class PositionalEncoding(nn.Module):
 
     pe: Tensor
 
-    def __init__(self, d_model: int, dropout: float, positions: str = "batch") -> None:
+    def __init__(self, d_model: int, dropout: float, positions: Positions = "batch") -> None:
         super().__init__()
         if d_model % 2:
             raise ValueError(f"d_model must be even, for pairs of sine and cosine, got {d_model}")
-        if positions not in ("batch", "sequence"):
-            raise ValueError(f"positions must be batch or sequence, got {positions!r}")
+        check_choice("positions", positions, get_args(Positions))
         frequency = torch.exp(torch.arange(0, d_model, 2).float() * -(math.log(10000.0) / d_model))
         angle = torch.arange(MAX_POSITIONS).float()[:, None] * frequency
         self.register_buffer("pe", torch.stack([angle.sin(), angle.cos()], -1).view(MAX_POSITIONS, 1, d_model))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from fastattn._dispatch import Backend
+from fastattn.nn.arguments import check_arguments, check_choice
 from fastattn.nn.cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import Stream, add_branch, norm_adds_bias
+from fastattn.nn.residual import PendingResidual, Stream, add_branch, norm_adds_bias
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
 
 
 class PositionwiseFeedForward(nn.Module):
@@ -20,7 +25,8 @@ class PositionwiseFeedForward(nn.Module):
     d_in, d_hid: model width and hidden width. dropout: after w_2; inside there is none, as in the paper.
     activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, geglu_tanh, swiglu. The gated ones have w_1 of
         2 * d_hid rows, the gate first, and use act(gate) * up (Shazeer 2020, arXiv:2002.05202).
-    norm_first: see PendingResidual; layer_norm then comes before w_1.
+    norm_first: layer_norm comes before w_1; see PendingResidual.
+    ValueError for an argument that makes no such module.
     Source: Vaswani et al. 2017, sections 3.3 and 5.4.
     """
 
@@ -32,16 +38,16 @@ class PositionwiseFeedForward(nn.Module):
         d_hid: int,
         dropout: float = 0.1,
         *,
-        activation: str = "relu",
+        activation: Activation = "relu",
         norm_first: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         factory = {"device": device, "dtype": dtype}
-        if activation not in ACTIVATIONS and activation not in GATED:
-            raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
+        check_arguments(d_in=d_in, d_hid=d_hid, dropout=dropout, backend=backend)
+        check_choice("activation", activation, (*ACTIVATIONS, *GATED))
         self.activation, self.norm_first, self.backend = activation, norm_first, backend
         self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid, **factory)
         self.w_2 = nn.Linear(d_hid, d_in, **factory)
@@ -49,7 +55,7 @@ class PositionwiseFeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Stream) -> Stream:
-        """x: (B, L, d_in), or with norm_first a PendingResidual of such. Returns the same kind."""
+        """x: (B, L, d_in), or with norm_first also a PendingResidual of such, else TypeError. Returns x's type."""
         return add_branch(self, x, self.branch)
 
     def step(self, x: Stream, cache: DecoderCache) -> Stream:
@@ -58,7 +64,7 @@ class PositionwiseFeedForward(nn.Module):
         def branch(normed: Tensor) -> tuple[Tensor, None]:
             return self._by_maps(normed, lambda linear, x: cache.linear(linear, x, self.backend)), None
 
-        tokens = x.branch if self.norm_first else x
+        tokens = x.branch if isinstance(x, PendingResidual) else x
         return add_branch(self, x, branch) if cache.linear.serves(self.w_1, tokens, self.backend) else self(x)
 
     def branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

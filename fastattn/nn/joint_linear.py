@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import _dispatch, _products
+from fastattn._dispatch import Backend
 from fastattn._transforms import is_transformed
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
 
 
-def linear(module: nn.Module, x: Tensor, *, backend: str | None = None) -> Tensor:
+def linear(module: nn.Module, x: Tensor, *, backend: Backend | None = None) -> Tensor:
     """module(x), by the product that is fastest on this processor where the module is a plain nn.Linear."""
     if (
         is_unmodified(module)
@@ -42,7 +43,7 @@ def linear(module: nn.Module, x: Tensor, *, backend: str | None = None) -> Tenso
     return module(x)
 
 
-def joint_linear(x: Tensor, linears: Sequence[nn.Linear], *, backend: str | None = None) -> tuple[Tensor, ...]:
+def joint_linear(x: Tensor, linears: Sequence[nn.Linear], *, backend: Backend | None = None) -> tuple[Tensor, ...]:
     """The outputs (..., rows) of linear maps for one input x (..., d). All of them have a bias, or none.
 
     In training they are views of one product. The maps are called one by one where no gradient is recorded, under the

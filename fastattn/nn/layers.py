@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastattn._dispatch import Backend
 from fastattn.masks import AttentionMask
+from fastattn.nn.arguments import check_arguments
 from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.cache import DecoderCache
-from fastattn.nn.feed_forward import PositionwiseFeedForward
+from fastattn.nn.feed_forward import Activation, PositionwiseFeedForward
 from fastattn.nn.residual import Stream
 
 
 class EncoderLayer(nn.Module):
     """Self-attention, then feed-forward. The arguments are those of the two sublayers.
 
+    attn_dropout: on the attention weights. 0.1 whatever dropout is, as in the public implementation.
+    norm_first: a layer gives the sum of its last residual connection, without a norm, as
+        torch.nn.TransformerEncoderLayer(norm_first=True) does. PendingResidual says how a stack is built and ended.
     Source: Vaswani et al. 2017, section 3.1.
     """
 
@@ -29,13 +34,14 @@ class EncoderLayer(nn.Module):
         *,
         attn_dropout: float = 0.1,
         n_head_kv: int | None = None,
-        activation: str = "relu",
+        activation: Activation = "relu",
         norm_first: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_arguments(d_inner=d_inner)
         common = {"dropout": dropout, "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
         heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
         self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
@@ -44,10 +50,10 @@ class EncoderLayer(nn.Module):
     def forward(
         self, enc_input: Stream, slf_attn_mask: Tensor | AttentionMask | None = None, *, return_attns: bool = False
     ) -> tuple[Stream, Tensor | None]:
-        """enc_input: (B, L, d_model), or with norm_first a PendingResidual of such.
+        """enc_input: (B, L, d_model), or with norm_first also a PendingResidual of such, else TypeError.
 
         slf_attn_mask: see as_attention_mask.
-        Returns (output, the same kind as enc_input; attention weights (B, n_head, L, L) or None).
+        Returns (output, of enc_input's type; attention weights (B, n_head, L, L) or None).
         """
         x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
         return self.pos_ffn(x), slf_attn
@@ -56,6 +62,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Self-attention, attention to the encoder's output, then feed-forward. Arguments as in EncoderLayer.
 
+    A subclass that overrides forward has to override step too, for decoding.
     Source: Vaswani et al. 2017, section 3.1.
     """
 
@@ -70,13 +77,14 @@ class DecoderLayer(nn.Module):
         *,
         attn_dropout: float = 0.1,
         n_head_kv: int | None = None,
-        activation: str = "relu",
+        activation: Activation = "relu",
         norm_first: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_arguments(d_inner=d_inner)
         common = {"dropout": dropout, "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
         heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
         self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
@@ -93,11 +101,12 @@ class DecoderLayer(nn.Module):
         return_attns: bool = False,
         enc_projected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Stream, Tensor | None, Tensor | None]:
-        """dec_input: (B, Lt, d_model), or with norm_first a PendingResidual of such; enc_output: (B, Ls, d_model).
+        """dec_input: (B, Lt, d_model), or with norm_first also a PendingResidual of such, else TypeError.
+        enc_output: (B, Ls, d_model).
 
         Masks: see as_attention_mask. enc_projected: enc_attn's keys and values, (w_ks(enc_output), w_vs(enc_output)),
         where they were computed before.
-        Returns (output, the same kind as dec_input; weights of the self-attention (B, n_head, Lt, Lt) and of the
+        Returns (output, of dec_input's type; weights of the self-attention (B, n_head, Lt, Lt) and of the
         attention to the encoder (B, n_head, Lt, Ls), or None).
         """
         x, slf_attn = self.slf_attn(dec_input, dec_input, dec_input, slf_attn_mask, return_attn=return_attns)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import requested
+from fastattn._dispatch import Backend, requested
 from fastattn._products import has_onednn
 from fastattn.nn.unmodified import is_unmodified
 
@@ -30,14 +30,14 @@ class PackedLinears:
     def __init__(self) -> None:
         self._packed: dict[nn.Module, tuple[Tensor, Tensor | None] | None] = {}  # None: the module is called
 
-    def __call__(self, linear: nn.Module, x: Tensor, backend: str | None) -> Tensor:
+    def __call__(self, linear: nn.Module, x: Tensor, backend: Backend | None) -> Tensor:
         """linear(x), x (..., in_features)."""
         if not self.serves(linear, x, backend):
             return linear(x)
         weight, bias = self._packed[linear]
         return torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, "none", [], "")
 
-    def serves(self, linear: nn.Module, x: Tensor, backend: str | None) -> bool:
+    def serves(self, linear: nn.Module, x: Tensor, backend: Backend | None) -> bool:
         """Whether the product is oneDNN's. Not where PyTorch lacks it, under the backend "reference", where gradients
         are recorded, and where the module has hooks or is of another class than nn.Linear."""
         if linear not in self._packed:
@@ -52,7 +52,7 @@ def _pack(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return torch.ops.mkldnn._reorder_linear_weight(linear.weight.to(dtype)), bias
 
 
-def _can_pack(linear: nn.Module, x: Tensor, backend: str | None) -> bool:
+def _can_pack(linear: nn.Module, x: Tensor, backend: Backend | None) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastattn.nn.arguments import check_arguments
+
 
 class PositionalEncoding(nn.Module):
     """x + pos_table[:, :L], with pos_table[0, p, 2i] = sin(p / 10000^(2i / d_hid)) and cos in the odd columns.
@@ -23,6 +25,7 @@ class PositionalEncoding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_arguments(d_hid=d_hid, n_position=n_position)
         self.register_buffer("pos_table", torch.empty(1, n_position, d_hid, device=device, dtype=dtype))
         self.reset_parameters()
 

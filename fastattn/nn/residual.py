@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import default_order, requested
+from fastattn._dispatch import Backend, default_order, requested
 from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
@@ -23,15 +23,31 @@ class PendingResidual(NamedTuple):
 
     branch: (B, L, d_model).     residual: likewise, or None where the sum is dropout(branch) alone, as at the input.
     bias: (d_model,), added to the branch before dropout; None where there is none or the branch already contains it.
+
+    A pre-norm stack, and the same with each sum fused with the norm that follows it:
+
+        x = dropout(embedded)        x = PendingResidual(embedded, None)
+        for layer in layers:         for layer in layers:
+            x, _ = layer(x, mask)        x, _ = layer(x, mask)
+        out = norm(x)                out = norm(x.sum(layers[-1].pos_ffn.dropout))
+
+    norm: a LayerNorm for the end of the stack. On the right the first layer's dropout is applied to embedded.
     """
 
     branch: Tensor
     residual: Tensor | None
     bias: Tensor | None = None
 
+    def sum(self, dropout: nn.Module) -> Tensor:
+        """residual + dropout(branch + bias), (B, L, d_model). dropout: that of the sublayer which made the branch."""
+        branch, residual, bias = self
+        branch = dropout(branch if bias is None else branch + bias)
+        return branch if residual is None else residual + branch
 
-# A sublayer's input and output: a normalised tensor (post-norm), or a sum to be normalised (norm_first).
-Stream = Tensor | PendingResidual
+
+# A sublayer's input and output. Post-norm: a normalised tensor. norm_first: a sum to be normalised, or its summands.
+Stream = TypeVar("Stream", Tensor, PendingResidual)
+_KEEP = nn.Identity()  # in place of a dropout, for what was dropped before
 
 
 def current_dropout_p(dropout: nn.Module) -> float:
@@ -39,7 +55,7 @@ def current_dropout_p(dropout: nn.Module) -> float:
     return dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
 
 
-def norm_adds_bias(x: Tensor, backend: str | None) -> bool:
+def norm_adds_bias(x: Tensor, backend: Backend | None) -> bool:
     """Whether the bias of a branch's last linear map should be added by the norm instead of by the product.
 
     A product adds it for free, but its gradient then takes a pass over the data. A kernel of the norm adds it and sums
@@ -52,7 +68,7 @@ def add_norm(
     total: PendingResidual,
     dropout: nn.Module,
     layer_norm: nn.Module,
-    backend: str | None,
+    backend: Backend | None,
     return_sum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """layer_norm(z), or with return_sum (layer_norm(z), z), where z = residual + dropout(branch + bias).
@@ -61,21 +77,21 @@ def add_norm(
     precision, as by the public implementation's in-place addition. LayerNorm's weight, bias and statistics stay
     float32. A dropout or layer_norm that is_unmodified denies is called.
     """
-    branch, residual, bias = total
-    dropout_p, fuses_norm = current_dropout_p(dropout), is_unmodified(layer_norm)
-    if not (fuses_norm and is_unmodified(dropout)):
-        branch, bias, dropout_p = dropout(branch if bias is None else branch + bias), None, 0.0
-    if not fuses_norm:
-        z = branch if residual is None else residual + branch
+    if not is_unmodified(layer_norm):
+        z = total.sum(dropout)
         return (layer_norm(z), z) if return_sum else layer_norm(z)
-    norm = (layer_norm.weight, layer_norm.bias, layer_norm.eps)
-    inputs = (branch, residual, *norm, dropout_p)
+    branch, residual, bias = total
+    dropout_p = current_dropout_p(dropout)
+    if not is_unmodified(dropout):
+        branch, bias, dropout_p = dropout(branch if bias is None else branch + bias), None, 0.0
+    norm, eps = (layer_norm.weight, layer_norm.bias), layer_norm.eps
+    options = {"eps": eps, "dropout_p": dropout_p, "x_bias": bias, "backend": backend}
     if not is_recomputing():
-        return dropout_add_layer_norm(*inputs, return_sum=return_sum, x_bias=bias, backend=backend)
-    out, z = dropout_add_layer_norm(*inputs, return_sum=True, x_bias=bias, backend=backend)
+        return dropout_add_layer_norm(branch, residual, *norm, return_sum=return_sum, **options)
+    out, z = dropout_add_layer_norm(branch, residual, *norm, return_sum=True, **options)
     kept_sum = z.detach()
     chosen_backend = requested(backend)[0]  # the backward may run outside of use_backend
-    remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, *norm, backend=chosen_backend))
+    remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, *norm, eps=eps, backend=chosen_backend))
     return (out, z) if return_sum else out
 
 
@@ -83,11 +99,19 @@ def add_branch(sublayer: Any, x: Stream, branch: Callable[[Tensor], tuple[Tensor
     """The residual connection around a sublayer's branch and its norm, where sublayer.norm_first puts that.
 
     branch: from what it reads, (B, L, d_model), to its result and a bias that the norm is to add to it, or None.
+    TypeError for a PendingResidual without norm_first.
     """
-    options = (sublayer.dropout, sublayer.layer_norm, sublayer.backend)
-    if sublayer.norm_first:
-        normed, total = add_norm(x, *options, return_sum=True)
+    dropout, layer_norm, backend = sublayer.dropout, sublayer.layer_norm, sublayer.backend
+    if isinstance(x, PendingResidual):
+        if not sublayer.norm_first:
+            raise TypeError(f"{type(sublayer).__name__} got a PendingResidual, expected a Tensor: norm_first is False")
+        normed, total = add_norm(x, dropout, layer_norm, backend, return_sum=True)
         out, bias = branch(normed)
         return PendingResidual(out, total, bias)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{type(sublayer).__name__} got a {type(x).__name__}, expected a Tensor")
+    if sublayer.norm_first:
+        out, bias = branch(add_norm(PendingResidual(x, None), _KEEP, layer_norm, backend))
+        return PendingResidual(out, x, bias).sum(dropout)
     out, bias = branch(x)
-    return add_norm(PendingResidual(out, x, bias), *options)
+    return add_norm(PendingResidual(out, x, bias), dropout, layer_norm, backend)

@@ -47,6 +47,22 @@ def why_modified(module: Any) -> str | None:
     return None
 
 
+def why_not_stepped(module: Any) -> str | None:
+    """Why decoding by `step` would not do what the module's class does in `forward`, or None."""
+    kind = type(module)
+    if not hasattr(kind, "step"):
+        return None
+    forward, step = (next(i for i, c in enumerate(kind.__mro__) if name in vars(c)) for name in ("forward", "step"))
+    return f"is a {kind.__name__}, which overrides forward and not step: override step too" if forward < step else None
+
+
+def check_steps(decoder: nn.Module) -> None:
+    """TypeError for the first of a decoder's modules whose steps would not do what its forward does."""
+    for name, module in decoder.named_modules():
+        if (reason := why_not_stepped(module)) is not None:
+            raise TypeError(f"cannot decode by steps: {name or 'the decoder'} {reason}")
+
+
 def why_observed(module: nn.Module) -> str | None:
     """What beside its class takes part in a call of the module: hooks of any kind, or a forward of its own."""
     own = module.__dict__

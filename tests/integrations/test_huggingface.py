@@ -1,7 +1,5 @@
 """Tiny models of transformers with random weights, on their own eager attention and on fastattn's."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,7 +260,7 @@ def test_use_refuses_what_ignores_the_interface():
                    encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=20, attention_window=4)  # fmt: skip
     with pytest.raises(ValueError, match="LED.* by itself, without transformers' AttentionInterface"):
         huggingface.use(transformers.LEDForConditionalGeneration(transformers.LEDConfig(**options)))
-    with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
+    with pytest.raises(TypeError, match="hold a transformers.PreTrainedModel, got Linear"):
         huggingface.use(torch.nn.Linear(2, 2))
 
 
@@ -271,6 +269,32 @@ def test_what_changes_the_result_is_refused():
     gemma = huggingface.use(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**options)).to(DEVICE))
     with pytest.raises(ValueError, match="Gemma2Attention: scores are capped"):
         gemma(torch.tensor([[3, 4]], device=DEVICE))
+    q = torch.ones(1, 2, 3, 4, device=DEVICE)
+    for name in ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask"):
+        with pytest.raises(ValueError, match="Linear: .*use another attn_implementation"):
+            huggingface.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: q})
+
+
+def test_what_configs_leave_out():
+    """None for an argument is its default, as transformers' own attention functions have it or configs allow it."""
+    q, module = torch.randn(1, 2, 3, 4, device=DEVICE), torch.nn.Linear(1, 1)
+    names = (
+        "dropout",
+        "scaling",
+        "is_causal",
+        "position_bias",
+        "output_attentions",
+        "softcap",
+        "s_aux",
+        "sliding_window",
+    )
+    out, weights = huggingface.attention_forward(module, q, q, q, None, **dict.fromkeys(names))
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    assert weights is None
+    module.is_causal = None
+    expected = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    torch.testing.assert_close(huggingface.attention_forward(module, q, q, q, None)[0], expected, rtol=0, atol=1e-5)
 
 
 def test_an_encoder_decoder_of_two_models():
@@ -284,16 +308,30 @@ def test_an_encoder_decoder_of_two_models():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.full
-def test_lora(monkeypatch):
+TASKS = dict.fromkeys(MODELS, "SEQ_2_SEQ_LM") | dict.fromkeys(("gpt2", "llama"), "CAUSAL_LM")
+TASKS |= {"bert": "FEATURE_EXTRACTION", "whisper": None}  # the classes of tasks pass input_ids, which Whisper has not
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lora(name):
+    """With a task type peft's classes hand on output_attentions=None. `use` takes the adapted model too."""
     peft = pytest.importorskip("peft")
-    model, found = build("bart"), []
-    config = peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False, lora_dropout=0.0)
-    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    options = dict(target_modules="all-linear", init_lora_weights=False, task_type=TASKS[name])
+    adapted, found = peft.get_peft_model(build(name), peft.LoraConfig(**options)), []
     for treat in (lambda m: m, huggingface.use):
-        treat(adapted.base_model.model)
-        found.append(solve(adapted.base_model.model))
+        found.append(solve(treat(adapted)))
     check(*found)
+
+
+@pytest.mark.full
+def test_use_takes_what_torch_compile_made():
+    """Also after a call."""
+    model = build("bert")
+    compiled, (inputs, real) = torch.compile(model, backend="eager"), inputs_for(model)
+    with torch.no_grad():
+        expected = compiled(**inputs).logits[real]
+        assert huggingface.use(compiled) is compiled and model.config._attn_implementation == "fastattn"
+        torch.testing.assert_close(compiled(**inputs).logits[real], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from plain_captioner import PlainCaptioner
 
 import fastattn
 from fastattn.models import ABDTransformer, src_trg_mask
+from fastattn.nn.captioner import MultiHeadAttention
 
 PAD, ENDS, WORDS = 0, 1, 13
 VOCAB = SimpleNamespace(
@@ -165,7 +166,12 @@ def test_autocast():
         ("d_model must be even", {"d_model": 15, "n_heads": 5, "n_heads_big": 3}),
         ("d_model must be a multiple of the number of heads, got 16 and 3", {"n_heads": 3}),
         ("d_model must be a multiple of the number of heads, got 16 and 128", {"n_heads_big": 128}),
-        ("positions must be batch or sequence", {"positions": "none"}),
+        ("positions must be one of batch, sequence, got 'none'", {"positions": "none"}),
+        ("n_layers must be a positive integer, got 0", {"n_layers": 0}),
+        ("n_heads must be a positive integer, got 4.0", {"n_heads": 4.0}),
+        ("d_ff must be a positive integer, got -8", {"d_ff": -8}),
+        ("d_feat must be a positive integer, got 0", {"d_feat": 0}),
+        ("dropout must be a number from 0 to 1, .*got 2", {"dropout": 2}),
     ],
 )
 def test_bad_constructions(message, changes):
@@ -190,6 +196,20 @@ def test_bad_sources():
         model.pos_embed(torch.zeros(5001, 1, 16))
     with pytest.raises(ValueError, match="batch_size is 2, and memory holds 3"):
         model.greedy_decode(2, None, torch.zeros(3, 4, 16), 3)
+
+
+class Halved(MultiHeadAttention):
+    def forward(self, *inputs):
+        return super().forward(*inputs) / 2
+
+
+def test_what_has_no_step_of_its_own_is_named():
+    model, _ = both("one")
+    model.r2l_decoder.decoder_layer[1].attn = Halved(4, 16, 0.0)
+    message = "decoder_layer.1.attn is a Halved, which overrides forward and not step"
+    assert message in str(fastattn.explain(model))
+    with pytest.raises(TypeError, match=f"cannot decode by steps: {message}"):
+        model.greedy_decode(3, None, torch.zeros(3, 4, 16), 3)
 
 
 class Doubled(torch.nn.Module):

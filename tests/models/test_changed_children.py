@@ -165,6 +165,11 @@ def test_decoding_calls_a_changed_child(treatment, batch):
         assert likely[: len(tokens)] == tokens
 
 
+def test_explain_of_what_is_not_fastattns():
+    assert "fused" not in str(fastattn.explain(nn.Linear(3, 3)))
+    assert str(fastattn.explain(nn.Sequential(fused()))) == "Sequential: everything is fused"
+
+
 def test_explain_names_the_child_and_the_reason():
     model = fused()
     replace(model, "encoder.layer_stack.0.pos_ffn.w_1", Adapter)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from model_checks import DEVICE, PAD_SRC, VOCAB, fused
+from model_checks import DEVICE, PAD_SRC, SMALL, VOCAB, fused
 
+import fastattn
 from fastattn import AttentionMask, use_backend
 from fastattn.error_rule import judge
+from fastattn.nn import DecoderLayer, PositionwiseFeedForward
 
 VARIANTS = {
     "public": {},
@@ -61,6 +63,58 @@ def test_a_step_is_as_exact_as_forward(backend, dtype, variant, sentences, reque
         actual = step_by_step(model, src, trg, on_device=is_kernel)
     judgement = judge(actual, truth, low, torch.zeros_like(truth))
     assert judgement.ok, judgement
+
+
+class Renamed(DecoderLayer):
+    """Another class that changes nothing."""
+
+
+class Halved(DecoderLayer):
+    """Another forward, and the same step."""
+
+    def forward(self, *inputs, **options):
+        x, *attns = super().forward(*inputs, **options)
+        return x / 2, *attns
+
+
+class HalvedInSteps(Halved):
+    def step(self, x, cache):
+        return super().step(x, cache) / 2
+
+
+class OtherFeedForward(PositionwiseFeedForward):
+    def forward(self, x):
+        return -x
+
+
+def with_layer(kind):
+    model = fused().eval()
+    old = model.decoder.layer_stack[0]
+    model.decoder.layer_stack[0] = layer = kind(*(SMALL[n] for n in ("d_model", "d_inner", "n_head", "d_k", "d_v")))
+    layer.load_state_dict(old.state_dict())
+    return model.to(DEVICE).eval()
+
+
+@pytest.mark.parametrize("kind", [Renamed, HalvedInSteps])
+def test_a_layer_of_another_class_decodes(kind, sentences):
+    src, trg = sentences
+    model = with_layer(kind)
+    torch.testing.assert_close(step_by_step(model, src, trg), forward(model, src, trg), rtol=0, atol=2e-5)
+    assert not fastattn.explain(model).not_stepped
+
+
+def test_what_has_no_step_of_its_own_is_named(sentences):
+    """By decoding, which would leave it out, and by explain."""
+    message = "which overrides forward and not step: override step too"
+    layer, inner, other = with_layer(Halved), fused().eval(), fused().eval()
+    inner.decoder.layer_stack[1].pos_ffn = OtherFeedForward(SMALL["d_model"], SMALL["d_inner"]).to(DEVICE).eval()
+    other.decoder.layer_stack[1] = torch.nn.Identity()
+    for model, name in ((layer, "layer_stack.0 is a Halved"), (inner, "layer_stack.1.pos_ffn is a OtherFeedForward")):
+        assert f"  decoder.{name}, {message}" in str(fastattn.explain(model))
+        with pytest.raises(TypeError, match=f"cannot decode by steps: {name}, {message}"):
+            model.start_decoding(sentences[0], 1, 3)
+    with pytest.raises(TypeError, match="a layer of the decoder is a Identity, expected a DecoderLayer"):
+        other.start_decoding(sentences[0], 1, 3)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

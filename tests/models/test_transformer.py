@@ -217,12 +217,15 @@ def test_a_long_sequence_is_a_clear_error(batch):
         (dict(scale_emb_or_prj="both"), "scale_emb_or_prj .* 'both'"),
         (dict(d_word_vec=16), "d_word_vec must equal d_model, got 16 and 32"),
         (dict(n_head_kv=3), "n_head=4 and n_head_kv=3"),
-        (dict(n_head_kv=0), "n_head=4 and n_head_kv=0"),
+        (dict(n_head_kv=0), "n_head_kv must be a positive integer, got 0"),
         (dict(activation="tanh"), "activation .* 'tanh'"),
         (dict(backend="nosuch"), "backend .* 'nosuch'"),
         (dict(n_layers=0), "n_layers must be a positive integer, got 0"),
         (dict(d_k=8.0), "d_k must be a positive integer, got 8.0"),
-        (dict(dropout=1.5), "1.5"),
+        (dict(dropout=1.5), "dropout must be a number from 0 to 1, .*got 1.5"),
+        (dict(d_model=0, d_word_vec=None), "d_model must be a positive integer, got 0"),
+        (dict(d_inner=-1), "d_inner must be a positive integer, got -1"),
+        (dict(n_position=True), "n_position must be a positive integer, got True"),
         (dict(src_pad_idx=VOCAB), f"src_pad_idx .* got {VOCAB}"),
         (dict(trg_pad_idx=None), "trg_pad_idx .* got None"),
         (dict(n_trg_vocab=30), "n_trg_vocab=30 .* n_src_vocab=40"),
@@ -233,6 +236,11 @@ def test_bad_arguments_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         FusedTransformer(**arguments | SMALL | changes)
     FusedTransformer(**arguments | SMALL | dict(n_trg_vocab=30, emb_src_trg_weight_sharing=False))
+
+
+def test_embeddings_are_as_wide_as_the_stream():
+    model = FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, d_model=24, d_inner=8, n_layers=1, n_head=2, d_k=4, d_v=4)
+    assert model.encoder.src_word_emb.weight.shape == (VOCAB, 24)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

@@ -1,5 +1,6 @@
 """The modules of fastattn.nn one by one, against formulas written here."""
 
+import inspect
 import math
 
 import pytest
@@ -174,6 +175,99 @@ def test_norm_first_returns_the_summands():
             expected, _ = module.branch(normed)
         torch.testing.assert_close(out.residual, x + branch, rtol=0, atol=1e-6)
         torch.testing.assert_close(out.branch, expected, rtol=0, atol=1e-5)
+
+
+def pre_norm_pair(kind, dropout=0.0):
+    """A pre-norm layer of either kind, and torch's own with the same weights."""
+    layer = kind(D, 24, H, D // H, D // H, dropout, attn_dropout=0.0, norm_first=True)
+    torchs = torch.nn.TransformerEncoderLayer if kind is EncoderLayer else torch.nn.TransformerDecoderLayer
+    theirs = torchs(D, H, 24, dropout, layer_norm_eps=1e-6, batch_first=True, norm_first=True)
+    blocks = [layer.slf_attn] + ([layer.enc_attn] if kind is DecoderLayer else []) + [layer.pos_ffn]
+    for ours, norm in zip(blocks, (theirs.norm1, theirs.norm2, getattr(theirs, "norm3", None)), strict=False):
+        torch.nn.init.normal_(ours.layer_norm.weight)
+        norm.load_state_dict(ours.layer_norm.state_dict())
+    with torch.no_grad():
+        for ours, attention in zip(blocks, (theirs.self_attn, getattr(theirs, "multihead_attn", None)), strict=False):
+            if isinstance(ours, MultiHeadAttention):
+                attention.in_proj_weight.copy_(torch.cat([ours.w_qs.weight, ours.w_ks.weight, ours.w_vs.weight]))
+                attention.in_proj_bias.zero_()
+                attention.out_proj.weight.copy_(ours.fc.weight)
+                attention.out_proj.bias.zero_()
+    theirs.linear1.load_state_dict(layer.pos_ffn.w_1.state_dict())
+    theirs.linear2.load_state_dict(layer.pos_ffn.w_2.state_dict())
+    return layer.to(DEVICE), theirs.to(DEVICE)
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as it is", "with another norm"])
+@pytest.mark.parametrize("kind", [EncoderLayer, DecoderLayer])
+def test_a_pre_norm_layer_takes_and_gives_tensors(kind, changed):
+    """Equal to torch's layer, with gradients. A stack of summands gives the same."""
+    (layer, theirs), x, memory = pre_norm_pair(kind), randn(B, LQ, D).requires_grad_(), randn(B, LK, D)
+    others = () if kind is EncoderLayer else (memory,)
+    if changed:
+        layer.pos_ffn.layer_norm = torch.nn.RMSNorm(D, device=DEVICE)
+        setattr(theirs, "norm2" if kind is EncoderLayer else "norm3", layer.pos_ffn.layer_norm)
+    out, expected = layer(x, *others)[0], theirs(x, *others)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    (dx, expected_dx) = (torch.autograd.grad(t.square().sum(), x)[0] for t in (out, expected))
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-4, atol=1e-4)
+
+    summands = PendingResidual(x, None)
+    for _ in range(2):
+        summands, *_ = layer(summands, *others)
+    assert isinstance(summands, PendingResidual)
+    torch.testing.assert_close(summands.sum(layer.pos_ffn.dropout), layer(out, *others)[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [EncoderLayer, DecoderLayer])
+def test_a_pre_norm_layer_drops_its_branches_alone(kind):
+    """With dropout 1 only the input is left, as it came."""
+    layer, x = kind(D, 24, H, DK, DV, 1.0, norm_first=True).to(DEVICE), randn(B, LQ, D)
+    assert torch.equal(layer(x, *(() if kind is EncoderLayer else (x,)))[0], x)
+
+
+def test_the_wrong_kind_of_stream_is_named():
+    x = randn(B, LQ, D)
+    total = PendingResidual(x, None)
+    attention, feed_forward = heads(), PositionwiseFeedForward(D, 24).to(DEVICE)
+    for call, message in (
+        (lambda: attention(total, total, total), "MultiHeadAttention got a PendingResidual, .* norm_first is False"),
+        (lambda: feed_forward(total), "PositionwiseFeedForward got a PendingResidual, .* norm_first is False"),
+        (lambda: EncoderLayer(D, 24, H, DK, DV).to(DEVICE)(total), "got a PendingResidual"),
+        (lambda: attention(x.tolist(), x, x), "MultiHeadAttention got a list, expected a Tensor"),
+        (lambda: feed_forward(x.tolist()), "PositionwiseFeedForward got a list, expected a Tensor"),
+        (lambda: attention(x, total, x), "k must be a Tensor, got PendingResidual"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (EncoderLayer, dict(d_k=0), "d_k must be a positive integer, got 0"),
+        (EncoderLayer, dict(d_inner=-1), "d_inner must be a positive integer, got -1"),
+        (DecoderLayer, dict(d_inner=24.0), "d_inner must be a positive integer, got 24.0"),
+        (DecoderLayer, dict(backend="flash"), "backend must be one of reference, .*, got 'flash'"),
+        (DecoderLayer, dict(attn_dropout=-0.1), "attn_dropout must be a number from 0 to 1, .*got -0.1"),
+        (DecoderLayer, dict(activation="swish"), "activation must be one of relu, .*, got 'swish'"),
+        (MultiHeadAttention, dict(n_head=0), "n_head must be a positive integer, got 0"),
+        (MultiHeadAttention, dict(n_head=4.0), "n_head must be a positive integer, got 4.0"),
+        (MultiHeadAttention, dict(d_model=0), "d_model must be a positive integer, got 0"),
+        (MultiHeadAttention, dict(n_head_kv=3), "n_head must be a multiple of n_head_kv, got n_head=4 and n_head_kv=3"),
+        (MultiHeadAttention, dict(dropout="0.1"), "dropout must be a number from 0 to 1, .*got '0.1'"),
+        (PositionwiseFeedForward, dict(d_hid=None), "d_hid must be a positive integer, got None"),
+        (PositionwiseFeedForward, dict(dropout=math.nan), "dropout must be a number from 0 to 1, .*got nan"),
+        (PositionalEncoding, dict(n_position=0), "n_position must be a positive integer, got 0"),
+        (ScaledDotProductAttention, dict(temperature=0.0), "temperature must be a positive number, got 0.0"),
+        (ScaledDotProductAttention, dict(attn_dropout=2), "attn_dropout must be a number from 0 to 1, .*got 2"),
+    ],
+)
+def test_bad_arguments_are_named(kind, changes, message):
+    sizes = dict(d_model=D, d_inner=24, n_head=H, d_k=DK, d_v=DV, d_in=D, d_hid=24, temperature=3.0)
+    names = inspect.signature(kind).parameters
+    with pytest.raises(ValueError, match=message):
+        kind(**{name: size for name, size in sizes.items() if name in names} | changes)
 
 
 def test_the_norm_adds_the_last_bias_where_a_kernel_trains():
