@@ -35,8 +35,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (..., features): of x, or of x + residual."""
-        norm = (self.a_2, self.b_2, self.eps)
-        return dropout_add_layer_norm(x, residual, *norm, eps_on_std=True, backend=self.backend)
+        options = {"eps": self.eps, "eps_on_std": True, "backend": self.backend}
+        return dropout_add_layer_norm(x, residual, self.a_2, self.b_2, **options)
 
 
 class SublayerConnection(nn.Module):
@@ -124,7 +124,7 @@ class PositionWiseFeedForward(nn.Module):
         if not all(map(is_unmodified, (self.layer_norm, self.w_1, self.dropout_1, self.w_2))):
             return self.dropout_2(self.w_2(self.dropout_1(F.relu(self.w_1(self.layer_norm(x))))))
         norm = self.layer_norm
-        normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, norm.eps, backend=self.backend)
+        normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps, backend=self.backend)
         weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
         dropout_p = current_dropout_p(self.dropout_1)
         return self.dropout_2(feed_forward(normed, *weights, "relu", dropout_p, backend=self.backend))

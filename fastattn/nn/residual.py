@@ -68,14 +68,14 @@ def add_norm(
     if not fuses_norm:
         z = branch if residual is None else residual + branch
         return (layer_norm(z), z) if return_sum else layer_norm(z)
-    norm = (layer_norm.weight, layer_norm.bias, layer_norm.eps)
-    inputs = (branch, residual, *norm, dropout_p)
+    norm = {"weight": layer_norm.weight, "bias": layer_norm.bias, "eps": layer_norm.eps}
+    options = norm | {"dropout_p": dropout_p, "x_bias": bias, "backend": backend}
     if not is_recomputing():
-        return dropout_add_layer_norm(*inputs, return_sum=return_sum, x_bias=bias, backend=backend)
-    out, z = dropout_add_layer_norm(*inputs, return_sum=True, x_bias=bias, backend=backend)
+        return dropout_add_layer_norm(branch, residual, **options, return_sum=return_sum)
+    out, z = dropout_add_layer_norm(branch, residual, **options, return_sum=True)
     kept_sum = z.detach()
     chosen_backend = requested(backend)[0]  # the backward may run outside of use_backend
-    remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, *norm, backend=chosen_backend))
+    remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, **norm, backend=chosen_backend))
     return (out, z) if return_sum else out
 
 

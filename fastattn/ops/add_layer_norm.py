@@ -92,8 +92,7 @@ def _checked(
         arguments.check_shape("x_bias", x_bias, (hidden,), "(hidden,)")
         if x_bias.dtype not in (torch.float32, x.dtype):
             raise TypeError(f"x_bias has dtype {x_bias.dtype}, expected float32 or {x.dtype} as x")
-    if not eps >= 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
+    arguments.check_eps(eps)
     arguments.check_dropout(dropout_p)
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
@@ -110,9 +109,9 @@ def dropout_add_layer_norm(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: Literal[False] = False,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
@@ -124,9 +123,9 @@ def dropout_add_layer_norm(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
@@ -138,9 +137,9 @@ def dropout_add_layer_norm(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
@@ -173,9 +172,9 @@ def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: Literal[False] = False,
     x_bias: Tensor | None = None,
     backend: str | None = None,
@@ -185,9 +184,9 @@ def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
     backend: str | None = None,
@@ -197,9 +196,9 @@ def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
     backend: str | None = None,

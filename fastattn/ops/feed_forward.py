@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from fastattn.reference import feed_forward as reference
 from fastattn.reference.feed_forward import ACTIVATIONS, GATED
 from fastattn.reference.philox import draw_rng_state
 
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
+
 
 def _query(
     x: Tensor,
@@ -24,7 +26,7 @@ def _query(
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
-    activation: str = "relu",
+    activation: Activation = "relu",
     dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
@@ -50,6 +52,10 @@ def _query(
     arguments.check_shape("weight1", weight1, (rows, d), "(d_ff, d) or, for a gated activation, (2 * d_ff, d)")
     if rows % halves:
         raise ValueError(f"weight1 has {rows} rows, but the gated activation {activation!r} needs an even number")
+    d_ff = weight2.shape[1]
+    if halves == 2 and rows == d_ff > 0:
+        expected = f"(2 * d_ff, d) = {(2 * d_ff, d)} for the gated activation {activation!r}"
+        raise ValueError(f"weight1 has shape {tuple(weight1.shape)}, expected {expected}, as weight2 has d_ff = {d_ff}")
     arguments.check_shape("weight2", weight2, (weight2.shape[0], rows // halves), "(d_out, d_ff)")
     if bias1 is not None:
         arguments.check_shape("bias1", bias1, (rows,), "the rows of weight1")
@@ -72,7 +78,7 @@ def feed_forward(
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
-    activation: str = "relu",
+    activation: Activation = "relu",
     dropout_p: float = 0.0,
     *,
     recompute: bool = False,

@@ -245,7 +245,7 @@ def test_rms_norm(backend: str, device: torch.device) -> None:
     p, call = make(12, 40, rms=True, device=device), backend_call(backend, device)
     x = p.x.clone()
     x[3] = 0
-    out = dropout_add_rms_norm(x.view(3, 4, 40), None, p.weight, 1e-5, backend=backend)
+    out = dropout_add_rms_norm(x.view(3, 4, 40), None, p.weight, eps=1e-5, backend=backend)
     expected = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * p.weight
     torch.testing.assert_close(out, expected.view(3, 4, 40))
     assert not out[0, 3].any()

@@ -152,6 +152,6 @@ def test_bad_arguments(error: type[Exception], message: str, changes: dict[str, 
 
 def test_bad_scale() -> None:
     with pytest.raises(ValueError, match="scale must be finite"):
-        decode_attention(*_changed(), float("nan"))
+        decode_attention(*_changed(), scale=float("nan"))
     with pytest.raises(TypeError, match="scale must be a number"):
-        decode_attention(*_changed(), "1")
+        decode_attention(*_changed(), scale="1")

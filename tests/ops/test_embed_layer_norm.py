@@ -54,7 +54,8 @@ def test_float64_and_gradcheck(backend: str, dropout_p: float, device: torch.dev
 
     def with_one_draw(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         torch.manual_seed(p.seed)
-        return call(p.tokens, embedding, p.table, weight, bias, EPS, dropout_p, scale=3.0, position=p.position)
+        options = {"eps": EPS, "dropout_p": dropout_p, "scale": 3.0, "position": p.position}
+        return call(p.tokens, embedding, p.table, weight, bias, **options)
 
     assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in (p.embedding, p.weight, p.bias)])
 
@@ -64,11 +65,9 @@ def test_it_takes_the_place_of_separate_operators(backend: str, device: torch.de
     """The dropout bits of dropout_add_layer_norm under the same seed; results but for the rounding of a sum."""
     p, call = make(4, 6, 40, 0.4, scale=6.0, device=device), backend_call(backend, device)
 
-    def apart(
-        tokens: Tensor, embedding: Tensor, table: Tensor, weight: Tensor, bias: Tensor, *options, **more
-    ) -> Tensor:
-        words = F.embedding(tokens, embedding, more["padding_idx"]) * more["scale"] + table[: tokens.shape[1]]
-        return dropout_add_layer_norm(words, None, weight, bias, *options, backend=backend)
+    def apart(tokens, embedding, table, weight, bias, *, eps, dropout_p, scale, position, padding_idx):
+        words = F.embedding(tokens, embedding, padding_idx) * scale + table[: tokens.shape[1]]
+        return dropout_add_layer_norm(words, None, weight, bias, eps=eps, dropout_p=dropout_p, backend=backend)
 
     for name, a, b in zip(Results._fields, solve(p, call), solve(p, apart), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-5, msg=name)
