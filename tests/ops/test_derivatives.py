@@ -133,6 +133,29 @@ def test_second_derivatives(backend: str, name: str, device: torch.device) -> No
             assert (a - e).norm() <= 2e-4 * e.norm() + 1e-6, f"{order} derivative of input {t}"
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in OPS])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_the_callers(backend: str, name: str, device: torch.device) -> None:
+    """Changed in place between backwards of one graph, as by clipping; no two of them share memory."""
+    call, shapes = OPS[name]
+    inputs = inputs_of(shapes, device, torch.float32)
+    with use_backend(backend):
+        try:
+            results = call(*inputs)
+        except RuntimeError as refused:
+            pytest.skip(str(refused))
+    total = sum(r.sum() for r in ((results,) if isinstance(results, Tensor) else results))
+    found = []
+    for _ in range(3):
+        total.backward(retain_graph=True)
+        found.append([t.grad.clone() for t in inputs])
+        for t in inputs:
+            t.grad.zero_()
+    for name_of, grads in zip(("second", "third"), found[1:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True)), name_of
+    assert len({t.grad.untyped_storage().data_ptr() for t in inputs}) == len(inputs)
+
+
 def test_derivatives_of_a_call_inside_of_others() -> None:
     """Inputs that were made of one another and of views: the second derivative goes through all of it."""
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
