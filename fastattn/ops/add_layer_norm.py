@@ -153,6 +153,7 @@ def dropout_add_layer_norm(
     weight, bias (hidden,): float32 or x's dtype.      eps: added to the variance.
     dropout_p: the probability of dropping an element of x, by the rules of fastattn/reference/philox.py; 0.0 in eval.
     return_sum: also return z = residual + dropout(x + x_bias), which a pre-norm model carries on; differentiable.
+        Where nothing is added or dropped, z may share memory with x.
     x_bias (hidden,): float32 or x's dtype, whatever weight's is; or None. The bias of the linear layer that made x and
         left it out: kernels add it, and sum its gradient over the rows, without a pass over the data of its own.
     eps_on_std: eps is added to the standard deviation with Bessel's correction, as in "The Annotated Transformer":
