@@ -230,15 +230,17 @@ def _serve(
         if hasattr(module, "add_layer_norm"):
             out, z = module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
         else:
-            rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
-            bias, x_bias = (None if t is None else t.contiguous() for t in (bias, x_bias))
-            out, z = _AddLayerNorm.call(*rows, weight.contiguous(), bias, x_bias, *options, eps_on_std, name)
-            out, z = out.view(x.shape), z.view(x.shape)
+            tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
+            out, z = _AddLayerNorm.call(*tensors, *options, eps_on_std, name)
     return (out, z) if return_sum else out
 
 
 class _AddLayerNorm(Operator, name="add_layer_norm"):
-    """`statistics` is what the backend's forward leaves for its backward."""
+    """`statistics` is what the backend's forward leaves for its backward.
+
+    x and residual keep their shape up to the backend. As views of them for autograd, they would get gradients that
+    are views of one tensor, and PyTorch lets two leaves share it as their .grad.
+    """
 
     results, outputs, inputs = 2, 3, 5
 
@@ -256,13 +258,17 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         module = _dispatch.load_backend("add_layer_norm", backend)
-        return module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias, eps_on_std)
+        rows, residual = arguments.as_matrix(x), None if residual is None else arguments.as_matrix(residual)
+        options = (eps, dropout_p, rng_state, x_bias, eps_on_std)
+        out, z, statistics = module.add_layer_norm_fwd(rows, residual, weight, bias, *options)
+        return out.view(x.shape), x if z is rows else z.view(x.shape), statistics
 
     @staticmethod
     def forward_fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
         *_, eps_on_std, backend = options
         tickets = _dispatch.load_backend("add_layer_norm", backend).TICKETS
-        statistics = x.new_empty((3 if eps_on_std else 2) * x.shape[0] + tickets, dtype=torch.float32)
+        rows = arguments.as_matrix(x).shape[0]
+        statistics = x.new_empty((3 if eps_on_std else 2) * rows + tickets, dtype=torch.float32)
         return torch.empty_like(x), torch.empty_like(x), statistics
 
     @staticmethod
@@ -291,7 +297,8 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
 
         dz, dweight, dbias = differentiable_gradients(formula, (z, weight, bias), (dout, dz))
         dx = dz if dz is None else dropout(dz, dropout_p, rng_state)
-        dx_bias = None if dx is None or x_bias is None else dx.sum(0, dtype=torch.float32).to(x_bias.dtype)
+        needs_sum = dx is not None and x_bias is not None
+        dx_bias = arguments.as_matrix(dx).sum(0, dtype=torch.float32).to(x_bias.dtype) if needs_sum else None
         return dx, dz if has_residual else None, dweight, dbias, dx_bias
 
     @staticmethod
@@ -310,8 +317,15 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         backend: str,
     ) -> tuple[Tensor | None, ...]:
         module = _dispatch.load_backend("add_layer_norm", backend)
+        shape = z.shape
+        dout, dz, z = (None if t is None else arguments.as_matrix(t) for t in (dout, dz, z))
         options = (dropout_p, rng_state, has_residual, x_bias, eps_on_std)
-        return module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+        dx, dresidual, *sums = module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+        if dresidual is dx:
+            dx = dresidual = dx.view(shape)
+        else:
+            dx, dresidual = dx.view(shape), None if dresidual is None else dresidual.view(shape)
+        return dx, dresidual, *sums
 
     @staticmethod
     def gradients_fake(

@@ -87,8 +87,8 @@ OPS: dict[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
     "embeddings": embed(scale=4.0, padding_idx=0),
     "embeddings placed": embed(position=torch.tensor([[4, 0, 1, 2], [1, 1, 3, 0]]), dropout_p=0.3),
 }  # fmt: skip
-EVERYDAY = ("attention bias, lse", "attention grouped, dropout", "norm with sum and dropout", "feed-forward gated",
-            "loss", "embeddings placed")  # fmt: skip
+EVERYDAY = ("attention bias, lse", "attention grouped, dropout", "norm", "norm with sum and dropout",
+            "feed-forward gated", "loss", "embeddings placed")  # fmt: skip
 
 
 def inputs_of(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
