@@ -169,7 +169,7 @@ def refusal(op_name: str, backend: str, arguments: tuple[Any, ...]) -> str | Non
     return load_backend(op_name, backend).why_not(*arguments) if reason is None else reason
 
 
-def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
+def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backend: Backend | None) -> tuple[str, Any]:
     """The backend for this call, its name and its module. RuntimeError if the one asked for cannot serve."""
     name, source = requested(backend)
     served_by = OPS[op_name].served_by

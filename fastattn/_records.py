@@ -1,12 +1,13 @@
 """Which way of computing is fastest on this machine, where somebody has measured it.
 
 `python -m fastattn tune` writes a record of a device: for each op and class of calls the fastest way that is right.
-The dispatcher, and the backend `aten` for its own ways, ask here before they follow their built-in rules. Records lie
+The dispatcher, and the backend `aten` for its own ways, ask here before they follow their built-in rules. Records are
 in the user's cache folder, one for each device, and in fastattn/records/, which ships with the package; the user's goes
-first. One of another version of fastattn or PyTorch, or one that cannot be read, is ignored, and `reasons` says why.
+first. A record of another version of fastattn or PyTorch, or of another number of threads on a CPU, is ignored, and
+`explain` says why. So is one that cannot be read, with a warning. No file or folder stops an op.
 
-{"format": 1, "device": name, "versions": {"fastattn": .., "torch": ..}, "date": .., "choices": {op: {class: way}},
- "rows": the measurements}
+{"format": 1, "device": name, "threads": .., "versions": {"fastattn": .., "torch": ..}, "date": ..,
+ "choices": {op: {class: way}}, "rows": the measurements}
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import json
 import os
 import platform
 import re
+import stat
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,18 +72,22 @@ def up_to(size: int, what: str, *limits: int) -> str:
     return next((f"up to {limit} {what}" for limit in limits if size <= limit), f"more {what}")
 
 
-@functools.cache
 def found(device_type: str) -> Found:
     """What the records of the current device of this type say. They are read once in a process; see `forget`."""
+    return _found(device_type, torch.get_num_threads() if device_type == "cpu" else None)
+
+
+@functools.cache
+def _found(device_type: str, threads: int | None) -> Found:
     if device_type not in ("cpu", "cuda"):
         return Found({}, None, {})
     ignored = {}
     name = device_name(device_type)
-    for path in (user_path(name), *sorted(SHIPPED.glob("*.json"))):
-        if not path.exists():
-            continue
+    for path in _paths(name):
         record = _load(path)
-        reason = record if isinstance(record, str) else _why_ignored(record, name)
+        if record is None:
+            continue
+        reason = record if isinstance(record, str) else _why_ignored(record, name, threads)
         if reason is None:
             return Found(record["choices"], path, ignored)
         ignored[str(path)] = reason
@@ -88,12 +95,22 @@ def found(device_type: str) -> Found:
 
 
 def forget() -> None:
-    """The next call reads the records anew."""
-    found.cache_clear()
+    """The next call reads the records again."""
+    _found.cache_clear()
+    _load.cache_clear()
+
+
+def _paths(name: str) -> list[Path]:
+    """Where records may be, in the order in which they count."""
+    shipped = sorted(SHIPPED.glob("*.json"))
+    try:
+        return [user_path(name), *shipped]
+    except RuntimeError:  # the user has no home folder, so no cache folder either
+        return shipped
 
 
 def user_path(name: str) -> Path:
-    """Where the record of a device lies in the user's cache folder."""
+    """The place of a device's record in the user's cache folder. RuntimeError if there is neither that nor a home."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "fastattn" / (re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".json")
 
@@ -109,30 +126,50 @@ def device_name(device_type: str) -> str:
     return torch.cuda.get_device_name() if device_type == "cuda" else _cpu_name()
 
 
-def _load(path: Path) -> dict[str, Any] | str:
-    """The record, or why it cannot be read."""
+@functools.cache
+def _load(path: Path) -> dict[str, Any] | str | None:
+    """The record, or why it cannot be read, or None where there is none."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # no warning: in a closed folder there is hardly a record
+        return f"cannot be looked for: {error.strerror}"
+    if not stat.S_ISREG(mode):
+        return _warned(path, "is not a file")  # reading a pipe would wait for a writer
     try:
         record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        return f"cannot be read: {error}"
+    except Exception as error:  # also RecursionError: a damaged file may be nested too deeply for json
+        return _warned(path, f"cannot be read: {error}")
     choices = record.get("choices") if isinstance(record, dict) else None
     if not isinstance(choices, dict) or not all(isinstance(of_op, dict) for of_op in choices.values()):
-        return 'is damaged: it has no "choices"'
+        return _warned(path, 'is damaged: it has no "choices"')
     return record
 
 
-def _why_ignored(record: dict[str, Any], name: str) -> str | None:
+def _warned(path: Path, reason: str) -> str:
+    warnings.warn(f"fastattn ignores the record {path}: it {reason}", stacklevel=3)
+    return reason
+
+
+def _why_ignored(record: dict[str, Any], name: str, threads: int | None) -> str | None:
+    """Why a record that can be read does not count here. threads: of this process, None on a GPU."""
     if record.get("format") != FORMAT:
         return f"has format {record.get('format')}, expected {FORMAT}"
     if record.get("device") != name:
         return f"was made on {record.get('device')}, this is {name}"
     if record.get("versions") != versions():
         return f"was made with {record.get('versions')}, this is {versions()}"
+    if threads is not None and record.get("threads") != threads:
+        return f"was made with threads: {record.get('threads')}, this process has {threads}"
     return None
 
 
 def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is often empty there
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux, or a closed /proc
+        lines = []
+    # On Linux platform.processor() is often empty.
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()

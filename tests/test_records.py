@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def record(**changes: Any) -> dict[str, Any]:
     made = {"format": _records.FORMAT, "device": _records.device_name("cpu"), "versions": _records.versions()}
-    return made | {"choices": {"attention": {CLASS: "reference"}}} | changes
+    made |= {"threads": torch.get_num_threads(), "choices": {"attention": {CLASS: "reference"}}}
+    return made | changes
 
 
 def write(content: str) -> Path:
@@ -133,19 +136,104 @@ def test_a_shipped_record_counts_after_the_users(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (lambda: "{ torn", "cannot be read"),
-        (lambda: "[]", "is damaged"),
-        (lambda: json.dumps(record(choices=["attention"])), "is damaged"),
-        (lambda: json.dumps(record(format=0)), "has format 0"),
-        (lambda: json.dumps(record(device="another processor")), "was made on another processor"),
-        (lambda: json.dumps(record(versions={"fastattn": "0.0", "torch": "1.0"})), "was made with"),
+        (lambda: record(format=0), "has format 0"),
+        (lambda: record(device="another processor"), "was made on another processor"),
+        (lambda: record(versions={"fastattn": "0.0", "torch": "1.0"}), "was made with"),
+        (lambda: record(threads=torch.get_num_threads() + 1), "was made with threads: "),
     ],
 )
-def test_what_is_ignored_and_why(content: Callable[[], str], reason: str) -> None:
-    path = write(content())
+@pytest.mark.filterwarnings("error")
+def test_a_record_of_something_else_is_ignored(content: Callable[[], dict[str, Any]], reason: str) -> None:
+    path = write(json.dumps(content()))
     explanation = fastattn.explain("attention", Q, Q, Q)
     assert explanation.chosen == "aten"
     assert f"the record {path} is ignored: it {reason}" in str(explanation)
+
+
+def test_the_number_of_threads_may_change() -> None:
+    write(json.dumps(record()))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert fastattn.explain("attention", Q, Q, Q).chosen == "aten"
+    finally:
+        torch.set_num_threads(threads)
+    assert fastattn.explain("attention", Q, Q, Q).chosen == "reference"
+
+
+def content(text: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (content("{ torn"), "cannot be read"),
+        (content("[" * 100_000), "cannot be read"),  # RecursionError
+        (lambda path: path.write_bytes(b"\xff\xfe{}"), "cannot be read"),
+        (content("[]"), "is damaged"),
+        (content('{"choices": ["attention"]}'), "is damaged"),
+        (os.mkfifo, "is not a file"),
+        (Path.mkdir, "is not a file"),
+    ],
+    ids=["torn", "nested", "bytes", "list", "choices", "pipe", "folder"],
+)
+def test_a_damaged_record_is_ignored_with_one_warning(make: Callable[[Path], Any], reason: str) -> None:
+    path = _records.user_path(_records.device_name("cpu"))
+    path.parent.mkdir()
+    make(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert fastattn.scaled_dot_product_attention(Q, Q, Q).shape == Q.shape
+        explanation = fastattn.explain("attention", Q, Q, Q)
+    assert [f"fastattn ignores the record {path}: it {reason}" in str(w.message) for w in caught] == [True]
+    assert explanation.chosen == "aten" and f"the record {path} is ignored: it {reason}" in str(explanation)
+
+
+def _no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As for a user without a name."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(
+        Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
+    )
+
+
+def _closed_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As root may enter every folder, by what the system would say."""
+    stat = Path.stat
+
+    def closed(path: Path, **options: Any) -> os.stat_result:
+        if tmp_path in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", closed)
+
+
+def _too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [(_no_home, ""), (_closed_home, "Permission denied"), (_too_long, "File name too long")]
+)
+@pytest.mark.filterwarnings("error")
+def test_a_cache_folder_that_cannot_be_used(
+    place: Callable[..., None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(monkeypatch, tmp_path)
+    _records.forget()
+    assert fastattn.scaled_dot_product_attention(Q, Q, Q).shape == Q.shape
+    assert reason in str(fastattn.explain("attention", Q, Q, Q))
+
+
+def test_the_processors_name_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*arguments: Any, **options: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", closed)
+    assert _records._cpu_name()
 
 
 def test_a_choice_that_cannot_serve_is_passed_over() -> None:

@@ -22,7 +22,10 @@ def use(q: Tensor, mask: AttentionMask, wanted: bool) -> None:
     assert_type(dropout_add_layer_norm(q, None, q, q), Tensor)
     assert_type(dropout_add_layer_norm(q, None, q, q, return_sum=True), tuple[Tensor, Tensor])
     assert_type(dropout_add_rms_norm(q, q, q, return_sum=True), tuple[Tensor, Tensor])
-    assert_type(fastattn.feed_forward(q, q, q, q, q), Tensor)
+    assert_type(fastattn.feed_forward(q, q, q, q, q, "swiglu"), Tensor)
+    fastattn.feed_forward(q, q, q, q, q, "swish")  # type: ignore[arg-type]
+    fastattn.linear_cross_entropy(q, q, q, reduction="avg")  # type: ignore[arg-type]
+    fastattn.linear_cross_entropy(q, q, q, smooth_over="none")  # type: ignore[arg-type]
     assert_type(fastattn.explain("attention", q, q, q), fastattn.Explanation)
     assert_type(fastattn.explain(fastattn.FusedTransformer(9, 9, 0, 0)), fastattn.ModelExplanation)
     layer, summands = EncoderLayer(8, 8, 2, 4, 4), PendingResidual(q, None)

@@ -197,6 +197,7 @@ bool is_aligned(const Cached& t) {
 
 // Blocks of a split.
 int64_t blocks_of(int batch, int queries, int heads, int key_heads, bool shared_keys) {
+  if (queries == 0) return 0;
   const int together = queries_together(shared_keys, queries), same = together * (heads / key_heads);
   return static_cast<int64_t>(batch) * key_heads * (queries / together) * (same == 1 ? 1 : (same + kQueries - 1) / kQueries);
 }

@@ -80,7 +80,9 @@ class _DroppedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         (keep,) = ctx.saved_tensors
-        dx = dz * keep * ctx.scale if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:  # float16's dz may be inf, and inf * 0 is NaN: a choice by keep > 0, as fast
+            dx = torch.ops.aten.threshold_backward(dz, keep, 0).mul_(ctx.scale)
         return dx, dz if ctx.needs_input_grad[1] else None, None, None
 
 

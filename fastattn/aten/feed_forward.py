@@ -24,7 +24,7 @@ def feed_forward(
 ) -> Tensor:
     """As fastattn.reference.feed_forward.feed_forward, which is the specification."""
     # A matrix: relu in place on a view of one would cost copies in backward.
-    hidden = linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
+    hidden = linear(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0), weight1, bias1)
     in_place = activation == "relu" and may_write_in_place()  # its gradient needs h alone
     hidden = hidden.relu_() if in_place else activate(hidden, activation)
     out = linear(philox.dropout(hidden, dropout_p, rng_state), weight2, bias2)

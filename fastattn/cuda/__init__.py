@@ -98,10 +98,10 @@ def refuse_device(x: Tensor) -> str | None:
     """None if CUDA kernels can run on x's device, or why they cannot."""
     if x.device.type == "cpu":
         if _host_runner is None:
-            return "CUDA kernels serve GPU tensors, got a CPU tensor (tests load the CPU runner of csrc/host)"
+            return "CUDA kernels need GPU tensors, got a CPU tensor"
         return None
     if x.device.type != "cuda":
-        return f"CUDA kernels serve GPU tensors, got device {x.device}"
+        return f"CUDA kernels need GPU tensors, got a tensor on {x.device}"
     return _refuse_gpu(device_index(x))
 
 

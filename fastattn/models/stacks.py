@@ -13,12 +13,12 @@ from fastattn.masks import AttentionMask
 from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
 from fastattn.nn.arguments import check_arguments
 from fastattn.nn.attention import as_attention_mask
-from fastattn.nn.feed_forward import Activation
 from fastattn.nn.joint_linear import joint_linear
 from fastattn.nn.residual import add_norm, current_dropout_p
 from fastattn.nn.unmodified import check_steps, is_unmodified
 from fastattn.ops import _arguments as arguments
 from fastattn.ops.embed_layer_norm import embed_layer_norm
+from fastattn.ops.feed_forward import Activation
 
 # For each decoder layer the keys (B, Ls, n_head_kv * d_k) and values (B, Ls, n_head_kv * d_v) of the encoder's output.
 EncoderProjected = dict[nn.Module, tuple[Tensor, Tensor]]

@@ -24,16 +24,15 @@ from fastattn.models.packing import Packed, packing_pays, packs_unnoticed, sourc
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.arguments import check_arguments, check_choice
 from fastattn.nn.cache import DecoderCache, real_first
-from fastattn.nn.feed_forward import Activation
 from fastattn.nn.joint_linear import linear
 from fastattn.nn.recompute import recomputed
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
-from fastattn.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy
+from fastattn.ops.feed_forward import Activation
+from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, linear_cross_entropy
 
 ScaleMode = Literal["emb", "prj", "none"]
 Reduction = Literal["mean", "sum"]
-SmoothOver = Literal["all", "others"]
 
 
 class FusedTransformer(nn.Module):

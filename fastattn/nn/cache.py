@@ -78,7 +78,7 @@ class DecoderCache:
         self.write(values, v)
         return decode_attention(
             q, self._so_far(keys, 1), self._so_far(values, 1), self._own_lengths(), self._so_far(self.ancestors, 2),
-            scale, backend=backend,
+            scale=scale, backend=backend,
         )  # fmt: skip
 
     def attend_memory(

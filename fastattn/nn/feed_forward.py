@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,7 @@ from fastattn.nn.cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
 from fastattn.nn.residual import PendingResidual, Stream, add_branch, norm_adds_bias
 from fastattn.nn.unmodified import is_unmodified
-from fastattn.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
-
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
+from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, feed_forward
 
 
 class PositionwiseFeedForward(nn.Module):

@@ -10,8 +10,9 @@ from fastattn.masks import AttentionMask
 from fastattn.nn.arguments import check_arguments
 from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.cache import DecoderCache
-from fastattn.nn.feed_forward import Activation, PositionwiseFeedForward
+from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.residual import Stream
+from fastattn.ops.feed_forward import Activation
 
 
 class EncoderLayer(nn.Module):

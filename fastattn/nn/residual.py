@@ -84,14 +84,14 @@ def add_norm(
     dropout_p = current_dropout_p(dropout)
     if not is_unmodified(dropout):
         branch, bias, dropout_p = dropout(branch if bias is None else branch + bias), None, 0.0
-    norm, eps = (layer_norm.weight, layer_norm.bias), layer_norm.eps
-    options = {"eps": eps, "dropout_p": dropout_p, "x_bias": bias, "backend": backend}
+    norm = {"weight": layer_norm.weight, "bias": layer_norm.bias, "eps": layer_norm.eps}
+    options = norm | {"dropout_p": dropout_p, "x_bias": bias, "backend": backend}
     if not is_recomputing():
-        return dropout_add_layer_norm(branch, residual, *norm, return_sum=return_sum, **options)
-    out, z = dropout_add_layer_norm(branch, residual, *norm, return_sum=True, **options)
+        return dropout_add_layer_norm(branch, residual, **options, return_sum=return_sum)
+    out, z = dropout_add_layer_norm(branch, residual, **options, return_sum=True)
     kept_sum = z.detach()
     chosen_backend = requested(backend)[0]  # the backward may run outside of use_backend
-    remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, *norm, eps=eps, backend=chosen_backend))
+    remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, **norm, backend=chosen_backend))
     return (out, z) if return_sum else out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -67,16 +69,34 @@ def check_range(name: str, t: Tensor, end: int, meaning: str) -> None:
         raise ValueError(f"{name} has the value {low if low < 0 else high}, expected 0 to {end - 1}: {meaning}")
 
 
+def check_number(name: str, value: object) -> None:
+    """A real number of Python or numpy, not a bool."""
+    is_number = isinstance(value, (int, float)) or isinstance(value, numbers.Real)  # the second costs more
+    if not is_number or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def check_finite(name: str, value: object) -> None:
+    check_number(name, value)
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def check_eps(eps: object) -> None:
+    check_number("eps", eps)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and not negative, got {eps}")
+
+
 def check_dropout(dropout_p: float) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p is the probability of dropping, between 0 and 1, got {dropout_p}")
 
 
 def as_matrix(x: Tensor) -> Tensor:
     """(..., hidden) -> (rows, hidden), contiguous: how kernels take it."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return (x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)).contiguous()
 
 
 def _is_under_autocast(device: torch.device) -> bool:

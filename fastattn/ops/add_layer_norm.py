@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _dispatch, _records
+from fastattn._dispatch import Backend
 from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
@@ -92,8 +93,7 @@ def _checked(
         arguments.check_shape("x_bias", x_bias, (hidden,), "(hidden,)")
         if x_bias.dtype not in (torch.float32, x.dtype):
             raise TypeError(f"x_bias has dtype {x_bias.dtype}, expected float32 or {x.dtype} as x")
-    if not eps >= 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
+    arguments.check_eps(eps)
     arguments.check_dropout(dropout_p)
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
@@ -110,13 +110,13 @@ def dropout_add_layer_norm(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: Literal[False] = False,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor: ...
 @overload
 def dropout_add_layer_norm(
@@ -124,13 +124,13 @@ def dropout_add_layer_norm(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @_dispatch.register("add_layer_norm", _query, _call_class)
 def dropout_add_layer_norm(
@@ -138,13 +138,13 @@ def dropout_add_layer_norm(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = layer_norm(residual + dropout(x + x_bias)) * weight + bias, in one pass over the data each way.
 
@@ -154,6 +154,7 @@ def dropout_add_layer_norm(
     weight, bias (hidden,): float32 or x's dtype.      eps: added to the variance.
     dropout_p: the probability of dropping an element of x, by the rules of fastattn/reference/philox.py; 0.0 in eval.
     return_sum: also return z = residual + dropout(x + x_bias), which a pre-norm model carries on; differentiable.
+        Where nothing is added or dropped, z may share memory with x.
     x_bias (hidden,): float32 or x's dtype, whatever weight's is; or None. The bias of the linear layer that made x and
         left it out: kernels add it, and sum its gradient over the rows, without a pass over the data of its own.
     eps_on_std: eps is added to the standard deviation with Bessel's correction, as in "The Annotated Transformer":
@@ -173,36 +174,36 @@ def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: Literal[False] = False,
     x_bias: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor: ...
 @overload
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @_dispatch.register("add_rms_norm", _rms_query, _call_class, served_by="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     return_sum: bool = False,
     x_bias: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = z / sqrt(mean(z^2) + eps) * weight, where z = residual + dropout(x + x_bias), in one pass each way.
 
@@ -220,7 +221,7 @@ def _serve(
     eps: float,
     eps_on_std: bool,
     return_sum: bool,
-    backend: str | None,
+    backend: Backend | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     name, module = _dispatch.choose(op_name, device, call, backend)
     x, residual, weight, bias, dropout_p, x_bias = call
@@ -230,15 +231,17 @@ def _serve(
         if hasattr(module, "add_layer_norm"):
             out, z = module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
         else:
-            rows = (None if t is None else arguments.as_matrix(t) for t in (x, residual))
-            bias, x_bias = (None if t is None else t.contiguous() for t in (bias, x_bias))
-            out, z = _AddLayerNorm.call(*rows, weight.contiguous(), bias, x_bias, *options, eps_on_std, name)
-            out, z = out.view(x.shape), z.view(x.shape)
+            tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
+            out, z = _AddLayerNorm.call(*tensors, *options, eps_on_std, name)
     return (out, z) if return_sum else out
 
 
 class _AddLayerNorm(Operator, name="add_layer_norm"):
-    """`statistics` is what the backend's forward leaves for its backward."""
+    """`statistics` is what the backend's forward leaves for its backward.
+
+    x and residual keep their shape up to the backend. As views of them for autograd, they would get gradients that
+    are views of one tensor, and PyTorch lets two leaves share it as their .grad.
+    """
 
     results, outputs, inputs = 2, 3, 5
 
@@ -256,13 +259,17 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         module = _dispatch.load_backend("add_layer_norm", backend)
-        return module.add_layer_norm_fwd(x, residual, weight, bias, eps, dropout_p, rng_state, x_bias, eps_on_std)
+        rows, residual = arguments.as_matrix(x), None if residual is None else arguments.as_matrix(residual)
+        options = (eps, dropout_p, rng_state, x_bias, eps_on_std)
+        out, z, statistics = module.add_layer_norm_fwd(rows, residual, weight, bias, *options)
+        return out.view(x.shape), x if z is rows else z.view(x.shape), statistics
 
     @staticmethod
     def forward_fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
         *_, eps_on_std, backend = options
         tickets = _dispatch.load_backend("add_layer_norm", backend).TICKETS
-        statistics = x.new_empty((3 if eps_on_std else 2) * x.shape[0] + tickets, dtype=torch.float32)
+        rows = arguments.as_matrix(x).shape[0]
+        statistics = x.new_empty((3 if eps_on_std else 2) * rows + tickets, dtype=torch.float32)
         return torch.empty_like(x), torch.empty_like(x), statistics
 
     @staticmethod
@@ -291,7 +298,8 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
 
         dz, dweight, dbias = differentiable_gradients(formula, (z, weight, bias), (dout, dz))
         dx = dz if dz is None else dropout(dz, dropout_p, rng_state)
-        dx_bias = None if dx is None or x_bias is None else dx.sum(0, dtype=torch.float32).to(x_bias.dtype)
+        needs_sum = dx is not None and x_bias is not None
+        dx_bias = dx.float().sum_to_size(x_bias.shape).to(x_bias.dtype) if needs_sum else None
         return dx, dz if has_residual else None, dweight, dbias, dx_bias
 
     @staticmethod
@@ -310,8 +318,15 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         backend: str,
     ) -> tuple[Tensor | None, ...]:
         module = _dispatch.load_backend("add_layer_norm", backend)
+        shape = z.shape
+        dout, dz, z = (None if t is None else arguments.as_matrix(t) for t in (dout, dz, z))
         options = (dropout_p, rng_state, has_residual, x_bias, eps_on_std)
-        return module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+        dx, dresidual, *sums = module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+        if dresidual is dx:
+            dx = dresidual = dx.view(shape)
+        else:
+            dx, dresidual = dx.view(shape), None if dresidual is None else dresidual.view(shape)
+        return dx, dresidual, *sums
 
     @staticmethod
     def gradients_fake(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _dispatch, _records
+from fastattn._dispatch import Backend
 from fastattn._transforms import differentiable_gradients
 from fastattn.masks import AttentionMask, Layout, flatten, unflatten
 from fastattn.ops import _arguments as arguments
@@ -46,10 +46,8 @@ def _query(
     if Dk == 0 or value.shape[3] == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
     arguments.check_dropout(dropout_p)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat))):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
+    if scale is not None and not isinstance(scale, torch.SymFloat):
+        arguments.check_finite("scale", scale)
     three_dims = isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool and attn_mask.dim() == 3
     if three_dims and attn_mask.shape[0] == B == H > 1:
         advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
@@ -139,7 +137,7 @@ def scaled_dot_product_attention(
     *,
     return_lse: Literal[False] = False,
     return_weights: Literal[False] = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor: ...
 @overload
 def scaled_dot_product_attention(
@@ -154,7 +152,7 @@ def scaled_dot_product_attention(
     *,
     return_lse: bool = False,
     return_weights: bool | Literal["mean"] = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, ...]: ...
 @_dispatch.register("attention", _query, _call_class)
 def scaled_dot_product_attention(
@@ -169,7 +167,7 @@ def scaled_dot_product_attention(
     *,
     return_lse: bool = False,
     return_weights: bool | Literal["mean"] = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """out = dropout(softmax(scale * query key^T + bias, where the mask allows)) value, without storing the scores.
 

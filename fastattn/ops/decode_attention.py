@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import _dispatch, _records
+from fastattn._dispatch import Backend
 from fastattn.ops import _arguments as arguments
 
 Call = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -57,10 +57,8 @@ def _query(
             arguments.check_shape(name, t, shape, meaning)
             if t.dtype != torch.int32:
                 raise TypeError(f"{name} has dtype {t.dtype}, expected torch.int32")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
+    if scale is not None:
+        arguments.check_finite("scale", scale)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise ValueError(
             "decode_attention has no gradient, and query, key or value requires one: call it under torch.no_grad(), "
@@ -82,9 +80,9 @@ def decode_attention(
     value: Tensor,
     lengths: Tensor | None = None,
     ancestors: Tensor | None = None,
-    scale: float | None = None,
     *,
-    backend: str | None = None,
+    scale: float | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """out = softmax(scale * query key^T) value, of W queries for each of B sequences, over a cache of their keys.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _dispatch, _records
+from fastattn._dispatch import Backend
 from fastattn._transforms import differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
@@ -64,13 +64,9 @@ def _query(
     arguments.check_like("bias", bias, "weight", weight)
     if weight.dtype not in (torch.float32, embedding.dtype):
         raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {embedding.dtype} as embedding")
-    if not eps >= 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
+    arguments.check_eps(eps)
     arguments.check_dropout(dropout_p)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
+    arguments.check_finite("scale", scale)
     if padding_idx is not None:
         if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
             raise TypeError(f"padding_idx must be an integer or None, got {type(padding_idx).__name__}")
@@ -93,13 +89,13 @@ def embed_layer_norm(
     position_table: Tensor,
     weight: Tensor,
     bias: Tensor,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    *,
     scale: float = 1.0,
     position: Tensor | None = None,
     padding_idx: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """out = layer_norm(dropout(embedding[tokens] * scale + position_table[position])) * weight + bias, in one pass.
 

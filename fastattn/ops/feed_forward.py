@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import _dispatch, _records
+from fastattn._dispatch import Backend
 from fastattn._transforms import differentiable_gradients, is_transformed
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
 from fastattn.reference import feed_forward as reference
 from fastattn.reference.feed_forward import ACTIVATIONS, GATED
 from fastattn.reference.philox import draw_rng_state
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
 
 
 def _query(
@@ -24,7 +27,7 @@ def _query(
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
-    activation: str = "relu",
+    activation: Activation = "relu",
     dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
@@ -50,6 +53,10 @@ def _query(
     arguments.check_shape("weight1", weight1, (rows, d), "(d_ff, d) or, for a gated activation, (2 * d_ff, d)")
     if rows % halves:
         raise ValueError(f"weight1 has {rows} rows, but the gated activation {activation!r} needs an even number")
+    d_ff = weight2.shape[1]
+    if halves == 2 and rows == d_ff > 0:
+        expected = f"(2 * d_ff, d) = {(2 * d_ff, d)} for the gated activation {activation!r}"
+        raise ValueError(f"weight1 has shape {tuple(weight1.shape)}, expected {expected}, as weight2 has d_ff = {d_ff}")
     arguments.check_shape("weight2", weight2, (weight2.shape[0], rows // halves), "(d_out, d_ff)")
     if bias1 is not None:
         arguments.check_shape("bias1", bias1, (rows,), "the rows of weight1")
@@ -72,11 +79,11 @@ def feed_forward(
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
-    activation: str = "relu",
+    activation: Activation = "relu",
     dropout_p: float = 0.0,
     *,
     recompute: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """out = dropout(act(x weight1^T + bias1)) weight2^T + bias2.
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fastattn import _dispatch, _records
+from fastattn._dispatch import Backend
 from fastattn._transforms import can_read_values, differentiable_gradients
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
 from fastattn.reference import linear_cross_entropy as reference
 
-REDUCTIONS = ("none", "mean", "sum")
-SMOOTH_OVER = ("all", "others")
+Reduction = Literal["none", "mean", "sum"]
+SmoothOver = Literal["all", "others"]
+REDUCTIONS, SMOOTH_OVER = get_args(Reduction), get_args(SmoothOver)
 
 
 def _query(
@@ -26,10 +27,10 @@ def _query(
     bias: Tensor | None = None,
     *,
     label_smoothing: float = 0.0,
-    smooth_over: str = "all",
+    smooth_over: SmoothOver = "all",
     ignore_index: int = -100,
     logit_scale: float = 1.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
@@ -51,11 +52,7 @@ def _query(
     arguments.check_shape("weight", weight, (classes, x.shape[-1]), "(classes, d)")
     if bias is not None:
         arguments.check_shape("bias", bias, (classes,), "the rows of weight")
-    for name, value in (("label_smoothing", label_smoothing), ("logit_scale", logit_scale)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not -math.inf < logit_scale < math.inf:
-        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
+    arguments.check_finite("logit_scale", logit_scale)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
     if reduction not in REDUCTIONS:
@@ -68,12 +65,13 @@ def _query(
 
 def _spread_over_all(label_smoothing: float, smooth_over: str, classes: int) -> float:
     """A share of eps / (classes - 1) for each of the others is this one for each of all."""
+    arguments.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
     if smooth_over not in SMOOTH_OVER:
         raise ValueError(f"smooth_over must be one of {', '.join(SMOOTH_OVER)}, got {smooth_over!r}")
     if smooth_over == "others":
-        return label_smoothing * classes / (classes - 1) if classes > 1 else 0.0
+        return float(label_smoothing) * classes / (classes - 1) if classes > 1 else 0.0
     return float(label_smoothing)
 
 
@@ -116,11 +114,11 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     label_smoothing: float = 0.0,
-    smooth_over: str = "all",
+    smooth_over: SmoothOver = "all",
     ignore_index: int = -100,
     logit_scale: float = 1.0,
-    reduction: str = "mean",
-    backend: str | None = None,
+    reduction: Reduction = "mean",
+    backend: Backend | None = None,
 ) -> Tensor:
     """torch.nn.functional.cross_entropy(logit_scale * linear(x, weight, bias), target), the logits never kept.
 
@@ -255,7 +253,13 @@ def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list
 
 
 def _times(grad: Tensor | None, dloss: Tensor) -> Tensor | None:
-    """grad * dloss; as it is where looking shows that dloss is 1: on a CPU, which does not wait, unless traced."""
-    if grad is None or (type(dloss) is Tensor and dloss.device.type == "cpu" and dloss.item() == 1):
+    """grad * dloss. On a CPU grad itself, where dloss is 1 and this backward does not keep the graph.
+
+    What is returned may become the .grad of a leaf, which is changed in place: a graph that is kept needs its own.
+    """
+    if grad is None:
+        return None
+    can_read = type(dloss) is Tensor and dloss.device.type == "cpu"  # not traced, and nothing to wait for
+    if can_read and dloss.item() == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
         return grad
     return grad * dloss

@@ -23,6 +23,8 @@ def decode_attention(
 ) -> Tensor:
     """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M) -> (B, W, H, Dv)."""
     (B, W), (M, R), device = q.shape[:2], k.shape[1:3], q.device
+    if R == 0:  # there is no row to gather from
+        return q.new_zeros(*q.shape[:3], v.shape[-1])
     if ancestors is None:
         own_row = torch.arange(W, device=device) if R == W else torch.zeros(W, device=device, dtype=torch.long)
         ancestors = own_row[:, None].expand(B, W, M)

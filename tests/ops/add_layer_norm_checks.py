@@ -153,15 +153,16 @@ def public(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    *options: float,
+    eps: float,
+    dropout_p: float,
     x_bias: Tensor | None = None,
     **variant: bool,
 ) -> Any:
     """The public function that has these arguments."""
-    more = {"return_sum": True, "x_bias": x_bias, "backend": backend}
+    options = {"eps": eps, "dropout_p": dropout_p, "return_sum": True, "x_bias": x_bias, "backend": backend}
     if bias is None:
-        return dropout_add_rms_norm(x, residual, weight, *options, **more)
-    return dropout_add_layer_norm(x, residual, weight, bias, *options, **more, **variant)
+        return dropout_add_rms_norm(x, residual, weight, **options)
+    return dropout_add_layer_norm(x, residual, weight, bias, **options, **variant)
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:

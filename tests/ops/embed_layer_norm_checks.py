@@ -96,8 +96,9 @@ def solve(p: Problem, backend: Backend, needs: str = "ewb") -> Results:
     tensors = zip((p.embedding, p.weight, p.bias), "ewb", strict=True)
     embedding, weight, bias = (t.detach().requires_grad_(name in needs) for t, name in tensors)
     torch.manual_seed(p.seed)
-    options = {"scale": p.scale, "position": p.position, "padding_idx": p.padding_idx}
-    out = backend(p.tokens, embedding, p.table, weight, bias, EPS, p.dropout_p, **options)
+    options = {"eps": EPS, "dropout_p": p.dropout_p}
+    options |= {"scale": p.scale, "position": p.position, "padding_idx": p.padding_idx}
+    out = backend(p.tokens, embedding, p.table, weight, bias, **options)
     out.backward(p.dout.to(out.dtype))
     return Results(out.detach(), embedding.grad, weight.grad, bias.grad)
 
@@ -105,7 +106,7 @@ def solve(p: Problem, backend: Backend, needs: str = "ewb") -> Results:
 def plain(p: Problem, dtype: torch.dtype) -> Results:
     """As a person writes it in PyTorch, in `dtype` throughout."""
 
-    def formula(tokens, embedding, table, weight, bias, eps, dropout_p, *, scale, position, padding_idx):
+    def formula(tokens, embedding, table, weight, bias, *, eps, dropout_p, scale, position, padding_idx):
         words = F.embedding(tokens, embedding.to(dtype), padding_idx) * scale
         z = (words + table.to(dtype)[positions(p)]) * multiplier(p).view(words.shape).to(dtype)
         return F.layer_norm(z, z.shape[-1:], weight.to(dtype), bias.to(dtype), eps)

@@ -84,9 +84,9 @@ def make(
     rows = 2 * d_ff if activation in GATED else d_ff
     return Problem(
         x=randn(tokens, d),
-        weight1=randn(rows, d, scale=d**-0.5),
+        weight1=randn(rows, d, scale=max(d, 1) ** -0.5),
         bias1=randn(rows, scale=0.5) if has_bias else None,
-        weight2=randn(d_out, d_ff, scale=d_ff**-0.5),
+        weight2=randn(d_out, d_ff, scale=max(d_ff, 1) ** -0.5),
         bias2=randn(d_out) if has_bias else None,
         dout=randn(tokens, d_out),
         activation=activation,

@@ -89,7 +89,7 @@ def make(
     dloss = torch.randn(tokens, generator=g, dtype=torch.float64) if reduction == "none" else torch.tensor(1.7)
     return Problem(
         x=randn(tokens, d),
-        weight=randn(classes, d, scale=2 * d**-0.5),
+        weight=randn(classes, d, scale=2 * max(d, 1) ** -0.5),
         target=target.to(device),
         bias=randn(classes, scale=0.5) if has_bias else None,
         dloss=dloss.to(device, torch.promote_types(dtype, torch.float32)),

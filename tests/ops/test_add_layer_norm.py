@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from add_layer_norm_checks import BACKENDS, EPS, Results, backend_call, check, make, plain, solve
@@ -197,16 +198,32 @@ def test_one_output_used(backend: str, unused: str, device: torch.device) -> Non
     torch.testing.assert_close(x.grad, solve(zeroed, call).dx, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_rows(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
+def test_no_rows(backend: str, shape: tuple[int, ...], dropout_p: float, device: torch.device) -> None:
     x, residual = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
     weight, bias, x_bias = (torch.ones(24, device=device, requires_grad=True) for _ in range(3))
-    out, z = backend_call(backend, device)(x, residual, weight, bias, EPS, 0.3, x_bias=x_bias)
+    out, z = backend_call(backend, device)(x, residual, weight, bias, EPS, dropout_p, x_bias=x_bias)
     (out.sum() + z.sum()).backward()
     assert out.shape == z.shape == x.grad.shape == residual.grad.shape == shape
     for t in (weight, bias, x_bias):
         assert torch.equal(t.grad, torch.zeros(24, device=device))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("variant", [{}, {"rms": True}, {"eps_on_std": True}, {"has_x_bias": True}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_dropped(backend: str, variant: dict[str, bool], dtype: torch.dtype, device: torch.device) -> None:
+    """z is the residual or 0, and x gets the gradient 0, also where float16's gradient of z is inf."""
+    for has_residual in (True, False):
+        p = make(5, 24, 1.0, has_residual=has_residual, **variant, dtype=dtype, device=device)
+        got = solve(p.but(dout=p.dout * 1024), backend_call(backend, device))
+        assert torch.equal(got.z, p.residual if has_residual else torch.zeros_like(p.x))
+        assert not got.dx.any() and (got.dx_bias is None or not got.dx_bias.any())
+        assert got.out.isfinite().all() and got.dweight.isfinite().all()
+        if not has_residual:
+            assert torch.equal(got.out, torch.zeros_like(p.x) if p.bias is None else p.bias.expand_as(p.x))
 
 
 @pytest.mark.parametrize("rms, dtype", [(False, FP32), (True, BF16)])
@@ -245,7 +262,7 @@ def test_rms_norm(backend: str, device: torch.device) -> None:
     p, call = make(12, 40, rms=True, device=device), backend_call(backend, device)
     x = p.x.clone()
     x[3] = 0
-    out = dropout_add_rms_norm(x.view(3, 4, 40), None, p.weight, 1e-5, backend=backend)
+    out = dropout_add_rms_norm(x.view(3, 4, 40), None, p.weight, eps=1e-5, backend=backend)
     expected = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * p.weight
     torch.testing.assert_close(out, expected.view(3, 4, 40))
     assert not out[0, 3].any()
@@ -325,6 +342,7 @@ def test_triton_refusals(device: torch.device) -> None:
         ("x", torch.zeros(4, 8, dtype=torch.int64), TypeError),
         ("x", [1.0], TypeError),
         ("x", torch.zeros(()), ValueError),
+        ("x", torch.zeros(4, 0), ValueError),
         ("residual", torch.zeros(3, 8), ValueError),
         ("residual", torch.zeros(4, 8, dtype=torch.bfloat16), TypeError),
         ("residual", torch.zeros(4, 8, device="meta"), ValueError),
@@ -338,6 +356,10 @@ def test_triton_refusals(device: torch.device) -> None:
         ("x_bias", torch.zeros(8, device="meta"), ValueError),
         ("x_bias", 0.0, TypeError),
         ("eps", -1.0, ValueError),
+        ("eps", float("nan"), ValueError),
+        ("eps", float("inf"), ValueError),
+        ("eps", "1e-5", TypeError),
+        ("eps", True, TypeError),
         ("dropout_p", 1.5, ValueError),
         ("dropout_p", float("nan"), ValueError),
         ("dropout_p", "0.1", TypeError),
@@ -352,3 +374,17 @@ def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) 
         del good["bias"]
         with pytest.raises(error, match=name):
             dropout_add_rms_norm(**(good | {name: value}))
+
+
+def test_options_are_named() -> None:
+    """flash-attention's function of this name has dropout_p before eps: by position neither is taken."""
+    x, one = torch.randn(4, 8), torch.ones(8)
+    for call in (lambda: dropout_add_layer_norm(x, x, one, one, 0.1), lambda: dropout_add_rms_norm(x, x, one, 0.1)):
+        with pytest.raises(TypeError, match="positional"):
+            call()
+
+
+def test_numbers_of_numpy() -> None:
+    x, one = torch.randn(4, 8), torch.ones(8)
+    out = dropout_add_layer_norm(x, x, one, one, eps=np.float32(0.5), dropout_p=np.float64(0))
+    assert torch.equal(out, dropout_add_layer_norm(x, x, one, one, eps=0.5))

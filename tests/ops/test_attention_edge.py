@@ -321,6 +321,7 @@ BAD_CALLS: list[tuple[tuple, dict[str, Any], type[Exception], str]] = [
     ((q(), q(), q()), {"dropout_p": "0.1"}, TypeError, "dropout_p"),
     ((q(), q(), q()), {"scale": float("nan")}, ValueError, "scale"),
     ((q(), q(), q()), {"scale": "1"}, TypeError, "scale"),
+    ((q(), q(), q()), {"scale": True}, TypeError, "scale"),
     ((q(), q(), q()), {"attn_mask": [[True]]}, TypeError, "attn_mask"),
     ((q(), q(), q()), {"attn_mask": q(5, 5, dtype=torch.int64)}, TypeError, "attn_mask|bias"),
     ((q(), q(), q()), {"attn_mask": q(5, 6, dtype=torch.bool)}, ValueError, "attn_mask"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decode_attention_checks import Inputs, check, make
@@ -88,10 +89,19 @@ def test_strides(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(check(sliced, backend), check(inputs, backend))
 
 
+@pytest.mark.parametrize("ancestors", [False, True])
+@pytest.mark.parametrize("empty", ["batch", "queries", "heads", "positions", "rows"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_in_the_cache(backend: str, device: torch.device) -> None:
-    assert not check(make(device, positions=0), backend).any()
-    assert check(make(device, batch=0), backend).numel() == 0
+def test_empty_dimensions(backend: str, empty: str, ancestors: bool, device: torch.device) -> None:
+    """Each of them alone, with one row that all queries share and with rows of their own."""
+    for rows in (1, 3):
+        sizes = {"rows": rows, "queries": 3} | {empty: 0}
+        if ancestors or sizes["rows"] in (1, sizes["queries"]):  # others are refused
+            assert not check(make(device, **sizes, ancestors=ancestors), backend).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_length(backend: str, device: torch.device) -> None:
     assert not check(make(device, lengths=[0, 0]), backend).any()
 
 
@@ -152,6 +162,13 @@ def test_bad_arguments(error: type[Exception], message: str, changes: dict[str, 
 
 def test_bad_scale() -> None:
     with pytest.raises(ValueError, match="scale must be finite"):
-        decode_attention(*_changed(), float("nan"))
+        decode_attention(*_changed(), scale=float("nan"))
     with pytest.raises(TypeError, match="scale must be a number"):
-        decode_attention(*_changed(), "1")
+        decode_attention(*_changed(), scale="1")
+    with pytest.raises(TypeError, match="positional"):
+        decode_attention(*_changed(), 0.5)
+
+
+def test_numbers_of_numpy() -> None:
+    inputs = make(torch.device("cpu"))
+    assert torch.equal(decode_attention(*inputs, scale=np.float32(0.5)), decode_attention(*inputs, scale=0.5))

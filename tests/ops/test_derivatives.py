@@ -93,7 +93,7 @@ OPS: dict[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
     "embeddings": embed(scale=4.0, padding_idx=0),
     "embeddings placed": embed(position=torch.tensor([[4, 0, 1, 2], [1, 1, 3, 0]]), dropout_p=0.3),
 }  # fmt: skip
-EVERYDAY = ("attention grouped", "attention packed", "attention bias, lse", "attention grouped, dropout",
+EVERYDAY = ("attention grouped", "attention packed", "attention bias, lse", "attention grouped, dropout", "norm",
             "norm with sum and dropout", "feed-forward gated", "loss", "embeddings placed")  # fmt: skip
 EVERY_OP = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in OPS]
@@ -176,6 +176,23 @@ def test_activation_checkpointing(backend: str, name: str, device: torch.device)
         gradients = torch.autograd.grad(scalar(again), inputs)
     for got, want in zip(gradients, expected, strict=True):
         assert torch.equal(got, want)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_the_callers(backend: str, name: str, device: torch.device) -> None:
+    """Changed in place between backwards of one graph, as by clipping; no two of them share memory."""
+    results, inputs = called(name, backend, device)
+    total = sum(r.sum() for r in ((results,) if isinstance(results, Tensor) else results))
+    found = []
+    for _ in range(3):
+        total.backward(retain_graph=True)
+        found.append([t.grad.clone() for t in inputs])
+        for t in inputs:
+            t.grad.zero_()
+    for name_of, grads in zip(("second", "third"), found[1:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True)), name_of
+    assert len({t.grad.untyped_storage().data_ptr() for t in inputs}) == len(inputs)
 
 
 def test_derivatives_of_a_call_inside_of_others() -> None:

@@ -54,7 +54,8 @@ def test_float64_and_gradcheck(backend: str, dropout_p: float, device: torch.dev
 
     def with_one_draw(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         torch.manual_seed(p.seed)
-        return call(p.tokens, embedding, p.table, weight, bias, EPS, dropout_p, scale=3.0, position=p.position)
+        options = {"eps": EPS, "dropout_p": dropout_p, "scale": 3.0, "position": p.position}
+        return call(p.tokens, embedding, p.table, weight, bias, **options)
 
     assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in (p.embedding, p.weight, p.bias)])
 
@@ -64,11 +65,9 @@ def test_it_takes_the_place_of_separate_operators(backend: str, device: torch.de
     """The dropout bits of dropout_add_layer_norm under the same seed; results but for the rounding of a sum."""
     p, call = make(4, 6, 40, 0.4, scale=6.0, device=device), backend_call(backend, device)
 
-    def apart(
-        tokens: Tensor, embedding: Tensor, table: Tensor, weight: Tensor, bias: Tensor, *options, **more
-    ) -> Tensor:
-        words = F.embedding(tokens, embedding, more["padding_idx"]) * more["scale"] + table[: tokens.shape[1]]
-        return dropout_add_layer_norm(words, None, weight, bias, *options, backend=backend)
+    def apart(tokens, embedding, table, weight, bias, *, eps, dropout_p, scale, position, padding_idx):
+        words = F.embedding(tokens, embedding, padding_idx) * scale + table[: tokens.shape[1]]
+        return dropout_add_layer_norm(words, None, weight, bias, eps=eps, dropout_p=dropout_p, backend=backend)
 
     for name, a, b in zip(Results._fields, solve(p, call), solve(p, apart), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-5, msg=name)
@@ -115,11 +114,21 @@ def test_shapes_strides_and_integers(backend: str, device: torch.device) -> None
     assert torch.equal(solve(wide, call).dembedding, solve(p, call).dembedding)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_dropped(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    p = make(dropout_p=1.0, dtype=dtype, device=device)
+    got = solve(p, backend_call(backend, device))
+    assert torch.equal(got.out, p.bias.expand_as(got.out))
+    assert not got.dembedding.any() and not got.dweight.any()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(backend: str, shape: tuple[int, int], device: torch.device) -> None:
+def test_no_tokens(backend: str, shape: tuple[int, int], dropout_p: float, device: torch.device) -> None:
     p = make(device=device)
-    p = p.but(tokens=p.tokens.new_zeros(shape), dout=p.dout.new_zeros(*shape, 48), dropout_p=0.3)
+    p = p.but(tokens=p.tokens.new_zeros(shape), dout=p.dout.new_zeros(*shape, 48), dropout_p=dropout_p)
     got = solve(p, backend_call(backend, device))
     assert got.out.shape == (*shape, 48)
     assert not any(grad.any() for grad in got[1:])
@@ -241,6 +250,7 @@ def test_triton_refusals(device: torch.device) -> None:
         ("embedding", torch.zeros(5, 8, dtype=torch.int64), TypeError),
         ("embedding", torch.zeros(8), ValueError),
         ("embedding", torch.zeros(0, 8), ValueError),
+        ("embedding", torch.zeros(5, 0), ValueError),
         ("position_table", torch.zeros(4, 7), ValueError),
         ("position_table", torch.zeros(2, 8), ValueError),
         ("position_table", torch.zeros(4, 8, dtype=torch.bfloat16), TypeError),
@@ -251,6 +261,7 @@ def test_triton_refusals(device: torch.device) -> None:
         ("weight", torch.zeros(8, dtype=torch.bfloat16), TypeError),
         ("bias", torch.zeros(8, dtype=torch.float64), TypeError),
         ("eps", -1.0, ValueError),
+        ("eps", "1e-5", TypeError),
         ("dropout_p", 1.5, ValueError),
         ("scale", float("nan"), ValueError),
         ("scale", "2", TypeError),
@@ -264,3 +275,9 @@ def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) 
     good |= {"position_table": torch.zeros(4, 8), "weight": torch.zeros(8), "bias": torch.zeros(8)}
     with pytest.raises(error, match=name):
         embed_layer_norm(**(good | {name: value}))
+
+
+def test_options_are_named() -> None:
+    p = make()
+    with pytest.raises(TypeError, match="positional"):
+        embed_layer_norm(p.tokens, p.embedding, p.table, p.weight, p.bias, 1e-5)

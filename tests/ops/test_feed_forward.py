@@ -153,13 +153,36 @@ def test_frozen_inputs(backend: str, needs: str, device: torch.device) -> None:
         assert torch.equal(a, b) if letter in needs else b is None, name
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("empty", ["d", "d_ff", "d_out"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_widths(backend: str, empty: str, activation: str, dropout_p: float, device: torch.device) -> None:
+    p, call = make(activation, dropout_p, tokens=5, **{empty: 0}, device=device), backend_call(backend, device)
+    check(p, call)
+    if empty == "d":
+        out = call(p.x, *p.inputs[1:], activation, 0.0)
+        torch.testing.assert_close(call(p.x[0], *p.inputs[1:], activation, 0.0), out[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_dropped(backend: str, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    p = make(activation, 1.0, tokens=5, dtype=dtype, device=device)
+    got = solve(p, backend_call(backend, device))
+    assert torch.equal(got.out, p.bias2.expand_as(got.out))
+    assert not any(grad.any() for grad in got[1:-1])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
-    p = make("swiglu", 0.3, d=16, device=device)
+def test_no_tokens(backend: str, shape: tuple[int, ...], dropout_p: float, device: torch.device) -> None:
+    p = make("swiglu", dropout_p, d=16, device=device)
     inputs = [torch.zeros(shape, device=device), *p.inputs[1:]]
     inputs = [t.detach().requires_grad_() for t in inputs]
-    out = backend_call(backend, device)(*inputs, "swiglu", 0.3)
+    out = backend_call(backend, device)(*inputs, "swiglu", dropout_p)
     out.sum().backward()
     assert out.shape == (*shape[:-1], 24) and inputs[0].grad.shape == shape
     for t in inputs[1:]:
@@ -280,6 +303,12 @@ def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) 
     }
     with pytest.raises(error, match=name):
         feed_forward(**(good | {name: value}))
+
+
+def test_a_gated_weight1_that_is_not_doubled_is_named() -> None:
+    x, weight1, weight2 = torch.zeros(4, 8), torch.zeros(6, 8), torch.zeros(8, 6)
+    with pytest.raises(ValueError, match=r"weight1 has shape \(6, 8\), expected \(2 \* d_ff, d\) = \(12, 8\)"):
+        feed_forward(x, weight1, None, weight2, None, "swiglu")
 
 
 def test_an_odd_weight_has_no_halves() -> None:

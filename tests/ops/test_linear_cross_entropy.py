@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import backends_of
@@ -35,6 +36,7 @@ EVERYDAY: list[dict[str, Any]] = [
     {"reduction": "none", "tokens": 60, "dtype": FP16, **SMOOTHED},
     {"reduction": "mean", "tokens": 1, "d": 5, "classes": 1, "ignore_index": -100},
     {"reduction": "none", "tokens": 3, "d": 24, "classes": 5001, **SMOOTHED},
+    *({"reduction": reduction, "d": 0} for reduction in REDUCTIONS),
 ]
 FULL: list[dict[str, Any]] = [
     {"reduction": reduction, "smooth_over": over, "dtype": dtype, "has_bias": bias, **SMOOTHED}
@@ -339,6 +341,8 @@ X, WEIGHT, TARGET = torch.zeros(2, 4, 8), torch.zeros(12, 8), torch.zeros(2, 4, 
         ("label_smoothing", 1.1, ValueError),
         ("label_smoothing", float("nan"), ValueError),
         ("label_smoothing", None, TypeError),
+        ("label_smoothing", "0.1", TypeError),
+        ("logit_scale", True, TypeError),
         ("smooth_over", "none", ValueError),
         ("ignore_index", 0.5, TypeError),
         ("logit_scale", float("inf"), ValueError),
@@ -351,3 +355,11 @@ def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) 
     call: dict[str, Any] = {"x": X, "weight": WEIGHT, "target": TARGET, "bias": torch.zeros(12)} | {name: value}
     with pytest.raises(error, match=name):
         linear_cross_entropy(**call)
+
+
+def test_numbers_of_numpy() -> None:
+    p = make()
+    call = (p.x, p.weight, p.target.clamp_max(len(p.weight) - 1))
+    options = {"label_smoothing": 0.125, "logit_scale": 0.5}
+    got = linear_cross_entropy(*call, **{name: np.float32(value) for name, value in options.items()})
+    assert torch.equal(got, linear_cross_entropy(*call, **options))
