@@ -22,7 +22,7 @@ import torch
 
 from fastattn._dispatch import OPS
 from fastattn._problems import problems, solve
-from fastattn.doctor import DTYPES
+from fastattn.doctor import DTYPES, positive_number
 
 
 class _NoDriver:
@@ -102,7 +102,7 @@ def doctors_jobs() -> list[Callable[[], Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, metavar="N", help="90 for sm_90; default: the GPU at hand")
-    parser.add_argument("--seconds", type=float, default=300.0, metavar="N", help="stop after this long")
+    parser.add_argument("--seconds", type=positive_number, default=300.0, metavar="N", help="stop after this long")
     parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.capability is None and not torch.cuda.is_available():

@@ -24,6 +24,7 @@ from fastattn.doctor import devices, versions
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "default, padding kept"  # the provider that shows what dropping padding gains in a training step
 OWN_LOSS = "default, own loss"  # likewise: only the import is changed, and the loss is taken from forward's logits
+DISAGREE = 1.25  # times: a ratio that the medians do not confirm within this is marked
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -167,6 +168,15 @@ def slowdown(rows: Sequence[Row], row: Row | None, direction: str) -> float | No
     if ms is None or default_ms is None:
         return None
     return row.get("speed", {}).get(direction, ms / default_ms)
+
+
+def by_medians(rows: Sequence[Row], row: Row | None, direction: str) -> float | None:
+    """`slowdown` by the medians alone, where samples that alternate strongly disagree with them, else None."""
+    ratio = slowdown(rows, row, direction)
+    if ratio is None:
+        return None
+    medians = median(row, direction) / median(default_row(rows), direction)
+    return medians if max(ratio / medians, medians / ratio) > DISAGREE else None
 
 
 def compare(a: Path, b: Path) -> int:

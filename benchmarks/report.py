@@ -29,7 +29,7 @@ import report_markdown
 import torch
 from report_worker import Job, Task, Worker
 
-from fastattn.doctor import usable_device
+from fastattn.doctor import positive_number, usable_device
 
 LIMIT_S = {"cpu": 150.0, "cuda": 150.0}  # of one provider on one case
 WRITING_S = 12.0  # kept for the plots
@@ -64,7 +64,6 @@ class Report:
     """One folder's worth of results. only: the names of the benchmarks to run, or None for all."""
 
     def __init__(self, out: Path, device: torch.device, table: str, only: Sequence[str] | None, catalogue: str) -> None:
-        out.mkdir(parents=True, exist_ok=True)
         self.out, self.device, self.quick = out, device, table == "quick"
         self.plan = importlib.import_module(catalogue).plan(table)
         self.jobs = [job for job in self._all_jobs() if only is None or self.plan[job.index][0].name in only]
@@ -127,15 +126,33 @@ class Report:
         return record
 
 
+def record_path(text: str) -> Path:
+    path = Path(text)
+    if not (path / "record.json" if path.is_dir() else path).is_file():
+        raise argparse.ArgumentTypeError(f"there is no record at {path}")
+    return path
+
+
+def folder(text: str) -> Path:
+    """A folder that is there or can be made."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be a folder: {error.strerror}") from error
+    return Path(text)
+
+
 def parser() -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = made.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=Path, metavar="DIR", help="measure, and write everything here")
-    action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and plots of this record")
-    action.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="records, or folders with one")
+    action.add_argument("--out", type=folder, metavar="DIR", help="measure, and write everything here")
+    action.add_argument("--render", type=record_path, metavar="RECORD", help="write report.md and plots of this record")
+    action.add_argument("--compare", type=record_path, nargs=2, metavar=("A", "B"), help="records, or folders with one")
     action.add_argument("--readme", action="store_true", help="write the tables from the committed records")
-    made.add_argument("--minutes", type=float, default=8.0, metavar="N", help="stop after this long (default 8)")
+    made.add_argument(
+        "--minutes", type=positive_number, default=8.0, metavar="N", help="stop after this long (default 8)"
+    )
     made.add_argument("--only", nargs="+", metavar="OP", help="only these benchmarks")
     made.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
     made.add_argument("--quick", action="store_true", help="tiny cases, to see that everything runs")

@@ -10,7 +10,21 @@ from pathlib import Path
 
 import records
 import targets
-from records import KEPT, OWN_LOSS, Record, Row, bound_ms, default_row, machine, median, named, rate, rows_of, slowdown
+from records import (
+    KEPT,
+    OWN_LOSS,
+    Record,
+    Row,
+    bound_ms,
+    by_medians,
+    default_row,
+    machine,
+    median,
+    named,
+    rate,
+    rows_of,
+    slowdown,
+)
 
 README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
@@ -147,14 +161,15 @@ def write_report(record: Record, out: Path) -> Path:
         "## Everything measured",
         "",
         "Medians; in brackets the quartiles. Speed: how many times fastattn's default fits into the time, by samples",
-        "that alternate with its own. Error: share of the bound of `fastattn.error_rule.judge`. Memory: the peak of",
-        "the last direction beyond what was allocated before.",
+        "that alternate with its own; where the medians say something else, that too: then measure again. Error: share",
+        "of the bound of `fastattn.error_rule.judge`. Memory: the peak of the last direction beyond what was allocated",
+        "before.",
     ]
     for name, op in record["ops"].items():
-        lines += ["", f"## {name}", "", f"{op['formula']}."]
-        for case in (case for case in record["cases"] if case["op"] == name):
-            if rows := rows_of(record, case):
-                lines += ["", f"### {case['case']}", "", *_details(record, case, op, rows)]
+        cases = [case for case in record["cases"] if case["op"] == name and rows_of(record, case)]
+        lines += ["", f"## {name}", "", f"{op['formula']}."] if cases else []
+        for case in cases:
+            lines += ["", f"### {case['case']}", "", *_details(record, case, op, rows_of(record, case))]
     path = out / "report.md"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -178,7 +193,9 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
         for last in op["directions"][-1:]:
             ms = median(row, last)
             cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
-            cells += [_share(bound_ms(record, case, last), ms), _times(slowdown(rows, row, last))]
+            medians = by_medians(rows, row, last)
+            speed = _times(slowdown(rows, row, last)) + (f" (medians {_times(medians)})" if medians else "")
+            cells += [_share(bound_ms(record, case, last), ms), speed]
         ratio = row["error_over_bound"]
         body.append([*cells, "-" if ratio is None else f"{ratio:.2f}", f"{row['peak_mib']:.1f}"])
     if body:

@@ -13,7 +13,7 @@ matplotlib.use("Agg")  # files only, no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from records import KEPT, Record, Row, default_row, median, named, rows_of, slowdown
+from records import KEPT, Record, Row, by_medians, default_row, median, named, rows_of, slowdown
 
 OURS, RIVAL = "#c1272d", "#44546a"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f", "#000000")
@@ -135,13 +135,15 @@ def _roofline(record: Record) -> Any:
     figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
     byte_per_s, products = record["ceilings"]["byte_per_s"], record["ceilings"]["flop_per_s"]
     dtypes = sorted({dtype for _, dtype, _, _ in points})
-    left = min(x for _, _, x, _ in points) / 3
-    right = 3 * max([x for _, _, x, _ in points] + [products[dtype] / byte_per_s for dtype in dtypes])
+    # The ridges, where the slope meets the roofs, are in view however few points there are.
+    shown = [x for _, _, x, _ in points] + [products[dtype] / byte_per_s for dtype in dtypes]
+    left, right = min(shown) / 3, 3 * max(shown)
     for dtype in dtypes:
         roof = [left * byte_per_s, products[dtype], products[dtype]]
         axes.plot([left, products[dtype] / byte_per_s, right], roof, color="black", lw=1.2)
-        axes.text(right, 1.05 * products[dtype], f"matrix products, {dtype}", ha="right", fontsize=8)
-    axes.text(2 * left, 2.2 * left * byte_per_s, "copy", ha="right", fontsize=8)
+        axes.text(0.95 * right, 1.05 * products[dtype], f"matrix products, {dtype}", ha="right", fontsize=8)
+    middle = (left * min(products[dtype] / byte_per_s for dtype in dtypes)) ** 0.5  # of the slope
+    axes.text(0.95 * middle, middle * byte_per_s, "copy", ha="right", va="bottom", fontsize=8)
     for number, op in enumerate(dict.fromkeys(op for op, _, _, _ in points)):
         for dtype in dtypes:
             chosen = [(x, y) for other, other_dtype, x, y in points if (other, other_dtype) == (op, dtype)]
@@ -153,6 +155,10 @@ def _roofline(record: Record) -> Any:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(left, right)
+    axes.set_ylim(top=1.5 * max(products[dtype] for dtype in dtypes))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _flop_axis(axes.yaxis)
     axes.set_xlabel("FLOPs for each byte of main memory that the case must move")
@@ -175,28 +181,28 @@ def _roofline_points(record: Record) -> Iterator[tuple[str, str, float, float]]:
 
 def contributions(rows: list[Row]) -> tuple[float, float, dict[str, float]] | None:
     """(reference ms, default ms, name -> milliseconds that the step takes longer without it: without dropping padding,
-    or with padding kept and this op by the reference path)."""
+    or with padding kept and this op by the reference path). All are medians, as the tables have them."""
     reference, default = median(named(rows, "reference"), "step"), median(default_row(rows), "step")
     if not reference or not default:
         return None
-    kept = slowdown(rows, named(rows, KEPT), "step")
+    kept = median(named(rows, KEPT), "step")
     left_out = {}
     for row in rows:
-        whole, without = 1.0 if row["provider"] == KEPT else kept, slowdown(rows, row, "step")
+        whole, without = default if row["provider"] == KEPT else kept, median(row, "step")
         if row.get("without") and whole and without:
-            left_out[row["without"]] = (without - whole) * default
-    return slowdown(rows, named(rows, "reference"), "step") * default, default, left_out
+            left_out[row["without"]] = without - whole
+    return reference, default, left_out
 
 
 def _contributions(record: Record) -> Any:
     """A bar for each training step: the default's time, and on it what each op saves, up to the reference path's."""
-    bars = [(case["case"], contributions(rows_of(record, case))) for case in record["cases"] if "step" in case["work"]]
-    bars = [(name, found) for name, found in bars if found and found[2]]
+    steps = [(case["case"], rows_of(record, case)) for case in record["cases"] if "step" in case["work"]]
+    bars = [(name, rows, found) for name, rows in steps if (found := contributions(rows)) and found[2]]
     if not bars:
         return None
-    ops = list(dict.fromkeys(op for _, (_, _, left_out) in bars for op in left_out))
+    ops = list(dict.fromkeys(op for _, _, (_, _, left_out) in bars for op in left_out))
     figure, axes = plt.subplots(figsize=(12, 2.2 + 1.0 * len(bars)), layout="constrained")
-    for y, (_, (reference, default, left_out)) in enumerate(bars):
+    for y, (_, rows, (reference, default, left_out)) in enumerate(bars):
         # Single savings overlap: where they add up to more than the whole, their bars are drawn shorter to fit.
         saved, single = max(reference - default, 0.0), sum(ms for ms in left_out.values() if ms > 0)
         fit = min(1.0, saved / single) if single else 0.0
@@ -210,13 +216,16 @@ def _contributions(record: Record) -> Any:
             end += share
         axes.text(max(end, 100) + 1, y, f"{reference / default:.2f}x", va="center", fontsize=10, fontweight="bold")
         savings = "".join(f", {op} {-ms:+.3g}" for op, ms in left_out.items())
+        row = named(rows, "reference")
+        if by_medians(rows, row, "step"):
+            savings += f"; by samples that alternate {slowdown(rows, row, 'step'):.2f}x: measure again"
         caption = textwrap.fill(f"{default:.4g} ms instead of {reference:.4g}{savings}", 85)
         axes.text(0.5, y + 0.33, caption, fontsize=8, va="top")
     axes.axvline(100, color="black", lw=1, ls="--")
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
+    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
     axes.set_ylim(len(bars) - 0.3, -0.5)  # from above, with space for the last caption
     axes.set_xlim(right=axes.get_xlim()[1] * 1.07)
     axes.set_xlabel("percent of the reference path's time (dashed: 100 %)")
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
-    figure.suptitle("One training step beside the reference path, and what each part of fastattn saves")
+    figure.suptitle("One training step against the reference path, and what each part of fastattn saves")
     return figure

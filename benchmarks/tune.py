@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,7 +30,7 @@ import torch
 from precompile import compile_slice, over_cores
 
 from fastattn._problems import Problem, problems
-from fastattn.doctor import check, devices, usable_device, versions
+from fastattn.doctor import check, devices, positive_number, usable_device, versions, writable_file
 
 SEED = 20170612
 BUDGET_S = 0.2  # of a candidate's samples
@@ -269,9 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), metavar="OP", help=", ".join(TABLES))
     parser.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
-    parser.add_argument("--minutes", type=float, default=25.0, metavar="N", help="stop after this long (default 25)")
+    minutes = "stop after this long (default 25)"
+    parser.add_argument("--minutes", type=positive_number, default=25.0, metavar="N", help=minutes)
     parser.add_argument("--quick", action="store_true", help="tiny problems and two candidates, to see that it runs")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write every measurement here")
+    parser.add_argument("--out", type=writable_file, metavar="FILE.json", help="also write every measurement here")
     parser.add_argument("--capability", type=int, help=argparse.SUPPRESS)  # both: of a process that compiles
     parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

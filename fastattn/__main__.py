@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import fastattn
+
 COMMANDS = {
     "doctor": "what is installed, which backend serves what and why, and how far each is from float64",
     "tune": "measure which way of computing is fastest on this machine, and use it from then on",
@@ -16,11 +18,18 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. The options after its name are the command's own."""
     parser = argparse.ArgumentParser(prog="python -m fastattn")
+    parser.add_argument("--version", action="version", version=f"fastattn {fastattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     arguments, options = parser.parse_known_args(argv)
-    return importlib.import_module(f"fastattn.{arguments.command}").main(options)
+    try:
+        return importlib.import_module(f"fastattn.{arguments.command}").main(options)
+    except KeyboardInterrupt:
+        parser.exit(130, "stopped by Ctrl-C\n")  # as a shell says it
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import math
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -210,12 +211,41 @@ def _distinct(items: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(items))
 
 
+# Types of command-line arguments, also of the other commands: argparse.ArgumentTypeError where one cannot be used.
+
+
 def usable_device(name: str) -> torch.device:
-    """The device of that name, for a command line: argparse.ArgumentTypeError where it cannot be used."""
+    """The CPU or GPU of that name."""
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be used: it must be cpu or cuda")
+    return device
+
+
+def positive_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number
+
+
+def writable_file(name: str | Path) -> Path:
+    """The path of a file that is there or can be made; its folder is made."""
+    path = Path(name)
+    try:
+        if path.exists() and not path.is_file():
+            raise argparse.ArgumentTypeError(f"{path} is not a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ the device by captured operators, and a model or optimizer that cannot be captur
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,12 @@ from torch.optim import Optimizer
 
 from fastattn._cuda_graphs import CapturedWork, CudaGraphs
 from fastattn._dispatch import requested
+from fastattn.generate.search import check_limits
 from fastattn.models import FusedTransformer
+from fastattn.ops._arguments import check_number
+from fastattn.ops.linear_cross_entropy import SmoothOver, spread_over_all
+
+BUCKETS = (16, 32, 64, 128)
 
 
 class GraphedStep:
@@ -34,7 +39,8 @@ class GraphedStep:
     model: in training or evaluation mode, on one GPU, without hooks and without pack_padding.
     optimizer: made with capturable=True; Adam and AdamW also take fused=True, the fastest. Learning rates may be set
         before any step, as numbers, by a scheduler or as tensors; the other settings must not change.
-    buckets: lengths of source and target to pad to.
+    buckets: lengths of source and target to pad to; 16, 32, 64 and 128 unless given. Of these, lengths beyond the
+        model's n_position are replaced by n_position.
     batch_tokens: padded tokens of source, or of target, in a batch: a bucket of length L takes batch_tokens // L
         sentences, and `rows` says how many fit. Or batch_size: the number of sentences in every bucket. Smaller batches
         are filled up with empty sentences.
@@ -55,11 +61,11 @@ class GraphedStep:
         model: FusedTransformer,
         optimizer: Optimizer,
         *,
-        buckets: Sequence[int] = (16, 32, 64, 128),
+        buckets: Sequence[int] | None = None,
         batch_tokens: int | None = None,
         batch_size: int | None = None,
         label_smoothing: float = 0.0,
-        smooth_over: str = "all",
+        smooth_over: SmoothOver = "all",
         max_grad_norm: float | None = None,
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
@@ -68,17 +74,16 @@ class GraphedStep:
         _check_model(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = _check_optimizer(optimizer, model, capture)
-        self.buckets = tuple(sorted(set(buckets)))
-        if not self.buckets or self.buckets[0] < 1:
-            raise ValueError(f"buckets must be positive lengths, got {tuple(buckets)}")
-        model.encoder.position_enc.check(self.buckets[-1])
+        self.buckets = _checked_buckets(buckets, model.encoder.position_enc.pos_table.size(1))
         if (batch_tokens is None) == (batch_size is None):
             raise ValueError("give either batch_tokens or batch_size")
-        size = batch_size if batch_tokens is None else batch_tokens
-        if size < 1 or accumulate < 1:
-            raise ValueError("batch_tokens, batch_size and accumulate must be at least 1")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
+        check_limits(**{"batch_size": batch_size} if batch_tokens is None else {"batch_tokens": batch_tokens})
+        check_limits(accumulate=accumulate)
+        spread_over_all(label_smoothing, smooth_over, 1)  # raises now what it would raise at the first step
+        if max_grad_norm is not None:
+            check_number("max_grad_norm", max_grad_norm)
+            if not max_grad_norm > 0:
+                raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
         if autocast not in (None, torch.bfloat16):
             raise ValueError(
                 f"autocast must be torch.bfloat16 or None, got {autocast}; float16 needs a GradScaler, which decides "
@@ -276,6 +281,22 @@ class _LearningRates:
         finally:
             for group, rate in zip(self.groups, users_rates, strict=True):
                 group["lr"] = rate
+
+
+def _checked_buckets(buckets: Sequence[int] | None, n_position: int) -> tuple[int, ...]:
+    """In rising order, each once. n_position: the longest that the model takes."""
+    if buckets is None:
+        return tuple(sorted({min(length, n_position) for length in BUCKETS}))
+    if isinstance(buckets, str) or not isinstance(buckets, Iterable):
+        raise TypeError(f"buckets must be a sequence of integers, got {type(buckets).__name__}")
+    buckets = tuple(buckets)
+    if not buckets:
+        raise ValueError("buckets must have at least one length")
+    for i, length in enumerate(buckets):
+        check_limits(**{f"buckets[{i}]": length})
+        if length > n_position:
+            raise ValueError(f"buckets[{i}] is {length}, and the model has n_position={n_position}")
+    return tuple(sorted(set(buckets)))
 
 
 def _check_model(model: Any) -> None:

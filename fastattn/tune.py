@@ -3,7 +3,8 @@
 Each op is timed on a small table of calls, forward and backward, by every backend that can serve them, the reference
 path apart; on a CPU, where that leaves one, by each way that the backend `aten` has. A backend counts only where the
 doctor finds it right. The fastest is written to a record in the user's cache folder, which the dispatcher reads from
-then on (fastattn/_records.py); one that is not faster than the built-in choice by 3 % does not replace it.
+then on (fastattn/_records.py); one that is not faster than the built-in choice by 3 % does not replace it. What a run
+does not reach keeps what an earlier run found.
 `fastattn.explain(...)` names the record.
 """
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,7 @@ import fastattn
 from fastattn import _dispatch, _products, _records
 from fastattn._problems import problems
 from fastattn.aten import attention as aten_attention
-from fastattn.doctor import check, usable_device
+from fastattn.doctor import check, positive_number, usable_device, writable_file
 
 GAIN = 1.03  # how many times as fast as the built-in choice a way must be
 SECONDS = 0.4  # of samples for each way of a call
@@ -162,16 +164,26 @@ def _products_of(device: torch.device, size: int) -> Iterator[Call]:
     yield Call("product", "float32", what, torch.float32, _step(_products.linear, given), ways, built_in)
 
 
+class WayFailed(Exception):
+    """A way of a call raised what is the cause of this."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+
 def measure(call: Call, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of each way, by samples that alternate."""
+    """Median milliseconds of each way, by samples that alternate. WayFailed where one cannot run."""
     samples: dict[str, list[float]] = {way: [] for way in call.ways}
     start = time.monotonic()
     for number in range(-2, MOST):  # the first are not counted
         if number >= LEAST and time.monotonic() - start > SECONDS * len(samples):
             break
         for way, times in samples.items():
-            with call.ways[way]():
-                times.append(_milliseconds(call.step, device))
+            try:
+                with call.ways[way]():
+                    times.append(_milliseconds(call.step, device))
+            except Exception as error:
+                raise WayFailed(way) from error
     return {way: statistics.median(times[2:]) for way, times in samples.items()}
 
 
@@ -207,25 +219,21 @@ def tune(
 ) -> dict[str, Any]:
     """The record of a device, of all calls that there is time for."""
     deadline, right = time.monotonic() + 60 * minutes, _Right(device)
+    rows: list[dict[str, Any]] = []
+    try:
+        for call in table(device):
+            if time.monotonic() > deadline:
+                say(f"stopped after {minutes:g} minutes: what follows stays as it was")
+                break
+            rows.append(_row(call, device, right, say))
+    except KeyboardInterrupt:
+        say("stopped by Ctrl-C: what follows stays as it was")
+    except RuntimeError as error:  # of a GPU that no longer works, or has no memory for the next tensors
+        say(f"stopped by {_first_line(error)}: what follows stays as it was")
     choices: dict[str, dict[str, str]] = {}
-    rows = []
-    for call in table(device):
-        if time.monotonic() > deadline:
-            say(f"stopped after {minutes:g} minutes: what follows keeps the built-in choice")
-            break
-        wrong = [w for w in call.ways if w in _dispatch.BACKENDS and not right(call.op_name, call.dtype, w)]
-        for way in wrong:
-            del call.ways[way]
-        found = measure(call, device)
-        best = min(found, key=found.get)
-        if call.built_in in found and found[call.built_in] < GAIN * found[best]:
-            best = call.built_in
-        choices.setdefault(call.op_name, {}).setdefault(call.call_class, best)
-        rows.append({"op": call.op_name, "class": call.call_class, "call": call.what, "ms": found, "wrong": wrong})
-        times = ", ".join(f"{'*' if way == best else ''}{way} {ms:.3g} ms" for way, ms in found.items())
-        said = f"; wrong by the doctor: {', '.join(wrong)}" if wrong else ""
-        change = "" if best == call.built_in else f"  (instead of {call.built_in})"
-        say(f"{call.op_name:<21} {str(call.dtype).removeprefix('torch.'):<9} {call.what}: {times}{said}{change}")
+    for row in rows:
+        if row["best"] is not None:
+            choices.setdefault(row["op"], {}).setdefault(row["class"], row["best"])
     return {
         "format": _records.FORMAT,
         "device": _records.device_name(device.type),
@@ -237,25 +245,97 @@ def tune(
     }
 
 
+def _row(call: Call, device: torch.device, right: _Right, say: Callable[[str], None]) -> dict[str, Any]:
+    """What was found about a call. best: None where no way is right and works."""
+    wrong = [w for w in call.ways if w in _dispatch.BACKENDS and not right(call.op_name, call.dtype, w)]
+    failed: dict[str, str] = {}
+    for way in wrong:
+        del call.ways[way]
+    found: dict[str, float] = {}
+    while call.ways and not found:
+        try:
+            found = measure(call, device)
+        except WayFailed as failure:  # the others are measured without it
+            del call.ways[failure.way]
+            failed[failure.way] = _first_line(failure.__cause__)
+    best = min(found, key=found.get, default=None)
+    if best is not None and found.get(call.built_in, math.inf) < GAIN * found[best]:
+        best = call.built_in
+    times = ", ".join(f"{'*' if way == best else ''}{way} {ms:.3g} ms" for way, ms in found.items())
+    said = f"; wrong by the doctor: {', '.join(wrong)}" if wrong else ""
+    said += "".join(f"; {way} failed: {reason}" for way, reason in failed.items())
+    change = "" if best in (None, call.built_in) else f"  (instead of {call.built_in})"
+    say(f"{call.op_name:<21} {str(call.dtype).removeprefix('torch.'):<9} {call.what}: {times}{said}{change}")
+    row = {"op": call.op_name, "class": call.call_class, "call": call.what, "ms": found, "best": best}
+    return row | {"wrong": wrong, "failed": failed}
+
+
+def _first_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _with_earlier(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The record, and what it did not reach from an earlier one there, if that is of the same machine and versions."""
+    try:
+        earlier = json.loads(path.read_text())
+        if any(earlier[key] != record[key] for key in ("format", "device", "threads", "versions")):
+            return record
+        choices = {op: dict(earlier["choices"].get(op, {})) for op in (earlier["choices"] | record["choices"])}
+        for op, of_op in record["choices"].items():
+            choices[op] |= of_op
+        reached = {(row["op"], row["class"], row["call"]) for row in record["rows"]}
+        rows = [row for row in earlier["rows"] if (row["op"], row["class"], row["call"]) not in reached]
+    except Exception:  # there is none, or it is damaged in some way
+        return record
+    return record | {"choices": choices, "rows": [*record["rows"], *rows]}
+
+
+def _write(record: dict[str, Any], path: Path) -> None:
+    """Whole or not at all. A link stays a link."""
+    path = path.resolve()
+    scratch = path.with_name(path.name + ".new")
+    try:
+        scratch.write_text(json.dumps(record, indent=1) + "\n")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns 1 when a backend was found wrong."""
+    """The command. Returns 1 when a backend was found wrong or failed, or nothing was measured."""
     parser = argparse.ArgumentParser(prog="python -m fastattn tune", description=__doc__.split("\n\n")[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--minutes", type=float, default=5.0, metavar="N", help="stop after this long (default 5)")
+    minutes = "stop after this long at the latest (default 5; a CPU is done in about 2)"
+    parser.add_argument("--minutes", type=positive_number, default=5.0, metavar="N", help=minutes)
     parser.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record here instead of the cache folder")
+    parser.add_argument(
+        "--out", type=writable_file, metavar="FILE", help="write the record here instead of the cache folder"
+    )
     arguments = parser.parse_args(argv)
     device = arguments.device
-    path = arguments.out or _records.user_path(_records.device_name(device.type))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        if (asked := _dispatch.requested(None)[0]) is not None:
+            parser.error(f"FASTATTN_BACKEND={asked} leaves nothing to choose: unset it")
+        path = arguments.out or writable_file(_records.user_path(_records.device_name(device.type)))
+    except (ValueError, RuntimeError, argparse.ArgumentTypeError) as error:  # FASTATTN_BACKEND; no home; the folder
+        parser.error(str(error))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         record = tune(device, arguments.minutes, lambda line: print(line, flush=True))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    if not record["choices"]:
+        print(f"nothing was measured: {path} stays as it was")
+        return 1
+    try:
+        _write(_with_earlier(record, path), path)
+    except OSError as error:
+        parser.error(f"{path} cannot be written: {error.strerror}")
     _records.forget()
     print(f"\n* is chosen from now on. The record: {path}")
     if arguments.out:
-        print(f"It counts when it lies at {_records.user_path(record['device'])} or in {_records.SHIPPED}")
-    return int(any(row["wrong"] for row in record["rows"]))
+        with suppress(RuntimeError):  # no home folder
+            print(f"It counts when it is at {_records.user_path(record['device'])} or in {_records.SHIPPED}")
+    return int(any(row["wrong"] or row["failed"] for row in record["rows"]))
 
 
 if __name__ == "__main__":

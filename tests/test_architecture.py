@@ -15,9 +15,9 @@ FASTATTN = ROOT / "fastattn"
 # The doctor, tune and the tests stand outside.
 ALLOWED = {
     "integrations": {"integrations", "models", "nn", "ops", "masks"},
-    "graphs": {"models", "_dispatch", "_cuda_graphs"},
+    "graphs": {"models", "generate", "ops", "_dispatch", "_cuda_graphs"},
     "models": {"models", "generate", "nn", "ops", "masks", "_dispatch"},
-    "generate": {"generate", "nn", "_cuda_graphs"},
+    "generate": {"generate", "nn", "ops", "_cuda_graphs"},
     "nn": {"nn", "ops", "masks", "_dispatch", "_products"},  # it asks whether the plain formula was asked for
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},

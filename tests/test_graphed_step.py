@@ -194,13 +194,39 @@ def test_options_that_make_no_sense():
         (dict(), "either batch_tokens or batch_size"),
         (dict(batch_tokens=0), "at least 1"),
         (dict(batch_size=2, accumulate=0), "at least 1"),
-        (dict(batch_size=2, buckets=()), "buckets must be positive"),
-        (dict(batch_size=2, buckets=(8, 32)), "32 tokens is longer than the 16 positions"),
+        (dict(batch_size=2, buckets=()), "buckets must have at least one"),
+        (dict(batch_size=2, buckets=(0, 8)), r"buckets\[0\] must be at least 1, got 0"),
+        (dict(batch_size=2, buckets=(8, 32)), r"buckets\[1\] is 32, and the model has n_position=16"),
         (dict(batch_size=2, max_grad_norm=0.0), "max_grad_norm must be positive"),
+        (dict(batch_size=2, max_grad_norm=float("nan")), "max_grad_norm must be positive"),
+        (dict(batch_size=2, label_smoothing=2.0), "label_smoothing must lie between 0 and 1, got 2.0"),
+        (dict(batch_size=2, smooth_over="x"), "smooth_over must be one of all, others, got 'x'"),
         (dict(batch_size=2, autocast=torch.float16), "float16 needs a GradScaler"),
     ):
         with pytest.raises(ValueError, match=message):
             GraphedStep(model, adam(model), **dict(buckets=(8,), capture=False) | options)
+
+
+def test_options_of_wrong_types():
+    model = small()
+    for options, message in (
+        (dict(batch_size=4.5), "batch_size must be an integer, got float"),
+        (dict(batch_tokens="64"), "batch_tokens must be an integer, got str"),
+        (dict(batch_size=2, accumulate=1.5), "accumulate must be an integer, got float"),
+        (dict(batch_size=2, buckets=8), "buckets must be a sequence of integers, got int"),
+        (dict(batch_size=2, buckets="8"), "buckets must be a sequence of integers, got str"),
+        (dict(batch_size=2, buckets=(4, "8")), r"buckets\[1\] must be an integer, got str"),
+        (dict(batch_size=2, label_smoothing="0.1"), "label_smoothing must be a number, got str"),
+        (dict(batch_size=2, max_grad_norm="1"), "max_grad_norm must be a number, got str"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            GraphedStep(model, adam(model), **dict(buckets=(8,), capture=False) | options)
+
+
+@pytest.mark.parametrize("n_position, buckets", [(200, (16, 32, 64, 128)), (100, (16, 32, 64, 100)), (9, (9,))])
+def test_buckets_unless_given(n_position, buckets):
+    model = small(n_position=n_position)
+    assert GraphedStep(model, adam(model), batch_size=2, capture=False).buckets == buckets
 
 
 def test_optimizers_that_cannot_be_captured():

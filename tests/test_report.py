@@ -34,7 +34,7 @@ def test_a_report_of_one_op_goes_on_and_is_compared(
         return capsys.readouterr().out
 
     options = ("--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "add_layer_norm")
-    said = report(*options, "--minutes", "0")
+    said = report(*options, "--minutes", "0.001")
     assert "11 measurements, 0 of them done before" in said and record_of(tmp_path)["missing"] == 10
     report(*options)
     record = record_of(tmp_path)
@@ -49,9 +49,17 @@ def test_a_report_of_one_op_goes_on_and_is_compared(
     assert "| 40x96 fp32 |" in (tmp_path / "report.md").read_text()
     assert "11 measurements, 11 of them done before" in report(*options)
     assert "10 measurements in both; of fastattn, 0 got slower" in report("--compare", str(tmp_path), str(tmp_path))
-    with pytest.raises(SystemExit):
-        load("report").main(["--out", str(tmp_path), "--only", "atention"])
-    assert "no benchmark atention" in capsys.readouterr().err
+    record_file = str(tmp_path / "record.json")
+    for wrong, message in (
+        (("--out", str(tmp_path), "--only", "atention"), "no benchmark atention"),
+        (("--out", str(tmp_path), "--minutes", "-1"), "'-1' is not a positive number"),
+        (("--out", record_file), "record.json cannot be a folder"),
+        (("--render", str(tmp_path / "none")), "there is no record at"),
+        (("--compare", record_file, str(tmp_path / "none")), "there is no record at"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            load("report").main(wrong)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -223,6 +231,33 @@ def test_tables_and_plots_of_a_record(load: Any, record: dict[str, Any], tmp_pat
     *_, left_out = plots.contributions(step)
     assert left_out == pytest.approx({"pack_padding": 8.0, "attention": 22.0})
     assert plots.draw(record, tmp_path) == ["memory.png", "roofline.png", "step.png"]
+
+
+def test_what_the_medians_do_not_confirm_is_marked(load: Any, record: dict[str, Any], tmp_path: Path) -> None:
+    """Medians of 100 and 40 ms, and 1.2x by samples in turn. What was measured is drawn, and nothing else has a
+    heading."""
+    record["rows"][0]["speed"] = {"step": 1.2}
+    step = [row for row in record["rows"] if row["op"] == "transformer"]
+    assert load("report_plots").contributions(step)[:2] == (100.0, 40.0)
+    record["rows"] = step
+    text = load("report_markdown").write_report(record, tmp_path).read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("| reference |")]
+    assert "| 1.20x (medians 2.50x) |" in line and text.count("(medians ") == 1
+    assert "## transformer" in text and "## memory" not in text
+
+
+def test_a_roofline_of_one_point_shows_its_slope(load: Any, record: dict[str, Any]) -> None:
+    """At 2000 FLOPs a byte, where the ridge is at 10: all labels are within the axes, and of one kind."""
+    figure = load("report_plots")._roofline(record)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    frame = axes.get_window_extent()
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1, text
+    assert axes.get_xlim()[0] < 10 and axes.get_ylim()[0] <= 1e11 / 3
+    assert not any(label.get_text() for axis in (axes.xaxis, axes.yaxis) for label in axis.get_minorticklabels())
+    load("report_plots").plt.close(figure)
 
 
 def test_targets_are_judged_by_a_record(load: Any) -> None:

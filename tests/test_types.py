@@ -1,10 +1,13 @@
 """What mypy makes of the public functions, as a user's own check would."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fastattn.generate.search import Decodable
 
 USE = """
 from torch import Tensor
@@ -41,6 +44,12 @@ def typos() -> None:
     PositionwiseFeedForward(8, 8, activation="swish")  # type: ignore[arg-type]
     fastattn.FusedTransformer(9, 9, 0, 0, scale_emb_or_prj="both")  # type: ignore[arg-type]
 """
+
+
+def test_a_models_own_parameter_names_fit_the_protocol() -> None:
+    """pyright compares names where they may be used; mypy does not."""
+    for method in (Decodable.start_decoding, Decodable.next_logits):
+        assert {p.kind for p in inspect.signature(method).parameters.values()} == {inspect.Parameter.POSITIONAL_ONLY}
 
 
 @pytest.mark.full

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.generate.search import Decodable, OnToken, Search, check_limits, inference, run
+from fastattn.generate.search import Decodable, OnToken, Search, check_limits, check_model, inference, run
 from fastattn.nn import DecoderCache
+from fastattn.ops._arguments import check_number
 
 CHUNK = 64  # of the candidates whose largest is looked at first
 
@@ -36,6 +37,9 @@ def beam_search(
 ) -> list[list[Hypothesis]]:
     """The n_best best sentences that a search with beam_size beams finds, for each source the best first.
 
+    Sentences that ended come before beams that did not, whatever their scores: so the first are the same for every
+    n_best.
+
     The score of a sentence is its log-probability / length^length_penalty, where length counts BOS and EOS, as in the
     public implementation of "Attention Is All You Need". At each step the 2 * beam_size likeliest continuations of a
     source's beams are taken. Those among the first beam_size that are EOS end a sentence; the beam_size likeliest
@@ -43,18 +47,25 @@ def beam_search(
     early changes no result; or after max_len tokens, where beams count as sentences only if fewer than n_best have
     ended. Of equal candidates the one of the better beam, then of the lower token, comes first.
 
-    beam_size: may exceed the vocabulary.     n_best: at most beam_size. A source can have fewer: all that there are.
+    beam_size: may exceed the vocabulary. With 1 the search still goes on after EOS, so it can differ from ``greedy``.
+    n_best: at most beam_size. A source can have fewer: all that there are.
+    length_penalty: so small that (max_len + 1)^length_penalty is from 1e-30 to 1e30.
     Other arguments and errors: see ``greedy``; on_token gets the newest token of every beam, the best first.
     Source: Sutskever et al. 2014, arXiv:1409.3215, section 3.2; a length penalty: Wu et al. 2016, arXiv:1609.08144.
     """
-    check_limits(beam_size=beam_size, max_len=max_len, n_best=n_best)
+    model = check_model(model, max_len, bos_idx, eos_idx, on_token)
+    check_limits(beam_size=beam_size, n_best=n_best)
     if n_best > beam_size:
         raise ValueError(f"n_best must be at most beam_size = {beam_size}, got {n_best}")
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
+    check_number("length_penalty", length_penalty)
+    if not abs(length_penalty) * math.log(max_len + 1) <= 30 * math.log(10):  # beyond, scores are beyond float32
+        raise ValueError(
+            "length_penalty must keep (max_len + 1)^length_penalty between 1e-30 and 1e30, "
+            f"got {length_penalty} with max_len={max_len}"
+        )
     with inference(model):
-        cache = model.start_decoding(src_seq, beam_size, max_len)
-        return run(model, _Beams(cache, bos_idx, eos_idx, float(length_penalty), n_best), on_token)
+        cache = model.start_decoding(src_seq, int(beam_size), int(max_len))
+        return run(model, _Beams(cache, bos_idx, eos_idx, float(length_penalty), int(n_best)), on_token)
 
 
 class Beams(Search):

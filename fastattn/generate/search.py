@@ -4,6 +4,8 @@ A model is decoded through two methods. FusedTransformer has them, and so may an
 
     start_decoding(source, rows, capacity) -> DecoderCache    encodes B sources, for `rows` rows each of so many tokens
     next_logits(tokens, cache) -> Tensor                      (B, W) new tokens -> (B, W, classes), added to the cache
+
+What wraps such a model and keeps it as `module`, as torch.optim.swa_utils.AveragedModel does, is decoded as that.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -31,9 +34,9 @@ DONE_ON_A_CPU, DONE_ON_A_GPU = 0.25, 0.5
 class Decodable(Protocol):
     """A model as the loop sees it; see the top of this file."""
 
-    def start_decoding(self, source: Any, rows: int, capacity: int) -> DecoderCache: ...
+    def start_decoding(self, source: Any, rows: int, capacity: int, /) -> DecoderCache: ...
 
-    def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor: ...
+    def next_logits(self, tokens: Tensor, cache: DecoderCache, /) -> Tensor: ...
 
 
 class Search(ABC):
@@ -46,7 +49,7 @@ class Search(ABC):
     generator: torch.Generator | None = None  # what `choose` draws from
 
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
-        self.cache, self.eos_idx = cache, eos_idx
+        self.cache, bos_idx, self.eos_idx = cache, int(bos_idx), int(eos_idx)
         batch, rows, device = cache.batch, cache.rows, cache.position.device
         self.state: dict[str, Tensor] = {
             "tokens": torch.full((batch, rows), bos_idx, device=device),  # the newest of each row
@@ -59,7 +62,9 @@ class Search(ABC):
     def step(self, model: Decodable) -> None:
         """One step of the model, and the choice of the next tokens."""
         self.cache.write(self.state["fed"], self.state["tokens"])
-        self.choose(model.next_logits(self.state["tokens"], self.cache))
+        logits = model.next_logits(self.state["tokens"], self.cache)
+        _check_below("eos_idx", self.eos_idx, logits.shape[-1])  # only here is it known of every model
+        self.choose(logits)
 
     @abstractmethod
     def choose(self, logits: Tensor) -> None:
@@ -130,10 +135,11 @@ class _Step:
 
 
 @contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
+def inference(model: Any) -> Iterator[None]:
     """In eval mode and without gradients; afterwards every module is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    if training:
+        model.eval()
     try:
         with torch.no_grad():
             yield
@@ -142,10 +148,49 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def check_model(model: Any, max_len: int, bos_idx: int, eos_idx: int, on_token: OnToken | None) -> Any:
+    """Check the arguments that all searches have. Returns the model that is decoded."""
+    check_limits(max_len=max_len)
+    model = unwrapped(model, "start_decoding", "next_logits")
+    check_token("bos_idx", bos_idx, model)
+    check_token("eos_idx", eos_idx, model, least=-1)
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token must be a function or None, got {type(on_token).__name__}")
+    return model
+
+
+def unwrapped(model: Any, *needed: str) -> Any:
+    """The model that has what is needed: itself, or what it keeps as `module`. TypeError if neither has it all."""
+    inner = model
+    while not hasattr(inner, needed[0]) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if missing := [name for name in needed if not hasattr(inner, name)]:
+        what = f"{type(model).__name__}, which has no {missing[0]}"
+        raise TypeError(f"model must be a FusedTransformer or have its {' and '.join(needed)}, got {what}")
+    return inner
+
+
 def check_limits(**limits: int) -> None:
     """Each is a positive integer."""
     for name, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        _check_integer(name, value, 1)
+
+
+def check_token(name: str, token: int, model: Any, least: int = 0) -> None:
+    """An integer, and a target token of the model if that tells how many it has before its first logits."""
+    _check_integer(name, token, least)
+    classes = getattr(getattr(model, "trg_word_prj", None), "out_features", None)  # a FusedTransformer's
+    if classes is not None:
+        _check_below(name, token, classes)
+
+
+def _check_below(name: str, token: int, classes: int) -> None:
+    if token >= classes:
+        raise ValueError(f"{name} must be below {classes}, how many tokens the model knows, got {token}")
+
+
+def _check_integer(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

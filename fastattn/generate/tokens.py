@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.generate.search import Decodable, OnToken, Search, check_limits, inference, run
+from fastattn.generate.search import Decodable, OnToken, Search, check_limits, check_model, inference, run
 from fastattn.nn import DecoderCache
+from fastattn.ops._arguments import check_number
 
 
 class _OneRow(Search):
@@ -72,10 +73,12 @@ def greedy(
 ) -> list[list[int]]:
     """The likeliest token at every step.
 
-    model: a FusedTransformer, or another with `start_decoding` and `next_logits` (fastattn/generate/search.py). It
-        decodes in eval mode and returns to its own. Under torch.autocast it decodes in that dtype.
+    model: a FusedTransformer, or another with `start_decoding` and `next_logits` (fastattn/generate/search.py), or what
+        wraps one as `module`, such as AveragedModel. It decodes in eval mode and returns to its own. Under
+        torch.autocast it decodes in that dtype.
     src_seq: integer (B, Ls), of sentences of different lengths, padded.
-    max_len: the most tokens of an output, the final EOS included.     bos_idx, eos_idx: the first and the last token.
+    max_len: the most tokens of an output, the final EOS included.     bos_idx, eos_idx: the first and the last token;
+        with eos_idx=-1 no sentence ends before max_len.
     on_token: called after each step as on_token(step, sentences, tokens): step counts from 1, sentences are the rows of
         src_seq that are still decoded, tokens[i] the newest of sentence i, in a list. On a GPU each call waits for it.
 
@@ -100,18 +103,23 @@ def sample(
 ) -> list[list[int]]:
     """A token drawn at every step from softmax(logits / temperature). Other arguments and results: see ``greedy``.
 
-    temperature: positive; below 1 likely tokens become likelier.     top_k: only the k likeliest tokens are drawn from.
+    temperature: from 1e-30 to 1e30; below 1 likely tokens become likelier.
+    top_k: only the k likeliest tokens are drawn from.
     top_p: only the likeliest tokens that have this share of the probability together, 0 < top_p <= 1, after top_k.
     generator: of src_seq's device; torch's own unless given.
     Source of top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", arXiv:1904.09751.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}; greedy() is the limit at 0")
+    check_number("temperature", temperature)
+    if not 1e-30 <= temperature <= 1e30:  # beyond, logits / temperature is beyond float32
+        raise ValueError(f"temperature must be from 1e-30 to 1e30, got {temperature}; greedy() is the limit at 0")
+    check_number("top_p", top_p)
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
     if top_k is not None:
         check_limits(top_k=top_k)
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    options = {"temperature": float(temperature), "top_k": top_k, "top_p": float(top_p), "generator": generator}
     return _decode(_Sample, model, src_seq, max_len, bos_idx, eos_idx, on_token, **options)
 
 
@@ -125,7 +133,7 @@ def _decode(
     on_token: OnToken | None,
     **options: Any,
 ) -> list[list[int]]:
-    check_limits(max_len=max_len)
+    model = check_model(model, max_len, bos_idx, eos_idx, on_token)
     with inference(model):
-        search = kind(model.start_decoding(src_seq, 1, max_len), bos_idx, eos_idx, **options)
+        search = kind(model.start_decoding(src_seq, 1, int(max_len)), bos_idx, eos_idx, **options)
         return run(model, search, on_token)

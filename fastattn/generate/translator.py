@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.generate.beams import Beams
-from fastattn.generate.search import check_limits, inference, run
+from fastattn.generate.search import check_limits, check_token, inference, run, unwrapped
 from fastattn.nn import DecoderCache
 
 
@@ -17,7 +17,9 @@ class Translator(nn.Module):
     contain EOS, and the best score / length^0.7 wins, where length ends with the first EOS but score does not; the
     logits are those of trg_word_prj, without the model's scale. Equal candidates come in the order of beams and tokens.
 
-    model: a FusedTransformer; it is set to eval mode.     max_seq_len: the longest output in tokens, BOS included.
+    model: a FusedTransformer, or what wraps one as `module`; it is set to eval mode.
+    max_seq_len: the longest output in tokens, BOS included.
+    Raises ValueError or TypeError naming the argument.
     """
 
     alpha = 0.7
@@ -33,16 +35,19 @@ class Translator(nn.Module):
         trg_eos_idx: int,
     ) -> None:
         super().__init__()
-        check_limits(beam_size=beam_size)
+        check_limits(beam_size=beam_size, max_seq_len=max_seq_len)
         if max_seq_len < 2:
             raise ValueError(f"max_seq_len must be at least 2, BOS and a token, got {max_seq_len}")
+        model = unwrapped(model, "start_decoding", "trg_word_prj", "src_pad_idx", "trg_pad_idx", "decoder")
+        check_token("trg_bos_idx", trg_bos_idx, model)
+        check_token("trg_eos_idx", trg_eos_idx, model, least=-1)
         for name, given, of_model in (
             ("src_pad_idx", src_pad_idx, model.src_pad_idx), ("trg_pad_idx", trg_pad_idx, model.trg_pad_idx)
         ):  # fmt: skip
             if given != of_model:
                 raise ValueError(f"{name} is {given}, and the model's {of_model}")
         self.model = model.eval()
-        self.beam_size, self.max_seq_len = beam_size, max_seq_len
+        self.beam_size, self.max_seq_len = int(beam_size), int(max_seq_len)
         self.src_pad_idx, self.trg_pad_idx = src_pad_idx, trg_pad_idx
         self.trg_bos_idx, self.trg_eos_idx = trg_bos_idx, trg_eos_idx
 

@@ -58,12 +58,12 @@ def _query(
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     target = _checked_target(target, x, classes, ignore_index)
-    label_smoothing = _spread_over_all(label_smoothing, smooth_over, classes)
+    label_smoothing = spread_over_all(label_smoothing, smooth_over, classes)
     call = (x, weight, bias, target, label_smoothing, ignore_index, float(logit_scale), reduction)
     return x.device, call
 
 
-def _spread_over_all(label_smoothing: float, smooth_over: str, classes: int) -> float:
+def spread_over_all(label_smoothing: float, smooth_over: str, classes: int) -> float:
     """A share of eps / (classes - 1) for each of the others is this one for each of all."""
     arguments.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
@@ -79,7 +79,7 @@ def cross_entropy(
     logits: Tensor, target: Tensor, *, label_smoothing: float, smooth_over: str, ignore_index: int, reduction: str
 ) -> Tensor:
     """linear_cross_entropy of logits (..., classes) that a module of the user's made, by the formula."""
-    smoothing = _spread_over_all(label_smoothing, smooth_over, logits.shape[-1])
+    smoothing = spread_over_all(label_smoothing, smooth_over, logits.shape[-1])
     return reference.loss_of_logits(logits, target.long(), smoothing, ignore_index, reduction)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import plain_search
 import pytest
 import torch
 from recorded_graph import RecordedGraphs
 from test_generate import BOS, EOS, PAD, make_model, make_source
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from fastattn import _cuda_graphs, generate, use_backend
 from fastattn.generate import search as search_module
@@ -136,9 +139,9 @@ def test_every_module_returns_to_its_mode() -> None:
     ids=str,
 )
 def test_sample_draws_by_probability(options: dict[str, Any], share: list[float]) -> None:
-    n, ends = 20000, 99
+    n = 20000
     model = Bigrams(torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(1, 1, 4))
-    found = generate.sample(model, torch.zeros(n, 1), max_len=1, bos_idx=0, eos_idx=ends, **options)
+    found = generate.sample(model, torch.zeros(n, 1), max_len=1, bos_idx=0, eos_idx=-1, **options)
     drawn = torch.tensor(found)[:, 0].bincount(minlength=4) / n
     assert (drawn[[p == 0 for p in share]] == 0).all()
     torch.testing.assert_close(drawn, torch.tensor(share).float(), rtol=0, atol=4 * 0.5 / n**0.5)
@@ -189,6 +192,52 @@ def test_beam_wider_than_the_vocabulary() -> None:
         assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
 
 
+def test_the_first_sentences_are_the_same_for_every_n_best() -> None:
+    """So those that ended come before beams that did not, also before better ones."""
+    model, src_seq, options = make_model(), make_source(), LIMITS | {"beam_size": 8, "max_len": 3}
+    best = generate.beam_search(model, src_seq, n_best=8, **options)
+    assert any(a.score < b.score for found in best for a, b in itertools.pairwise(found))
+    for n_best in (1, 3):
+        assert generate.beam_search(model, src_seq, n_best=n_best, **options) == [found[:n_best] for found in best]
+
+
+def test_eos_that_no_sentence_has() -> None:
+    found = generate.greedy(make_model(), make_source(), max_len=9, bos_idx=BOS, eos_idx=-1)
+    assert [len(tokens) for tokens in found] == [9] * 5 and any(EOS in tokens for tokens in found)
+
+
+def test_numbers_of_numpy() -> None:
+    model, src_seq = make_model(), make_source()
+    numbers = {"bos_idx": np.int64(BOS), "eos_idx": np.int32(EOS), "max_len": np.int64(5)}
+    assert generate.greedy(model, src_seq, **numbers) == generate.greedy(model, src_seq, max_len=5, **LIMITS)
+    options = {"beam_size": np.int64(2), "n_best": np.int64(2), "length_penalty": np.float32(0.5)}
+    found = generate.beam_search(model, src_seq, **numbers, **options)
+    assert found == _beams(model, src_seq, n_best=2, length_penalty=0.5)
+    assert generate.sample(model, src_seq, temperature=np.float32(0.5), top_p=np.float64(0.5), **numbers)
+
+
+class Unregistered:
+    """A model that is no nn.Module."""
+
+    def __init__(self, model: Any) -> None:
+        self.start_decoding, self.next_logits = model.start_decoding, model.next_logits
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [AveragedModel, nn.DataParallel, torch.compile, lambda model: torch.compile(AveragedModel(model)), Unregistered],
+    ids=["AveragedModel", "DataParallel", "compile", "compile of AveragedModel", "no module"],
+)
+def test_a_wrapped_model(wrap: Any) -> None:
+    model, src_seq = make_model(), make_source()
+    wrapped = wrap(model)
+    assert _greedy(wrapped, src_seq) == _greedy(model, src_seq)
+    assert _beams(wrapped, src_seq) == _beams(model, src_seq)
+    if wrap is not Unregistered:
+        options = (3, 9, PAD, PAD, BOS, EOS)
+        assert Translator(wrapped, *options).translate(src_seq) == Translator(model, *options).translate(src_seq)
+
+
 def _greedy(model: nn.Module, src_seq: Any, **options: Any) -> Any:
     return generate.greedy(model, src_seq, **LIMITS | {"max_len": 5} | options)
 
@@ -235,15 +284,51 @@ def test_bad_sources(decode: Any) -> None:
     [
         (_beams, "beam_size must be at least 1", {"beam_size": 0}),
         (_beams, "n_best must be at most beam_size = 2, got 3", {"n_best": 3}),
-        (_beams, "length_penalty must be finite", {"length_penalty": math.inf}),
-        (_sample, "temperature must be positive", {"temperature": 0.0}),
-        (_sample, "top_p must be above 0", {"top_p": 0.0}),
+        *((_beams, "length_penalty must keep", {"length_penalty": p}) for p in (math.inf, math.nan, 1000.0, -99)),
+        *((_sample, "temperature must be from", {"temperature": t}) for t in (0.0, -1, 1e-39, 1e39, math.nan)),
+        *((_sample, "top_p must be above 0", {"top_p": p}) for p in (0.0, 1.5, math.nan)),
         (_sample, "top_k must be at least 1", {"top_k": 0}),
+        *((way, "eos_idx must be below 11, .* got 99", {"eos_idx": 99}) for way in (_greedy, _beams, _sample)),
+        *((way, "bos_idx must be below 11, .* got 11", {"bos_idx": 11}) for way in (_greedy, _beams, _sample)),
+        (_greedy, "bos_idx must be at least 0, got -1", {"bos_idx": -1}),
+        (_greedy, "eos_idx must be at least -1, got -2", {"eos_idx": -2}),
     ],
+    ids=str,
 )
 def test_bad_options(decode: Any, message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         decode(make_model(), make_source(), **options)
+
+
+@pytest.mark.parametrize("wrong", [2.5, "3", None, True, torch.tensor(2)], ids=repr)
+def test_options_of_wrong_types(wrong: Any) -> None:
+    for decode, options, optional in (
+        (_greedy, ("bos_idx", "eos_idx", "max_len"), ()),
+        (_beams, ("bos_idx", "eos_idx", "max_len", "beam_size", "n_best", "length_penalty"), ()),
+        (_sample, ("temperature", "top_p"), ("top_k", "generator", "on_token")),
+    ):
+        for name in options if wrong is None else options + optional:
+            if not (wrong == 2.5 and name in ("length_penalty", "temperature", "top_p")):
+                with pytest.raises(TypeError, match=f"^{name} must be .*, got {type(wrong).__name__}$"):
+                    decode(make_model(), make_source(), **{name: wrong})
+
+
+@pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
+def test_eos_beyond_the_logits_of_another_model(decode: Any) -> None:
+    with pytest.raises(ValueError, match="eos_idx must be below 7, how many tokens the model knows, got 7"):
+        decode(Bigrams(torch.zeros(5, 7, 7)), torch.zeros(2, 1), eos_idx=7)
+
+
+def test_models_that_cannot_be_decoded() -> None:
+    message = "model must be a FusedTransformer or have its start_decoding and .*, got Transformer, which has no start"
+    model = nn.Transformer(8, 1, 1, 1, 8, batch_first=True)
+    for decode in (_greedy, _beams, _sample, lambda model, _: Translator(model, 2, 9, PAD, PAD, BOS, EOS)):
+        with pytest.raises(TypeError, match=message):
+            decode(model, make_source())
+    with pytest.raises(TypeError, match="got AveragedModel, which has no start_decoding"):
+        _greedy(AveragedModel(model), make_source())
+    with pytest.raises(TypeError, match="got Bigrams, which has no trg_word_prj"):
+        Translator(Bigrams(torch.zeros(5, 7, 7)), 2, 9, PAD, PAD, BOS, EOS)
 
 
 def test_bad_translators() -> None:
@@ -252,6 +337,12 @@ def test_bad_translators() -> None:
         Translator(model, 2, 9, 1, PAD, BOS, EOS)
     with pytest.raises(ValueError, match="max_seq_len must be at least 2"):
         Translator(model, 2, 1, PAD, PAD, BOS, EOS)
+    with pytest.raises(TypeError, match="max_seq_len must be an integer, got str"):
+        Translator(model, 2, "9", PAD, PAD, BOS, EOS)
+    with pytest.raises(ValueError, match="trg_bos_idx must be below 11, .* got 11"):
+        Translator(model, 2, 9, PAD, PAD, 11, EOS)
+    with pytest.raises(TypeError, match="trg_eos_idx must be an integer, got float"):
+        Translator(model, 2, 9, PAD, PAD, BOS, 2.0)
     with pytest.raises(ValueError, match="src_seq holds 5 sentences, expected 1"):
         Translator(model, 2, 9, PAD, PAD, BOS, EOS).translate_sentence(make_source())
 
