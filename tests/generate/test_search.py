@@ -136,7 +136,6 @@ def test_every_module_returns_to_its_mode() -> None:
         ({"top_p": 1e-6}, [0, 0, 0, 1]),
         ({"top_k": 3, "top_p": 0.8}, [0, 2 / 9, 3 / 9, 4 / 9]),
     ],
-    ids=str,
 )
 def test_sample_draws_by_probability(options: dict[str, Any], share: list[float]) -> None:
     n = 20000
@@ -293,7 +292,6 @@ def test_bad_sources(decode: Any) -> None:
         (_greedy, "bos_idx must be at least 0, got -1", {"bos_idx": -1}),
         (_greedy, "eos_idx must be at least -1, got -2", {"eos_idx": -2}),
     ],
-    ids=str,
 )
 def test_bad_options(decode: Any, message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
