@@ -116,11 +116,11 @@ def check_writable(path: Path) -> None:
 
 def write_lines(lines: Sequence[str], output: Path | None) -> None:
     text = "".join(f"{line}\n" for line in lines)
-    if not output:
-        print(text, end="", flush=True)
-        return
-    with writing(output):
-        output.write_text(text, encoding="utf-8")
+    with writing(output or "standard output"):
+        if output:
+            output.write_text(text, encoding="utf-8")
+        else:
+            print(text, end="", flush=True)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,6 +9,9 @@ import pytest
 import torch
 import train_captioning
 from captioning.scenes import LONGEST, MOTIONS, Vocabulary, make_scenes
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fastattn.models import src_trg_mask
 
@@ -37,14 +40,21 @@ def test_captions_as_tokens() -> None:
     assert torch.equal(forwards[1][real], backwards[1][real].flip(0))
 
 
-def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
+    figures: list[Figure] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
     arguments = ["--epochs", "2", "--scenes", "128", "--beam", "2", "--device", "cpu", "--out", str(out)]
     assert train_captioning.main(arguments) == 0
     printed = capsys.readouterr().out
     for phrase in ("epoch  2", "left to right: ", "right to left: ", "of 300 new videos", "videos/s"):
         assert phrase in printed
     assert (out / "captions.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.undo()
+    (figure,) = figures
+    pyplot.close(figure)
+    (percent,) = [axes for axes in figure.findobj(Axes) if axes.get_ylabel() == "right captions, %"]
+    assert all(tick == int(tick) for tick in percent.get_xticks())
     record = json.loads((out / "record.json").read_text())
     assert record["epochs"][1]["train_loss"] < record["epochs"][0]["train_loss"]
 

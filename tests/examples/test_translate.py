@@ -94,6 +94,18 @@ def test_unknown_characters_are_told(run: Path, capsys: pytest.CaptureFixture[st
     assert "is not UTF-8" in refused(capsys, "--model", run, "\udce4")
 
 
+def test_standard_output_that_is_full(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert translate.main(["--model", str(run), "--device", "cpu", "abc"]) == 2
+        monkeypatch.undo()
+        assert "standard output: cannot be written: No space left on device" in capsys.readouterr().err
+        with pytest.raises(OSError):
+            full.close()
+
+
 def test_prompt(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stdin = io.StringIO("abc\nfed\n")
     stdin.isatty = lambda: True

@@ -1,13 +1,17 @@
 """Schedule, loss, averaging and decoding."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
 from translation.checkpoint import average
 from translation.data import Batch, Example
 from translation.decoding import Translation, bleu, exact_match, translate
+from translation.report import plot
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
 from translation.training import (
@@ -133,6 +137,30 @@ def test_a_loss_that_is_not_finite_ends_the_training(settings: Settings, batch: 
     example = Example(np.array([5, EOS]), np.array([BOS, 6, EOS]))
     with pytest.raises(TrainingError, match="validation: the loss is nan"):
         validation_loss(model, [example], settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ([], ["training", "validation"]),
+        (["--dropout", "0.1"], ["training (with dropout)", "validation (without)"]),
+        (
+            ["--dropout", "0.1", "--label-smoothing", "0.1"],
+            ["training (with label smoothing and dropout)", "validation (without)"],
+        ),
+    ],
+)
+def test_curves_say_what_the_training_loss_is(
+    options: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    progress = Progress(step=2, epoch=1, losses=[2.0, 1.0], epochs=[{"step": 2, "val_loss": 1.0}])
+    plot(tmp_path / "curves.png", parse_arguments([*TINY, *options])[0], progress, None, None)
+    monkeypatch.undo()
+    (figure,) = figures
+    pyplot.close(figure)
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == labels
 
 
 def test_average() -> None:
