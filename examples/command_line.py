@@ -26,7 +26,7 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     return whole_number
 
 
-positive, count, seed = at_least(1), at_least(0), at_least(0, 2**63 - 1)
+positive, count, seed_number = at_least(1), at_least(0), at_least(0, 2**63 - 1)
 
 
 def usable_device(text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from captioning.scenes import IMAGE_WIDTH, MOTION_WIDTH, PAD, Scenes, Vocabulary, make_scenes
-from command_line import CommandError, positive, seed, usable_device, writing
+from command_line import CommandError, positive, seed_number, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 
@@ -166,7 +166,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
     parser.add_argument("--epochs", type=positive, default=16, help="passes over the videos (default 16)")
     parser.add_argument("--scenes", type=positive, default=3000, help="videos to train on (default 3000)")
     parser.add_argument("--beam", type=positive, default=3, help="hypotheses kept while captioning (default 3)")
-    parser.add_argument("--seed", type=seed, default=1, help="of weights, videos, order and dropout")
+    parser.add_argument("--seed", type=seed_number, default=1, help="of weights, videos, order and dropout")
     parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/captions"), help="folder (default runs/captions)")
     options = vars(parser.parse_args(arguments))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from command_line import at_least, count, positive, seed, usable_device
+from command_line import at_least, count, positive, seed_number, usable_device
 
 GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this many tokens: a graph serves one length
 
@@ -76,7 +76,7 @@ class Settings:
     label_smoothing: float = option("probability spread over all words", share, 0.0, 0.1)
     average: int = option("average the weights of this many last epochs", positive, 3, 5, may_change=True)
     beam: int = option("hypotheses kept while translating; 1 is greedy", positive, 1, may_change=True)
-    seed: int = option("of weights, order and dropout", seed, 1)
+    seed: int = option("of weights, order and dropout", seed_number, 1)
     save_every: int = option("steps between saves", positive, 500, may_change=True)
 
     device: str = option(
