@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from captioning.scenes import IMAGE_WIDTH, MOTION_WIDTH, PAD, Scenes, Vocabulary, make_scenes
+from command_line import CommandError, positive, seed_number, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 
@@ -133,11 +134,13 @@ def plot(path: Path, epochs: Sequence[dict[str, float]], scenes: Scenes, caption
     numbers = [entry["epoch"] for entry in epochs]
     for name, label in (("train_loss", "training"), ("val_loss", "validation")):
         axes.plot(numbers, [entry[name] for entry in epochs], "o-", label=label)
-    axes.set(title="Loss per word, and right captions in % (red)", xlabel="epoch", yscale="log")
+    axes.set(title="Loss per word, and right captions", xlabel="epoch", yscale="log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="center right")
     right = axes.twinx()
     right.plot(numbers, [entry["right"] for entry in epochs], "s--", color="tab:red")
     right.set_ylim(0, 102)
+    right.set_ylabel("right captions, %", color="tab:red")
 
     markers = {"square": "s", "circle": "o", "triangle": "^", "star": "*", "cross": "P"}
     for i, axes in enumerate(paths.subplots(2, 3).flat):
@@ -153,30 +156,28 @@ def plot(path: Path, epochs: Sequence[dict[str, float]], scenes: Scenes, caption
         verdict = "" if captions[i] == scenes.captions[i] else "  (wrong)"
         axes.set_title(captions[i].replace(" then ", "\nthen ") + verdict, fontsize=10)
         axes.tick_params(labelsize=7)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=16, help="passes over the videos (default 16)")
-    parser.add_argument("--scenes", type=int, default=3000, help="videos to train on (default 3000)")
-    parser.add_argument("--beam", type=int, default=3, help="hypotheses kept while captioning (default 3)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, videos, order and dropout")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--epochs", type=positive, default=16, help="passes over the videos (default 16)")
+    parser.add_argument("--scenes", type=positive, default=3000, help="videos to train on (default 3000)")
+    parser.add_argument("--beam", type=positive, default=3, help="hypotheses kept while captioning (default 3)")
+    parser.add_argument("--seed", type=seed_number, default=1, help="of weights, videos, order and dropout")
+    parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/captions"), help="folder (default runs/captions)")
     options = vars(parser.parse_args(arguments))
     out = options.pop("out")
-    for name in ("epochs", "scenes", "beam"):
-        if options[name] < 1:
-            parser.error(f"--{name} must be at least 1, got {options[name]}")
     return Settings(**options), out
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    settings, out = parse_arguments(arguments)
-    out.mkdir(parents=True, exist_ok=True)
+def run(settings: Settings, out: Path) -> None:
+    """Trains, scores and writes everything to `out`."""
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     vocabulary = Vocabulary()
     scenes, held_out = make_scenes(settings.scenes, settings.seed), make_scenes(HELD_OUT, settings.seed + 1)
     model = build_model(settings, vocabulary)
@@ -195,11 +196,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  {caption}" + ("" if caption == right else f"\n    not {right}"))
 
     content = {"model": model.state_dict(), "settings": dataclasses.asdict(settings), "words": vocabulary.words}
-    torch.save(content, out / "captioner.pt")
+    with writing(out / "captioner.pt"), (out / "captioner.pt").open("wb") as file:
+        torch.save(content, file)
     record = {"settings": dataclasses.asdict(settings), "epochs": epochs, "right": scores}
-    (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    with writing(out / "record.json"):
+        (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     plot(out / "captions.png", epochs, held_out, captions)
     print(f"wrote captioner.pt, record.json and captions.png to {out}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Exit status 2, with the reason on stderr, where --out cannot be written."""
+    settings, out = parse_arguments(arguments)
+    try:
+        run(settings, out)
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

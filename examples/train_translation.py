@@ -8,6 +8,7 @@ in translation/training.py.
 `torchrun --nproc-per-node N examples/train_translation.py` does the same on N GPUs, or in N processes on a CPU.
 """
 
+import contextlib
 import copy
 import dataclasses
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from command_line import CommandError, writing
 from translation.checkpoint import (
     ResumeError,
     averaged_weights,
@@ -26,11 +28,12 @@ from translation.checkpoint import (
     save_epoch,
     save_model,
     save_run,
+    sole_run,
 )
 from translation.data import Corpus, DataError, Example, encode, read_corpus
 from translation.dates import date_corpus
 from translation.decoding import Score, bleu, exact_match, translate
-from translation.measure import Agreement, BackendError, Speed, choose_backends, compare_losses, measure_speed
+from translation.measure import Agreement, Speed, choose_backends, compare_losses, measure_speed
 from translation.parallel import Processes, processes_of_torchrun
 from translation.report import device_name, plot, write_record
 from translation.settings import Settings, parse_arguments
@@ -84,7 +87,7 @@ def encode_part(corpus: Corpus, part: str, tokenizer: Tokenizer, settings: Setti
         limit = settings.max_length
         print(f"{part}: left out {dropped} of {len(pairs)} pairs (a side blank or above --max-length {limit})")
     if not examples:
-        raise DataError(f"{settings.data}: no pair of {part} is left; raise --max-length")
+        raise DataError(f"{settings.data or 'dates'}: no pair of {part} is left; raise --max-length")
     return examples
 
 
@@ -115,7 +118,9 @@ def show(scores: Sequence[Score], out: Path) -> None:
         print(f", decoded at {result.tokens_per_second:,.0f} tokens/s", end="")
         print(f"  ({result.signature})" if result.signature else "")
         lines = "".join(translation.replace("\n", " ") + "\n" for translation in result.translations)
-        (out / f"{result.test}.translations").write_text(lines, encoding="utf-8")
+        path = out / f"{result.test}.translations"
+        with writing(path):
+            path.write_text(lines, encoding="utf-8")
     for (source, target), translation in zip(scores[0].pairs[:EXAMPLES_SHOWN], scores[0].translations, strict=False):
         print(f"  {source}\n    -> {translation}" + ("" if translation == target else f"\n    not {target}"))
 
@@ -135,8 +140,9 @@ def measure(
     return speed, agreement
 
 
-def run(settings: Settings, resume: bool, processes: Processes) -> int:
-    """Trains, scores, measures and writes everything to `settings.out`. Returns the exit status."""
+def run(settings: Settings, resume: bool, processes: Processes, until_the_end: contextlib.ExitStack) -> int:
+    """Trains, scores, measures and writes everything to `settings.out`, which is locked `until_the_end`. Returns the
+    exit status."""
     out = Path(settings.out)
     state_path = out / "last.pt"
     if settings.data and state_path.exists() and not resume:
@@ -149,17 +155,14 @@ def run(settings: Settings, resume: bool, processes: Processes) -> int:
     examples = encode_part(corpus, "train", tokenizer, settings)
     val_examples = encode_part(corpus, "val", tokenizer, settings)
     data = fingerprint(examples)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--out {out}: cannot be made: {error.strerror}") from error
+    processes.in_first(lambda: until_the_end.enter_context(sole_run(out)))
 
     model = build_model(settings, tokenizer.size)
     plain = copy.deepcopy(model) if settings.parallel == "fsdp2" and processes.size > 1 else model
     call = processes.wrap(model, settings.parallel)
     optimizer = build_optimizer(model)
     processes.seed(settings.seed)
-    progress = restore(saved, model, optimizer, settings, data, processes) if saved else Progress()
+    progress = restore(state_path, saved, model, optimizer, settings, data, processes) if saved else Progress()
     parameters = sum(parameter.numel() for parameter in plain.parameters())
     print(f"{device_name(settings.device)}; {', '.join(f'{op}: {backend}' for op, backend in backends.items())}")
     print(f"{len(examples)} training pairs, vocabulary {tokenizer.size}, {parameters / 1e6:.2f} million parameters")
@@ -180,8 +183,7 @@ def run(settings: Settings, resume: bool, processes: Processes) -> int:
             entry["exact_match"] = exact_match(corpus.val, [best.text for best, *_ in found])
             line += f"  exact match {entry['exact_match']:.1f} %"
         print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
-        if processes.is_first:
-            save_epoch(out, weights, progress.epoch, settings.average)
+        processes.in_first(lambda: save_epoch(out, weights, progress.epoch, settings.average))
 
     with use_backend(settings.backend), StopRequest() as stop:
 
@@ -196,7 +198,12 @@ def run(settings: Settings, resume: bool, processes: Processes) -> int:
         return 128 + (stop.signal_number or signal.SIGTERM)
 
     with use_backend(settings.backend):
-        weights, averaged = averaged_weights(out, processes.whole_weights(model), progress, settings.average)
+        weights = processes.whole_weights(model)
+        if progress.position:  # an epoch's end has been validated
+            plain.load_state_dict(weights)
+            last_loss = validation_loss(plain, val_examples, settings, processes)
+            print(f"step {progress.step}, within epoch {progress.epoch + 1}: validation {last_loss:.4f}")
+        weights, averaged = averaged_weights(out, weights, progress, settings.average)
         model = plain
         model.load_state_dict(weights)
         final_loss = validation_loss(model, val_examples, settings, processes)
@@ -217,12 +224,12 @@ def run(settings: Settings, resume: bool, processes: Processes) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Exit status 2, with the reason on stderr, where the data, the run or the backend cannot be used."""
+    """The command. Exit status 2, with the reason on stderr, where a file, the run or the backend cannot be used."""
     settings, resume = parse_arguments(arguments)
-    with processes_of_torchrun(settings.device) as (processes, device):
+    with processes_of_torchrun(settings.device) as (processes, device), contextlib.ExitStack() as until_the_end:
         try:
-            return run(dataclasses.replace(settings, device=device), resume, processes)
-        except (DataError, ResumeError, BackendError) as error:
+            return run(dataclasses.replace(settings, device=device), resume, processes, until_the_end)
+        except CommandError as error:
             if processes.is_first:
                 print(f"error: {error}", file=sys.stderr)
             return 2

@@ -2,6 +2,7 @@
 
 RUN is the folder of a run, or one of its files. Without sentences it translates the lines of `--input FILE`, or of
 standard input, or asks for them. `--plot FILE` draws which source tokens each token of a translation attended to.
+Each line gives a line, a blank one a blank line; with `--n-best N` each gives N lines.
 """
 
 import argparse
@@ -11,16 +12,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from command_line import CommandError, positive, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
-from translation.checkpoint import ModelError, load_model
-from translation.data import DataError, read_lines
+from translation.checkpoint import load_model
+from translation.data import DataError, decode_lines, read_lines
 from translation.decoding import Translation, encode_source, translate
 from translation.report import plot_alignment
-from translation.settings import Settings, positive, usable_device
-from translation.tokens import BOS, EOS, Tokenizer
+from translation.settings import Settings
+from translation.tokens import BOS, EOS, UNKNOWN, Tokenizer
 
 from fastattn import FusedTransformer
+
+
+def picture(text: str) -> Path:
+    """A path whose ending is a kind of picture that matplotlib writes."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path, kinds = Path(text), FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .pdf, .svg or another kind of picture")
+    return path
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -31,9 +43,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="file for the translations; else they are printed")
     parser.add_argument("--beam", type=positive, help="hypotheses kept; 1 is greedy (default: the run's --beam)")
     parser.add_argument("--n-best", type=positive, default=1, help="translations of each sentence, with their scores")
-    parser.add_argument("--max-length", type=positive, help="longest sentence, in tokens (default: the run's)")
+    parser.add_argument("--max-length", type=int, help="longest sentence, in tokens (default: the run's)")
     parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the attention of the first sentence, as a PNG")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="picture of the first sentence's attention")
     options = parser.parse_args(arguments)
     if options.sentences and options.input:
         parser.error("give sentences or --input, not both")
@@ -41,13 +53,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def change_settings(settings: Settings, options: argparse.Namespace) -> Settings:
-    """The run's settings with what the options say. ModelError where the model cannot do it."""
+    """The run's settings with what the options say. CommandError where the model cannot do it."""
     beam = options.beam or max(settings.beam, options.n_best)
     if options.n_best > beam:
-        raise ModelError(f"--n-best {options.n_best} needs a beam at least as wide, got --beam {beam}")
-    length = options.max_length or settings.max_length
-    if length > settings.max_length:
-        raise ModelError(f"--max-length {length} is more than the {settings.max_length} tokens the model was made for")
+        raise CommandError(f"--n-best {options.n_best} needs a beam at least as wide, got --beam {beam}")
+    length = settings.max_length if options.max_length is None else options.max_length
+    if not 2 <= length <= settings.max_length:  # a token and the end
+        raise CommandError(f"--max-length must be from 2 to the model's {settings.max_length}, got {length}")
     return dataclasses.replace(settings, beam=beam, max_length=length)
 
 
@@ -80,48 +92,72 @@ def format_translations(found: Sequence[Translation], n_best: int) -> str:
     return "\n".join(f"{t.score:.4f}\t" + t.text.replace("\n", " ") for t in found if t.score is not None)
 
 
+def read_sentences(options: argparse.Namespace) -> list[str]:
+    """From the command line, the file of --input, or standard input. DataError where they cannot be read."""
+    if options.sentences:
+        try:
+            "".join(options.sentences).encode()
+        except UnicodeEncodeError as error:
+            raise DataError("the command line: a sentence is not UTF-8") from error
+        return options.sentences
+    if options.input in (None, "-"):
+        return decode_lines(sys.stdin.buffer.read(), "standard input")
+    return read_lines(Path(options.input))
+
+
+def check_writable(path: Path) -> None:
+    """CommandError where it cannot be written: told before the work is done, not after it."""
+    existed = path.exists()
+    with writing(path):
+        path.open("ab").close()
+    if not existed:
+        path.unlink()
+
+
+def write_lines(lines: Sequence[str], output: Path | None) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    with writing(output or "standard output"):
+        if output:
+            output.write_text(text, encoding="utf-8")
+        else:
+            print(text, end="", flush=True)
+
+
 def run(options: argparse.Namespace) -> None:
     path = options.model / "model.pt" if options.model.is_dir() else options.model
     model, tokenizer, settings = load_model(path, options.device)
     settings = change_settings(settings, options)
+    asks = not options.sentences and options.input is None and sys.stdin.isatty()
+    if asks and options.output:
+        raise CommandError("--output needs sentences, or --input")
+    texts = [] if asks else read_sentences(options)
+    for file in filter(None, (options.output, options.plot)):
+        check_writable(file)
 
-    def translated(texts: Sequence[str], show_progress: bool = False) -> list[str]:
+    def answer(texts: Sequence[str], show_progress: bool = False) -> None:
         texts = [text.lower() if settings.lowercase else text for text in texts]
         real = [i for i, text in enumerate(texts) if text.strip()]  # a blank line stays one
-        cut = sum(len(ids) >= settings.max_length for ids in tokenizer.encode([texts[i] for i in real]))
-        if cut:
+        encoded = tokenizer.encode([texts[i] for i in real])
+        if cut := sum(len(ids) >= settings.max_length for ids in encoded):
             print(f"{cut} of {len(texts)} sentences are cut to {settings.max_length} tokens", file=sys.stderr)
+        if strange := sum(UNKNOWN in ids for ids in encoded):
+            print(f"{strange} of {len(texts)} sentences hold characters that the model does not know", file=sys.stderr)
         with tqdm(total=len(real), unit="sentence", disable=not show_progress) as bar:
             found = translate(model, tokenizer, [texts[i] for i in real], settings, options.n_best, bar.update)
-        if options.plot and real:
-            draw(options.plot, model, tokenizer, texts[real[0]], found[0][0], settings.max_length)
-        lines = [""] * len(texts)
+        lines = ["\n" * (options.n_best - 1)] * len(texts)
         for i, of_text in zip(real, found, strict=True):
             lines[i] = format_translations(of_text, options.n_best)
-        return lines
+        write_lines(lines, options.output)
+        if options.plot and real:
+            draw(options.plot, model, tokenizer, texts[real[0]], found[0][0], settings.max_length)
 
-    if not options.sentences and not options.input and sys.stdin.isatty():
-        while True:
-            try:
-                text = input("> ")
-            except (EOFError, KeyboardInterrupt):
-                print()
-                return
-            print(*translated([text]), sep="\n")
-    if options.sentences:
-        lines = translated(options.sentences)
-    else:
-        from_stdin = options.input in (None, "-")
-        texts = sys.stdin.read().splitlines() if from_stdin else read_lines(Path(options.input))
-        lines = translated(texts, show_progress=True)
-    text = "".join(f"{line}\n" for line in lines)
-    if not options.output:
-        print(text, end="")
-        return
-    try:
-        options.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--output {options.output}: cannot be written: {error.strerror}") from error
+    while asks:
+        try:
+            answer([input("> ")])
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+    answer(texts, show_progress=not options.sentences)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         run(options)
-    except (ModelError, DataError) as error:
+    except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

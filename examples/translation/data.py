@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from command_line import CommandError
 from torch import Tensor
 
 from translation.tokens import BOS, EOS, PAD, Tokenizer
@@ -19,7 +20,7 @@ Pair = tuple[str, str]
 POOL = 8192
 
 
-class DataError(Exception):
+class DataError(CommandError):
     """The user's files cannot be used; the message names the file and, where possible, the line."""
 
 
@@ -93,6 +94,9 @@ def read_pairs(folder: Path, name: str, source: str, target: str) -> list[Pair]:
     """The line-aligned pairs of `folder/name.source[.gz]` and `folder/name.target[.gz]`."""
     source_path, target_path = _find(folder, name, source), _find(folder, name, target)
     source_lines, target_lines = read_lines(source_path), read_lines(target_path)
+    for path, lines in ((source_path, source_lines), (target_path, target_lines)):
+        if not any(lines):
+            raise DataError(f"{path}, line 1: the file is empty")
     if len(source_lines) != len(target_lines):
         (short, fewer), (long, more) = sorted(
             [(source_path, len(source_lines)), (target_path, len(target_lines))], key=lambda item: item[1]
@@ -105,22 +109,27 @@ def read_pairs(folder: Path, name: str, source: str, target: str) -> list[Pair]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file, plain or .gz, stripped. Only a newline ends a line (U+2028 and the like do not)."""
+    """The lines of a UTF-8 file, plain or .gz; see `decode_lines`."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    lines = []
+    return decode_lines(raw, path)
+
+
+def decode_lines(raw: bytes, name: Path | str) -> list[str]:
+    """The lines of UTF-8 text, stripped. Only a newline ends a line (U+2028 and the like do not). name: for errors."""
+    lines: list[str] = []
+    if not raw:
+        return lines
     for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n"), start=1):
         try:
             text = line.decode("utf-8").strip("\ufeff \t\r\v\f")
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+            raise DataError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
         if "\0" in text:
-            raise DataError(f"{path}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8")
+            raise DataError(f"{name}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8")
         lines.append(text)
-    if not any(lines):
-        raise DataError(f"{path}, line 1: the file is empty")
     return lines
 
 

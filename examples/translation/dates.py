@@ -10,7 +10,7 @@ import datetime
 import random
 from collections.abc import Callable
 
-from translation.data import Corpus, Pair
+from translation.data import Corpus, DataError, Pair
 
 FIRST_DAY, LAST_DAY = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
 MONTHS = "January February March April May June July August September October November December".split()
@@ -86,10 +86,12 @@ def date_corpus(train: int, held_out: int, writings: int, seed: int) -> Corpus:
     """`train` dates to train on, in `writings` forms each; `held_out` others for validation, and again for the score.
 
     The dates are drawn without replacement, so no held-out date is in the training text, in any form. Equal arguments
-    give an equal corpus.
+    give an equal corpus. DataError where there are not enough dates.
     """
     rng = random.Random(f"dates {seed}")
     span = (LAST_DAY - FIRST_DAY).days + 1
+    if train + 2 * held_out > span:
+        raise DataError(f"--dates {train} and twice --held-out {held_out} are more than the {span} dates there are")
     days = rng.sample(range(span), train + 2 * held_out)
     dates = [FIRST_DAY + datetime.timedelta(days=day) for day in days]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from translation.settings import Settings
 from translation.tokens import BOS, EOS, Tokenizer
 
 HYPOTHESES = 128  # translated together: HYPOTHESES // beam sentences
+LENGTHS = 8  # source lengths that have one limit of the translation, and so may be translated together
 
 
 class Translation(NamedTuple):
@@ -20,6 +22,11 @@ class Translation(NamedTuple):
     text: str
     ids: list[int]
     score: float | None
+
+
+def longest_translation(source_length: int, max_length: int) -> int:
+    """In tokens. One more than twice as long as its source is a repetition that would never end."""
+    return min(max_length - 1, 2 * LENGTHS * -(-source_length // LENGTHS) + 10)
 
 
 def encode_source(tokenizer: Tokenizer, text: str, max_length: int) -> np.ndarray:
@@ -38,28 +45,28 @@ def translate(
     """The n_best translations of each text, in the order of the texts; progress is told how many are done.
 
     By beam search with settings.beam hypotheses; with 1 by greedy decoding. Texts of similar length are decoded
-    together. A text of more than --max-length tokens is cut there.
+    together; what a text gives does not depend on the others. A text of more than --max-length tokens is cut there.
     """
     max_length, limits = settings.max_length, {"bos_idx": BOS, "eos_idx": EOS}
     encoded = [encode_source(tokenizer, text, max_length) for text in texts]
     by_length = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
     found: list[list[Translation]] = [[] for _ in texts]
     sentences = max(1, HYPOTHESES // settings.beam)
-    for start in range(0, len(texts), sentences):
-        chosen = by_length[start : start + sentences]
-        source = pad([encoded[i] for i in chosen]).to(settings.device)
-        # A translation more than twice as long as its source is a repetition that would never end.
-        longest = [min(max_length - 1, 2 * len(encoded[i]) + 10) for i in chosen]
-        if settings.beam == 1:
-            greedy = generate.greedy(model, source, max_len=max(longest), **limits)
-            results = [[(ids, None)] for ids in greedy]
-        else:
-            options = {"beam_size": settings.beam, "n_best": n_best, "max_len": max(longest)}
-            results = generate.beam_search(model, source, **options, **limits)
-        for i, of_sentence, limit in zip(chosen, results, longest, strict=True):
-            for ids, score in of_sentence:
-                found[i].append(Translation(tokenizer.decode(ids[:limit]), ids[:limit], score))
-        progress(len(chosen))
+    # A beam's scores depend on the limit, so a batch has one limit.
+    for longest, group in groupby(by_length, key=lambda i: longest_translation(len(encoded[i]), max_length)):
+        same_limit = list(group)
+        for start in range(0, len(same_limit), sentences):
+            chosen = same_limit[start : start + sentences]
+            source = pad([encoded[i] for i in chosen]).to(settings.device)
+            if settings.beam == 1:
+                greedy = generate.greedy(model, source, max_len=longest, **limits)
+                results = [[(ids, None)] for ids in greedy]
+            else:
+                options = {"beam_size": settings.beam, "n_best": n_best, "max_len": longest}
+                results = generate.beam_search(model, source, **options, **limits)
+            for i, of_sentence in zip(chosen, results, strict=True):
+                found[i] = [Translation(tokenizer.decode(ids), ids, score) for ids, score in of_sentence]
+            progress(len(chosen))
     return found
 
 

@@ -1,25 +1,25 @@
 """What a user asks of the fused path: is it faster than the reference path, and does it compute the same?"""
 
 import copy
-import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from command_line import CommandError
 from torch import Tensor
 
 from fastattn import FusedTransformer, explain, use_backend
-from translation.data import Batch, Example, collate, plan_batches
+from translation.data import Batch, Example, collate
 from translation.settings import Settings
-from translation.training import build_model, build_optimizer, build_step, learning_rate
+from translation.training import build_model, build_optimizer, build_step, learning_rate, plan_epoch
 
 WARM_UP = 2  # batches before the clock starts, on either path
 CAPTURED_AFTER = 3  # steps on batches of one length with --graph, before graphs are replayed
 
 
-class BackendError(Exception):
+class BackendError(CommandError):
     """The backend asked for cannot serve."""
 
 
@@ -71,8 +71,7 @@ def choose_backends(settings: Settings) -> dict[str, str]:
 
 def first_batches(examples: Sequence[Example], settings: Settings, count: int) -> list[Batch]:
     """The batches that training begins with."""
-    order = random.Random(f"epoch 0 of {settings.seed}")
-    plan = plan_batches(examples, settings.batch_tokens, order, settings.length_step)
+    plan = plan_epoch(examples, settings, 0)
     device = torch.device(settings.device)
     return [collate([examples[i] for i in plan[number % len(plan)]], device) for number in range(count)]
 

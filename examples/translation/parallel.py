@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import CommandError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -78,6 +79,17 @@ class Processes:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def in_first(self, work: Callable[[], object]) -> None:
+        """Calls `work` in the first process. A CommandError of it is raised in all of them. Communicates."""
+        error = None
+        if self.is_first:
+            try:
+                work()
+            except CommandError as raised:
+                error = raised
+        if (error := self.gather(error)[0]) is not None:
+            raise error
 
     def share(self, items: list[Any]) -> list[Any]:
         """This process's part of a list, every size-th."""

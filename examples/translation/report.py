@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import writing
 from torch import Tensor
 
 import fastattn
@@ -84,7 +85,8 @@ def write_record(
         "training_tokens_per_second": dataclasses.asdict(speed) if speed else None,
         "agreement_with_reference": dataclasses.asdict(agreement) if agreement else None,
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    with writing(path):
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None, agreement: Agreement | None) -> None:
@@ -100,10 +102,13 @@ def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None
 
     steps, losses = loss_curve(progress)
     epoch_ends = [entry["step"] for entry in progress.epochs]
-    loss_axes.plot(steps, losses, label="training", color="tab:blue")
-    loss_axes.plot(
-        epoch_ends, [entry["val_loss"] for entry in progress.epochs], "o-", label="validation", color="tab:orange"
-    )
+    # Else the gap between the two curves looks like an error.
+    differs = [name for name in ("label smoothing", "dropout") if getattr(settings, name.replace(" ", "_"))]
+    training = "training" + (f" (with {' and '.join(differs)})" if differs else "")
+    loss_axes.plot(steps, losses, label=training, color="tab:blue")
+    validation = [entry["val_loss"] for entry in progress.epochs]
+    without = " (without)" if differs else ""
+    loss_axes.plot(epoch_ends, validation, "o-", label=f"validation{without}", color="tab:orange")
     loss_axes.set(title="Loss per target token", xlabel="step", yscale="log")
     loss_axes.legend()
 
@@ -130,7 +135,8 @@ def plot(path: Path, settings: Settings, progress: Progress, speed: Speed | None
         speed_axes.margins(y=0.12)
     speed_axes.set(title=f"Training tokens per second\n{device_name(settings.device)}")
 
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
@@ -148,5 +154,6 @@ def plot_alignment(path: Path, weights: Tensor, source: Sequence[str], target: S
     axes.set_yticks(range(len(target)), target)
     axes.set(title="Cross-attention, mean over layers and heads", xlabel="source", ylabel="translation")
     figure.colorbar(image, ax=axes, label="weight")
-    figure.savefig(path, dpi=130)
+    with writing(path):
+        figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from command_line import at_least, count, positive, seed_number, usable_device
 
 GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this many tokens: a graph serves one length
 
@@ -31,20 +32,6 @@ def option(
     return dataclasses.field(metadata=metadata)
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
-    return value
-
-
 def share(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
@@ -52,12 +39,11 @@ def share(text: str) -> float:
     return value
 
 
-def usable_device(text: str) -> str:
-    try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {error}") from error
-    return text
+def rate_scale(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 100:  # above, no model learns
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 100, got {value}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -70,7 +56,7 @@ class Settings:
     target: str = option("language to translate to", default="en")
     out: str = option("folder where everything is written", str, "runs/dates", "runs/text", may_change=True)
     vocabulary: int = option("size of the joint BPE", positive, 10000)
-    max_length: int = option("longest sentence, in tokens", positive, 64, 200)
+    max_length: int = option("longest sentence, in tokens, its end included", at_least(2), 64, 200)
     lowercase: bool = option("read text in lower case, and score it so", bool, False)
     dates: int = option("dates to train on", positive, 12000)
     held_out: int = option("dates to validate on, and as many to score", positive, 1000)
@@ -86,11 +72,11 @@ class Settings:
     steps: int | None = option("stop after this many steps, even within an epoch", positive, may_change=True)
     batch_tokens: int = option("padded source, or target, tokens in a batch", positive, 1024, 8192)
     warmup: int = option("steps until the learning rate peaks", positive, 400, 4000)
-    lr_scale: float = option("multiplies the learning rate", float, 0.5, 1.0)
+    lr_scale: float = option("multiplies the learning rate", rate_scale, 0.5, 1.0)
     label_smoothing: float = option("probability spread over all words", share, 0.0, 0.1)
     average: int = option("average the weights of this many last epochs", positive, 3, 5, may_change=True)
     beam: int = option("hypotheses kept while translating; 1 is greedy", positive, 1, may_change=True)
-    seed: int = option("of weights, order and dropout", int, 1)
+    seed: int = option("of weights, order and dropout", seed_number, 1)
     save_every: int = option("steps between saves", positive, 500, may_change=True)
 
     device: str = option(
@@ -126,6 +112,20 @@ class Settings:
     def length_step(self) -> int:
         """What a batch's padded length is a multiple of."""
         return GRAPH_STEP if self.graph else 1
+
+    def check(self) -> None:
+        """ValueError where a value is not one that the command takes: for settings that were read from a file."""
+        for field in dataclasses.fields(self):
+            value, convert = getattr(self, field.name), field.metadata["type"]
+            try:
+                if convert is bool:
+                    right = isinstance(value, bool)
+                else:
+                    right = (value is None and field.metadata["default"] is None) or convert(str(value)) == value
+            except (ValueError, argparse.ArgumentTypeError):
+                right = False
+            if not right:
+                raise ValueError(f"{flag(field.name)} cannot be {value!r}")
 
     def conflicts_with(self, earlier: dict[str, object]) -> list[str]:
         """The options that differ from an earlier run's and must not: ["--d-model was 128, is 256"]."""
@@ -168,6 +168,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     settings = Settings(**options)
     if settings.graph and (settings.accumulate > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1):
         parser.error("--graph takes a whole batch in one process: leave out --accumulate and torchrun")
+    if settings.data == "":
+        parser.error("--data is empty: name a folder, or leave --data out to train on dates")
     if settings.d_model % settings.heads:
         parser.error(f"--heads {settings.heads} does not divide --d-model {settings.d_model}")
     return settings, resume

@@ -4,10 +4,12 @@ Of both tokenizers `encode` adds no BOS and no EOS, and `decode` skips PAD, BOS 
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 PAD, BOS, EOS, UNKNOWN = 0, 1, 2, 3
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]  # at the ids above
+LONGEST_WORD = 1000  # characters; the time to learn a byte-pair encoding grows with the square of the longest word
 
 
 class CharacterTokenizer:
@@ -47,7 +49,9 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> "BpeTokenizer":
-        """Learns merges from `texts` until there are `vocabulary` tokens, 256 bytes and 4 special tokens included."""
+        """Learns merges from `texts` until there are `vocabulary` tokens, 256 bytes and 4 special tokens included.
+
+        Words above LONGEST_WORD characters are left out of the learning. Prints that, for it takes a while."""
         from tokenizers import Tokenizer as HuggingFaceTokenizer
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -60,7 +64,14 @@ class BpeTokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        shorter, left_out = [], 0
+        for text in texts:
+            text, words = re.subn(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}", "", text)
+            shorter.append(text)
+            left_out += words
+        note = f", without {left_out} words of more than {LONGEST_WORD} characters" if left_out else ""
+        print(f"learning BPE from {len(shorter)} lines{note}", flush=True)
+        tokenizer.train_from_iterator(shorter, trainer)
         return cls(tokenizer.to_str())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -77,6 +88,11 @@ Tokenizer = CharacterTokenizer | BpeTokenizer
 
 
 def load_tokenizer(serialized: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote."""
+    """The tokenizer that `to_json` wrote. ValueError or TypeError where it is something else."""
     content = json.loads(serialized)
-    return CharacterTokenizer(content["characters"]) if "characters" in content else BpeTokenizer(serialized)
+    if isinstance(content, dict) and isinstance(content.get("characters"), str):
+        return CharacterTokenizer(content["characters"])
+    try:
+        return BpeTokenizer(serialized)
+    except Exception as error:  # the library has no narrower class
+        raise ValueError(f"not a tokenizer: {error}") from error

@@ -1,5 +1,6 @@
 """Training: the model, the schedule, the loss, one step, and a loop that can be stopped and resumed at any step."""
 
+import math
 import random
 import sys
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from command_line import CommandError
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -18,6 +20,10 @@ from translation.tokens import PAD
 
 ALONE = Processes()
 READ_STEPS = 20  # steps between two readings of the losses; reading waits for the device
+
+
+class TrainingError(CommandError):
+    """Training cannot go on."""
 
 
 def build_model(settings: Settings, vocabulary: int, dropout: float | None = None) -> FusedTransformer:
@@ -110,11 +116,18 @@ def build_step(
     return graphed_step
 
 
+def check_loss(loss: float, where: str) -> None:
+    """TrainingError where it is NaN or infinite: the weights are lost then."""
+    if not math.isfinite(loss):
+        raise TrainingError(f"{where}: the loss is {loss}; begin again with a smaller --lr-scale or more --warmup")
+
+
 @torch.no_grad()
 def validation_loss(
     model: FusedTransformer, examples: Sequence[Example], settings: Settings, processes: Processes = ALONE
 ) -> float:
-    """Cross-entropy a target token over all `examples`, without dropout and label smoothing."""
+    """Cross-entropy a target token over all `examples`, without dropout and label smoothing. TrainingError where it is
+    not finite."""
     model.eval()
     loss_sum, tokens = 0.0, 0
     plan = processes.share(plan_batches(examples, settings.batch_tokens))
@@ -122,6 +135,7 @@ def validation_loss(
         loss_sum += loss_of(model, batch, settings, 0.0, "sum").item()
         tokens += batch.target_tokens
     loss_sum, tokens = processes.add(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()
+    check_loss(loss_sum / tokens, "validation")
     return loss_sum / tokens
 
 
@@ -154,9 +168,13 @@ class Progress:
         self._clock = time.perf_counter()
 
     def settle(self) -> None:
-        """Reads the losses and the clock. The parts of all processes are added up here, many at a time."""
-        self.losses += self._processes.add(torch.stack(self._unread)).tolist() if self._unread else []
+        """Reads the losses and the clock. The parts of all processes are added up here, many at a time. TrainingError
+        where a loss is not finite, so that such a run is not saved."""
+        losses = self._processes.add(torch.stack(self._unread)).tolist() if self._unread else []
         self._unread.clear()
+        for step, loss in enumerate(losses, start=len(self.losses) + 1):
+            check_loss(loss, f"step {step}")
+        self.losses += losses
         now = time.perf_counter()
         self.seconds += now - self._clock
         self._clock = now
@@ -176,10 +194,23 @@ class Progress:
         self.epoch, self.position, self.tokens, self.seconds = self.epoch + 1, 0, 0, 0.0
         return entry
 
+    def check(self) -> None:
+        """ValueError where the counts do not fit together: for a progress that was read from a file."""
+        counts = (self.step, self.epoch, self.position)
+        lengths = (len(self.losses), len(self.target_tokens), len(self.epochs))
+        if any(type(n) is not int or n < 0 for n in counts) or lengths != (self.step, self.step, self.epoch):
+            raise ValueError(f"step, epoch and position {counts} do not fit to {lengths} entries")
+
     def state(self) -> dict[str, object]:
         """Plain values for a checkpoint; `Progress(**state)` gives the progress back."""
         self.settle()
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+def plan_epoch(examples: Sequence[Example], settings: Settings, epoch: int) -> list[list[int]]:
+    """The batches of an epoch, counted from 0, as `plan_batches` gives them; they depend on the seed."""
+    order = random.Random(f"epoch {epoch} of {settings.seed}")
+    return plan_batches(examples, settings.batch_tokens, order, settings.length_step)
 
 
 def train(
@@ -207,8 +238,10 @@ def train(
     progress._processes = processes
     last_step = settings.steps or sys.maxsize
     while progress.epoch < settings.epochs and progress.step < last_step:
-        order = random.Random(f"epoch {progress.epoch} of {settings.seed}")
-        plan = plan_batches(examples, settings.batch_tokens, order, settings.length_step)
+        plan = plan_epoch(examples, settings, progress.epoch)
+        if progress.position > len(plan):
+            done = f"{progress.position} batches of an epoch that has {len(plan)}"
+            raise TrainingError(f"{settings.out}: last.pt is damaged: it counts {done}")
         title, interval = f"epoch {progress.epoch + 1}/{settings.epochs}", 0.2 if sys.stderr.isatty() else 30
         bar = tqdm(
             total=len(plan),

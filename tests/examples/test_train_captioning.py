@@ -9,6 +9,9 @@ import pytest
 import torch
 import train_captioning
 from captioning.scenes import LONGEST, MOTIONS, Vocabulary, make_scenes
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fastattn.models import src_trg_mask
 
@@ -37,14 +40,21 @@ def test_captions_as_tokens() -> None:
     assert torch.equal(forwards[1][real], backwards[1][real].flip(0))
 
 
-def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
+    figures: list[Figure] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
     arguments = ["--epochs", "2", "--scenes", "128", "--beam", "2", "--device", "cpu", "--out", str(out)]
     assert train_captioning.main(arguments) == 0
     printed = capsys.readouterr().out
     for phrase in ("epoch  2", "left to right: ", "right to left: ", "of 300 new videos", "videos/s"):
         assert phrase in printed
     assert (out / "captions.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.undo()
+    (figure,) = figures
+    pyplot.close(figure)
+    (percent,) = [axes for axes in figure.findobj(Axes) if axes.get_ylabel() == "right captions, %"]
+    assert all(tick == int(tick) for tick in percent.get_xticks())
     record = json.loads((out / "record.json").read_text())
     assert record["epochs"][1]["train_loss"] < record["epochs"][0]["train_loss"]
 
@@ -73,8 +83,28 @@ def test_loss_is_that_of_both_directions() -> None:
     torch.testing.assert_close(train_captioning.loss_of(model, scenes, rows, settings), sum(of_words) / 2)
 
 
-def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--epochs", "0", "must be at least 1, got 0"),
+        ("--scenes", "nan", "invalid whole_number value: 'nan'"),
+        ("--seed", "99999999999999999999", "must be at most"),
+        ("--device", "nowhere", "'nowhere' cannot be used"),
+        ("--device", "meta", "'meta' cannot be used"),
+    ],
+)
+def test_bad_options(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        train_captioning.main(["--epochs", "0"])
+        train_captioning.main([option, value])
     assert stop.value.code == 2
-    assert "--epochs must be at least 1, got 0" in capsys.readouterr().err
+    assert f"argument {option}: {message}" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "captioner.pt").mkdir()
+    tiny = ["--epochs", "1", "--scenes", "8", "--beam", "1", "--device", "cpu"]
+    assert train_captioning.main([*tiny, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {tmp_path / 'captioner.pt'}: cannot be written: Is a directory\n")
+    (tmp_path / "file").touch()
+    assert train_captioning.main([*tiny, "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'}: cannot be written: File exists\n"

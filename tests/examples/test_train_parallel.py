@@ -104,6 +104,18 @@ def test_dropout_differs_between_processes_and_goes_on(tmp_path: Path) -> None:
     assert train(tmp_path / "one", 1, *options) != pytest.approx(whole, rel=1e-3)
 
 
+@pytest.mark.full
+def test_an_error_of_the_first_process_ends_all_of_them(tmp_path: Path) -> None:
+    """A file that it alone writes: one line, and no process waits for ever."""
+    (tmp_path / "last.pt").mkdir()
+    result = subprocess.run(
+        [*command(2), *TINY, "--steps", "2", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode != 0
+    assert result.stderr.count(f"error: {tmp_path / 'last.pt'}: cannot be written: Is a directory") == 1
+    assert "translation/training.py" not in result.stderr, "no traceback of a process"
+
+
 def test_a_batch_is_shared_by_tokens() -> None:
     """Every sentence once, nearly as many tokens each; and an empty share where there are too few."""
     device, rng = torch.device("cpu"), np.random.default_rng(0)

@@ -1,17 +1,25 @@
 """The whole command: what it writes, that an interruption loses nothing, and what it says of bad input."""
 
+import io
+import itertools
 import json
+import math
 import os
+import pickle
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import train_translation
 from translation import training
-from translation.checkpoint import load_model
+from translation.checkpoint import load_model, sole_run
 from translation.decoding import translate
 
 COMMAND = Path(train_translation.__file__)
@@ -190,6 +198,124 @@ def test_resume_refuses_another_run(text: Path, tmp_path: Path, capsys: pytest.C
     assert "not the one this run began with" in capsys.readouterr().err
 
 
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    """What `change` makes of a saved run."""
+
+    def apply(content: bytes) -> bytes:
+        state = torch.load(io.BytesIO(content), weights_only=True)
+        change(state)
+        file = io.BytesIO()
+        torch.save(state, file)
+        return file.getvalue()
+
+    return apply
+
+
+CUT_OFF, ELSE = "is cut off, or not a file that", "holds something else than this version"
+DAMAGES: list[tuple[str, str, Callable[[bytes], bytes]]] = [
+    ("last.pt", CUT_OFF, lambda content: b""),
+    ("last.pt", CUT_OFF, lambda content: content[:5000]),
+    ("last.pt", CUT_OFF, lambda content: b"a sentence\n"),
+    ("last.pt", CUT_OFF, lambda content: pickle.dumps(Path.touch)),
+    ("last.pt", ELSE, edited(lambda state: state.clear())),
+    *(("last.pt", ELSE, edited(lambda state, key=key: state.pop(key))) for key in ("tokenizer", "model", "optimizer")),
+    ("last.pt", ELSE, edited(lambda state: state["model"].update({"trg_word_prj.weight": torch.zeros(3, 4)}))),
+    (
+        "last.pt",
+        ELSE,
+        edited(lambda s: s["optimizer"]["state"]["encoder.layer_norm.bias"].update(exp_avg=torch.ones(3))),
+    ),
+    ("last.pt", "1 of 39 tensors hold NaN", edited(lambda s: s["model"]["encoder.layer_norm.bias"].fill_(math.nan))),
+    ("last.pt", ELSE, edited(lambda state: state["progress"].update(step="1"))),
+    ("last.pt", ELSE, edited(lambda state: state["progress"].update(epoch=7))),
+    ("last.pt is damaged", "it counts 1000 batches", edited(lambda state: state["progress"].update(position=1000))),
+    ("epoch-0001.pt", CUT_OFF, lambda content: content[:2000]),
+    ("epoch-0001.pt", ELSE, edited(lambda state: state.popitem())),
+]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one epoch."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert train_translation.main([*DATES, *UNMEASURED, "--epochs", "1", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize(("name", "message", "damage"), DAMAGES)
+def test_resume_refuses_damaged_files(
+    name: str,
+    message: str,
+    damage: Callable[[bytes], bytes],
+    finished_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a step is taken, in one line."""
+    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / name.split()[0]
+    path.write_bytes(damage(path.read_bytes()))
+    monkeypatch.setattr(training, "training_step", None)  # it would be called
+    assert train_translation.main([*DATES, *UNMEASURED, "--epochs", "2", "--resume", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert name in error and message in error and error.count("\n") == 1
+
+
+def test_one_run_in_a_folder(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lock ends with its run. A run that ends within an epoch tells the loss there."""
+    arguments = [*on_text(text, tmp_path / "run"), "--epochs", "1", *UNMEASURED]
+    with sole_run(tmp_path / "run"):
+        assert train_translation.main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: another run is writing there; choose another --out\n"
+    assert train_translation.main([*arguments, "--steps", "1"]) == 0
+    assert "step 1, within epoch 1: validation" in capsys.readouterr().out
+    assert train_translation.main([*arguments, "--resume"]) == 0
+    assert "within epoch" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("last.pt", "Is a directory"), ("model.pt", "File too large"), ("record.json", "Is a directory")],
+)
+def test_files_that_cannot_be_written(
+    name: str,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line that names the file and the reason, and no half a file. "Too large" is as a full disk."""
+    if reason == "Is a directory":
+        (tmp_path / name).mkdir()
+    else:
+        save_model, limits = train_translation.save_model, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+        def on_full_disk(*arguments: Any) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+            try:
+                save_model(*arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+        monkeypatch.setattr(train_translation, "save_model", on_full_disk)
+    assert train_translation.main([*DATES, *UNMEASURED, "--steps", "1", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f"error: {tmp_path / name}: cannot be written: {reason}\n")
+    assert "Traceback" not in error and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_whose_loss_turns_nan_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, losses = training.training_step, itertools.chain([1.0, 1.0, math.nan], itertools.repeat(1.0))
+    monkeypatch.setattr(training, "training_step", lambda *arguments: step(*arguments) * next(losses))
+    arguments = [*DATES, *UNMEASURED, "--out", str(tmp_path), "--save-every", "2"]
+    assert train_translation.main(arguments) == 2
+    assert "error: step 3: the loss is nan; begin again with a smaller --lr-scale" in capsys.readouterr().err
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["progress"]["step"] == 2, "nothing was saved after it"
+
+
 def test_bad_data_is_one_line_and_status_2(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (text / "val.digits").write_text("300\n")
     assert train_translation.main(on_text(text, tmp_path / "run")) == 2
@@ -205,6 +331,14 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--epochs", "0"], "must be at least 1"),
         (["--backend", "fast"], "invalid choice: 'fast'"),
         (["--device", "nowhere"], "'nowhere' cannot be used"),
+        (["--device", "meta"], "'meta' cannot be used"),
+        (["--lr-scale", "nan"], "must be above 0 and at most 100, got nan"),
+        (["--lr-scale", "1e9"], "must be above 0 and at most 100"),
+        (["--lr-scale", "-1"], "must be above 0 and at most 100"),
+        (["--max-length", "1"], "must be at least 2, got 1"),
+        (["--measure-steps", "-1"], "must be at least 0, got -1"),
+        (["--seed", "99999999999999999999"], "must be at most"),
+        (["--data", ""], "--data is empty"),
     ):
         with pytest.raises(SystemExit) as stop:
             train_translation.main([*TINY, *arguments])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import sys
@@ -43,6 +44,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return captured.err
 
 
+def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+
+
 def test_sentences_and_files_agree(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,8 +61,49 @@ def test_sentences_and_files_agree(
     assert translated(capsys, "--model", run / "model.pt", *texts) == lines
     assert translated(capsys, "--model", run, "--input", file, "--output", out) == []
     assert out.read_text().split("\n")[:-1] == lines
-    monkeypatch.setattr(sys, "stdin", io.StringIO(file.read_text()))
+    give_stdin(monkeypatch, file.read_bytes())
     assert translated(capsys, "--model", run) == lines
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        ("abc\u2028fed\nabc\x0cfed\n".encode(), 2),
+        (b"abc\r\nfed", 2),
+        (b"", 0),
+        (b"\n\n", 2),
+        (b"abc\nm\xe4d\n", "line 2: not UTF-8"),
+        (b"a\0b\0", "line 1: holds a zero byte"),
+    ],
+)
+def test_standard_input_is_read_as_a_file(
+    content: bytes, lines: int | str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "input.txt").write_bytes(content)
+    for name, options in ((run / "input.txt", ["--input", run / "input.txt"]), ("standard input", [])):
+        give_stdin(monkeypatch, content)
+        if isinstance(lines, int):
+            assert len(translated(capsys, "--model", run, *options)) == lines
+        else:
+            assert f"{name}, {lines}" in refused(capsys, "--model", run, *options)
+
+
+def test_unknown_characters_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert translate.main(["--model", str(run), "--device", "cpu", "xyz", "abc"]) == 0
+    assert capsys.readouterr().err == "1 of 2 sentences hold characters that the model does not know\n"
+    assert "is not UTF-8" in refused(capsys, "--model", run, "\udce4")
+
+
+def test_standard_output_that_is_full(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert translate.main(["--model", str(run), "--device", "cpu", "abc"]) == 2
+        monkeypatch.undo()
+        assert "standard output: cannot be written: No space left on device" in capsys.readouterr().err
+        with pytest.raises(OSError):
+            full.close()
 
 
 def test_prompt(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +113,13 @@ def test_prompt(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     asked = "".join(translated(capsys, "--model", run))
     expected = translated(capsys, "--model", run, "abc", "fed")
     assert asked == f"> {expected[0]}> {expected[1]}> "
+    assert "--output needs sentences" in refused(capsys, "--model", run, "--output", run / "output.txt")
 
 
 def test_n_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = translated(capsys, "--model", run, "--n-best", 3, "--beam", 4, "abc")
-    scores = [float(line.split("\t")[0]) for line in lines]
-    assert len(lines) == 3
+    lines = translated(capsys, "--model", run, "--n-best", 3, "--beam", 4, "abc", "", "fed")
+    assert len(lines) == 9 and lines[3:6] == ["", "", ""], "a blank line gives as many lines as any other"
+    scores = [float(line.split("\t")[0]) for line in lines[:3]]
     assert scores == sorted(scores, reverse=True)
     assert lines[0].split("\t")[1] == translated(capsys, "--model", run, "--beam", 4, "abc")[0]
     assert "--n-best 3 needs a beam" in refused(capsys, "--model", run, "--n-best", 3, "--beam", 2, "abc")
@@ -83,7 +130,10 @@ def test_long_sentences_are_cut(run: Path, capsys: pytest.CaptureFixture[str]) -
     captured = capsys.readouterr()
     assert captured.err == "1 of 2 sentences are cut to 16 tokens\n"
     assert captured.out.split("\n")[0] == translated(capsys, "--model", run, "a" * 15)[0]
-    assert "--max-length 17 is more than the 16" in refused(capsys, "--model", run, "--max-length", 17, "abc")
+    for length in (17, 1, -1):
+        message = f"--max-length must be from 2 to the model's 16, got {length}"
+        assert message in refused(capsys, "--model", run, "--max-length", length, "abc")
+    assert len(translated(capsys, "--model", run, "--max-length", 2, "abc")) == 1
 
 
 def test_plot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +143,31 @@ def test_plot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = translate.attention_weights(model, torch.tensor([[4, 5, 2]]), [6, 7])
     assert weights.shape == (3, 3)
     torch.testing.assert_close(weights.sum(1), torch.ones(3))
+
+
+def test_paths_are_checked_before_the_work_and_drawn_after_it(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "folder.png").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(translate, "translate", None)  # it would be called
+        for option in ("--plot", "--output"):
+            for path, reason in (("no/x.png", "No such file or directory"), ("folder.png", "Is a directory")):
+                message = f"{run / path}: cannot be written: {reason}"
+                assert message in refused(capsys, "--model", run, option, run / path, "abc")
+        with pytest.raises(SystemExit, match="2"):
+            translate.main(["--model", str(run), "--plot", "x.xyz", "abc"])
+        assert "'x.xyz' does not end in .png" in capsys.readouterr().err
+
+    def full_disk(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
+    arguments = ["--model", str(run), "--device", "cpu", "--plot", str(run / "x.png"), "abc"]
+    assert translate.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    assert captured.err == f"error: {run / 'x.png'}: cannot be written: No space left on device\n"
 
 
 class _Executed:
@@ -122,17 +197,24 @@ def test_files_that_are_no_model(run: Path, capsys: pytest.CaptureFixture[str]) 
     torch.save({"model": _Executed(run / "executed")}, run / "zipped code.pt")
     assert "is cut off, or not a file" in refused(capsys, "--model", run / "zipped code.pt", "abc")
     assert not (run / "executed").exists()
-    for name, other in {
-        "state.pt": content["model"],
-        "list.pt": [1, 2],
-        "no tokenizer.pt": {**content, "tokenizer": None},
-        "other settings.pt": {**content, "settings": {**content["settings"], "unheard_of": 1}},
-        "other sizes.pt": {**content, "settings": {**content["settings"], "d_model": 32}},
-    }.items():
-        torch.save(other, run / name)
-        assert "is not a model that this version of train_translation.py wrote" in refused(
-            capsys, "--model", run / name, "abc"
-        )
+    others = [[1, 2], {}, {**content, "model": None}]
+    settings = [("unheard_of", 1), ("d_model", 32), ("beam", "2"), ("beam", 1.5), ("heads", 0), ("steps", [])]
+    settings += [("lr_scale", float("nan")), ("amp", 1)]
+    others += [{**content, "settings": {**content["settings"], name: value}} for name, value in settings]
+    tokenizers = [None, "{}", "[]", "[1]", '{"characters": ["a", 1]}', '{"characters": 1}', "no JSON"]
+    others += [{**content, "tokenizer": tokenizer} for tokenizer in tokenizers]
+    for other in others:
+        torch.save(other, run / "other.pt")
+        message = f"{run / 'other.pt'}: holds something else than this version of train_translation.py writes"
+        assert message in refused(capsys, "--model", run / "other.pt", "abc")
+    torch.save(content["model"], run / "epoch-0001.pt")
+    assert "epoch-0001.pt: holds weights alone; give the model.pt or" in refused(
+        capsys, "--model", run / "epoch-0001.pt", "abc"
+    )
+    broken = copy.deepcopy(content)
+    broken["model"]["encoder.layer_norm.bias"][0] = float("nan")
+    torch.save(broken, run / "nan.pt")
+    assert "nan.pt: 1 of" in refused(capsys, "--model", run / "nan.pt", "abc")
     assert "cannot be read: No such file" in refused(capsys, "--model", run / "nothing.pt", "abc")
     assert "nothing.txt: cannot be read" in refused(capsys, "--model", run, "--input", run / "nothing.txt")
     assert "cannot be written" in refused(capsys, "--model", run, "--output", run / "no" / "folder.txt", "abc")

@@ -76,6 +76,16 @@ def test_bad_folder_and_languages(folder: Path) -> None:
         read_corpus(folder, "de", "de")
 
 
+def test_very_long_words_are_left_out_of_learning(capsys: pytest.CaptureFixture[str]) -> None:
+    """They would take minutes; the rest of their line is learned from."""
+    line, long = TEXTS[1], "x" * 200_000
+    tokenizer = BpeTokenizer.train([line, f"{line} {long} {line}", "y" * 1000] * 10, vocabulary=400)
+    assert capsys.readouterr().out == ("learning BPE from 30 lines, without 10 words of more than 1000 characters\n")
+    assert tokenizer.to_json() == BpeTokenizer.train([line, f"{line}  {line}", "y" * 1000] * 10, 400).to_json()
+    assert capsys.readouterr().out == "learning BPE from 30 lines\n"
+    assert tokenizer.decode(tokenizer.encode([long])[0]) == long
+
+
 def test_bpe_gives_every_text_back() -> None:
     tokenizer = BpeTokenizer.train(TEXTS[:2] * 10, vocabulary=300)
     unseen = [*TEXTS, "</s> is <pad>ding", "\u2028 ﬁ e\u0301"]

@@ -4,6 +4,7 @@ import datetime
 import re
 
 import pytest
+from translation.data import DataError
 from translation.dates import PLAIN_FORMS, SHORT_YEAR_FORMS, SLASH_FORMS, date_corpus, forms_of, ordinal, write
 
 
@@ -59,4 +60,6 @@ def test_corpus() -> None:
     train, val, test = ({iso for _, iso in pairs} for pairs in (corpus.train, corpus.val, corpus.tests["held-out"]))
     assert (len(train), len(val), len(test), len(corpus.train)) == (300, 100, 100, 600)
     assert not train & val and not train & test and not val & test
+    with pytest.raises(DataError, match="--dates 73000 and twice --held-out 25 are more than the 73049 dates"):
+        date_corpus(73000, 25, 2, seed=7)
     assert all(re.fullmatch(r"(19|20)\d\d-\d\d-\d\d", iso) for iso in train | val | test)

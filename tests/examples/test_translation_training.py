@@ -1,22 +1,29 @@
 """Schedule, loss, averaging and decoding."""
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
 from translation.checkpoint import average
-from translation.data import Batch
+from translation.data import Batch, Example
 from translation.decoding import Translation, bleu, exact_match, translate
+from translation.report import plot
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
 from translation.training import (
     Progress,
+    TrainingError,
     build_model,
     build_optimizer,
     build_step,
     learning_rate,
     loss_of,
     training_step,
+    validation_loss,
 )
 
 from fastattn import FusedTransformer
@@ -118,6 +125,44 @@ def test_progress_of_an_epoch(batch: Batch) -> None:
     assert (progress.epoch, progress.position, progress.tokens, progress.step) == (1, 0, 0, 2)
 
 
+def test_a_loss_that_is_not_finite_ends_the_training(settings: Settings, batch: Batch) -> None:
+    progress = Progress()
+    progress.add(torch.tensor(3.0), batch)
+    progress.add(torch.tensor(float("nan")), batch)
+    with pytest.raises(TrainingError, match=r"step 2: the loss is nan; begin again with a smaller --lr-scale"):
+        progress.state()
+    model = build_model(settings, vocabulary=10)
+    with torch.no_grad():
+        model.trg_word_prj.weight[4] = float("inf")
+    example = Example(np.array([5, EOS]), np.array([BOS, 6, EOS]))
+    with pytest.raises(TrainingError, match="validation: the loss is nan"):
+        validation_loss(model, [example], settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ([], ["training", "validation"]),
+        (["--dropout", "0.1"], ["training (with dropout)", "validation (without)"]),
+        (
+            ["--dropout", "0.1", "--label-smoothing", "0.1"],
+            ["training (with label smoothing and dropout)", "validation (without)"],
+        ),
+    ],
+)
+def test_curves_say_what_the_training_loss_is(
+    options: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    progress = Progress(step=2, epoch=1, losses=[2.0, 1.0], epochs=[{"step": 2, "val_loss": 1.0}])
+    plot(tmp_path / "curves.png", parse_arguments([*TINY, *options])[0], progress, None, None)
+    monkeypatch.undo()
+    (figure,) = figures
+    pyplot.close(figure)
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == labels
+
+
 def test_average() -> None:
     states = [{"weight": torch.tensor([1.0, 2**24])}, {"weight": torch.tensor([2.0, 2**24 + 2])}]
     mean = average(states)["weight"]
@@ -136,14 +181,18 @@ def scrambled_model(settings: Settings, vocabulary: int) -> FusedTransformer:
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_translations_of_a_batch_are_those_of_one_by_one(settings: Settings, beam: int) -> None:
-    tokenizer = CharacterTokenizer("abcdef")
+    """Also where a translation is stopped at its limit, which depends on the length of its source."""
+    settings, tokenizer = dataclasses.replace(settings, beam=beam, max_length=64), CharacterTokenizer("abcdef")
     model = scrambled_model(settings, tokenizer.size)
-    texts = ["abcabc", "fed", "", "a"]
-    settings = dataclasses.replace(settings, beam=beam)
-    long = "f" * 15  # in every batch, as a batch's longest text limits its translations
-    together = texts_of(translate(model, tokenizer, [*texts, long], settings))
-    assert together[:4] == [texts_of(translate(model, tokenizer, [text, long], settings))[0] for text in texts]
-    assert len(set(together)) > 2
+    texts = ["abcabc", "fed", "", "a", "f" * 40]
+    n_best = min(2, beam)
+    together = translate(model, tokenizer, texts, settings, n_best)
+    for text, found in zip(texts, together, strict=True):
+        (alone,) = translate(model, tokenizer, [text], settings, n_best)
+        assert [(t.text, t.ids) for t in found] == [(t.text, t.ids) for t in alone]
+        if beam > 1:
+            assert [t.score for t in found] == pytest.approx([t.score for t in alone], rel=1e-5)
+    assert len(set(texts_of(together))) > 2
 
 
 def test_n_best_and_progress(settings: Settings) -> None:

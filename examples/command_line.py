@@ -1,0 +1,53 @@
+"""What the commands of this folder share: the values that options take, and errors that are one line."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+
+class CommandError(Exception):
+    """The command prints this as one line, and its exit status is 2. The message names the file or the option."""
+
+
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that takes a whole number."""
+
+    def whole_number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
+        return value
+
+    return whole_number
+
+
+positive, count, seed_number = at_least(1), at_least(0), at_least(0, 2**63 - 1)
+
+
+def usable_device(text: str) -> str:
+    try:
+        torch.zeros(1, device=text).item()  # "meta" has no numbers
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from error
+    return text
+
+
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """CommandError, naming `path` and the reason, where what is done within cannot write it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # On a full disk torch.save raises an error without the reason; the system's own error came before it.
+        cause: BaseException | None = error
+        while cause and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if not cause:
+            raise
+        raise CommandError(f"{path}: cannot be written: {cause.strerror or cause}") from error
