@@ -22,7 +22,7 @@ Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None 
 FREE: Band = (None, None)
 _ALIGNMENTS = ("top_left", "bottom_right")
 _STRUCTURE = ("attn_mask", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
-# Of what a mask has prepared, so many of the newest are kept: for the layouts of the last few lengths.
+# How many of its prepared layouts a mask keeps, the newest: those of the last few lengths.
 KEPT = 16
 
 

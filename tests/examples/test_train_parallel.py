@@ -106,7 +106,7 @@ def test_dropout_differs_between_processes_and_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_an_error_of_the_first_process_ends_all_of_them(tmp_path: Path) -> None:
-    """A file that it alone writes: one line, and no process waits for ever."""
+    """A file that it alone writes: one line, and no process is left waiting."""
     (tmp_path / "last.pt").mkdir()
     result = subprocess.run(
         [*command(2), *TINY, "--steps", "2", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300
