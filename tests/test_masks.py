@@ -10,7 +10,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from mask_cases import KINDS, brute_force, mask_kinds, offsets, prefix
 from torch._dynamo.backends.common import aot_autograd
 
-from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask
+from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, scaled_dot_product_attention
 from fastattn.masks import Layout, PreparedMask, flatten, unflatten
 from fastattn.masks import mask as mask_module
 
@@ -397,8 +397,10 @@ def test_replace_and_with_bias_take_what_the_constructor_takes() -> None:
 
 
 def test_a_float_mask_of_zeros_and_ones_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="attn_mask.bool()"):
-        AttentionMask.of(BOOLS.float().tril())
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.warns(UserWarning, match="attn_mask.bool()") as caught:
+        scaled_dot_product_attention(q, q, q, torch.ones(4, 4).tril())
+    assert caught[0].filename == __file__, "the warning names the caller's line"
     for bias in (FLOATS, BOOLS.float(), FLOATS + torch.arange(4.0), BOOLS.float().tril().requires_grad_()):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

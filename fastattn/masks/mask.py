@@ -442,7 +442,7 @@ def _warn_of_zeros_and_ones(mask: Tensor) -> None:
     low, high = mask.aminmax()
     if low == 0 and high == 1 and ((mask == 0) | (mask == 1)).all():
         message = "attn_mask holds only 0.0 and 1.0, and a float mask is added to the scores, as in torch"
-        warnings.warn(f"{message}; if 1 means attend, pass attn_mask.bool()", stacklevel=4)
+        warnings.warn(f"{message}; if 1 means attend, pass attn_mask.bool()", stacklevel=5)
 
 
 def _window_band(window: tuple[int | None, int | None] | None) -> Band:
