@@ -46,6 +46,7 @@ def write(content: str) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_the_command_measures_and_its_record_counts(tmp_path: Path) -> None:
     """In processes of its own, as a user does: first tune, then another program."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
