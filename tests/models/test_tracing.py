@@ -44,8 +44,9 @@ def test_export_with_a_free_batch_and_free_lengths(what, strict):
         torch.testing.assert_close(loaded(*given), module(*given))
 
 
-@pytest.mark.parametrize("what", ["logits", pytest.param("loss", marks=pytest.mark.full)])
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full  # every op's test_one_graph_for_all_sizes, and a model's one compiled graph, are of the everyday tier
+@pytest.mark.parametrize("what", ["logits", "loss"])
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_one_compiled_graph_for_all_sizes(dynamic, what):
     """Batches that change compile once more, then no more; without a graph break. Gradients are those of eager."""
     torch._dynamo.reset()
