@@ -131,6 +131,7 @@ def test_transposed_operands_and_adds(values: tuple[str, str], place: Place, set
     torch.testing.assert_close(sums, 1 + added)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_compiles_for_the_device(tmp_path: Path) -> None:
     """So that on the first machine with a GPU it does not fail for that."""

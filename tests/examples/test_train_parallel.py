@@ -46,11 +46,10 @@ def losses_of(out: Path) -> list[float]:
     return torch.load(out / "last.pt", weights_only=True)["progress"]["losses"]
 
 
-def test_two_processes_train_as_one_and_one_goes_on(tmp_path: Path) -> None:
-    """Ten steps in one process; and six in two, with batches in two parts each, then four in one."""
-    alone = train(tmp_path / "one", 1, "--steps", "10")
-    assert train(tmp_path / "two", 2, "--accumulate", "2", "--steps", "6") == pytest.approx(alone[:6], rel=1e-5)
-    assert train(tmp_path / "two", 1, "--resume", "--steps", "10") == pytest.approx(alone, rel=1e-5)
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """Six steps in one process; and in two, with batches in two parts each."""
+    alone = train(tmp_path / "one", 1, "--steps", "6")
+    assert train(tmp_path / "two", 2, "--accumulate", "2", "--steps", "6") == pytest.approx(alone, rel=1e-5)
     records = [json.loads((tmp_path / name / "record.json").read_text()) for name in ("one", "two")]
     assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], rel=1e-5)
     translations = [(tmp_path / name / "held-out.translations").read_text() for name in ("one", "two")]

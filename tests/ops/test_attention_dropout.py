@@ -203,7 +203,8 @@ def test_cuda_graph_draws_anew_at_every_replay(backend: str, device: torch.devic
     assert not torch.equal(replays[0], replays[1]) and not torch.equal(replays[1], replays[2])
 
 
-@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full  # test_derivatives.py has every op, in the everyday tier
+@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_activation_checkpointing(backend: str, use_reentrant: bool, device: torch.device) -> None:
     """The recomputed forward draws the same mask."""
