@@ -153,12 +153,11 @@ def test_frozen_inputs(backend: str, needs: str, device: torch.device) -> None:
         assert torch.equal(a, b) if letter in needs else b is None, name
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("empty", ["d", "d_ff", "d_out"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_empty_widths(backend: str, empty: str, activation: str, dropout_p: float, device: torch.device) -> None:
-    p, call = make(activation, dropout_p, tokens=5, **{empty: 0}, device=device), backend_call(backend, device)
+def test_empty_widths(backend: str, empty: str, activation: str, device: torch.device) -> None:
+    p, call = make(activation, 0.5, tokens=5, **{empty: 0}, device=device), backend_call(backend, device)
     check(p, call)
     if empty == "d":
         out = call(p.x, *p.inputs[1:], activation, 0.0)
@@ -166,13 +165,13 @@ def test_empty_widths(backend: str, empty: str, activation: str, dropout_p: floa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_everything_dropped(backend: str, activation: str, dtype: torch.dtype, device: torch.device) -> None:
-    p = make(activation, 1.0, tokens=5, dtype=dtype, device=device)
-    got = solve(p, backend_call(backend, device))
-    assert torch.equal(got.out, p.bias2.expand_as(got.out))
-    assert not any(grad.any() for grad in got[1:-1])
+def test_everything_dropped(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    for activation in ("relu", "swiglu"):
+        p = make(activation, 1.0, tokens=5, dtype=dtype, device=device)
+        got = solve(p, backend_call(backend, device))
+        assert torch.equal(got.out, p.bias2.expand_as(got.out))
+        assert not any(grad.any() for grad in got[1:-1])
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5, 1.0])
