@@ -59,7 +59,7 @@ def use(model: Model) -> Model:
 
     model: a transformers model, or a module that holds some, such as one that peft or torch.compile made of it.
     save_pretrained does not store the choice: from_pretrained of a saved model needs `use` again.
-    Raises TypeError for what holds no transformers model, ValueError for one that has attention of its own making.
+    Raises TypeError for what holds no transformers model, ValueError for one that computes its attention itself.
     """
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)] if isinstance(model, nn.Module) else []
     if not models:

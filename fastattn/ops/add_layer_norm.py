@@ -322,7 +322,7 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         dout, dz, z = (None if t is None else arguments.as_matrix(t) for t in (dout, dz, z))
         options = (dropout_p, rng_state, has_residual, x_bias, eps_on_std)
         dx, dresidual, *sums = module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
-        if dresidual is dx:
+        if dresidual is dx:  # one tensor for both, of which PyTorch gives two leaves a copy each
             dx = dresidual = dx.view(shape)
         else:
             dx, dresidual = dx.view(shape), None if dresidual is None else dresidual.view(shape)
