@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -10,34 +15,60 @@ import torch
 # change in place; the second runs as every later one will.
 WARM_UP = 2
 
+# Warm-up and capture run on one stream a device: cuBLAS keeps a workspace for each stream, 32 MiB on Hopper, forever.
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+# So only one thread at a time may use that stream. PyTorch allows one capture at a time anyway.
+_lock = threading.RLock()
+
 
 class CudaGraphs:
-    """The calls of torch.cuda: one stream for warm-up and capture, and one memory pool for all graphs."""
+    """The calls of torch.cuda: the device's stream for warm-up and capture, and one memory pool for all graphs.
+
+    No tensor allocated during a capture may be used after it: another graph of the pool writes there. The graphs must
+    be replayed on one stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.device = device
+        self.pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that use the pool
 
     def warm_up(self, work: Callable[[], None]) -> None:
         """work(), on the stream of the capture: libraries such as cuBLAS allocate workspaces for each stream."""
-        current = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            work()
-        current.wait_stream(self.stream)
+        with _lock:
+            stream, current = self._stream(), torch.cuda.current_stream(self.device)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                work()
+            current.wait_stream(stream)
 
     def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
         """A function that replays work. Capturing runs nothing on the GPU. generators: other than torch's own."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
-        for generator in generators:
-            graph.register_generator_state(generator)
-        try:
-            # thread_local: another thread, such as a data loader's, may pin memory during the capture.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                work()
-        finally:
-            torch.cuda.set_stream(current)  # a failed capture does not restore it
+        # The device is made the current one for the whole capture: set_stream below changes it too.
+        with _lock, torch.cuda.device(self.device), _without_garbage_collection(), _autograd_on_capturing_stream():
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+            for generator in generators:
+                graph.register_generator_state(generator)
+            if not self._graphs:  # at first, and because the allocator refuses a pool whose graphs are all gone
+                self.pool = torch.cuda.graph_pool_handle()
+            try:
+                # thread_local: another thread, such as a data loader's, may pin memory during the capture.
+                with torch.cuda.graph(graph, pool=self.pool, stream=self._stream(), capture_error_mode="thread_local"):
+                    work()
+            except BaseException:
+                # The allocator may still be recording into the pool, and the stream may still be capturing.
+                self._graphs.clear()
+                _streams.pop(self.device, None)
+                raise
+            finally:
+                torch.cuda.set_stream(current)  # a failed capture does not restore it
+            self._graphs.add(graph)
         return graph.replay
+
+    def _stream(self) -> torch.cuda.Stream:
+        if self.device not in _streams:
+            _streams[self.device] = torch.cuda.Stream(self.device)
+        return _streams[self.device]
 
 
 class CapturedWork:
@@ -54,20 +85,55 @@ class CapturedWork:
         hint: str,
         generators: Sequence[torch.Generator] = (),
     ) -> None:
-        self.work, self.graphs, self.name, self.hint, self.generators = work, graphs, name, hint, generators
+        self.work: Callable[[], None] | None = work  # None once it is captured: a graph keeps no Python objects alive
+        self.graphs, self.name, self.hint, self.generators = graphs, name, hint, generators
         self.runs = 0
         self.replay: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         if self.replay is None and self.runs < WARM_UP:
-            self.runs += 1
             self.graphs.warm_up(self.work)
+            self.runs += 1
             return
         if self.replay is None:
             try:
                 self.replay = self.graphs.captured(self.work, self.generators)
             except RuntimeError as error:
+                self.runs = 0  # the next capture is on another stream
                 raise RuntimeError(
                     f"{self.name} could not be captured: {error}\nSomething in it waits for the device; {self.hint}"
                 ) from error
+            self.work = None
         self.replay()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A graph that is part of a cycle is destroyed by the collector, which would invalidate a capture."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def _autograd_on_capturing_stream() -> Iterator[None]:
+    """Gradients are accumulated on the stream of the capture, also where an earlier step's loss is still alive.
+
+    Such a loss keeps each parameter's AccumulateGrad node alive, which remembers the stream of that step. PyTorch has
+    this setting, for the whole process, from 2.13 on. Before, such a capture fails.
+    """
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if override is None:
+        yield
+        return
+    before = torch._C._override_stale_capture_stream()
+    override(True)
+    try:
+        yield
+    finally:
+        override(before)

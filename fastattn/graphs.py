@@ -140,7 +140,11 @@ class GraphedStep:
             work()
             return
         if key not in self._captured_work:
-            hint = "GraphedStep(..., capture=False) runs the same step eagerly, for a debugger"
+            hint = (
+                "GraphedStep(..., capture=False) runs the same step eagerly, for a debugger. Before torch 2.13 a "
+                "capture also fails while the loss of an eager step, or another result with a gradient, is alive: "
+                "del loss"
+            )
             self._captured_work[key] = CapturedWork(work, self._graphs, "the training step", hint)
         self._captured_work[key]()
 
@@ -265,7 +269,7 @@ class _LearningRates:
         for i, group in enumerate(self.groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):
-                self.on_device[i].copy_(rate)
+                self.on_device[i].copy_(rate, non_blocking=True)
             elif rate != self.copied[i]:
                 self.on_device[i].fill_(rate)
             self.copied[i] = None if isinstance(rate, Tensor) else rate

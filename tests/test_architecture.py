@@ -17,7 +17,7 @@ ALLOWED = {
     "integrations": {"integrations", "models", "nn", "ops", "masks"},
     "graphs": {"models", "generate", "ops", "_dispatch", "_cuda_graphs"},
     "models": {"models", "generate", "nn", "ops", "masks", "_dispatch"},
-    "generate": {"generate", "nn", "ops", "_cuda_graphs"},
+    "generate": {"generate", "nn", "ops", "_dispatch", "_cuda_graphs"},
     "nn": {"nn", "ops", "masks", "_dispatch", "_products"},  # it asks whether the plain formula was asked for
     "ops": {"ops", "_dispatch", "masks", "reference"},
     "reference": {"reference", "masks"},

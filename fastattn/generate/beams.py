@@ -84,12 +84,12 @@ class Beams(Search):
         best, choice = topk_of_sums(self.state["log_p"], log_p, k)
         return best, choice // log_p.shape[2], choice % log_p.shape[2]
 
-    def history(self, sentence: int, row: int) -> list[int]:
-        """The tokens fed to a row, without BOS."""
-        fed = self.state["fed"][sentence, 1 : self.cache.length]
-        if self.cache.ancestors is None:
+    def history(self, state: dict[str, Tensor], row: int) -> list[int]:
+        """The tokens fed to a row, without BOS. state: as in `result`."""
+        fed = state["fed"][1 : self.cache.length]
+        if "ancestors" not in state:
             return fed[:, row].tolist()
-        rows = self.cache.ancestors[sentence, row, 1 : self.cache.length].long()
+        rows = state["ancestors"][row, 1 : self.cache.length].long()
         return fed.gather(1, rows[:, None])[:, 0].tolist()
 
 
@@ -145,20 +145,15 @@ class _Beams(Beams):
         sentences = torch.cat([state["sentence"], history], 1)
         state["sentence"].copy_(sentences.gather(1, kept[..., None].expand(-1, -1, cache.capacity)))
 
-    def result(self, sentence: int) -> list[Hypothesis]:
-        state = {
-            name: self.state[name][sentence].tolist() for name in ("score", "length", "sentence", "log_p", "tokens")
-        }
-        found = [
-            Hypothesis(tokens[1 : 1 + length], score)
-            for score, length, tokens in zip(state["score"], state["length"], state["sentence"], strict=True)
-            if score > -math.inf
-        ]
+    def result(self, state: dict[str, Tensor]) -> list[Hypothesis]:
+        ended = zip(*(state[name].tolist() for name in ("score", "length", "sentence")), strict=True)
+        found = [Hypothesis(tokens[1 : 1 + length], score) for score, length, tokens in ended if score > -math.inf]
         missing = len(state["score"]) - len(found) if self.cache.length == self.cache.capacity else 0
         divisor = (self.cache.length + 1) ** self.length_penalty
-        for row, (log_p, token) in enumerate(zip(state["log_p"], state["tokens"], strict=True)):
+        newest = zip(state["log_p"].tolist(), state["tokens"].tolist(), strict=True)
+        for row, (log_p, token) in enumerate(newest):
             if row < missing and log_p > -math.inf:
-                found.append(Hypothesis([*self.history(sentence, row), token], log_p / divisor))
+                found.append(Hypothesis([*self.history(state, row), token], log_p / divisor))
         return found
 
 

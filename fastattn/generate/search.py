@@ -1,4 +1,4 @@
-"""What all ways of decoding share: the loop over steps, the batch that shrinks, and one CUDA graph a step on a GPU.
+"""What all ways of decoding share: the loop over steps, and the batch that shrinks. How a step runs: steps.py.
 
 A model is decoded through two methods. FusedTransformer has them, and so may any other:
 
@@ -10,6 +10,7 @@ What wraps such a model and keeps it as `module`, as torch.optim.swa_utils.Avera
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,16 +20,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastattn._cuda_graphs import CapturedWork, CudaGraphs
+from fastattn.generate.steps import Steps
 from fastattn.nn import DecoderCache
 
 OnToken = Callable[[int, list[int], list[list[int]]], None]
 
 # Steps between two looks at what a GPU has decoded: each look waits for it.
 STEPS_BETWEEN_LOOKS = 8
-# Sentences that are done leave the batch when they are this share of it: the others' caches must be copied. A GPU also
-# needs a new graph.
-DONE_ON_A_CPU, DONE_ON_A_GPU = 0.25, 0.5
+# On a CPU sentences that are done leave the batch when they are this share of it: the others' caches must be copied.
+DONE_ON_A_CPU = 0.25
+# On a GPU a batch of another size needs a CUDA graph of its own, so the batch is halved, down to this many sentences,
+# of which some may be done. A step of fewer takes as long.
+LEAST_ON_A_GPU = 8
 
 
 class Decodable(Protocol):
@@ -71,67 +74,86 @@ class Search(ABC):
         """From logits (B, W, classes) of the position before cache.position: new tokens, and who is done."""
 
     @abstractmethod
-    def result(self, sentence: int) -> Any:
-        """What was found for a sentence of the present batch."""
+    def result(self, state: dict[str, Tensor]) -> Any:
+        """What was found for a sentence. state: its rows of `state` and of cache.ancestors, on the host."""
+
+    def results(self, sentences: Tensor) -> list[Any]:
+        """The results of these sentences of the present batch, (n,) int64, with one copy to the host a tensor."""
+        ancestors = {} if self.cache.ancestors is None else {"ancestors": self.cache.ancestors}
+        state = {name: t[sentences].cpu() for name, t in (self.state | ancestors).items()}
+        return [self.result({name: t[i] for name, t in state.items()}) for i in range(len(sentences))]
 
     def note_nan(self, values: Tensor) -> None:
         """values: (B, ..), of which none may be NaN."""
         self.state["broken"] |= values.isnan().flatten(1).any(1)
 
-    def select(self, sentences: Tensor) -> None:
-        self.state = {name: t[sentences] for name, t in self.state.items()}
-        self.cache.select(sentences)
+    def select(self, sentences: Tensor) -> Search:
+        """This search of these sentences alone, with tensors of its own."""
+        selected = copy.copy(self)
+        selected.state = {name: t[sentences] for name, t in self.state.items()}
+        selected.cache = copy.copy(self.cache)
+        selected.cache.select(sentences)
+        return selected
+
+    def resume(self, other: Search) -> None:
+        """Go on from `other`, a search of the same kind and sizes, at this one's addresses: for a CUDA graph."""
+        for name, t in self.state.items():
+            t.copy_(other.state[name])
+        self.cache.resume(other.cache)
 
 
 def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> list[Any]:
     """Step until every sentence is done or the cache is full. Returns the results in the order of the sentences."""
-    cache = search.cache
-    results: list[Any] = [None] * cache.batch
-    sentences = list(range(cache.batch))
-    one_step = _Step(model, search)
-    while sentences:
-        decoded = (~search.state["done"]).nonzero()[:, 0].tolist() if on_token is not None else []
-        one_step()
-        if decoded:
-            tokens = search.state["tokens"].tolist()
-            on_token(cache.length, [sentences[i] for i in decoded], [tokens[i] for i in decoded])
-        full = cache.length == cache.capacity
-        if cache.on_device and not full and cache.length % STEPS_BETWEEN_LOOKS:
-            continue
-        if search.state["broken"].any():
-            raise ValueError(
-                f"the model gave NaN within {cache.length} tokens: its weights or its input are not finite"
-            )
-        done = search.state["done"] | full
-        share = done.float().mean().item()
-        if share == 0 or share < (DONE_ON_A_GPU if cache.on_device else DONE_ON_A_CPU):
-            continue
-        for i in done.nonzero()[:, 0].tolist():
-            results[sentences[i]] = search.result(i)
-        left = (~done).nonzero()[:, 0]
-        sentences = [sentences[i] for i in left.tolist()]
-        if sentences:
-            search.select(left)
-            one_step = _Step(model, search)
-    return results
+    sentences = list(range(search.cache.batch))
+    results: list[Any] = [None] * len(sentences)
+    done = [False] * len(sentences)
+    if not sentences:
+        return results
+    steps = Steps(model, search)
+    try:
+        while True:
+            steps()
+            search, cache = steps.search, steps.search.cache
+            full = cache.length == cache.capacity
+            if cache.on_device and not full and on_token is None and cache.length % STEPS_BETWEEN_LOOKS:
+                continue
+            # The one read of a step: a GPU is waited for here.
+            names = ("broken", "done") if on_token is None else ("broken", "done", "tokens")
+            read = torch.cat([search.state[name].view(cache.batch, -1) for name in names], 1).tolist()
+            if any(broken for broken, *_ in read):
+                raise ValueError(
+                    f"the model gave NaN within {cache.length} tokens: its weights or its input are not finite"
+                )
+            if on_token is not None:
+                decoded = [i for i, was_done in enumerate(done) if not was_done]
+                on_token(cache.length, [sentences[i] for i in decoded], [read[i][2:] for i in decoded])
+            done = [full or bool(row[1]) for row in read]
+            left = [i for i, is_done in enumerate(done) if not is_done]
+            batch = _smaller_batch(len(done), len(left), cache.on_device)
+            if left and batch == len(done):
+                continue
+            finished = [i for i, is_done in enumerate(done) if is_done]
+            order = torch.tensor(left + finished, device=cache.position.device)
+            for i, result in zip(finished, search.results(order[len(left) :]), strict=True):
+                results[sentences[i]] = result
+            if not left:
+                return results
+            kept = (left + finished)[:batch]
+            sentences, done = [sentences[i] for i in kept], [done[i] for i in kept]
+            smaller = search.select(order[:batch])
+            steps.end()
+            steps.start(smaller)
+    finally:
+        steps.end()
 
 
-class _Step:
-    """A step of a search: on a CPU a plain call, on a GPU a CUDA graph for as long as the batch stays as it is."""
-
-    def __init__(self, model: Decodable, search: Search) -> None:
-        self.cache = search.cache
-        self.work: Callable[[], None] = lambda: search.step(model)
-        if self.cache.on_device:
-            graphs = CudaGraphs(self.cache.position.device)
-            generators = () if search.generator is None else (search.generator,)
-            hint = "the model reads values on the host, and cannot be decoded on a GPU as it is"
-            self.work = CapturedWork(self.work, graphs, "a step of decoding", hint, generators)
-
-    def __call__(self) -> None:
-        length = self.cache.length
-        self.work()
-        self.cache.length = length + 1  # a graph runs nothing on the host
+def _smaller_batch(batch: int, left: int, on_device: bool) -> int:
+    """How many sentences to go on with, of a batch of which so many are left to be decoded."""
+    if not on_device:
+        return left if batch - left >= DONE_ON_A_CPU * batch else batch
+    while (half := (batch + 1) // 2) >= max(left, LEAST_ON_A_GPU):
+        batch = half
+    return batch
 
 
 @contextmanager

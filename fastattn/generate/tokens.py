@@ -30,14 +30,10 @@ class _OneRow(Search):
         state["length"] += ~state["done"]
         state["tokens"].copy_(token[:, None])
 
-    def result(self, sentence: int) -> list[int]:
-        length = self.state["length"][sentence].item()
+    def result(self, state: dict[str, Tensor]) -> list[int]:
         # The newest token has not been fed.
-        history = [
-            *self.state["fed"][sentence, 1 : self.cache.length, 0].tolist(),
-            *self.state["tokens"][sentence].tolist(),
-        ]
-        return history[:length]
+        history = [*state["fed"][1 : self.cache.length, 0].tolist(), *state["tokens"].tolist()]
+        return history[: int(state["length"])]
 
 
 class _Greedy(_OneRow):

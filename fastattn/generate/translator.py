@@ -66,10 +66,11 @@ class Translator(nn.Module):
         return [[self.trg_bos_idx, *tokens] for tokens in found]
 
 
-class _Unscaled:
+class _Unscaled(nn.Module):
     """The model with the logits that the public Translator looks at."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.model = model
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
@@ -97,10 +98,10 @@ class _PublicBeams(Beams):
         # The public loop looks for EOS from its second step on.
         state["done"] |= (state["end"] > 0).all(1) & (self.cache.position > 1)
 
-    def result(self, sentence: int) -> list[int]:
-        end, log_p = self.state["end"][sentence], self.state["log_p"][sentence]
+    def result(self, state: dict[str, Tensor]) -> list[int]:
+        end, log_p = state["end"], state["log_p"]
         row = 0  # where some beam never ended, the public class takes the first
-        if self.state["done"][sentence]:
+        if state["done"]:
             row = int((log_p / end.float() ** self.alpha).argmax())
-        tokens = [*self.history(sentence, row), self.state["tokens"][sentence, row].item()]
-        return tokens[: end[row].item() - 1] if end[row] > 0 else tokens
+        tokens = [*self.history(state, row), int(state["tokens"][row])]
+        return tokens[: int(end[row]) - 1] if end[row] > 0 else tokens

@@ -101,7 +101,7 @@ class DecoderLayer(_Layer):
         x = self.sublayer_connection[0](x, self.attn.step(x, cache))
         for which, connection in zip(range(len(cache.memories)), self.sublayer_connection[1:-1], strict=False):
             x = connection(x, self.attn.step_to_memory(x, cache, which))
-        return self.feed(x)
+        return self.sublayer_connection[-1](x, self.feed_forward.step(x, cache))
 
 
 class Encoder(nn.Module):
@@ -364,7 +364,8 @@ class _Direction(nn.Module):
         return self.decoder.step(pos_embed(self.model.trg_embed(tokens), place), cache)
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        return self.model.generator(self.step(tokens, cache))
+        states, generator = self.step(tokens, cache), self.model.generator
+        return generator.step(states, cache) if type(generator) is Generator else generator(states)
 
 
 def src_trg_mask(src: Any, r2l_trg: Tensor | None, trg: Tensor | None, pad_idx: int) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._dispatch import Backend
-from fastattn.nn.packed_linear import PackedLinears
+from fastattn.nn.prepared_linear import PreparedLinears
 from fastattn.ops.decode_attention import decode_attention
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -59,7 +61,7 @@ class DecoderCache:
         self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # where each sequence stood in the batch at first
-        self.linear = PackedLinears()  # for the maps of every step
+        self.linear = PreparedLinears()  # for the maps of every step
         self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer
 
     def attend(
@@ -105,8 +107,7 @@ class DecoderCache:
     def reorder(self, parents: Tensor) -> None:
         """Row w goes on from what was row parents[b, w]. parents: (B, W) int64. To be called after `advance`."""
         if self.ancestors is None:
-            own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
-            self.ancestors = own[:, None].repeat(self.batch, 1, self.capacity)
+            self.ancestors = self._own_rows()
         past = self.ancestors if self.on_device else self.ancestors[:, :, : self.length]
         past.copy_(past.gather(1, parents[..., None].expand_as(past)))
         if self.on_device:  # the gather took the future too, where every row is its own ancestor
@@ -115,8 +116,9 @@ class DecoderCache:
             self.ancestors.copy_(own[:, None].where(future, self.ancestors))
 
     def select(self, sequences: Tensor) -> None:
-        """Keep these sequences of the batch, (n,) int64, in this order."""
+        """Keep these sequences of the batch, (n,) int64, in this order. Earlier tensors stay as they are."""
         self.batch = len(sequences)
+        self.position = self.position.clone()
         self.lengths, self.sentences = self.lengths[sequences], self.sentences[sequences]
         if self.ancestors is not None:
             self.ancestors = self.ancestors[sequences]
@@ -125,6 +127,38 @@ class DecoderCache:
             Memory({layer: (k[sequences], v[sequences]) for layer, (k, v) in projected.items()}, lengths[sequences])
             for projected, lengths in self.memories
         )
+
+    def resume(self, other: DecoderCache) -> None:
+        """Go on from `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""
+        if self.ancestors is not None and other.ancestors is None:
+            other.ancestors = other._own_rows()
+        for mine, new in zip(self._tensors(), other._tensors(), strict=False):  # a new cache has no past
+            mine.copy_(new)
+        self.length = other.length
+        self.linear.refresh()
+
+    def pad_memories(self, multiple: int) -> None:
+        """Memories of a multiple of so many keys. Their lengths say which count."""
+        for projected, _ in self.memories:
+            for layer, (k, v) in projected.items():
+                if missing := -k.shape[2] % multiple:
+                    projected[layer] = F.pad(k, (0, 0, 0, missing)), F.pad(v, (0, 0, 0, missing))
+
+    def memory_tensors(self) -> list[Tensor]:
+        return [t for projected, lengths in self.memories for t in (lengths, *chain(*projected.values()))]
+
+    def _tensors(self) -> list[Tensor]:
+        """All that steps read and change, the past last."""
+        ancestors = [] if self.ancestors is None else [self.ancestors]
+        return [
+            self.position, self.lengths, self.sentences, *ancestors, *self.memory_tensors(),
+            *chain(*self._past.values()),
+        ]  # fmt: skip
+
+    def _own_rows(self) -> Tensor:
+        """Ancestors of rows that were never reordered."""
+        own = torch.arange(self.rows, dtype=torch.int32, device=self.position.device)
+        return own[:, None].repeat(self.batch, 1, self.capacity)
 
     def _so_far(self, t: Tensor | None, dim: int) -> Tensor | None:
         """What there is up to this step, of a buffer with a position in dimension dim."""

@@ -8,6 +8,7 @@ inside; a decoder layer has one attention module for all that it attends to.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -125,13 +126,19 @@ class PositionWiseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, d_model)."""
+        return self._feed(x, lambda linear: (linear.weight, linear.bias))
+
+    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
+        """forward for one new token a row, x (B, W, d_model), by the weights that the cache keeps for the next step."""
+        return self._feed(x, lambda linear: cache.linear.weights(linear, x.device))
+
+    def _feed(self, x: Tensor, weights: Callable[[nn.Linear], tuple[Tensor, Tensor | None]]) -> Tensor:
         if not all(map(is_unmodified, (self.layer_norm, self.w_1, self.dropout_1, self.w_2))):
             return self.dropout_2(self.w_2(self.dropout_1(F.relu(self.w_1(self.layer_norm(x))))))
         norm = self.layer_norm
         normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps, backend=self.backend)
-        weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
-        dropout_p = current_dropout_p(self.dropout_1)
-        return self.dropout_2(feed_forward(normed, *weights, "relu", dropout_p, backend=self.backend))
+        maps, dropout_p = (*weights(self.w_1), *weights(self.w_2)), current_dropout_p(self.dropout_1)
+        return self.dropout_2(feed_forward(normed, *maps, "relu", dropout_p, backend=self.backend))
 
 
 class FeatEmbedding(nn.Module):
@@ -200,3 +207,7 @@ class Generator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.log_softmax(self.linear(x), dim=-1)
+
+    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
+        """forward by the weights that the cache keeps for the next step."""
+        return F.log_softmax(cache.linear(self.linear, x, None), dim=-1)

@@ -11,7 +11,7 @@ from fastattn._dispatch import Backend
 from fastattn.nn.arguments import check_arguments, check_choice
 from fastattn.nn.cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import PendingResidual, Stream, add_branch, norm_adds_bias
+from fastattn.nn.residual import Stream, add_branch, norm_adds_bias
 from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, feed_forward
 
@@ -59,10 +59,13 @@ class PositionwiseFeedForward(nn.Module):
         """forward for one new token a row, x (B, W, d_in), by the weights that the cache keeps for the next step."""
 
         def branch(normed: Tensor) -> tuple[Tensor, None]:
-            return self._by_maps(normed, lambda linear, x: cache.linear(linear, x, self.backend)), None
+            maps, linear = (self.w_1, self.w_2), cache.linear
+            if linear.packs(self.w_1, normed, self.backend) or not all(map(is_unmodified, maps)):
+                return self._by_maps(normed, lambda map_, x: linear(map_, x, self.backend)), None
+            weights = (t for map_ in maps for t in linear.weights(map_, normed.device))
+            return feed_forward(normed, *weights, self.activation, backend=self.backend), None
 
-        tokens = x.branch if isinstance(x, PendingResidual) else x
-        return add_branch(self, x, branch) if cache.linear.serves(self.w_1, tokens, self.backend) else self(x)
+        return add_branch(self, x, branch)
 
     def branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(w_2(activation(w_1(x))), None), or where the norm adds the bias of w_2: (the same without it, the bias).
