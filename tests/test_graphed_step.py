@@ -1,9 +1,13 @@
 """GraphedStep: the padded step against the plain one; graphs, CUDA's on a GPU and recorded on a CPU, against both."""
 
+import gc
+from contextlib import contextmanager
+
 import pytest
 import torch
 from recorded_graph import RecordedGraphs
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import (
     FusedTransformer,
@@ -321,6 +325,8 @@ def test_replay_is_the_eager_step_bit_for_bit(buckets, graphed):
     options = dict(label_smoothing=0.1, max_grad_norm=0.5)
     step = graphed(model, optimizer := adam(model), buckets=buckets, **options)
     eager = GraphedStep(twin, twin_optimizer := adam(twin), buckets=buckets, batch_size=2, capture=False, **options)
+    with use_backend("aten"):  # an eager loss that stays alive holds AccumulateGrad nodes of the stream it ran on
+        kept = model.loss(*a_batch(1, 2, 2))
     shapes = [(2, 4, 4), (1, 3, 4), (2, 4, 3), (1, 4, 1)]
     if len(buckets) > 1:
         shapes = [
@@ -332,7 +338,7 @@ def test_replay_is_the_eager_step_bit_for_bit(buckets, graphed):
         assert torch.equal(step(*batch), eager(*batch)), f"loss of step {number}"
         assert torch.equal(step.grad_norm, eager.grad_norm), f"norm of step {number}"
         assert distance(weights(model), weights(twin)) == 0, f"weights after step {number}"
-    assert replays(step) == [True] * len(buckets)
+    assert replays(step) == [True] * len(buckets) and kept.requires_grad
 
 
 @pytest.mark.full
@@ -384,46 +390,159 @@ def test_a_step_that_waits_for_the_device_is_refused(graphed):
         step(*batch)
 
 
+class _Cuda:
+    """torch.cuda of two devices, of which the first is the current one: which stream each has, and what was called."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.now, self.streams, self.made = [], 0, {}, []
+        cuda = self
+
+        class Stream:
+            def __init__(self, device):
+                self.device = torch.device(device)
+                cuda.made.append(self)
+
+            def wait_stream(self, other):
+                cuda.log.append("wait")
+
+        class Capture:
+            """As torch.cuda.graph: after a failure its end fails too, before the stream is restored."""
+
+            def __init__(self, graph, pool, stream, capture_error_mode):
+                assert capture_error_mode == "thread_local" and not any(pool is failed.pool for failed in cuda.failed)
+                self.pool, self.context = pool, cuda.stream(stream)
+
+            def __enter__(self):
+                assert cuda.now == 1, "PyTorch synchronises the current device"
+                cuda.log.append("begin")
+                self.context.__enter__()
+
+            def __exit__(self, kind, *_):
+                cuda.log.append("end")
+                if kind is not None:
+                    cuda.failed.append(self)
+                    raise RuntimeError("the capture is not valid")
+                self.context.__exit__(kind, *_)
+
+        class Graph:
+            def replay(self):
+                cuda.log.append("replay")
+
+        self.failed, self.first = [], [Stream(f"cuda:{i}") for i in range(2)]
+        self.streams = dict(enumerate(self.first))
+        stand_ins = dict(Stream=Stream, graph=Capture, CUDAGraph=Graph, graph_pool_handle=object)
+        stand_ins |= dict(current_stream=lambda device: self.streams[torch.device(device).index])
+        stand_ins |= dict(set_stream=self.set_stream, stream=self.stream, device=self.device)
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(_cuda_graphs, "_streams", {})
+
+    def set_stream(self, stream):
+        self.now = stream.device.index
+        self.streams[self.now] = stream
+
+    @contextmanager
+    def device(self, device):
+        before, self.now = self.now, torch.device(device).index
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextmanager
+    def stream(self, stream):
+        before, there = self.streams[self.now], self.streams[stream.device.index]
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(there)
+            self.set_stream(before)
+
+    def is_as_before(self):
+        return self.now == 0 and list(self.streams.values()) == self.first
+
+
 def test_the_calls_of_torch_cuda(monkeypatch):
-    """What a CPU can check over stand-ins: the order of streams, warm-up, capture and replay, also after a failure."""
-    log = []
-
-    class Stream:
-        device = torch.device("cuda", 0)
-        __init__ = __enter__ = __exit__ = lambda self, *_: None
-
-        def wait_stream(self, other):
-            log.append("wait")
-
-    class Capture:
-        def __init__(self, graph, pool, stream, capture_error_mode):
-            assert (pool, capture_error_mode) == ("pool", "thread_local")
-
-        def __enter__(self):
-            log.append("begin")
-
-        def __exit__(self, *_):
-            log.append("end")
-
-    class Graph:
-        def replay(self):
-            log.append("replay")
-
-    current = Stream()
-    stand_ins = dict(Stream=Stream, graph=Capture, CUDAGraph=Graph, graph_pool_handle=lambda: "pool")
-    stand_ins |= dict(current_stream=lambda _: current, stream=lambda s: s)
-    stand_ins |= dict(set_stream=lambda s: log.append(s is current))
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    work = _cuda_graphs.CapturedWork(lambda: log.append("work"), _cuda_graphs.CudaGraphs(Stream.device), "it", "")
+    """What a CPU can check over stand-ins: warm-up, capture and replay on a device that is not the current one. The
+    user's device and streams stay as they were."""
+    cuda, device = _Cuda(monkeypatch), torch.device("cuda", 1)
+    work = _cuda_graphs.CapturedWork(lambda: cuda.log.append("work"), _cuda_graphs.CudaGraphs(device), "it", "")
     for _ in range(4):
         work()
-    assert log == ["wait", "work", "wait"] * 2 + ["begin", "work", "end", True, "replay", "replay"]
+        assert cuda.is_as_before()
+    assert cuda.log == ["wait", "work", "wait"] * 2 + ["begin", "work", "end", "replay", "replay"]
 
-    def fail():
-        raise RuntimeError("not permitted")
 
-    log.clear()
-    with pytest.raises(RuntimeError, match="not permitted"):
-        _cuda_graphs.CudaGraphs(Stream.device).captured(fail)
-    assert log == ["begin", "end", True]
+def test_after_a_capture_that_failed(monkeypatch):
+    """Another capture warms up again and uses neither stream nor pool of the one that failed."""
+    cuda, fails = _Cuda(monkeypatch), [True]
+
+    def work():
+        if fails and cuda.log[-1] == "begin":
+            fails.pop()
+            raise RuntimeError("not permitted")
+
+    captured = _cuda_graphs.CapturedWork(work, _cuda_graphs.CudaGraphs(torch.device("cuda", 1)), "it", "a hint")
+    captured(), captured()
+    with pytest.raises(RuntimeError, match="(?s)it could not be captured.*a hint"):
+        captured()
+    assert cuda.is_as_before() and cuda.failed
+    captured(), captured(), captured()
+    assert cuda.log[-3:] == ["begin", "end", "replay"] and cuda.is_as_before()
+    assert len(cuda.made) == len(cuda.first) + 2
+
+
+def test_one_stream_for_all_graphs_of_a_device(monkeypatch):
+    """And one pool for the graphs of one CudaGraphs, while one of them is alive: later the allocator refuses it."""
+    cuda, device = _Cuda(monkeypatch), torch.device("cuda", 1)
+    first, second = _cuda_graphs.CudaGraphs(device), _cuda_graphs.CudaGraphs(device)
+    replays, pools = [], []
+    for graphs_ in (first, first, second):
+        graphs_.warm_up(lambda: None)
+        replays.append(graphs_.captured(lambda: None))
+        pools.append(graphs_.pool)
+    assert len(cuda.made) == len(cuda.first) + 1 and pools[0] is pools[1] is not pools[2]
+    replays.clear()
+    first.captured(lambda: None)
+    assert first.pool is not pools[0]
+
+
+def test_during_a_capture(monkeypatch):
+    """No garbage is collected, which might be a graph; and autograd follows the capture where PyTorch has a setting.
+    Afterwards both are as they were, after a failure too."""
+    _Cuda(monkeypatch)
+    setting = getattr(torch._C, "_override_stale_capture_stream", None)
+    graphs_ = _cuda_graphs.CudaGraphs(torch.device("cuda", 1))
+    seen = []
+
+    def work():
+        seen.append((gc.isenabled(), setting is None or setting()))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    graphs_.captured(work)
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
+        graphs_.captured(work)
+    assert seen == [(False, True)] * 2 and gc.isenabled() and not (setting is not None and setting())
+    gc.disable()
+    try:
+        graphs_.captured(lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_learning_rate_of_the_host_is_copied_without_a_wait():
+    step = GraphedStep(model := small(), optimizer := adam(model), buckets=(2,), batch_size=1, capture=False)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.copy_.default:
+                assert args[2:] == (True,)
+            return function(*args, **kwargs or {})
+
+    with Copies():
+        step._learning_rates.copy_to_device()
+    assert step._learning_rates.on_device[0].item() == 0.125

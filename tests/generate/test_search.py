@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from fastattn import _cuda_graphs, generate, use_backend
-from fastattn.generate import search as search_module
+from fastattn.generate import steps as steps_module
 from fastattn.generate.beams import topk_of_sums
 from fastattn.models import Translator
 from fastattn.nn import DecoderCache
@@ -386,8 +386,8 @@ def test_as_a_graph(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is captured once for each size of the batch, waits for nothing, and finds what plain steps find."""
     on_a_gpu, captured = torch.cuda.is_available(), []
     if not on_a_gpu:
-        monkeypatch.setattr(search_module, "CudaGraphs", RecordedGraphs)
-    graphs = search_module.CudaGraphs
+        monkeypatch.setattr(steps_module, "CudaGraphs", RecordedGraphs)
+    graphs = steps_module.CudaGraphs
     capture = graphs.captured
 
     def count(self: Any, *arguments: Any) -> Any:
