@@ -10,7 +10,6 @@ What wraps such a model and keeps it as `module`, as torch.optim.swa_utils.Avera
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ STEPS_BETWEEN_LOOKS = 8
 # On a CPU sentences that are done leave the batch when they are this share of it: the others' caches must be copied.
 DONE_ON_A_CPU = 0.25
 # On a GPU a batch of another size needs a CUDA graph of its own, so the batch is halved, down to this many sentences,
-# of which some may be done. A step of fewer takes as long.
+# of which some may be done. A step of fewer takes as long (estimated).
 LEAST_ON_A_GPU = 8
 
 
@@ -87,13 +86,9 @@ class Search(ABC):
         """values: (B, ..), of which none may be NaN."""
         self.state["broken"] |= values.isnan().flatten(1).any(1)
 
-    def select(self, sentences: Tensor) -> Search:
-        """This search of these sentences alone, with tensors of its own."""
-        selected = copy.copy(self)
-        selected.state = {name: t[sentences] for name, t in self.state.items()}
-        selected.cache = copy.copy(self.cache)
-        selected.cache.select(sentences)
-        return selected
+    def select(self, sentences: Tensor) -> None:
+        self.state = {name: t[sentences] for name, t in self.state.items()}
+        self.cache.select(sentences)
 
     def resume(self, other: Search) -> None:
         """Go on from `other`, a search of the same kind and sizes, at this one's addresses: for a CUDA graph."""
@@ -140,9 +135,7 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
                 return results
             kept = (left + finished)[:batch]
             sentences, done = [sentences[i] for i in kept], [done[i] for i in kept]
-            smaller = search.select(order[:batch])
-            steps.end()
-            steps.start(smaller)
+            steps.select(order[:batch])
     finally:
         steps.end()
 

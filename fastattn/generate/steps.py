@@ -9,6 +9,7 @@ code or hooks that are not fastattn's or PyTorch's, a graph is used for one call
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ _PLAIN = (bool, int, float, str, type(None))
 # Searches that are in no use now, by their keys, the oldest first.
 _Searches = dict[Hashable, "tuple[Search, CapturedWork]"]
 _kept: WeakKeyDictionary[nn.Module, tuple[Hashable, _Searches]] = WeakKeyDictionary()
-_graphs: dict[Hashable, CudaGraphs] = {}  # of all kept searches, for each device and stream
+_shared: dict[Hashable, CudaGraphs] = {}  # of all kept searches, for each device and stream
 
 
 def drop_graphs() -> None:
@@ -84,13 +85,23 @@ class Steps:
         (self._captured or self._work)()
         cache.length = length + 1  # a graph runs nothing on the host
 
+    def select(self, sentences: Tensor) -> None:
+        """Go on with these sentences of the batch alone, (n,) int64."""
+        search = self.search
+        if self._kept is not None:  # this one is kept as it is
+            search = copy.copy(search)
+            search.cache = copy.copy(search.cache)
+        search.select(sentences)
+        self.end()
+        self.start(search)
+
     def end(self) -> None:
         """Keep the search for a later one, if it is captured."""
         if self._kept is None or self._captured is None or self._captured.replay is None:
             return
         self._kept[self._key] = self.search, self._captured
-        while len(self._kept) > KEPT_SEARCHES or sum(_tokens(s) for s, _ in self._kept.values()) > KEPT_TOKENS:
-            del self._kept[next(iter(self._kept))]
+        while len(self._kept) > KEPT_SEARCHES or sum(_tokens(s) for s, _ in list(self._kept.values())) > KEPT_TOKENS:
+            self._kept.pop(next(iter(self._kept)))
 
 
 def _tokens(search: Search) -> int:
@@ -99,9 +110,9 @@ def _tokens(search: Search) -> int:
 
 def _shared_graphs(search: Search) -> CudaGraphs:
     key = search.cache.position.device, _stream(search)
-    if key not in _graphs:
-        _graphs[key] = CudaGraphs(search.cache.position.device)
-    return _graphs[key]
+    if key not in _shared:
+        _shared[key] = CudaGraphs(search.cache.position.device)
+    return _shared[key]
 
 
 def _kept_searches(model: Decodable) -> _Searches | None:

@@ -79,6 +79,8 @@ def greedy(
         src_seq that are still decoded, tokens[i] the newest of sentence i, in a list. On a GPU each call waits for it.
 
     Returns for each sentence its token ids without BOS and EOS. A sentence that has ended leaves the batch.
+    On a GPU a step is a CUDA graph, which is kept with its cache for later batches of the same shape: for each model up
+    to 8 of them, of 65536 tokens in all (sentences * beams * max_len). ``generate.drop_graphs()`` frees them.
     Raises ValueError or TypeError naming the argument, ValueError where the model gives NaN.
     """
     return _decode(_Greedy, model, src_seq, max_len, bos_idx, eos_idx, on_token)

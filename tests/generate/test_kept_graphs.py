@@ -58,7 +58,7 @@ class Made:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """Decoding by graphs. Nothing is kept from one test to the next."""
-    monkeypatch.setattr(steps, "_graphs", {})
+    monkeypatch.setattr(steps, "_shared", {})
     steps.drop_graphs()
     with use_backend(None if CUDA else "reference"):
         yield Made(monkeypatch)
