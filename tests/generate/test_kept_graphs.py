@@ -120,11 +120,18 @@ def test_changes_of_the_model(made: Made) -> None:
             for p in model.decoder.parameters():
                 p += torch.randn_like(p) / 4
 
+    def shift_projection() -> None:
+        with torch.no_grad():
+            for p in model.trg_word_prj.parameters():
+                p += torch.randn_like(p)
+
     change(shift, 1)
     change(shift, 0)
     change(shift, 1, autocast=True)
     change(shift, 0, autocast=True)  # the casts of the first context are gone
-    change(lambda: None, 0)
+    change(lambda: setattr(model, "trg_word_prj", nn.Sequential(model.trg_word_prj)), 1, autocast=True)
+    change(shift_projection, 0, autocast=True)  # a map that autocast casts
+    change(lambda: setattr(model, "trg_word_prj", model.trg_word_prj[0]), 1)
     change(lambda: model.load_state_dict({k: v + 0.01 for k, v in model.state_dict().items()}, assign=True), 1)
     change(lambda: setattr(model, "scale_prj", not model.scale_prj), 1)
     change(lambda: model.decoder.layer_stack[0].pos_ffn.w_1.register_forward_hook(lambda _, x, out: out / 2), 1)
@@ -158,15 +165,15 @@ def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_within_a_search(made: Made) -> None:
-    """on_token may decode with the same model: a search in use is not taken."""
+    """on_token may decode with the same model, also after the batch has shrunk: a search in use is not taken."""
     model = make_model().to(DEVICE)
-    first, second = sources(8)
+    second, first = sources()
     expected = [plainly("greedy", model, src) for src in (first, second)]
     for _ in range(2):
         inner = []
 
         def on_token(step: int, *_: Any, inner: list[Any] = inner) -> None:
-            if step == 5:
+            if step == 17:
                 inner.append(decode("greedy", model, second))
 
         with pytest.MonkeyPatch.context() as patch:
