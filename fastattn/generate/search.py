@@ -28,7 +28,7 @@ OnToken = Callable[[int, list[int], list[list[int]]], None]
 STEPS_BETWEEN_LOOKS = 8
 # On a CPU sentences that are done leave the batch when they are this share of it: the others' caches must be copied.
 DONE_ON_A_CPU = 0.25
-# On a GPU a batch of another size needs a CUDA graph of its own, so the batch is halved, down to this many sentences,
+# On a GPU each size of the batch needs its own CUDA graph. So the batch is halved, down to this many sentences,
 # of which some may be done. A step of fewer takes as long (estimated).
 LEAST_ON_A_GPU = 8
 
@@ -112,24 +112,26 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
             full = cache.length == cache.capacity
             if cache.on_device and not full and on_token is None and cache.length % STEPS_BETWEEN_LOOKS:
                 continue
-            # The one read of a step: a GPU is waited for here.
+            # The one read of a step, for which a GPU is waited.
             names = ("broken", "done") if on_token is None else ("broken", "done", "tokens")
-            read = torch.cat([search.state[name].view(cache.batch, -1) for name in names], 1).tolist()
-            if any(broken for broken, *_ in read):
+            rows = torch.cat([search.state[name].view(cache.batch, -1).mT for name in names])
+            broken, now_done, *tokens = rows.tolist()
+            if any(broken):
                 raise ValueError(
                     f"the model gave NaN within {cache.length} tokens: its weights or its input are not finite"
                 )
             if on_token is not None:
+                newest = list(zip(*tokens, strict=True))
                 decoded = [i for i, was_done in enumerate(done) if not was_done]
-                on_token(cache.length, [sentences[i] for i in decoded], [read[i][2:] for i in decoded])
-            done = [full or bool(row[1]) for row in read]
-            left = [i for i, is_done in enumerate(done) if not is_done]
-            batch = _smaller_batch(len(done), len(left), cache.on_device)
-            if left and batch == len(done):
+                on_token(cache.length, [sentences[i] for i in decoded], [list(newest[i]) for i in decoded])
+            done = [True] * cache.batch if full else now_done
+            num_left = done.count(False)
+            batch = _smaller_batch(cache.batch, num_left, cache.on_device)
+            if num_left and batch == cache.batch:
                 continue
-            finished = [i for i, is_done in enumerate(done) if is_done]
+            left, finished = ([i for i, is_done in enumerate(done) if is_done == which] for which in (False, True))
             order = torch.tensor(left + finished, device=cache.position.device)
-            for i, result in zip(finished, search.results(order[len(left) :]), strict=True):
+            for i, result in zip(finished, search.results(order[num_left:]), strict=True):
                 results[sentences[i]] = result
             if not left:
                 return results
@@ -141,7 +143,7 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
 
 
 def _smaller_batch(batch: int, left: int, on_device: bool) -> int:
-    """How many sentences to go on with, of a batch of which so many are left to be decoded."""
+    """How many sentences to go on with. left: how many of the batch are not done."""
     if not on_device:
         return left if batch - left >= DONE_ON_A_CPU * batch else batch
     while (half := (batch + 1) // 2) >= max(left, LEAST_ON_A_GPU):

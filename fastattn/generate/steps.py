@@ -25,7 +25,7 @@ from fastattn.nn.unmodified import why_observed
 if TYPE_CHECKING:
     from fastattn.generate.search import Decodable, Search
 
-# What is kept for a model at most: so many searches, whose caches hold so many tokens (batch * rows * capacity).
+# What is kept for a model at most: searches, and the tokens that their caches hold (batch * rows * capacity).
 # A cache of FusedTransformer's default sizes takes 12 KB a token in 16 bits, which makes 0.8 GB.
 KEPT_SEARCHES, KEPT_TOKENS = 8, 2**16
 # Encoder outputs are padded to a multiple of this length, so that batches of similar lengths have one shape.

@@ -138,7 +138,7 @@ class DecoderCache:
         self.linear.refresh()
 
     def pad_memories(self, multiple: int) -> None:
-        """Memories of a multiple of so many keys. Their lengths say which count."""
+        """Pad memories to a multiple of this many keys. Their lengths say which count."""
         for projected, _ in self.memories:
             for layer, (k, v) in projected.items():
                 if missing := -k.shape[2] % multiple:

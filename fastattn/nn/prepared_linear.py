@@ -23,7 +23,7 @@ from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
 
 LEAST_WEIGHTS, LEAST_PRODUCTS = 2**16, 2**18  # of a weight, and of a call, for packing to be worth it
-MANY_PRODUCTS = 2**21  # with so many in a call the weight may be small
+MANY_PRODUCTS = 2**21  # from this many in a call on, the weight may be small
 
 
 class PreparedLinears:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import FusedTransformer, _cuda_graphs, generate, use_backend
 from fastattn.generate import steps
-from fastattn.models import Translator
+from fastattn.models import ABDTransformer, Translator
 from fastattn.nn import DecoderCache
 
 CUDA = torch.cuda.is_available()
@@ -135,7 +135,7 @@ def test_changes_of_the_model(made: Made) -> None:
     change(lambda: model.load_state_dict({k: v + 0.01 for k, v in model.state_dict().items()}, assign=True), 1)
     change(lambda: setattr(model, "scale_prj", not model.scale_prj), 1)
     change(lambda: model.decoder.layer_stack[0].pos_ffn.w_1.register_forward_hook(lambda _, x, out: out / 2), 1)
-    change(lambda: None, 1)  # a model with a hook gets graphs of its own at each call
+    change(lambda: None, 1)  # a model with a hook gets a new graph at each call
 
 
 def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,3 +233,23 @@ def test_casts_of_weights() -> None:
     maps = 2 * (4 + 2 + 2) + 1  # of each layer: self-attention, attention to the encoder, feed-forward
     for frozen in (False, True):
         assert casts(model.requires_grad_(not frozen)) == [maps + 4, 0, 0]  # and the feed-forwards' biases
+
+
+def test_captions_of_both_directions(made: Made) -> None:
+    """Each direction has its graph, and a second batch needs no other."""
+
+    class Words:
+        n_vocabs, word2idx, idx2word = 30, {"<PAD>": 0, "<S>": 1}, [str(i) for i in range(30)]
+
+    torch.manual_seed(0)
+    model = ABDTransformer(Words(), 8, 32, 64, 4, 1, 0.1, "one", n_heads_big=4).eval().to(DEVICE)
+
+    def captions(model: nn.Module, features: Tensor) -> Any:
+        return [[h.value for h in found] for way in model.beam_search_decode(features, 3, 9) for found in way]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(WAYS, "captions", captions)
+        for length in (6, 7):
+            features = torch.randn(8, length, 8, device=DEVICE)
+            assert decode("captions", model, features) == plainly("captions", model, features)
+    assert made.now() == (1, 2)
