@@ -2,8 +2,8 @@
 
 GPU: CUDA events around each call, the L2 cache overwritten before it. An op is timed while the host is ahead: the GPU
 is kept busy until the host has queued the call, so the events measure the GPU, and the host's time is a figure of its
-own. A whole model's step is timed as its user waits for it, on the GPU or on the host. CPU: `time.perf_counter`, as many threads as
-torch takes. Warm-up is outside; median and quartiles are kept.
+own. A whole model's step is timed as its user waits for it, on the GPU or on the host. CPU: `time.perf_counter`, as many threads as torch takes. Warm-up is
+outside; median and quartiles are kept.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def measure(call: Call, device: torch.device, budget_s: float, hide_host: bool =
     return measure_in_turn([call], device, budget_s, hide_host)[0]
 
 
-def measure_in_turn(
-    calls: list[Call], device: torch.device, budget_s: float, hide_host: bool = True
-) -> list[Timing]:
+def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float, hide_host: bool = True) -> list[Timing]:
     """Time several calls whose samples alternate, so that what slows the machine down for a while slows all of them.
 
     hide_host: on a GPU, its time alone. Otherwise a call begins on an idle GPU, and takes as long as a user waits.
