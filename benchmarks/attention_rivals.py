@@ -1,4 +1,4 @@
-"""Attention by others: torch's kernels each pinned, FlexAttention, FlashAttention 2, 3 and 4, by themselves and in torch.
+"""Attention by others: torch's kernels each pinned, FlexAttention, and FlashAttention 2, 3 and 4, also inside torch.
 
 All take what `bench_attention.make_inputs` makes. What a rival has no argument for, it refuses; FlashAttention and
 torch's varlen_attn are given padding as packed keys, whose indices are made before the clock starts.

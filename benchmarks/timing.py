@@ -2,8 +2,8 @@
 
 GPU: CUDA events around each call, the L2 cache overwritten before it. An op is timed while the host is ahead: the GPU
 is kept busy until the host has queued the call, so the events measure the GPU, and the host's time is a figure of its
-own. A whole model's step is timed as its user waits for it, on the GPU or on the host. CPU: `time.perf_counter`, as many threads as torch takes. Warm-up is
-outside; median and quartiles are kept.
+own. A whole model's step is timed as its user waits for it, on the GPU or on the host. CPU: `time.perf_counter`, as
+many threads as torch takes. Warm-up is outside; median and quartiles are kept.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastattn import tune
+
 DEVICE = torch.device("cuda", 0)
 CYCLES_PER_SECOND = 1.5e9
 
@@ -41,6 +43,7 @@ class GpuClock:
         cache = SimpleNamespace(zero_=lambda: self.run(1e-6, 35e-6))
         monkeypatch.setattr(torch, "empty", lambda *shape, **options: cache)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(tune, "_cycles_per_second", tune._cycles_per_second.__wrapped__)
 
     def run(self, host: float, device: float) -> None:
         """A call that the host needs so many seconds to launch, and the GPU so many to run."""

@@ -184,10 +184,9 @@ def test_a_step_is_checked_by_its_loss_and_by_every_op(load: Any, monkeypatch: p
     assert asked == set(module.MODEL_OPS)
     for rival in module.RIVALS:
         assert checked.error_over_bound(providers[rival]) <= 1, rival
-    if not torch.cuda.is_available():
-        with pytest.raises(harness.Refused, match="CUDA graphs need a GPU"):
-            checked.error_over_bound(providers["default, GraphedStep"])
-        monkeypatch.setattr(module, "GraphedStep", functools.partial(module.GraphedStep, capture=False))
+    with pytest.raises(harness.Refused, match="CUDA graphs need a GPU"):
+        checked.error_over_bound(providers["default, GraphedStep"])
+    monkeypatch.setattr(module, "GraphedStep", functools.partial(module.GraphedStep, capture=False))
     assert checked.error_over_bound(providers["default, GraphedStep"]) <= 1
     fused_loss = models.fused_loss
     monkeypatch.setattr(models, "fused_loss", lambda *given: 1.1 * (loss := fused_loss(*given)) - 0.1 * loss.detach())
