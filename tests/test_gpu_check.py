@@ -80,6 +80,34 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     assert f"benchmarks/report.py --out {tmp_path}/out/report --minutes 3" in lines
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter stands in for the device")
+def test_tritons_reductions_for_the_sanitizer(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All norms, cross-entropy and the gradient of a bias; and every GPU taken for one of sm_80 where that is asked."""
+    module = load("host_device")
+    chosen = module.triton_problems(torch.device("cpu"))
+    assert {p.op for p in chosen} == {*module.SHARED_BY_WARPS, "attention"}
+    assert [p.case for p in chosen if p.op == "attention"] == ["bias"]
+    (dropped,) = (p for p in chosen if (p.op, p.case) == ("add_rms_norm", "dropout"))
+    monkeypatch.setattr(fastattn.cuda, "_gpu_capability", None)
+
+    def main(problem: Any) -> int:
+        monkeypatch.setattr(module, "triton_problems", lambda device: [problem])
+        return module.main(["--only", "host", "--backend", "triton", "--without-sm90"])
+
+    assert main(dropped) == 0
+    assert "3 problems solved by the kernels of triton on host, 0 not as they should be" in capsys.readouterr().out
+    assert fastattn.cuda._gpu_capability(0) == 80
+
+    def shifted(*, backend: str, **named: Any) -> torch.Tensor:
+        out = dropped.function(**named, backend=backend)
+        return out if backend == "reference" else out + 0.1
+
+    assert main(dropped._replace(function=shifted)) == 1
+    assert "3 not as they should be" in capsys.readouterr().out
+
+
 @pytest.fixture
 def host_device(load: Any) -> Iterator[Any]:
     """benchmarks/host_device.py, with the CUDA kernels on the CPU, from the folder that tests/cuda builds in."""
