@@ -11,9 +11,9 @@ speed is measured with it. tokens/s counts real target tokens; a case says which
 "default, own loss" is fastattn where a user has only changed the import and takes the loss from the logits as before.
 "default, padding kept" is fastattn with padding in all its work: what it takes longer is the part of the gain that
 comes from dropping padding. "default, compiled" is its `loss` under torch.compile, "default, GraphedStep" its step in
-CUDA graphs. On a GPU "default, ... by reference" leaves one op out, which shows what that op
-contributes; those keep the padding too. Of memory, what a step needs beyond weights and Adam's state counts:
-activations, gradients and temporary tensors.
+CUDA graphs. On a GPU "default, ... by reference" leaves one op out, which shows what that op contributes; those keep
+the padding too. Of memory, what a step needs beyond weights and Adam's state counts: activations, gradients and
+temporary tensors.
 """
 
 from __future__ import annotations

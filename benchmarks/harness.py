@@ -283,7 +283,7 @@ def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> d
             calls = [run.timed[direction], *([beside.timed[direction]] if beside else [])]
             timed, *default = timing.measure_in_turn(calls, device, budget_s, checked.benchmark.hide_host)
             row["timings"][direction] = timed._asdict()
-            if device.type == "cuda" and not checked.benchmark.hide_host:
+            if device.type == "cuda" and direction == "step":
                 row["timings"][direction]["device_ms"] = timing.measure(calls[0], device, budget_s).median_ms
             if default:
                 row.setdefault("speed", {})[direction] = timed.median_ms / default[0].median_ms

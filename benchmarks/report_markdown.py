@@ -30,8 +30,8 @@ README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RES
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
 PLAIN, HUGGING_FACE = "plain PyTorch", "Hugging Face Marian"
 HOW_TIMED = """\
-An op's time is the GPU's alone, a whole model's is what its user waits for. In parentheses: the time of its host, and,
-of a model, of the GPU alone."""
+An op's time is the GPU's alone, a whole model's is what its user waits for. In parentheses: the host's time, and, of a
+training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 4
 

@@ -54,7 +54,7 @@ def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float, hi
         call()
     host: list[float | None] = [None] * len(calls)
     if device.type == "cuda":
-        host = [statistics.median(host_seconds(call, device) for _ in range(5)) for call in calls]
+        host = [statistics.median(host_seconds(call, device) for _ in range(3)) for call in calls]
 
     def sample(count: int) -> list[list[float]]:
         if device.type == "cuda":

@@ -5,8 +5,7 @@ reference path; on a GPU by the time of the GPU alone, as in models that keep it
 backend, by each way that the backend `aten` has. A backend counts only where the doctor finds it right. The fastest is
 written to a record in the user's cache folder, which the dispatcher reads from then on (fastattn/_records.py); one that
 is not faster than the built-in choice by 3 % does not replace it. What a run does not reach keeps what an earlier run
-found.
-`fastattn.explain(...)` names the record.
+found. `fastattn.explain(...)` names the record.
 """
 
 from __future__ import annotations

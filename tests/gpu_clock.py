@@ -1,4 +1,4 @@
-"""A model of a GPU's clock and its host's, for what times calls: torch.cuda's events, without a GPU."""
+"""A model of a GPU's clock and its host's, for tests of what times calls by torch.cuda's events."""
 
 from __future__ import annotations
 

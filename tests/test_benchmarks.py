@@ -99,7 +99,7 @@ def test_memory_is_that_of_the_tensors_alive_at_once(load: Any) -> None:
     assert 2 <= load("timing").peak_mib(call, CPU) <= 3.1
 
 
-def test_a_gpus_time_and_its_hosts_are_told_apart(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_time_and_its_hosts_are_two_figures(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short op, whose host takes longer, by the GPU's time; the same as a user waits for it; a long one; one that
     waits for its result, whose wait counts as the host's too."""
     timing, clock = load("timing"), gpu_clock.GpuClock(monkeypatch)
@@ -116,21 +116,23 @@ def test_a_gpus_time_and_its_hosts_are_told_apart(load: Any, monkeypatch: pytest
 
 
 def test_a_model_on_a_gpu_is_timed_as_its_user_waits(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record also has the times of the GPU alone and of the host; so have the tables. An op's has the host's."""
+    """Records and tables have, of a step, also the GPU's time alone and the host's; of an op, also the host's."""
     harness, markdown, clock = load("harness"), load("report_markdown"), gpu_clock.GpuClock(monkeypatch)
     monkeypatch.setattr(harness.timing, "peak_mib", lambda *_: 0.0)
     asked: list[str] = []
     output = SimpleNamespace(stdout="1000 MHz\n")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: asked.extend(command) or output)
     step = lambda: clock.run(2e-3, 1e-3)  # noqa: E731
-    provider = harness.Provider("x", lambda *_: harness.Run(dict, {"step": step}, {"default": True}), compared=False)
+    provider = harness.Provider(
+        "x", lambda *_: harness.Run(dict, {"step": step, "both": step}, {"default": True}), compared=False
+    )
     case, texts = SimpleNamespace(dropout_p=0.0), []
-    for hide_host in (False, True):
-        benchmark = SimpleNamespace(directions=("step",), hide_host=hide_host)
+    for direction in ("step", "both"):
+        benchmark = SimpleNamespace(directions=(direction,), hide_host=direction == "both")
         checked = SimpleNamespace(benchmark=benchmark, case=case, inputs=None, device=gpu_clock.DEVICE)
         row = harness.measure_provider(checked, provider, 0.01)
         texts.append(markdown.brief(row))
-    assert texts == ["step 3 (host 2, GPU 1) ms", "step 1 (host 2) ms"]
+    assert texts == ["step 3 (host 2, GPU 1) ms", "both 1 (host 2) ms"]
     assert "--id=GPU-12-34" in asked and row["clocks"] == "1000 MHz"
 
 

@@ -80,7 +80,7 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     assert f"benchmarks/report.py --out {tmp_path}/out/report --minutes 3" in lines
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter stands in for the device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="uses Triton's interpreter")
 def test_tritons_reductions_for_the_sanitizer(
     load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,7 +116,7 @@ def test_torch_func(backend, batch):
     with use_backend(backend):
         gradients = torch.func.grad(loss)({name: p.detach() for name, p in parameters.items()})
         loss(parameters).backward()
-    # On a GPU the kernels against the formula, which serves functional calls.
+    # On a GPU: the kernels against the formula, which functional calls use.
     assert_same_gradients(gradients, {name: p.grad for name, p in parameters.items()}, 1e-5)
 
 
