@@ -1,12 +1,14 @@
-"""Attention by others: torch's kernels each pinned, FlexAttention, and FlashAttention 2, 3 and 4.
+"""Attention by others: torch's kernels each pinned, FlexAttention, and FlashAttention 2, 3 and 4, also inside torch.
 
-All take what `bench_attention.make_inputs` makes. What a rival has no argument for, it refuses; FlashAttention is given
-padding as packed keys, whose indices are made before the clock starts.
+All take what `bench_attention.make_inputs` makes. What a rival has no argument for, it refuses; FlashAttention and
+torch's varlen_attn are given padding as packed keys, whose indices are made before the clock starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import timing
@@ -71,6 +73,32 @@ def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
         return run_of(attend, inputs, ran=ran)
 
     return Provider("sdpa" if name is None else f"sdpa {name}", make, ours=False)
+
+
+@contextmanager
+def active(implementation: str) -> Iterator[None]:
+    """torch's flash kernels are those of "FA3" or "FA4". Torch registers them at each entry, which costs the host."""
+    attention = torch.nn.attention
+    try:
+        attention.activate_flash_attention_impl(implementation)
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:  # AttributeError: torch before 2.10
+        raise Refused(f"cannot be activated: {error}") from error
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+
+
+def torch_flash(implementation: str) -> Provider:
+    """torch's function with the flash kernel pinned, while this implementation is active: in forward and backward, as
+    one's results are not the other's, and not in what else is measured in this process."""
+
+    def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
+        switched = active(implementation)  # a decorator too
+        run = switched(torch_sdpa("flash", SDPBackend.FLASH_ATTENTION).make)(case, inputs, dropout_p)
+        return Run(switched(run.results), {name: switched(call) for name, call in run.timed.items()}, run.notes)
+
+    return Provider(f"sdpa flash, {implementation}", make, ours=False)
 
 
 def flex(count_mask: bool) -> Provider:
@@ -143,22 +171,50 @@ def flash_attention(version: int) -> Provider:
             raise Refused("no argument for dropout" if dropout_p else "no argument for ALiBi")
         if case.mask == "alibi":
             options["alibi_slopes"] = inputs.fixed["slopes"]
-        packed = _packed_keys(case, inputs) if case.mask == "padding" else None
+        if case.mask == "padding":
+            varlen = partial(module.flash_attn_varlen_func, **options)
+            return run_of(_of_packed_keys(varlen, case, inputs), inputs)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-            if packed is None:
-                out = module.flash_attn_func(query, key, value, **options)
-            else:
-                index, offsets = packed
-                key, value = (t.flatten(0, 1)[index] for t in (key, value))
-                out = module.flash_attn_varlen_func(query.flatten(0, 1), key, value, **offsets, **options)
-            out = out[0] if isinstance(out, tuple) else out  # some versions also return the lse
-            return out.view(query.shape).transpose(1, 2)
+            out = module.flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), **options)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # some versions also return the lse
 
         return run_of(attend, inputs)
 
     return Provider(f"FlashAttention-{version}", make, ours=False)
+
+
+def torch_varlen() -> Provider:
+    """torch's function for packed sequences."""
+
+    def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
+        varlen = imported("torch.nn.attention.varlen").varlen_attn
+        if case.mask != "padding":
+            raise Refused("only for packed sequences")
+        if dropout_p:
+            raise Refused("no argument for dropout")
+
+        def in_torchs_words(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            return varlen(q, k, v, *(given[name] for name in names))
+
+        return run_of(_of_packed_keys(in_torchs_words, case, inputs), inputs)
+
+    return Provider("torch varlen_attn", make, ours=False)
+
+
+def _of_packed_keys(varlen: Callable[..., Any], case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor]:
+    """Attention by a function of packed q, k, v (tokens, H, D) with FlashAttention's names for the rest."""
+    index, offsets = _packed_keys(case, inputs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        key, value = (t.flatten(0, 1)[index] for t in (key, value))
+        out = varlen(query.flatten(0, 1), key, value, **offsets)
+        out = out[0] if isinstance(out, tuple) else out  # some versions also return the lse
+        return out.view(query.shape).transpose(1, 2)
+
+    return attend
 
 
 def _packed_keys(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, dict[str, Any]]:

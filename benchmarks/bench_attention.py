@@ -98,6 +98,7 @@ def providers(device: torch.device) -> list[Provider]:
     found += attention_rivals.torch_kernels(device)
     found.append(harness.rival("torch.compile of reference", compiled_formula, compiled=True))
     if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel
+        found += [attention_rivals.torch_varlen(), *map(attention_rivals.torch_flash, ("FA3", "FA4"))]
         found += [attention_rivals.flash_attention(version) for version in (2, 3, 4)]
         found += [attention_rivals.flex(count_mask) for count_mask in (False, True)]
     return found

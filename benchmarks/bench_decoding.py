@@ -186,6 +186,7 @@ BENCHMARK = harness.Benchmark(
     rates=("token",),
     inputs=make_inputs,
     providers=providers,
+    hide_host=False,
 )
 
 

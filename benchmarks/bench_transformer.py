@@ -10,9 +10,10 @@ speed is measured with it. tokens/s counts real target tokens; a case says which
 
 "default, own loss" is fastattn where a user has only changed the import and takes the loss from the logits as before.
 "default, padding kept" is fastattn with padding in all its work: what it takes longer is the part of the gain that
-comes from dropping padding. On a GPU "default, ... by reference" leaves one op out, which shows what that op
-contributes; those keep the padding too. Of memory, what a step needs beyond weights and Adam's state counts:
-activations, gradients and temporary tensors.
+comes from dropping padding. "default, compiled" is its `loss` under torch.compile, "default, GraphedStep" its step in
+CUDA graphs. On a GPU "default, ... by reference" leaves one op out, which shows what that op contributes; those keep
+the padding too. Of memory, what a step needs beyond weights and Adam's state counts: activations, gradients and
+temporary tensors.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import harness
 import models
 import torch
 from cases import MemoryCase, StepCase
-from harness import Inputs, Provider, Run
+from harness import Inputs, Provider, Refused, Run
 from records import KEPT, OWN_LOSS
 from tables import cases_of
 from torch import nn
 
-from fastattn import use_backend
+from fastattn import GraphedStep, use_backend
 
 # What FusedTransformer.loss calls.
 MODEL_OPS = ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embed_layer_norm")
@@ -46,6 +47,14 @@ def make_inputs(case: StepCase, device: torch.device) -> Inputs:
     return models.make_inputs(case, device, longest=case.length)
 
 
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True, **options)
+
+
+def is_mixed(model: nn.Module, case: StepCase) -> bool:
+    return case.dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32
+
+
 def step_of(
     model: nn.Module,
     case: StepCase,
@@ -57,8 +66,8 @@ def step_of(
 ) -> Run:
     """The Run of one model. A context chooses the backend: it reaches every op of the model."""
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
-    mixed = case.dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32
+    optimizer = adam(model)
+    mixed = is_mixed(model, case)
 
     @contextmanager
     def as_asked() -> Iterator[None]:
@@ -116,9 +125,35 @@ def provider(
         if compiled:
             torch._dynamo.reset()
             model.compile(dynamic=False, mode=compiled)
+            if ours:
+                model.loss = torch.compile(model.loss, dynamic=False, mode=compiled)
         return step_of(model, case, inputs, loss_of, backend, left_out, **notes)
 
     return Provider(name, make, ours, later=later)
+
+
+def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
+    """GraphedStep, whose only bucket is the batch. It keeps no gradients: those are compared of an eager step, and of
+    its own the loss."""
+    src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
+    model = models.padded(case, dropout_p, case.length).to(src_seq.device, next(iter(inputs.leaves.values())).dtype)
+    model.load_state_dict(inputs.leaves)
+    optimizer = adam(model, capturable=src_seq.is_cuda)
+    options = {"buckets": (case.length,), "batch_size": case.batch, "label_smoothing": models.SMOOTHING}
+    options["autocast"] = torch.bfloat16 if is_mixed(model, case) else None
+    try:
+        step = GraphedStep(model, optimizer, **options)
+    except ValueError as error:  # on a CPU
+        raise Refused(str(error)) from error
+
+    def results() -> dict[str, torch.Tensor]:
+        found = step_of(model, case, inputs, models.fused_loss, None, None).results()
+        optimizer.param_groups[0]["lr"] = 0.0
+        for _ in range(4):  # two eager steps, one captured, one replayed
+            loss = step(src_seq[:COMPARED], trg_seq[:COMPARED, :-1], trg_seq[:COMPARED, 1:])
+        return found | {"loss": loss.to(found["loss"].dtype)}
+
+    return Run(results, {"step": lambda: step(src_seq, trg_seq[:, :-1], trg_seq[:, 1:])})
 
 
 def providers(device: torch.device) -> list[Provider]:
@@ -127,6 +162,8 @@ def providers(device: torch.device) -> list[Provider]:
     found = [provider("reference", models.padded, backend="reference"), provider("default", default=True)]
     found.append(provider(OWN_LOSS, loss_of=models.plain_loss))
     found.append(provider(KEPT, models.padded, without="pack_padding"))
+    found.append(Provider("default, GraphedStep", graphed))
+    found.append(provider("default, compiled", compiled="default", later=later))
     if on_gpu:  # where it is never dropped unasked
         found.append(provider("default, pack_padding", models.packed))
     found += [provider(name, build) for name, build in RIVALS.items()]
@@ -159,6 +196,7 @@ BENCHMARK = harness.Benchmark(
     rates=("token", "flop"),
     inputs=make_inputs,
     providers=providers,
+    hide_host=False,
 )
 MEMORY = harness.Benchmark(
     name="memory",

@@ -5,16 +5,25 @@
 #   precompile the doctor's Triton kernels, in a process a core
 #   probes     on Hopper, what its kernels are made of: TMA, barriers, the layouts of wgmma
 #   tests      every other test file (the everyday tier; with FULL=1 the full one), each in a process of its own,
-#              because a crash leaves a process without its GPU
-#   sanitizer  compute-sanitizer (memory, races, barriers) over every CUDA kernel on small shapes
+#              because a crash leaves a process without its GPU; those of the ops, which compile most, in 32 (96) parts
+#   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel and of Triton's kernels whose
+#              warps meet in shared memory; races of these except the CUDA kernels of sm_90
 #   compare    the same shapes on the CPU through csrc/host and on the GPU
 #   doctor     every backend against float64: DIR/doctor.json
 #   report     the benchmarks: DIR/report/
 #   tune       `python -m fastattn tune`: which backend is fastest for which calls: DIR/record.json
 #
-# All of them by default, in under ten minutes. Each stage has a time limit and a log in DIR and runs whatever happened
-# to the others; the summary comes last, and is DIR/summary.txt. Exit status 1 if a stage failed. Without a GPU it is a
-# rehearsal: stages that need one are skipped, the others run with four times the time.
+# All of them by default. Each stage has a time limit and a log in DIR and runs whatever happened to the others; the
+# summary comes last, and is DIR/summary.txt. Exit status 1 if a stage failed. Without a GPU it is a rehearsal: stages
+# that need one are skipped, the others run with four times the time.
+#
+# The limits are for 16 cores and an empty Triton cache. build, precompile and probes run together, 150 s at most; then
+# tests, sanitizer, compare and doctor, 300 s (with FULL=1 570 s); then report, 205 s, and tune, 60 s: 12 minutes in
+# all. Where a command may take ten minutes, name the stages, for instance in two calls:
+#   gpu_check.sh DIR build precompile probes tests sanitizer compare doctor
+#   gpu_check.sh DIR report tune
+#
+# The everyday tier compiles about 1,100 Triton kernels: a core takes 15 to 25 minutes for them, 16 cores 1 to 2.
 #
 # PYTHON names the interpreter (python). PYTHONPATH is kept, so packages may come from a folder:
 #   python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
@@ -51,30 +60,38 @@ precompile() {
   "$PYTHON" benchmarks/precompile.py --seconds 110
 }
 
-one_test_file() { # a test that takes 100 seconds says where it is; after 160 they are all ended
-  local log=$DIR/tests/${1//\//_}.log status
+test_limit() { [ -z "${FULL:-}" ] && echo 300 || echo 570; }
+
+one_test_run() { # FILE or FOLDER, I/N. A test that takes 100 seconds says where it is
+  local log=$DIR/tests/${1//\//_}.${2/\//_of_}.log status
   mkdir -p "$DIR/tests"
-  local pytest=("$PYTHON" -m pytest -q -o faulthandler_timeout=100 ${FULL:+--full})
-  timeout --foreground --kill-after=5 160 "${pytest[@]}" "$1" > "$log" 2>&1
+  local pytest=("$PYTHON" -m pytest -q -o faulthandler_timeout=100 ${FULL:+--full} --part "$2")
+  timeout --foreground --kill-after=5 $(($(test_limit) - 10)) "${pytest[@]}" "$1" > "$log" 2>&1
   status=$?
-  echo "exit $status  $1: $(tail -n 1 "$log")"
+  echo "exit $status  $1 $2: $(tail -n 1 "$log")"
   [ $status -eq 0 ] || [ $status -eq 5 ] # 5: no test
 }
 
 probes() {
   needs_gpu
-  one_test_file tests/cuda/test_hopper.py
+  one_test_run tests/cuda/test_hopper.py 1/1
 }
 
 tests() {
   needs_gpu
-  find tests -name "test_*.py" ! -name test_gpu_check.py ! -name test_hopper.py | sort |
-    xargs -P "$(($(nproc) < 16 ? $(nproc) : 16))" -I{} bash -c 'one_test_file {} || exit 1'
+  local parts=$([ -z "${FULL:-}" ] && echo 32 || echo 96)
+  {
+    seq -f "tests/ops %g/$parts" "$parts"
+    find tests -name "test_*.py" ! -path "tests/ops/*" ! -name test_gpu_check.py ! -name test_hopper.py | sort |
+      sed "s|$| 1/1|"
+  } | xargs -P "$(($(nproc) < 16 ? $(nproc) : 16))" -L 1 bash -c 'one_test_run "$@" || exit 1' run
 }
 
 one_tool() {
   local log=$DIR/sanitizer_$1.log status
-  compute-sanitizer --tool "$1" --error-exitcode 86 "$PYTHON" benchmarks/host_device.py --only device > "$log" 2>&1
+  local kernels=("$PYTHON" benchmarks/host_device.py --only device --backend cuda triton)
+  [ "$1" != racecheck ] || kernels+=(--without-sm90) # it does not see what wgmma and TMA read
+  compute-sanitizer --tool "$1" --error-exitcode 86 "${kernels[@]}" > "$log" 2>&1
   status=$?
   echo "exit $status  $1: $(tail -n 1 "$log")"
   [ $status -eq 0 ]
@@ -95,7 +112,7 @@ report() { "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes 3 $([ -n
 
 tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes $([ -n "$GPU" ] && echo 0.8 || echo 0.1); }
 
-export -f skip needs_gpu one_test_file one_tool build precompile probes tests sanitizer compare doctor report tune
+export -f skip needs_gpu test_limit one_test_run one_tool build precompile probes tests sanitizer compare doctor report tune
 
 # run STAGE SECONDS: its output into DIR/STAGE.log, what came of it into DIR/STAGE.outcome
 run() {
@@ -118,10 +135,10 @@ run build 150 &
 run precompile 120 &
 run probes 120 &
 wait
-run tests 165 &
-run sanitizer 165 &
-run compare 165 &
-run doctor 165 &
+run tests "$(test_limit)" &
+run sanitizer 300 &
+run compare 300 &
+run doctor 300 &
 wait
 run report 205
 run tune 60

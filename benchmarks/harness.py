@@ -80,7 +80,7 @@ class Benchmark:
     last call is of interest. inputs: (case, device) -> Inputs. rates: units shown in the tables.
     part: (case, name, tensor) -> the part that is compared of an input, the result "out" or a gradient, where all of it
     would be too much. terms: (case, Inputs in float64) -> T of each result, see fastattn/error_rule.py; where there is
-    none, T is measured.
+    none, T is measured. hide_host: see timing.measure_in_turn; False where the host is part of what a user waits for.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Benchmark:
     providers: Callable[[torch.device], list[Provider]]
     part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
     terms: Callable[[Any, Inputs], dict[str, Tensor]] | None = None
+    hide_host: bool = True
 
 
 @functools.cache
@@ -280,8 +281,10 @@ def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> d
         beside = None if alone else checked.default()
         for direction in checked.benchmark.directions:
             calls = [run.timed[direction], *([beside.timed[direction]] if beside else [])]
-            timed, *default = timing.measure_in_turn(calls, device, budget_s)
+            timed, *default = timing.measure_in_turn(calls, device, budget_s, checked.benchmark.hide_host)
             row["timings"][direction] = timed._asdict()
+            if device.type == "cuda" and direction == "step":
+                row["timings"][direction]["device_ms"] = timing.measure(calls[0], device, budget_s).median_ms
             if default:
                 row.setdefault("speed", {})[direction] = timed.median_ms / default[0].median_ms
         *_, last = run.timed.values()
@@ -289,9 +292,7 @@ def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> d
             last()  # what only the first call allocates, an optimizer's state, does not count
         row["peak_mib"] = timing.peak_mib(last, device)
         if device.type == "cuda":
-            if "forward" in run.timed:
-                row["host_us"] = timing.host_us(run.timed["forward"], device)
-            row["clocks"] = timing.nvidia_smi("clocks.sm", "clocks.mem", "power.draw")
+            row["clocks"] = timing.nvidia_smi(device, "clocks.sm", "clocks.mem", "power.draw")
         return row | run.notes
     except Refused as refused:
         return {"status": "refused", "reason": str(refused)}

@@ -2,6 +2,9 @@
 
     python benchmarks/host_device.py                     both, compared
     python benchmarks/host_device.py --only device       the GPU alone: short enough for compute-sanitizer
+    ... --backend cuda triton                            after the CUDA kernels, those Triton kernels whose warps meet
+                                                         in shared memory; on a CPU in Triton's interpreter
+    ... --without-sm90                                   for racecheck, which does not see what wgmma and TMA read
 
 Each side is judged against the reference formula in float64, as by the doctor. "bits equal" says in how many results
 the device and the host differ nowhere: expected where a kernel only adds and multiplies, not where the CPU's exp or
@@ -33,6 +36,9 @@ RNG_STATE = (0x1234_5678_9ABC_DEF0, 0x1_0000_002A)  # seed and offset of the dro
 WIDTHS = (7, 64, 100, 264, 520, 1040, 4104, 16384)
 HEAD_DIMS = (16, 40, 128, 256)
 CLASSES = (7, 1000, 2061, 50257)
+# Of Triton, the doctor's problems in these: sums over rows by several warps and programs, and logits that gradients
+# replace. Elsewhere a program's warps meet in tl.dot alone.
+SHARED_BY_WARPS = ("add_layer_norm", "add_rms_norm", "embed_layer_norm", "linear_cross_entropy")
 
 
 def all_problems(device: torch.device) -> Iterator[Problem]:
@@ -68,6 +74,11 @@ def all_problems(device: torch.device) -> Iterator[Problem]:
         yield cross_entropy._replace(tensors=tensors, options=options)
 
 
+def triton_problems(device: torch.device) -> list[Problem]:
+    """With the sizes of the doctor on this device, whose kernels precompile.py has compiled."""
+    return [p for p in problems(device) if p.op in SHARED_BY_WARPS or (p.op, p.case) == ("attention", "bias")]
+
+
 @contextlib.contextmanager
 def fixed_dropout() -> Iterator[None]:
     """The rng_state is RNG_STATE: a device's own generator would draw another one on each."""
@@ -80,21 +91,21 @@ def fixed_dropout() -> Iterator[None]:
         yield
 
 
-def compare(dtype: torch.dtype, sides: dict[str, Problem]) -> tuple[str, bool]:
+def compare(dtype: torch.dtype, sides: dict[str, Problem], backend: str = "cuda") -> tuple[str, bool]:
     """What to say of one problem, given on each side's device, and whether all is well."""
     for side, problem in sides.items():
         tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
-        if reason := fastattn.explain(problem.op, **tensors, **problem.options).refusals["cuda"]:
+        if reason := fastattn.explain(problem.op, **tensors, **problem.options).refusals[backend]:
             return f"refused by the {side}: {reason}", True
     bad = [
         f"{side}: {record.get('failed') or record['result'] + ' is out of bounds'}"
         for side, problem in sides.items()
-        for record in check(problem, dtype, ["cuda"])
+        for record in check(problem, dtype, [backend])
         if not record["ok"]
     ]
     if bad or len(sides) == 1:
         return "; ".join(bad) or "ok", not bad
-    host, device = (solve(problem, "cuda", dtype, dtype) for problem in sides.values())
+    host, device = (solve(problem, backend, dtype, dtype) for problem in sides.values())
     equal = sum(torch.equal(host[name].cpu(), device[name].cpu()) for name in host)
     return f"ok, bits equal in {equal} of {len(host)} results", True
 
@@ -102,31 +113,44 @@ def compare(dtype: torch.dtype, sides: dict[str, Problem]) -> tuple[str, bool]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("host", "device"), help="one side")
+    parser.add_argument(
+        "--backend", nargs="+", choices=("cuda", "triton"), default=["cuda"], help="whose kernels (cuda)"
+    )
+    parser.add_argument("--without-sm90", action="store_true", help="take the GPU for an sm_80")
     arguments = parser.parse_args(argv)
-    sides = {"host": all_problems(torch.device("cpu"))}
+    devices = {"host": torch.device("cpu")}
     if torch.cuda.is_available():
-        sides["device"] = all_problems(torch.device("cuda"))
+        devices["device"] = torch.device("cuda")
     else:
         print("there is no GPU: the device's half is left out")
     if arguments.only:
-        sides = {side: given for side, given in sides.items() if side == arguments.only}
-        if not sides:
+        devices = {side: device for side, device in devices.items() if side == arguments.only}
+        if not devices:
             parser.error("--only device: there is no GPU")
-    if "host" in sides:
+    if "host" in devices and "cuda" in arguments.backend:
         import host_build
 
         if reason := host_build.why_not():
             parser.error(reason)
         fastattn.cuda.load_host_runner(host_build.build("_C", host_build.extension_sources(), host_build.KEPT))
+    if arguments.without_sm90:
+        fastattn.cuda._gpu_capability = lambda index: 80  # of this process, which does nothing else
     served = failed = 0
     with fixed_dropout():
-        for given in zip(*sides.values(), strict=True):
-            for dtype in DTYPES:
-                outcome, well = compare(dtype, dict(zip(sides, given, strict=True)))
-                failed += not well
-                served += not outcome.startswith("refused")
-                print(f"{given[0].op}, {given[0].case}, {str(dtype)[6:]}: {outcome}", flush=True)
-    print(f"{served} problems solved by the CUDA kernels on {' and '.join(sides)}, {failed} not as they should be")
+        for backend in arguments.backend:
+            sides = {
+                side: (all_problems if backend == "cuda" else triton_problems)(device)
+                for side, device in devices.items()
+            }
+            for given in zip(*sides.values(), strict=True):
+                for dtype in DTYPES:
+                    outcome, well = compare(dtype, dict(zip(sides, given, strict=True)), backend)
+                    failed += not well
+                    served += not outcome.startswith("refused")
+                    print(f"{given[0].op}, {given[0].case}, {backend}, {str(dtype)[6:]}: {outcome}", flush=True)
+    kernels = " and ".join(arguments.backend)
+    where = " and ".join(devices)
+    print(f"{served} problems solved by the kernels of {kernels} on {where}, {failed} not as they should be")
     return int(failed > 0 or served == 0)
 
 

@@ -29,6 +29,9 @@ from records import (
 README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
 PLAIN, HUGGING_FACE = "plain PyTorch", "Hugging Face Marian"
+HOW_TIMED = """\
+An op's time is the GPU's alone, a whole model's is what its user waits for. In parentheses: the host's time, and, of a
+training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 4
 
@@ -39,7 +42,18 @@ def brief(row: Row) -> str:
         return f"{row['status']}: {row['reason']}" if "reason" in row else row["status"]
     if not row["timings"]:
         return f"{row['peak_mib']:.1f} MiB"
-    return ", ".join(f"{direction} {timed['median_ms']:.3g} ms" for direction, timed in row["timings"].items())
+    return ", ".join(f"{direction} {ms_of(timed)} ms" for direction, timed in row["timings"].items())
+
+
+def ms_of(timed: Row, quartiles: bool = False) -> str:
+    """A median, and on a GPU what else HOW_TIMED names."""
+    text = f"{timed['median_ms']:.3g}"
+    if quartiles:
+        text = f"{timed['median_ms']:.4g} [{timed['q1_ms']:.4g}, {timed['q3_ms']:.4g}]"
+    if not timed.get("host_us"):
+        return text
+    gpu = f", GPU {timed['device_ms']:.3g}" if "device_ms" in timed else ""
+    return f"{text} (host {timed['host_us'] / 1e3:.3g}{gpu})"
 
 
 def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -95,7 +109,8 @@ def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
     rows = rows_of(record, case)
     ms = median(default_row(rows), direction)
     other = fastest_other(rows, direction)
-    cells = [case["case"], f"{ms:.3g}" if ms else "-", f"{_times(other[0])} {other[1]}" if other else "-"]
+    ours = ms_of(default_row(rows)["timings"][direction]) if ms else "-"
+    cells = [case["case"], ours, f"{_times(other[0])} {other[1]}" if other else "-"]
     if direction == "step":
         own_loss = slowdown(rows, named(rows, OWN_LOSS), direction)
         cells.append(_times(other[0] / own_loss if other and own_loss else None))
@@ -142,6 +157,8 @@ def provenance(record: Record) -> Iterator[str]:
         busy = ": others were at work, the figures are rough" if environment["load_before"] > 0.5 else ""
         yield f"Load of the machine before the first measurement: {environment['load_before']:.2f}{busy}."
     yield ceilings(record)
+    if _on_gpu(record):
+        yield HOW_TIMED
 
 
 def write_report(record: Record, out: Path) -> Path:
@@ -189,7 +206,7 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
         notes += " (default)" if row.get("default") and row["provider"] != "default" else ""
         cells = [row["provider"] + notes]
         for timed in row["timings"].values():
-            cells.append(f"{timed['median_ms']:.4g} [{timed['q1_ms']:.4g}, {timed['q3_ms']:.4g}]")
+            cells.append(ms_of(timed, quartiles=True))
         for last in op["directions"][-1:]:
             ms = median(row, last)
             cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]

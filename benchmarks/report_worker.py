@@ -106,6 +106,8 @@ def serve(connection: Connection, task: Task) -> None:
     os.dup2(log, 2)
     plan = importlib.import_module(task.catalogue).plan(task.table)
     device = torch.device(task.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events are recorded there
     current: tuple[int | None, Any] = (None, None)  # a case is kept while its providers take turns
     connection.send(True)
     while True:

@@ -71,7 +71,7 @@ def gain(direction: str, rival: str) -> Measure:
 
 def of_host_time(record: Record, case: Row, rows: Sequence[Row]) -> float | None:
     """The host's time for torch's own call, as a multiple of that for the faster of our backends."""
-    found = {row["provider"]: row["host_us"] for row in rows if row["status"] == "ok" and "host_us" in row}
+    found = {row["provider"]: row["timings"]["forward"]["host_us"] for row in rows if row["status"] == "ok"}
     own = min((us for name, us in found.items() if name in OWN), default=None)
     return found["sdpa"] / own if own and "sdpa" in found else None
 

@@ -1,11 +1,14 @@
 """How a call is measured: time, memory and clocks; and what the machine can do at best.
 
-GPU: CUDA events around each call, the L2 cache overwritten before it. CPU: `time.perf_counter`, as many threads as
-torch takes. Warm-up is outside; median and quartiles are kept.
+GPU: CUDA events around each call, the L2 cache overwritten before it. An op is timed while the host is ahead: the GPU
+is kept busy until the host has queued the call, so the events measure the GPU, and the host's time is a figure of its
+own. A whole model's step is timed as its user waits for it, on the GPU or on the host. CPU: `time.perf_counter`, as
+many threads as torch takes. Warm-up is outside; median and quartiles are kept.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -18,34 +21,58 @@ import torch
 from cases import label
 from torch.profiler import ProfilerActivity, profile
 
+from fastattn.tune import host_seconds, keep_busy
+
 Call = Callable[[], Any]
 
 
 class Timing(NamedTuple):
-    """Quartiles in milliseconds, of `samples` calls, and the fastest: on a busy machine the steadiest figure."""
+    """Quartiles in milliseconds, of `samples` calls, and the fastest: on a busy machine the steadiest figure.
+
+    host_us: microseconds that the host of a GPU takes for a call, the median of a few; None on a CPU.
+    """
 
     min_ms: float
     q1_ms: float
     median_ms: float
     q3_ms: float
     samples: int
+    host_us: float | None = None
 
 
-def measure(call: Call, device: torch.device, budget_s: float) -> Timing:
+def measure(call: Call, device: torch.device, budget_s: float, hide_host: bool = True) -> Timing:
     """Time one call: three warm-up calls, then at least 7 and at most 200 samples in about budget_s seconds."""
-    return measure_in_turn([call], device, budget_s)[0]
+    return measure_in_turn([call], device, budget_s, hide_host)[0]
 
 
-def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float) -> list[Timing]:
-    """Time several calls whose samples alternate, so that what slows the machine down for a while slows all of them."""
-    sample = _sample_on_gpu if device.type == "cuda" else _sample_on_cpu
-    first_ms = max(sum(samples[-1] for samples in sample(calls, device, 3)), 1e-3)
-    found = sample(calls, device, max(7, min(200, int(budget_s * 1e3 * len(calls) / first_ms))))
+def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float, hide_host: bool = True) -> list[Timing]:
+    """Time several calls whose samples alternate, so that what slows the machine down for a while slows all of them.
+
+    hide_host: on a GPU, its time alone. Otherwise a call begins on an idle GPU, and takes as long as a user waits.
+    """
+    for call in itertools.chain(calls, calls):
+        call()
+    host: list[float | None] = [None] * len(calls)
+    if device.type == "cuda":
+        host = [statistics.median(host_seconds(call, device) for _ in range(3)) for call in calls]
+
+    def sample(count: int) -> list[list[float]]:
+        if device.type == "cuda":
+            return _sample_on_gpu(calls, [2 * seconds * hide_host for seconds in host], device, count)
+        return _sample_on_cpu(calls, count)
+
+    start = time.perf_counter()
+    sample(1)
+    turn_s = max(time.perf_counter() - start, 1e-6)
+    found = sample(max(7, min(200, int(budget_s * len(calls) / turn_s))))
     quartiles = [statistics.quantiles(samples, n=4, method="inclusive") for samples in found]
-    return [Timing(min(s), *q, len(s)) for s, q in zip(found, quartiles, strict=True)]
+    return [
+        Timing(min(s), *q, len(s), None if seconds is None else seconds * 1e6)
+        for s, q, seconds in zip(found, quartiles, host, strict=True)
+    ]
 
 
-def _sample_on_cpu(calls: list[Call], device: torch.device, count: int) -> list[list[float]]:
+def _sample_on_cpu(calls: list[Call], count: int) -> list[list[float]]:
     samples: list[list[float]] = [[] for _ in calls]
     for _ in range(count):
         for call, times in zip(calls, samples, strict=True):
@@ -55,30 +82,24 @@ def _sample_on_cpu(calls: list[Call], device: torch.device, count: int) -> list[
     return samples
 
 
-def _sample_on_gpu(calls: list[Call], device: torch.device, count: int) -> list[list[float]]:
+def _sample_on_gpu(calls: list[Call], busy_s: list[float], device: torch.device, count: int) -> list[list[float]]:
+    """busy_s: for how long the GPU is kept busy before each call."""
     cache = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for _ in range(count):
-        for call, pairs in zip(calls, events, strict=True):
+        for call, seconds, pairs in zip(calls, busy_s, events, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             cache.zero_()
+            if seconds:
+                keep_busy(device, seconds)
+            else:
+                torch.cuda.synchronize(device)
             start.record()
             call()
             end.record()
             pairs.append((start, end))
     torch.cuda.synchronize(device)
     return [[start.elapsed_time(end) for start, end in pairs] for pairs in events]
-
-
-def host_us(call: Call, device: torch.device) -> float:
-    """Microseconds that a call takes on the host of a GPU: the mean of some that do not wait for it."""
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(20):
-        call()
-    taken = (time.perf_counter() - start) / 20
-    torch.cuda.synchronize(device)
-    return taken * 1e6
 
 
 def peak_mib(call: Call, device: torch.device) -> float:
@@ -102,9 +123,11 @@ def peak_mib(call: Call, device: torch.device) -> float:
     return peak / 2**20
 
 
-def nvidia_smi(*fields: str) -> str | None:
-    """What nvidia-smi says of the first GPU, or None where there is none."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+def nvidia_smi(device: torch.device, *fields: str) -> str | None:
+    """What nvidia-smi says of this GPU, or None where it says nothing. By its uuid: nvidia-smi counts all GPUs, torch
+    those that it is shown."""
+    uuid = torch.cuda.get_device_properties(device).uuid
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):

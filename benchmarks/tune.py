@@ -283,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("on a CPU Triton only runs with TRITON_INTERPRET=1, and its times mean nothing: see --quick")
     deadline, arch = time.monotonic() + 60 * arguments.minutes, 0
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # events are recorded there
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor
         command = [sys.executable, __file__, "--only", *arguments.only, "--capability", str(arch)]

@@ -1,16 +1,17 @@
 """`python -m fastattn tune`: measure which way of computing is fastest on this machine, and keep it in a record.
 
-Each op is timed on a small table of calls, forward and backward, by every backend that can serve them, the reference
-path apart; on a CPU, where that leaves one, by each way that the backend `aten` has. A backend counts only where the
-doctor finds it right. The fastest is written to a record in the user's cache folder, which the dispatcher reads from
-then on (fastattn/_records.py); one that is not faster than the built-in choice by 3 % does not replace it. What a run
-does not reach keeps what an earlier run found.
-`fastattn.explain(...)` names the record.
+Each op is timed on a small table of calls, forward and backward, by every backend that can serve them, except the
+reference path; on a GPU by the time of the GPU alone, as in models that keep it busy. On a CPU, where that leaves one
+backend, by each way that the backend `aten` has. A backend counts only where the doctor finds it right. The fastest is
+written to a record in the user's cache folder, which the dispatcher reads from then on (fastattn/_records.py); one that
+is not faster than the built-in choice by 3 % does not replace it. What a run does not reach keeps what an earlier run
+found. `fastattn.explain(...)` names the record.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -181,23 +182,60 @@ def measure(call: Call, device: torch.device) -> dict[str, float]:
         for way, times in samples.items():
             try:
                 with call.ways[way]():
-                    times.append(_milliseconds(call.step, device))
+                    if number < 0:
+                        call.step()
+                    else:
+                        times.append(_milliseconds(call.step, device))
             except Exception as error:
                 raise WayFailed(way) from error
-    return {way: statistics.median(times[2:]) for way, times in samples.items()}
+    return {way: statistics.median(times) for way, times in samples.items()}
 
 
 def _milliseconds(step: Step, device: torch.device) -> float:
+    """On a GPU the mean of a few steps that it finds queued, so that it never waits for the host."""
     if device.type == "cuda":
+        start = time.perf_counter()
+        host = host_seconds(step, device)
+        torch.cuda.synchronize(device)
+        steps = max(1, min(10, int(1e-3 / (time.perf_counter() - start))))  # in about a millisecond
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        keep_busy(device, 2 * steps * host)
         begin.record()
-        step()
+        for _ in range(steps):
+            step()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
-    begin = time.perf_counter()
+        return begin.elapsed_time(end) / steps
+    start = time.perf_counter()
     step()
-    return (time.perf_counter() - begin) * 1e3
+    return (time.perf_counter() - start) * 1e3
+
+
+def host_seconds(step: Step, device: torch.device) -> float:
+    """How long the host of an idle GPU takes for a step. Only if the step waits for the GPU, that is in it."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """The GPU has work for at least so long; what is queued meanwhile runs afterwards without gaps."""
+    torch.cuda._sleep(int(seconds * _cycles_per_second(device)))
+
+
+@functools.cache
+def _cycles_per_second(device: torch.device) -> float:
+    """Of the counter that torch.cuda._sleep reads; the fastest of a few, as clocks rise with work."""
+    found, cycles = [], 2_000_000
+    for _ in range(4):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        found.append(cycles / begin.elapsed_time(end) * 1e3)
+    return max(found)
 
 
 class _Right:
@@ -240,6 +278,7 @@ def tune(
         "threads": torch.get_num_threads(),
         "versions": _records.versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "measured": f"milliseconds of {'the GPU, without waits for the host' if device.type == 'cuda' else 'a call'}",
         "choices": choices,
         "rows": rows,
     }

@@ -24,6 +24,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every combination, planted bugs, fuzzing, wheels")
+    parser.addoption("--part", metavar="I/N", default="1/1", help="only the I-th of N equal parts of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,12 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --full, the everyday tier."""
-    if config.getoption("--full"):
-        return
-    full = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=full)
+    """Without --full, the everyday tier; of that, one part."""
+    chosen = [item for item in items if config.getoption("--full") or not item.get_closest_marker("full")]
+    part, parts = map(int, config.getoption("--part").split("/"))
+    chosen = chosen[len(chosen) * (part - 1) // parts : len(chosen) * part // parts]
+    config.hook.pytest_deselected(items=list({*items} - {*chosen}))
+    items[:] = chosen
 
 
 @pytest.fixture(scope="session")

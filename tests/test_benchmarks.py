@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_clock
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,6 +99,62 @@ def test_memory_is_that_of_the_tensors_alive_at_once(load: Any) -> None:
     assert 2 <= load("timing").peak_mib(call, CPU) <= 3.1
 
 
+def test_a_gpus_time_and_its_hosts_are_two_figures(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short op, whose host takes longer, by the GPU's time; the same as a user waits for it; a long one; one that
+    waits for its result, whose wait counts as the host's too."""
+    timing, clock = load("timing"), gpu_clock.GpuClock(monkeypatch)
+
+    def found(call: Any, hide_host: bool) -> tuple[float, float]:
+        timed = timing.measure(call, gpu_clock.DEVICE, 0.01, hide_host)
+        return timed.median_ms * 1e3, timed.host_us
+
+    assert found(lambda: clock.run(100e-6, 5e-6), True) == pytest.approx((5, 100))
+    assert found(lambda: clock.run(100e-6, 5e-6), False) == pytest.approx((105, 100))
+    assert found(lambda: clock.run(20e-6, 300e-6), True) == pytest.approx((300, 20))
+    waiting = lambda: (clock.run(20e-6, 300e-6), clock.wait(), clock.run(20e-6, 10e-6))  # noqa: E731
+    assert found(waiting, True) == pytest.approx((330, 340))
+
+
+def test_a_model_on_a_gpu_is_timed_as_its_user_waits(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records and tables have, of a step, also the GPU's time alone and the host's; of an op, also the host's."""
+    harness, markdown, clock = load("harness"), load("report_markdown"), gpu_clock.GpuClock(monkeypatch)
+    monkeypatch.setattr(harness.timing, "peak_mib", lambda *_: 0.0)
+    asked: list[str] = []
+    output = SimpleNamespace(stdout="1000 MHz\n")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: asked.extend(command) or output)
+    step = lambda: clock.run(2e-3, 1e-3)  # noqa: E731
+    provider = harness.Provider(
+        "x", lambda *_: harness.Run(dict, {"step": step, "both": step}, {"default": True}), compared=False
+    )
+    case, texts = SimpleNamespace(dropout_p=0.0), []
+    for direction in ("step", "both"):
+        benchmark = SimpleNamespace(directions=(direction,), hide_host=direction == "both")
+        checked = SimpleNamespace(benchmark=benchmark, case=case, inputs=None, device=gpu_clock.DEVICE)
+        row = harness.measure_provider(checked, provider, 0.01)
+        texts.append(markdown.brief(row))
+    assert texts == ["step 3 (host 2, GPU 1) ms", "both 1 (host 2) ms"]
+    assert "--id=GPU-12-34" in asked and row["clocks"] == "1000 MHz"
+
+
+def test_a_worker_measures_on_the_gpu_that_was_asked_for(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Events are recorded on the current GPU."""
+    worker, current = load("report_worker"), []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("setsid", "dup2"):
+        monkeypatch.setattr(os, name, lambda *_: None)
+    monkeypatch.setattr(worker.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+
+    def hung_up() -> None:
+        raise EOFError
+
+    connection = SimpleNamespace(send=lambda ready: None, recv=hung_up)
+    for device in ("cpu", "cuda:1"):
+        worker.serve(connection, worker.Task("catalogue", "quick", device, tmp_path / "log", 0.1))
+    assert current == [torch.device("cuda:1")]
+
+
 @pytest.mark.full
 def test_a_step_takes_at_most_half_of_the_reference_paths_memory(load: Any) -> None:
     """The base model at 2048 tokens, sequences of 512, dropout 0.1, no padding. To be quick it has 8000 words, which
@@ -127,6 +186,10 @@ def test_a_step_is_checked_by_its_loss_and_by_every_op(load: Any, monkeypatch: p
     assert asked == set(module.MODEL_OPS)
     for rival in module.RIVALS:
         assert checked.error_over_bound(providers[rival]) <= 1, rival
+    with pytest.raises(harness.Refused, match="CUDA graphs need a GPU"):
+        checked.error_over_bound(providers["default, GraphedStep"])
+    monkeypatch.setattr(module, "GraphedStep", functools.partial(module.GraphedStep, capture=False))
+    assert checked.error_over_bound(providers["default, GraphedStep"]) <= 1
     fused_loss = models.fused_loss
     monkeypatch.setattr(models, "fused_loss", lambda *given: 1.1 * (loss := fused_loss(*given)) - 0.1 * loss.detach())
     wrong = module.provider("default")
@@ -188,11 +251,20 @@ def test_rivals_that_need_a_gpu_by_stand_ins_with_their_signatures(load: Any, mo
     cases, harness, attention = load("cases"), load("harness"), load("cases").AttentionCase
     modules = {name: load(f"bench_{name}") for name in ("add_layer_norm", "feed_forward", "linear_cross_entropy")}
     modules["attention"] = load("bench_attention")
-    flash_2 = load("attention_rivals").flash_attention(2)
+    flash_2, varlen = load("attention_rivals").flash_attention(2), load("attention_rivals").torch_varlen()
+    torch_varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 has it")
+    signature = inspect.signature(torch_varlen.varlen_attn)
+
+    def varlen_attn(*given: Any, **options: Any) -> Tensor:
+        q, k, v, *rest = signature.bind(*given, **options).arguments.values()
+        return flash_attn_varlen_func(q, k, v, *rest)[0]
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
     provided = [
         *(("attention", flash_2, case) for case in (
             attention(2, 4, 40, 72, 16), attention(2, 4, 40, 40, 16, "causal"), attention(3, 2, 24, 40, 16, "padding")
         )),
+        ("attention", varlen, attention(3, 2, 24, 40, 16, "padding")),
         *((name, harness.rival("Liger-Kernel", modules[name].liger), case) for name, case in (
             ("add_layer_norm", cases.NormCase(40, 96)),
             ("feed_forward", cases.FeedForwardCase(40, 48, 96, "swiglu")),
@@ -206,6 +278,8 @@ def test_rivals_that_need_a_gpu_by_stand_ins_with_their_signatures(load: Any, mo
     for refused in (attention(2, 4, 40, 72, 16, "causal"), attention(2, 4, 72, 72, 16, "blocks")):
         with pytest.raises(harness.Refused):
             harness.Checked(modules["attention"].BENCHMARK, refused, CPU).error_over_bound(flash_2)
+        with pytest.raises(harness.Refused, match="only for packed"):
+            varlen.make(refused, None, 0.0)
     with pytest.raises(harness.Refused, match="cannot be imported"):
         harness.imported("no_such_module_anywhere")
 
@@ -218,6 +292,31 @@ def test_a_pinned_kernel_that_did_not_run_is_refused(load: Any) -> None:
         rivals.torch_sdpa("flash (CPU)", backends.MATH).make(case, inputs, 0.0)
     with pytest.raises(harness.Refused, match="no such kernel"):
         rivals.torch_sdpa("cudnn", backends.CUDNN_ATTENTION).make(case, inputs, 0.0)
+
+
+def test_another_flash_implementation_is_active_in_its_own_calls_only(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's registry, with an implementation that changes nothing; where there is none, the rival is refused."""
+    rivals, module, harness = load("attention_rivals"), load("bench_attention"), load("harness")
+    registry = pytest.importorskip("torch.nn.attention._registry", reason="torch 2.10 has it")
+    case = module.BENCHMARK.cases["quick"][0]
+    inputs, rival = module.make_inputs(case, CPU), rivals.torch_flash("FA4")
+    assert "FA4" in torch.nn.attention.list_flash_attention_impls() and rival.name == "sdpa flash, FA4"
+    with pytest.raises(harness.Refused, match="cannot be activated"):
+        rival.make(case, inputs, 0.0)
+    handle = SimpleNamespace(remove=lambda: None)
+    monkeypatch.setitem(registry._FLASH_ATTENTION_IMPLS, "FA4", lambda: handle)
+    monkeypatch.setitem(rivals.NODES, "flash", rivals.NODES["flash (CPU)"])
+    active, attend, grad = [], F.scaled_dot_product_attention, torch.autograd.grad
+    note = lambda: active.append(torch.nn.attention.current_flash_attention_impl())  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **o: (note(), attend(*a, **o))[1])
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **o: (note(), grad(*a, **o))[1])
+    run = rival.make(case, inputs, 0.0)
+    for call in run.timed.values():
+        call()
+        assert torch.nn.attention.current_flash_attention_impl() is None
+    assert len(active) >= 5 and set(active) == {"FA4"}
 
 
 @pytest.mark.full

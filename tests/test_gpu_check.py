@@ -66,15 +66,46 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert {stage for stage, said in outcome.items() if said == "FAILED"} == {"tests", "compare"}
     assert {said for stage, said in outcome.items() if stage not in ("tests", "compare")} == {"passed"}
-    assert re.findall(r"^exit .*", done.stdout, re.MULTILINE) == [f"exit 1  {broken}: 1 passed"]
+    assert re.findall(r"^exit .*", done.stdout, re.MULTILINE) == [f"exit 1  {broken} 1/1: 1 passed"]
     lines = asked.read_text().splitlines()
-    files = [line.split()[-1] for line in lines if line.startswith("-m pytest -q ") and " --full " in line]
-    here = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    assert len(files) == len(set(files)) and set(files) == here - {"tests/test_gpu_check.py"}
+    runs = [line.split("--part ")[1] for line in lines if line.startswith("-m pytest -q ") and " --full " in line]
+    here = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    whole = {f"1/1 {path}" for path in here if path.parent != Path("tests/ops")} - {"1/1 tests/test_gpu_check.py"}
+    assert sorted(runs) == sorted(whole | {f"{part}/96 tests/ops" for part in range(1, 97)})
     for tool in ("memcheck", "racecheck", "synccheck"):
-        assert any(line.startswith("sanitizer") and f"--tool {tool} " in line for line in lines)
+        (line,) = (line for line in lines if line.startswith(f"sanitizer --tool {tool} "))
+        assert "host_device.py --only device --backend cuda triton" in line
+        assert line.endswith(" --without-sm90") == (tool == "racecheck")
     assert "setup.py build_ext --inplace" in lines
     assert f"benchmarks/report.py --out {tmp_path}/out/report --minutes 3" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="uses Triton's interpreter")
+def test_tritons_reductions_for_the_sanitizer(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All norms, cross-entropy and the gradient of a bias; and every GPU taken for one of sm_80 where that is asked."""
+    module = load("host_device")
+    chosen = module.triton_problems(torch.device("cpu"))
+    assert {p.op for p in chosen} == {*module.SHARED_BY_WARPS, "attention"}
+    assert [p.case for p in chosen if p.op == "attention"] == ["bias"]
+    (dropped,) = (p for p in chosen if (p.op, p.case) == ("add_rms_norm", "dropout"))
+    monkeypatch.setattr(fastattn.cuda, "_gpu_capability", None)
+
+    def main(problem: Any) -> int:
+        monkeypatch.setattr(module, "triton_problems", lambda device: [problem])
+        return module.main(["--only", "host", "--backend", "triton", "--without-sm90"])
+
+    assert main(dropped) == 0
+    assert "3 problems solved by the kernels of triton on host, 0 not as they should be" in capsys.readouterr().out
+    assert fastattn.cuda._gpu_capability(0) == 80
+
+    def shifted(*, backend: str, **named: Any) -> torch.Tensor:
+        out = dropped.function(**named, backend=backend)
+        return out if backend == "reference" else out + 0.1
+
+    assert main(dropped._replace(function=shifted)) == 1
+    assert "3 not as they should be" in capsys.readouterr().out
 
 
 @pytest.fixture

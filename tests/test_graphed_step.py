@@ -248,7 +248,7 @@ def test_optimizers_that_cannot_be_captured():
 def test_capture_needs_a_gpu_and_a_capturable_optimizer():
     model = small()
     if CUDA:
-        with pytest.raises(ValueError, match="Adam keeps numbers in Python.*capturable=True"):
+        with pytest.raises(ValueError, match="Adam keeps its step count in Python.*capturable=True"):
             GraphedStep(model, adam(model, capturable=False), batch_size=2, buckets=(8,))
         model = model.cpu()
     with pytest.raises(ValueError, match="model is on cpu, and CUDA graphs need a GPU; capture=False"):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import gpu_clock
 import pytest
 import torch
 
@@ -118,6 +119,20 @@ def test_a_device_that_breaks_loses_nothing(run: Any, capsys: pytest.CaptureFixt
     _, path = run(call("a", nothing), RuntimeError("CUDA error: planted"))
     assert choices(path) == {"product": {"a": "fast"}}
     assert "stopped by RuntimeError: CUDA error: planted" in capsys.readouterr().out
+
+
+def test_a_gpus_ways_are_ranked_by_the_gpus_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes the host longer, the other the GPU: between two events around one call the order was the other one."""
+    clock = gpu_clock.GpuClock(monkeypatch)
+    costs = {"slow": (20e-6, 50e-6), "fast": (200e-6, 5e-6)}
+    state: list[str] = []
+    ways = {name: lambda name=name: (state.append(name), nullcontext())[1] for name in costs}
+    step = lambda: clock.run(*costs[state[-1]])  # noqa: E731
+    planted = tune.Call("attention", "a class", "a call", torch.float32, step, ways, "slow")
+    assert tune.measure(planted, gpu_clock.DEVICE) == pytest.approx({"slow": 0.05, "fast": 0.005})
+    monkeypatch.setattr(_records, "device_name", lambda device_type: "a GPU")
+    found = tune.tune(gpu_clock.DEVICE, 1.0, lambda line: None, lambda device: iter([planted]))
+    assert found["choices"] == {"attention": {"a class": "fast"}} and "without waits for the host" in found["measured"]
 
 
 def refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

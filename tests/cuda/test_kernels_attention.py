@@ -204,6 +204,7 @@ def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["none", "decoder", "attn_mask", "segments_and_padding"])
 def test_forward_of_one_backend_backward_of_another(kind: str, kernels: torch.device) -> None:
     """Masks, dropout and lse mean the same in CUDA and in Triton, both ways."""
+    backend_call("triton", kernels)
     p = make(B=2, H=1, Lq=21, Lk=40, D=16, mask=kind, dtype=BFLOAT16, dropout_p=0.2, device=kernels)
     mask, modules = AttentionMask(**p.mask), [load_backend("attention", name) for name in ("cuda", "triton")]
     torch.manual_seed(p.seed)

@@ -227,8 +227,8 @@ class Unregistered:
     [AveragedModel, nn.DataParallel, torch.compile, lambda model: torch.compile(AveragedModel(model)), Unregistered],
     ids=["AveragedModel", "DataParallel", "compile", "compile of AveragedModel", "no module"],
 )
-def test_a_wrapped_model(wrap: Any) -> None:
-    model, src_seq = make_model(), make_source()
+def test_a_wrapped_model(wrap: Any, device: torch.device) -> None:
+    model, src_seq = make_model().to(device), make_source().to(device)  # DataParallel moves a model to the first GPU
     wrapped = wrap(model)
     assert _greedy(wrapped, src_seq) == _greedy(model, src_seq)
     assert _beams(wrapped, src_seq) == _beams(model, src_seq)

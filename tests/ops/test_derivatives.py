@@ -30,7 +30,8 @@ def attention(
         shapes += ((1, 2, 1, 8),)
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Any:
-        given = AttentionMask(bias=bias, **mask) if mask or biased else None
+        there = {name: t.to(q.device) if isinstance(t, Tensor) else t for name, t in mask.items()}
+        given = AttentionMask(bias=bias, **there) if mask or biased else None
         return fastattn.scaled_dot_product_attention(q, k, v, given, enable_gqa=Hk != 2, **options)
 
     return call, shapes
@@ -57,8 +58,8 @@ def loss(**options: Any) -> tuple[Call, tuple[tuple[int, ...], ...]]:
 def embed(position: Tensor | None = None, **options: Any) -> tuple[Call, tuple[tuple[int, ...], ...]]:
     def call(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         table = torch.linspace(-1, 1, 5 * 16, dtype=embedding.dtype, device=embedding.device).view(5, 16)
-        tokens = TOKENS.to(embedding.device)
-        return fastattn.embed_layer_norm(tokens, embedding, table, weight, bias, position=position, **options)
+        tokens, places = (None if t is None else t.to(embedding.device) for t in (TOKENS, position))
+        return fastattn.embed_layer_norm(tokens, embedding, table, weight, bias, position=places, **options)
 
     return call, ((6, 16), (16,), (16,))
 
