@@ -1,0 +1,306 @@
+"""What attention's kernels read of a mask, in one launch. Specification: fastattn/masks/prepared.py
+
+    intervals_r = the columns that band, packed sequences and the padding of rows leave to row r
+    columns_c   = column c is no padding and, where sequences are packed, visible to some row
+    bits_rc     = matrix_rc and columns_c
+    tiles       = of a tile of rows, the column tiles that hold something: partial ones, then full ones, each ascending
+
+Grid: one program per (batch, head, slot). Slot i owns tile i of the rows: their intervals, their bits and their list.
+It also owns block i of 128 columns, whose bits it writes for the first head. Nothing is added up across programs.
+A program sweeps the columns in spans, of 128 with a matrix and of 1024 without. It visits the spans that the hull of
+its rows' intervals meets, or all of them where it has bits to write. In each it asks of every column tile whether it
+holds anything and whether it holds everything, and writes the answer to `tiles`. At the end it reads the answers back,
+numbers them and writes the list over them: what `tiles` holds past the list is arbitrary, and not read.
+Packed sequences: the sequence of a row or column is found in cu_seqlens by bisection.
+Registers: 1 or 64 rows of the matrix by 128 columns, one answer a column tile. Offsets are computed in 64 bits.
+Bytes: a matrix once, 1 byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
+padding of the visited columns once per tile of rows, from L2: the launch itself takes longer.
+Lengths and the strides of padding are not specialised: one compiled kernel does for all batches of a training.
+Dropped: a second sweep that writes the lists, which reads a matrix twice; lists by atomic counters, which would not be
+ascending; a launch for each kind of result, three where one does.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.masks.prepared import PreparedMask, Restriction, band_of, matrix_of_one_row_as_padding
+
+from ..common.launch import on_device
+
+BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.prepared: columns in a block of mask bits, and words of a block
+BIT_WORDS = tl.constexpr(4)
+ROWS_WITHOUT_LISTS = 64
+SPAN_WITHOUT_MATRIX = 1024
+LEAST_TILES = 32  # room for the answers of that many column tiles, so that short lengths share a compiled kernel
+
+
+class Matrix(NamedTuple):
+    """Bool (b, h, rows or 1, columns or 1). Strides are 0 along dimensions of size 1."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_h: int
+    stride_row: int
+    stride_column: int
+
+
+@triton.jit
+def interval_of(
+    position, own_offsets, other_offsets, own_length, other_length, num_sequences, steps,
+    low_first, high_first, low_last, high_last,
+):  # fmt: skip
+    """(begin, end), shaped as position: what band and packed sequences leave to it of the other side; (0, 0) where that
+    is nothing. own_offsets, other_offsets: cu_seqlens, or None. steps: bits of num_sequences + 1."""
+    begin = position * 0
+    end = begin + other_length
+    shift_first = begin
+    shift_last = begin + (other_length - own_length)
+    if own_offsets is not None:
+        passed = begin  # how many of the num_sequences + 1 offsets are at most position
+        for i in range(steps):
+            probe = passed + (1 << (steps - 1 - i))
+            inside = probe <= num_sequences + 1
+            offset = tl.load(own_offsets + probe - 1, mask=inside, other=0)
+            passed = tl.where(inside & (offset <= position), probe, passed)
+        known = (passed > 0) & (passed <= num_sequences)
+        own_begin = tl.load(own_offsets + passed - 1, mask=known, other=0).to(tl.int32)
+        own_end = tl.load(own_offsets + passed, mask=known, other=0).to(tl.int32)
+        begin = tl.minimum(tl.load(other_offsets + passed - 1, mask=known, other=0).to(tl.int32), other_length)
+        end = tl.minimum(tl.load(other_offsets + passed, mask=known, other=0).to(tl.int32), other_length)
+        shift_first = begin - own_begin
+        shift_last = end - own_end
+    begin = tl.maximum(begin, position + tl.maximum(shift_first + low_first, shift_last + low_last))
+    end = tl.minimum(end, position + tl.minimum(shift_first + high_first, shift_last + high_last) + 1)
+    holds = (begin < end) & (position < own_length)
+    return tl.where(holds, begin, 0), tl.where(holds, end, 0)
+
+
+@triton.jit
+def columns_taking_part(
+    column, b, padding, padding_stride_b, padding_stride, row_offsets, column_offsets, rows, columns,
+    num_sequences, steps, low_first, high_first, low_last, high_last,
+):  # fmt: skip
+    """Bool, shaped as column: inside, no padding, and in a packed sequence with a row that may attend to it."""
+    real = column < columns
+    if padding is not None:
+        ptrs = padding + b * padding_stride_b + column.to(tl.int64) * padding_stride
+        real = real & (tl.load(ptrs, mask=real, other=0) != 0)
+    if row_offsets is not None:
+        begin, end = interval_of(
+            column, column_offsets, row_offsets, columns, rows, num_sequences, steps,
+            -high_first, -low_first, -high_last, -low_last,
+        )  # fmt: skip
+        real = real & (begin < end)
+    return real
+
+
+@triton.jit
+def pack(keep, ROWS: tl.constexpr):
+    """Bool [ROWS, 128] -> int32 [ROWS, 4]: column 8 * j + 2 * c + e is bit 2 * j + e of word c."""
+    keep = tl.reshape(keep.to(tl.int32), (ROWS, BIT_BLOCK // 8, BIT_WORDS, 2))
+    bit = 2 * tl.arange(0, BIT_BLOCK // 8)[None, :, None, None] + tl.arange(0, 2)[None, None, None, :]
+    return tl.sum(tl.sum(keep << bit, axis=3), axis=1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("slots", "rows", "columns", "num_sequences", "steps", "low_first", "high_first", "low_last", "high_last"),
+        *("row_stride_b", "row_stride", "column_stride_b", "column_stride", "num_heads"),
+        *("intervals_batch", "columns_batch", "bits_batch"),
+    ]
+)
+def prepare_mask_kernel(
+    # Bool paddings (b, rows) and (b, columns), cu_seqlens of rows and columns, a Matrix; each may be None.
+    row_padding, column_padding, row_offsets, column_offsets, matrix,
+    # PreparedMask's tensors, contiguous; each may be None.
+    intervals, column_bits, bits, counts, tiles,
+    row_stride_b, row_stride, column_stride_b, column_stride, num_heads, intervals_batch, columns_batch, bits_batch,
+    slots, rows, columns, num_sequences, steps, low_first, high_first, low_last, high_last,
+    BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, MATRIX_ROWS: tl.constexpr, ONE_ROW: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, SPAN: tl.constexpr, MAX_TILES: tl.constexpr,
+):  # fmt: skip
+    slot, head = tl.program_id(0) % slots, tl.program_id(0) // slots
+    b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
+    bit_blocks = tl.cdiv(columns, BIT_BLOCK)
+
+    if column_bits is not None:
+        if (h == 0) & (b < columns_batch) & (slot < bit_blocks):
+            real = columns_taking_part(
+                slot * BIT_BLOCK + tl.arange(0, BIT_BLOCK), b, column_padding, column_stride_b, column_stride,
+                row_offsets, column_offsets, rows, columns, num_sequences, steps,
+                low_first, high_first, low_last, high_last,
+            )  # fmt: skip
+            words = pack(real[None, :], 1)
+            place = (b * bit_blocks + slot) * BIT_WORDS + tl.arange(0, BIT_WORDS)
+            tl.store(column_bits + place[None, :], words)
+
+    first_row = slot * BLOCK_ROWS
+    if first_row < rows:
+        index = tl.arange(0, ROWS)
+        own = index < BLOCK_ROWS
+        row = first_row + index
+        begin, end = interval_of(
+            row, row_offsets, column_offsets, rows, columns, num_sequences, steps,
+            low_first, high_first, low_last, high_last,
+        )  # fmt: skip
+        if row_padding is not None:
+            ptrs = row_padding + b * row_stride_b + row.to(tl.int64) * row_stride
+            real = tl.load(ptrs, mask=own & (row < rows), other=0) != 0
+            begin, end = tl.where(real, begin, 0), tl.where(real, end, 0)
+        if intervals is not None:
+            if (h == 0) & (b < intervals_batch):
+                place = intervals + (b * rows + row) * 2
+                tl.store(place, begin, mask=own & (row < rows))
+                tl.store(place + 1, end, mask=own & (row < rows))
+
+        hull_begin = tl.min(tl.where(own & (begin < end), begin, columns), axis=0)
+        hull_end = tl.max(tl.where(own, end, 0), axis=0)
+        # What all rows have. Rows past the last have nothing, so that a ragged tile is not full.
+        common_begin = tl.max(tl.where(own, begin, 0), axis=0)
+        common_end = tl.min(tl.where(own, end, columns), axis=0)
+        first_span, end_span = 0, 0
+        if tiles is not None:
+            first_span, end_span = hull_begin // SPAN, tl.cdiv(hull_end, SPAN)
+        if matrix is not None:
+            writes_bits = b < bits_batch
+            if ONE_ROW:
+                writes_bits = writes_bits & (slot == 0)
+            first_span = tl.where(writes_bits, 0, first_span)
+            end_span = tl.where(writes_bits, tl.cdiv(columns, SPAN), end_span)
+        column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
+        row_list = (b * num_heads + h) * tl.cdiv(rows, BLOCK_ROWS) + slot
+
+        for span in range(first_span, end_span):
+            column = span * SPAN + tl.arange(0, SPAN)
+            some = tl.full([SPAN // BLOCK_COLUMNS], 1, tl.int32)
+            every = some
+            if column_bits is not None:
+                real = columns_taking_part(
+                    column, b, column_padding, column_stride_b, column_stride,
+                    row_offsets, column_offsets, rows, columns, num_sequences, steps,
+                    low_first, high_first, low_last, high_last,
+                )  # fmt: skip
+                in_tiles = tl.reshape(real.to(tl.int32), (SPAN // BLOCK_COLUMNS, BLOCK_COLUMNS))
+                some = tl.minimum(some, tl.max(in_tiles, axis=1))
+                every = tl.minimum(every, tl.min(in_tiles, axis=1))
+            if matrix is not None:
+                kept_some, kept_every = some * 0, every * 0 + 1
+                for i in range(0, 1 if ONE_ROW else BLOCK_ROWS, MATRIX_ROWS):
+                    m = i + tl.arange(0, MATRIX_ROWS)
+                    if not ONE_ROW:
+                        m += first_row
+                    ptrs = matrix.ptr + b * matrix.stride_b + h * matrix.stride_h
+                    ptrs = ptrs + m.to(tl.int64)[:, None] * matrix.stride_row
+                    ptrs = ptrs + column.to(tl.int64)[None, :] * matrix.stride_column
+                    keep = tl.load(ptrs, mask=(m < rows)[:, None] & (column < columns)[None, :], other=0) != 0
+                    in_tiles = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, SPAN // BLOCK_COLUMNS, BLOCK_COLUMNS))
+                    kept_some = tl.maximum(kept_some, tl.max(tl.max(in_tiles, axis=2), axis=0))
+                    kept_every = tl.minimum(kept_every, tl.min(tl.min(in_tiles, axis=2), axis=0))
+                    if writes_bits:
+                        if column_bits is not None:
+                            keep = keep & real[None, :]
+                        matrix_rows = 1 if ONE_ROW else rows
+                        place = ((b * num_heads + h) * matrix_rows + m) * bit_blocks + span
+                        place = place[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :]
+                        tl.store(bits + place, pack(keep, MATRIX_ROWS), mask=(m < rows)[:, None])
+                some, every = tl.minimum(some, kept_some), tl.minimum(every, kept_every)
+            if tiles is not None:
+                tile = span * (SPAN // BLOCK_COLUMNS) + tl.arange(0, SPAN // BLOCK_COLUMNS)
+                tile_begin, tile_end = tile * BLOCK_COLUMNS, (tile + 1) * BLOCK_COLUMNS
+                holds = (some != 0) & (hull_begin < tile_end) & (hull_end > tile_begin)
+                full = holds & (every != 0) & (common_begin <= tile_begin) & (common_end >= tile_end)
+                answer = tl.where(full, 1, tl.where(holds, 0, 2))
+                tl.store(tiles + row_list * column_tiles + tile, answer, mask=tile < column_tiles)
+
+        if tiles is not None:
+            tiles += row_list * column_tiles
+            tile = tl.arange(0, MAX_TILES)
+            visited = (tile >= first_span * (SPAN // BLOCK_COLUMNS)) & (tile < end_span * (SPAN // BLOCK_COLUMNS))
+            tl.debug_barrier()  # the answers were written by other threads
+            answer = tl.load(tiles + tile, mask=visited & (tile < column_tiles), other=2)
+            tl.debug_barrier()  # all are read before the first is overwritten
+            partial, full = (answer == 0).to(tl.int32), (answer == 1).to(tl.int32)
+            num_partial, num_full = tl.sum(partial, axis=0), tl.sum(full, axis=0)
+            place = tl.where(answer == 0, tl.cumsum(partial, axis=0), num_partial + tl.cumsum(full, axis=0)) - 1
+            tl.store(tiles + place, tile, mask=answer < 2)
+            tl.store(counts + row_list * 2, num_partial)
+            tl.store(counts + row_list * 2 + 1, num_partial + num_full)
+
+
+def prepare_mask(
+    mask: Restriction, rows: int, columns: int, block_rows: int, block_columns: int, device: torch.device
+) -> PreparedMask:
+    """As fastattn.masks.prepare, in one launch; tiles hold anything past what counts say."""
+    mask = matrix_of_one_row_as_padding(mask, columns)
+    row_padding, column_padding, matrix = mask.row_padding, mask.column_padding, mask.matrix
+    packed = mask.row_offsets is not None
+    band = (-rows, columns) if packed else band_of(mask, rows, columns)
+    limit = rows + columns  # a bound beyond says nothing
+    (low_first, high_first), (low_last, high_last) = (
+        (-limit if low is None else _within(low, limit), limit if high is None else _within(high, limit))
+        for low, high in mask.bands
+    )
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    intervals = column_bits = bits = counts = tiles = None
+    row_batch = 1 if row_padding is None else row_padding.shape[0]
+    column_batch = 1 if column_padding is None else column_padding.shape[0]
+    matrix_batch, num_heads, matrix_rows = (1, 1, 1) if matrix is None else matrix.shape[:3]
+    bits_batch = _common(matrix_batch, column_batch)
+    batch = _common(row_batch, bits_batch)
+    bit_blocks = triton.cdiv(columns, BIT_BLOCK)
+    if packed or row_padding is not None:
+        intervals = empty(row_batch, rows, 2)
+    if packed or column_padding is not None:
+        column_bits = empty(column_batch, bit_blocks, BIT_WORDS)
+    if matrix is not None:
+        bits = empty(bits_batch, num_heads, matrix_rows, bit_blocks, BIT_WORDS)
+    has_lists = block_rows > 0 and any(t is not None for t in (intervals, column_bits, bits))
+    if not has_lists:
+        block_rows, block_columns = ROWS_WITHOUT_LISTS, BIT_BLOCK.value
+    row_tiles, column_tiles = triton.cdiv(rows, block_rows), triton.cdiv(columns, block_columns)
+    if has_lists:
+        counts, tiles = empty(batch, num_heads, row_tiles, 2), empty(batch, num_heads, row_tiles, column_tiles)
+
+    slots = max(row_tiles, bit_blocks)
+    programs = batch * num_heads * slots
+    if programs > 0:
+        with on_device(next(t for t in (row_padding, column_padding, matrix, mask.row_offsets) if t is not None)):
+            prepare_mask_kernel[(programs,)](
+                row_padding, column_padding, mask.row_offsets, mask.column_offsets,
+                None if matrix is None else Matrix(matrix, *_strides(matrix)),
+                intervals, column_bits, bits, counts, tiles,
+                *_strides(row_padding), *_strides(column_padding), num_heads,
+                row_batch, column_batch, bits_batch, slots, rows, columns,
+                *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last,
+                BLOCK_ROWS=block_rows, ROWS=triton.next_power_of_2(block_rows),
+                MATRIX_ROWS=1 if matrix_rows == 1 else min(block_rows & -block_rows, 64), ONE_ROW=matrix_rows == 1,
+                BLOCK_COLUMNS=block_columns, SPAN=SPAN_WITHOUT_MATRIX if matrix is None else BIT_BLOCK.value,
+                MAX_TILES=max(triton.next_power_of_2(column_tiles), LEAST_TILES), num_warps=4,
+            )  # fmt: skip
+    return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
+
+
+def _within(bound: int, limit: int) -> int:
+    return min(max(bound, -limit), limit)
+
+
+def _common(a: int, b: int) -> int:
+    """The size that two dimensions broadcast to."""
+    return b if a == 1 else a
+
+
+def _strides(t: Tensor | None) -> tuple[int, ...]:
+    """0 along dimensions of size 1: they are broadcast. Of a padding that is not there, two of 0."""
+    return (0, 0) if t is None else tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def _sequences(offsets: Tensor | None) -> tuple[int, int]:
+    """How many sequences are packed, and how many steps it takes to find one of them."""
+    return (0, 0) if offsets is None else (offsets.shape[0] - 1, offsets.shape[0].bit_length())
