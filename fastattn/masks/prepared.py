@@ -141,7 +141,7 @@ def prepare(
         bits = pack_bits(matrix if taking_part is None else matrix & taking_part[:, None, None])
     packed_columns = None if taking_part is None else pack_bits(taking_part)
     prepared = PreparedMask(low, high, intervals if has_intervals else None, packed_columns, bits)
-    if block_rows == 0 or prepared.band_only:
+    if intervals is None or block_rows == 0 or prepared.band_only:
         return prepared
     some, every = _classify(intervals, taking_part, mask.matrix, columns, block_rows, block_columns)
     counts, tiles = _list(some, every)

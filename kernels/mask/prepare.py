@@ -120,12 +120,15 @@ def prepare_mask_kernel(
     intervals, column_bits, bits, counts, tiles,
     row_stride_b, row_stride, column_stride_b, column_stride, num_heads, intervals_batch, columns_batch, bits_batch,
     slots, rows, columns, num_sequences, steps, low_first, high_first, low_last, high_last,
-    BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, MATRIX_ROWS: tl.constexpr, ONE_ROW: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, SPAN: tl.constexpr, MAX_TILES: tl.constexpr,
+    # A tile of rows, and room for one; its rows of the matrix, and how many of them are read at once; a tile of columns,
+    # how many are in a span, and room for all.
+    BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, MATRIX_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, TILES: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
+    SPAN: tl.constexpr = TILES * BLOCK_COLUMNS
     slot, head = tl.program_id(0) % slots, tl.program_id(0) // slots
     b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
-    bit_blocks = tl.cdiv(columns, BIT_BLOCK)
+    bit_blocks = (columns + BIT_BLOCK - 1) // BIT_BLOCK
 
     if column_bits is not None:
         if (h == 0) & (b < columns_batch) & (slot < bit_blocks):
@@ -139,89 +142,90 @@ def prepare_mask_kernel(
             tl.store(column_bits + place[None, :], words)
 
     first_row = slot * BLOCK_ROWS
+    writes_bits = False
+    if matrix is not None:
+        writes_bits = b < bits_batch
+        if TILE_ROWS == 1:
+            writes_bits = writes_bits & (slot == 0)
     if first_row < rows:
-        index = tl.arange(0, ROWS)
-        own = index < BLOCK_ROWS
-        row = first_row + index
-        begin, end = interval_of(
-            row, row_offsets, column_offsets, rows, columns, num_sequences, steps,
-            low_first, high_first, low_last, high_last,
-        )  # fmt: skip
-        if row_padding is not None:
-            ptrs = row_padding + b * row_stride_b + row.to(tl.int64) * row_stride
-            real = tl.load(ptrs, mask=own & (row < rows), other=0) != 0
-            begin, end = tl.where(real, begin, 0), tl.where(real, end, 0)
-        if intervals is not None:
-            if (h == 0) & (b < intervals_batch):
-                place = intervals + (b * rows + row) * 2
-                tl.store(place, begin, mask=own & (row < rows))
-                tl.store(place + 1, end, mask=own & (row < rows))
-
-        hull_begin = tl.min(tl.where(own & (begin < end), begin, columns), axis=0)
-        hull_end = tl.max(tl.where(own, end, 0), axis=0)
-        # What all rows have. Rows past the last have nothing, so that a ragged tile is not full.
-        common_begin = tl.max(tl.where(own, begin, 0), axis=0)
-        common_end = tl.min(tl.where(own, end, columns), axis=0)
         first_span, end_span = 0, 0
+        if writes_bits:
+            end_span = (columns + SPAN - 1) // SPAN
+        if tiles is not None or intervals is not None:
+            index = tl.arange(0, ROWS)
+            row = first_row + index
+            begin, end = interval_of(
+                row, row_offsets, column_offsets, rows, columns, num_sequences, steps,
+                low_first, high_first, low_last, high_last,
+            )  # fmt: skip
+            own = (index < BLOCK_ROWS) & (row < rows)
+            if row_padding is not None:
+                ptrs = row_padding + b * row_stride_b + row.to(tl.int64) * row_stride
+                real = tl.load(ptrs, mask=own, other=0) != 0
+                begin, end = tl.where(real, begin, 0), tl.where(real, end, 0)
+            if intervals is not None:
+                if (h == 0) & (b < intervals_batch):
+                    place = intervals + (b * rows + row) * 2
+                    tl.store(place, begin, mask=own)
+                    tl.store(place + 1, end, mask=own)
         if tiles is not None:
-            first_span, end_span = hull_begin // SPAN, tl.cdiv(hull_end, SPAN)
-        if matrix is not None:
-            writes_bits = b < bits_batch
-            if ONE_ROW:
-                writes_bits = writes_bits & (slot == 0)
-            first_span = tl.where(writes_bits, 0, first_span)
-            end_span = tl.where(writes_bits, tl.cdiv(columns, SPAN), end_span)
-        column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
-        row_list = (b * num_heads + h) * tl.cdiv(rows, BLOCK_ROWS) + slot
+            hull_begin = tl.min(tl.where(own & (begin < end), begin, columns), axis=0)
+            hull_end = tl.max(tl.where(own, end, 0), axis=0)
+            # What all rows have. Rows past the last have nothing, so that a ragged tile is not full.
+            common_begin = tl.max(tl.where(own, begin, 0), axis=0)
+            common_end = tl.min(tl.where(index < BLOCK_ROWS, end, columns), axis=0)
+            column_tiles = (columns + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+            row_list = (b * num_heads + h) * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS) + slot
+            tiles += row_list * column_tiles
+            if not writes_bits:
+                first_span, end_span = hull_begin // SPAN, (hull_end + SPAN - 1) // SPAN
 
         for span in range(first_span, end_span):
             column = span * SPAN + tl.arange(0, SPAN)
-            some = tl.full([SPAN // BLOCK_COLUMNS], 1, tl.int32)
-            every = some
+            if tiles is not None:
+                tile = span * TILES + tl.arange(0, TILES)
+                tile_begin, tile_end = tile * BLOCK_COLUMNS, (tile + 1) * BLOCK_COLUMNS
+                some = (hull_begin < tile_end) & (hull_end > tile_begin)
+                every = (common_begin <= tile_begin) & (common_end >= tile_end)
             if column_bits is not None:
                 real = columns_taking_part(
                     column, b, column_padding, column_stride_b, column_stride,
                     row_offsets, column_offsets, rows, columns, num_sequences, steps,
                     low_first, high_first, low_last, high_last,
                 )  # fmt: skip
-                in_tiles = tl.reshape(real.to(tl.int32), (SPAN // BLOCK_COLUMNS, BLOCK_COLUMNS))
-                some = tl.minimum(some, tl.max(in_tiles, axis=1))
-                every = tl.minimum(every, tl.min(in_tiles, axis=1))
+                if tiles is not None:
+                    num_real = tl.sum(tl.reshape(real.to(tl.int32), (TILES, BLOCK_COLUMNS)), axis=1)
+                    some, every = some & (num_real > 0), every & (num_real == BLOCK_COLUMNS)
             if matrix is not None:
-                kept_some, kept_every = some * 0, every * 0 + 1
-                for i in range(0, 1 if ONE_ROW else BLOCK_ROWS, MATRIX_ROWS):
+                num_kept = tl.zeros([TILES], tl.int32)
+                for i in range(0, TILE_ROWS, MATRIX_ROWS):
                     m = i + tl.arange(0, MATRIX_ROWS)
-                    if not ONE_ROW:
+                    if TILE_ROWS > 1:
                         m += first_row
                     ptrs = matrix.ptr + b * matrix.stride_b + h * matrix.stride_h
                     ptrs = ptrs + m.to(tl.int64)[:, None] * matrix.stride_row
                     ptrs = ptrs + column.to(tl.int64)[None, :] * matrix.stride_column
                     keep = tl.load(ptrs, mask=(m < rows)[:, None] & (column < columns)[None, :], other=0) != 0
-                    in_tiles = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, SPAN // BLOCK_COLUMNS, BLOCK_COLUMNS))
-                    kept_some = tl.maximum(kept_some, tl.max(tl.max(in_tiles, axis=2), axis=0))
-                    kept_every = tl.minimum(kept_every, tl.min(tl.min(in_tiles, axis=2), axis=0))
+                    if tiles is not None:
+                        in_tiles = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, TILES, BLOCK_COLUMNS))
+                        num_kept += tl.sum(tl.sum(in_tiles, axis=2), axis=0)
                     if writes_bits:
                         if column_bits is not None:
                             keep = keep & real[None, :]
-                        matrix_rows = 1 if ONE_ROW else rows
-                        place = ((b * num_heads + h) * matrix_rows + m) * bit_blocks + span
-                        place = place[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :]
+                        place = (b * num_heads + h) * (rows if TILE_ROWS > 1 else 1) + m
+                        place = (place * bit_blocks + span)[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :]
                         tl.store(bits + place, pack(keep, MATRIX_ROWS), mask=(m < rows)[:, None])
-                some, every = tl.minimum(some, kept_some), tl.minimum(every, kept_every)
+                if tiles is not None:
+                    some, every = some & (num_kept > 0), every & (num_kept == TILE_ROWS * BLOCK_COLUMNS)
             if tiles is not None:
-                tile = span * (SPAN // BLOCK_COLUMNS) + tl.arange(0, SPAN // BLOCK_COLUMNS)
-                tile_begin, tile_end = tile * BLOCK_COLUMNS, (tile + 1) * BLOCK_COLUMNS
-                holds = (some != 0) & (hull_begin < tile_end) & (hull_end > tile_begin)
-                full = holds & (every != 0) & (common_begin <= tile_begin) & (common_end >= tile_end)
-                answer = tl.where(full, 1, tl.where(holds, 0, 2))
-                tl.store(tiles + row_list * column_tiles + tile, answer, mask=tile < column_tiles)
+                answer = tl.where(some & every, 1, tl.where(some, 0, 2))
+                tl.store(tiles + tile, answer, mask=tile < column_tiles)
 
         if tiles is not None:
-            tiles += row_list * column_tiles
             tile = tl.arange(0, MAX_TILES)
-            visited = (tile >= first_span * (SPAN // BLOCK_COLUMNS)) & (tile < end_span * (SPAN // BLOCK_COLUMNS))
-            tl.debug_barrier()  # the answers were written by other threads
-            answer = tl.load(tiles + tile, mask=visited & (tile < column_tiles), other=2)
+            visited = (tile >= first_span * TILES) & (tile < end_span * TILES) & (tile < column_tiles)
+            tl.debug_barrier()  # other threads wrote the answers
+            answer = tl.load(tiles + tile, mask=visited, other=2)
             tl.debug_barrier()  # all are read before the first is overwritten
             partial, full = (answer == 0).to(tl.int32), (answer == 1).to(tl.int32)
             num_partial, num_full = tl.sum(partial, axis=0), tl.sum(full, axis=0)
@@ -268,6 +272,7 @@ def prepare_mask(
     if has_lists:
         counts, tiles = empty(batch, num_heads, row_tiles, 2), empty(batch, num_heads, row_tiles, column_tiles)
 
+    span = SPAN_WITHOUT_MATRIX if matrix is None else BIT_BLOCK.value
     slots = max(row_tiles, bit_blocks)
     programs = batch * num_heads * slots
     if programs > 0:
@@ -280,8 +285,9 @@ def prepare_mask(
                 row_batch, column_batch, bits_batch, slots, rows, columns,
                 *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last,
                 BLOCK_ROWS=block_rows, ROWS=triton.next_power_of_2(block_rows),
-                MATRIX_ROWS=1 if matrix_rows == 1 else min(block_rows & -block_rows, 64), ONE_ROW=matrix_rows == 1,
-                BLOCK_COLUMNS=block_columns, SPAN=SPAN_WITHOUT_MATRIX if matrix is None else BIT_BLOCK.value,
+                TILE_ROWS=1 if matrix_rows == 1 else block_rows,
+                MATRIX_ROWS=1 if matrix_rows == 1 else min(block_rows & -block_rows, 64),
+                BLOCK_COLUMNS=block_columns, TILES=span // block_columns,
                 MAX_TILES=max(triton.next_power_of_2(column_tiles), LEAST_TILES), num_warps=4,
             )  # fmt: skip
     return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
