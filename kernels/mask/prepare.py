@@ -39,13 +39,18 @@ LEAST_TILES = 32  # room for the answers of that many column tiles, so that shor
 
 
 class Matrix(NamedTuple):
-    """Bool (b, h, rows or 1, columns or 1). Strides are 0 along dimensions of size 1."""
+    """Bool (b, h, rows or 1, columns or 1). Strides are 0 along dimensions of size 1.
+
+    rows and columns once more: within a tuple Triton learns whether 16 divides them, and can then load vectors.
+    """
 
     ptr: Tensor
     stride_b: int
     stride_h: int
     stride_row: int
     stride_column: int
+    rows: int
+    columns: int
 
 
 @triton.jit
@@ -120,8 +125,8 @@ def prepare_mask_kernel(
     intervals, column_bits, bits, counts, tiles,
     row_stride_b, row_stride, column_stride_b, column_stride, num_heads, intervals_batch, columns_batch, bits_batch,
     slots, rows, columns, num_sequences, steps, low_first, high_first, low_last, high_last,
-    # A tile of rows, and room for one; its rows of the matrix, and how many of them are read at once; a tile of columns,
-    # how many are in a span, and room for all.
+    # A tile of rows, and a power of two that holds it; its rows of the matrix, and how many of them are read at once;
+    # a tile of columns, how many are in a span, and a power of two that holds all.
     BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, MATRIX_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, TILES: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
@@ -160,14 +165,14 @@ def prepare_mask_kernel(
             )  # fmt: skip
             own = (index < BLOCK_ROWS) & (row < rows)
             if row_padding is not None:
-                ptrs = row_padding + b * row_stride_b + row.to(tl.int64) * row_stride
-                real = tl.load(ptrs, mask=own, other=0) != 0
-                begin, end = tl.where(real, begin, 0), tl.where(real, end, 0)
+                padding_ptrs = row_padding + b * row_stride_b + row.to(tl.int64) * row_stride
+                is_real = tl.load(padding_ptrs, mask=own, other=0) != 0
+                begin, end = tl.where(is_real, begin, 0), tl.where(is_real, end, 0)
             if intervals is not None:
                 if (h == 0) & (b < intervals_batch):
-                    place = intervals + (b * rows + row) * 2
-                    tl.store(place, begin, mask=own)
-                    tl.store(place + 1, end, mask=own)
+                    interval_ptrs = intervals + (b * rows + row) * 2
+                    tl.store(interval_ptrs, begin, mask=own)
+                    tl.store(interval_ptrs + 1, end, mask=own)
         if tiles is not None:
             hull_begin = tl.min(tl.where(own & (begin < end), begin, columns), axis=0)
             hull_end = tl.max(tl.where(own, end, 0), axis=0)
@@ -205,16 +210,17 @@ def prepare_mask_kernel(
                     ptrs = matrix.ptr + b * matrix.stride_b + h * matrix.stride_h
                     ptrs = ptrs + m.to(tl.int64)[:, None] * matrix.stride_row
                     ptrs = ptrs + column.to(tl.int64)[None, :] * matrix.stride_column
-                    keep = tl.load(ptrs, mask=(m < rows)[:, None] & (column < columns)[None, :], other=0) != 0
+                    inside = (m < matrix.rows)[:, None] & (column < matrix.columns)[None, :]
+                    keep = tl.load(ptrs, mask=inside, other=0) != 0
                     if tiles is not None:
                         in_tiles = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, TILES, BLOCK_COLUMNS))
                         num_kept += tl.sum(tl.sum(in_tiles, axis=2), axis=0)
                     if writes_bits:
                         if column_bits is not None:
                             keep = keep & real[None, :]
-                        place = (b * num_heads + h) * (rows if TILE_ROWS > 1 else 1) + m
-                        place = (place * bit_blocks + span)[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :]
-                        tl.store(bits + place, pack(keep, MATRIX_ROWS), mask=(m < rows)[:, None])
+                        bit_row = (b * num_heads + h) * (rows if TILE_ROWS > 1 else 1) + m
+                        word = (bit_row * bit_blocks + span)[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :]
+                        tl.store(bits + word, pack(keep, MATRIX_ROWS), mask=(m < rows)[:, None])
                 if tiles is not None:
                     some, every = some & (num_kept > 0), every & (num_kept == TILE_ROWS * BLOCK_COLUMNS)
             if tiles is not None:
@@ -279,7 +285,7 @@ def prepare_mask(
         with on_device(next(t for t in (row_padding, column_padding, matrix, mask.row_offsets) if t is not None)):
             prepare_mask_kernel[(programs,)](
                 row_padding, column_padding, mask.row_offsets, mask.column_offsets,
-                None if matrix is None else Matrix(matrix, *_strides(matrix)),
+                None if matrix is None else Matrix(matrix, *_strides(matrix), rows, columns),
                 intervals, column_bits, bits, counts, tiles,
                 *_strides(row_padding), *_strides(column_padding), num_heads,
                 row_batch, column_batch, bits_batch, slots, rows, columns,
