@@ -167,7 +167,7 @@ def build_intervals(mask: Restriction, rows: int, columns: int, device: torch.de
     if mask.row_offsets is not None:
         sequence, first, length = sequences(mask.row_offsets, row)
         # Rows of no sequence get an empty interval.
-        edges = F.pad(mask.column_offsets.long(), (0, 1)).clamp(max=columns)
+        edges = F.pad(mask.column_offsets.long(), (0, 1)).clamp(0, columns)
         begin, end = edges[sequence], edges[sequence + 1]
         shift_first = begin - first
         shift_last = shift_first + (end - begin) - length

@@ -5,19 +5,26 @@
     bits_rc     = matrix_rc and columns_c
     tiles       = of a tile of rows, the column tiles that hold something: partial ones, then full ones, each ascending
 
-Grid: one program per (batch, head, slot). Slot i owns tile i of the rows: their intervals, their bits and their list.
-It also owns block i of 128 columns, whose bits it writes for the first head. Nothing is added up across programs.
+Grid: one program per (batch, head, slot). Slot i owns tile i of the rows: their intervals, their bits of the matrix and
+their list. It also owns block i of 128 columns, of which it writes the bits. No two programs write one element.
 A program sweeps the columns in spans, of 128 with a matrix and of 1024 without. It visits the spans that the hull of
-its rows' intervals meets, or all of them where it has bits to write. In each it asks of every column tile whether it
-holds anything and whether it holds everything, and writes the answer to `tiles`. At the end it reads the answers back,
-numbers them and writes the list over them: what `tiles` holds past the list is arbitrary, and not read.
+its rows' intervals meets, or all of them where it writes bits of a matrix. In each it asks of every column tile whether
+it holds something and whether it holds everything, and writes the answer to `tiles`. At the end it reads the answers,
+numbers the partial and the full tiles, and writes the list over them. Past the list, `tiles` keeps whatever is there.
 Packed sequences: the sequence of a row or column is found in cu_seqlens by bisection.
-Registers: 1 or 64 rows of the matrix by 128 columns, one answer a column tile. Offsets are computed in 64 bits.
-Bytes: a matrix once, 1 byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
-padding of the visited columns once per tile of rows, from L2: the launch itself takes longer.
-Lengths and the strides of padding are not specialised: one compiled kernel does for all batches of a training.
-Dropped: a second sweep that writes the lists, which reads a matrix twice; lists by atomic counters, which would not be
-ascending; a launch for each kind of result, three where one does.
+Registers: at most 64 rows of the matrix by 128 columns, and an answer for each column tile. Offsets are 64-bit.
+Bytes: a matrix once, a byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
+padding of the visited columns once per tile of rows, from L2: less than what a launch costs.
+Lengths and the strides of paddings are not specialised: batches of all lengths share a compiled kernel.
+Compiled offline with triton 3.6, sm_90a (no GPU has timed it yet): packed sequences with padding 23 registers; a matrix
+105 and, transposed, 217, with loads of 16 bytes where 16 divides the lengths. Nothing spills.
+One matrix for all samples and heads, (1, 1, L, L), has L / 128 programs: estimated at 150 us for 8192 x 8192, 64 MB,
+where a copy takes 30. Its mask is prepared once, and attention to it takes milliseconds a layer.
+Tried and dropped:
+    lengths outside of Matrix: every byte of a matrix was a load of its own;
+    8 warps for a matrix, 64 or 127 registers: as many bytes in flight, and a spilled register.
+Not tried: a second sweep that writes the lists would read a matrix twice; with counters in memory lists would not be
+ascending.
 """
 
 from typing import NamedTuple
@@ -35,7 +42,7 @@ BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.prepared: columns in a block of 
 BIT_WORDS = tl.constexpr(4)
 ROWS_WITHOUT_LISTS = 64
 SPAN_WITHOUT_MATRIX = 1024
-LEAST_TILES = 32  # room for the answers of that many column tiles, so that short lengths share a compiled kernel
+LEAST_TILES = 128  # a list has room for these, one a thread, so that short lengths share a compiled kernel
 
 
 class Matrix(NamedTuple):
@@ -74,8 +81,11 @@ def interval_of(
         known = (passed > 0) & (passed <= num_sequences)
         own_begin = tl.load(own_offsets + passed - 1, mask=known, other=0).to(tl.int32)
         own_end = tl.load(own_offsets + passed, mask=known, other=0).to(tl.int32)
-        begin = tl.minimum(tl.load(other_offsets + passed - 1, mask=known, other=0).to(tl.int32), other_length)
-        end = tl.minimum(tl.load(other_offsets + passed, mask=known, other=0).to(tl.int32), other_length)
+        begin = tl.load(other_offsets + passed - 1, mask=known, other=0).to(tl.int32)
+        end = tl.load(other_offsets + passed, mask=known, other=0).to(tl.int32)
+        # On a GPU nobody has checked these values.
+        begin = tl.minimum(tl.maximum(begin, 0), other_length)
+        end = tl.minimum(tl.maximum(end, 0), other_length)
         shift_first = begin - own_begin
         shift_last = end - own_end
     begin = tl.maximum(begin, position + tl.maximum(shift_first + low_first, shift_last + low_last))
@@ -294,7 +304,8 @@ def prepare_mask(
                 TILE_ROWS=1 if matrix_rows == 1 else block_rows,
                 MATRIX_ROWS=1 if matrix_rows == 1 else min(block_rows & -block_rows, 64),
                 BLOCK_COLUMNS=block_columns, TILES=span // block_columns,
-                MAX_TILES=max(triton.next_power_of_2(column_tiles), LEAST_TILES), num_warps=4,
+                MAX_TILES=max(triton.next_power_of_2(column_tiles), LEAST_TILES),
+                num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
     return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
 
