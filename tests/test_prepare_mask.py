@@ -6,6 +6,7 @@ Outputs start as the largest integer (conftest.py), so what the kernel forgets t
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mask_cases import KINDS, mask_kinds, offsets, packed_and_padded, prefix
 
 from fastattn import AttentionMask, _dispatch
 from fastattn.masks import Layout, PreparedMask
+from fastattn.ops import attention
 
 
 @pytest.fixture
@@ -75,14 +77,14 @@ def test_strides(prepare_mask: Any, device: torch.device) -> None:
         coin[:1, :1, :19, :1].expand(2, 2, 19, 133),
     )
     for matrix in matrices:
-        check(prepare_mask, 19, 133, Layout(False, 16, 64), device, attn_mask=matrix[:, :, :19, :133])
-    check(prepare_mask, 19, 133, Layout(True, 64, 16), device, attn_mask=matrices[2][:, :, :19])
+        check(prepare_mask, 19, 133, Layout(False, 32, 64), device, attn_mask=matrix[:, :, :19, :133])
+    check(prepare_mask, 19, 133, Layout(True, 64, 32), device, attn_mask=matrices[2][:, :, :19])
     keys, queries = coin[:2, 0, 0, 7:140], coin[0, 0, :19, 2:4].T
     for key_padding, query_padding in (
         (keys[:, ::1].T.contiguous().T, queries),
         (keys[:1].expand(2, 133), queries[:1].expand(2, 19)),
     ):
-        for layout in (Layout(False, 16, 64), Layout(True)):
+        for layout in (Layout(False, 32, 64), Layout(True)):
             padding = {"key_padding": key_padding, "query_padding": query_padding}
             check(prepare_mask, 19, 133, layout, device, **padding, is_causal=True)
 
@@ -106,3 +108,20 @@ def test_empty_dimensions(prepare_mask: Any, device: torch.device) -> None:
         key_padding = torch.ones(B, Lk, dtype=torch.bool, device=device)
         for layout in (Layout(), Layout(False, 16, 16), Layout(True, 16, 16)):
             check(prepare_mask, Lq, Lk, layout, device, attn_mask=real, key_padding=key_padding)
+
+
+def test_which_masks_it_prepares(prepare_mask: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the Triton backend and, on a GPU where Triton runs, those of the CUDA backend."""
+    module, prepared = _dispatch.load_backend("mask", "triton"), []
+    monkeypatch.setattr(module, "prepare_mask", lambda *given: prepared.append(given))
+    on_cpu, on_gpu = (SimpleNamespace(is_cuda=is_cuda, device=device) for is_cuda in (False, True))
+    restriction = AttentionMask(key_padding=prefix([5, 3], 5))._restriction(), 5, 5, 0, 0, torch.device("cpu")
+    for backend, q, launches in (("triton", on_cpu, 1), ("cuda", on_cpu, 1), ("cuda", on_gpu, 2)):
+        attention._prepare(backend, q, *restriction)
+        assert len(prepared) == launches, backend
+    monkeypatch.setattr(module, "why_not", lambda x: "there is no compiler")
+    compare(
+        AttentionMask(key_padding=prefix([5, 3], 5)).prepare(5, 5, Layout(), torch.device("cpu")),
+        attention._prepare("cuda", on_gpu, *restriction),
+    )
+    assert len(prepared) == 2
