@@ -16,8 +16,8 @@ Registers: at most 64 rows of the matrix by 128 columns, and an answer for each 
 Bytes: a matrix once, a byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
 padding of the visited columns once per tile of rows, from L2: less than what a launch costs.
 Lengths and the strides of paddings are not specialised: batches of all lengths share a compiled kernel.
-Compiled offline with triton 3.6, sm_90a (no GPU has timed it yet): packed sequences with padding 23 registers; a matrix
-105 and, transposed, 217, with loads of 16 bytes where 16 divides the lengths. Nothing spills.
+Compiled offline with triton 3.6, sm_90a (no GPU has timed it yet): packed sequences with padding 22 registers; a matrix
+106 and, transposed, 227, with loads of 16 bytes where 16 divides the lengths. Nothing spills.
 One matrix for all samples and heads, (1, 1, L, L), has L / 128 programs: estimated at 150 us for 8192 x 8192, 64 MB,
 where a copy takes 30. Its mask is prepared once, and attention to it takes milliseconds a layer.
 Tried and dropped:
