@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -267,8 +266,13 @@ class AttentionMask:
 
         return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype), masked.device, build)
 
-    def prepare(self, Lq: int, Lk: int, layout: Layout, device: torch.device) -> PreparedMask:
-        """What a kernel reads of this mask, its bias apart: made once, on the device, without waiting for it."""
+    def prepare(
+        self, Lq: int, Lk: int, layout: Layout, device: torch.device, build: Callable[..., PreparedMask] = prepare
+    ) -> PreparedMask:
+        """What a kernel reads of this mask, its bias apart: made once, on the device, without waiting for it.
+
+        build: what makes it, with the arguments and the result of `fastattn.masks.prepared.prepare`.
+        """
         rows, columns = (Lk, Lq) if layout.by_key else (Lq, Lk)
 
         def restriction() -> Restriction:
@@ -276,14 +280,13 @@ class AttentionMask:
 
         if self.band_only:
             return PreparedMask(*band_of(restriction(), rows, columns))
-        build = partial(prepare, restriction(), rows, columns, layout.block_rows, layout.block_columns, device)
-        return self.cached(("prepared", rows, columns, layout), device, build)
+        key = ("prepared", rows, columns, layout)
+        return self.cached(key, device, lambda: build(restriction(), rows, columns, *layout[1:], device))
 
     def _restriction(self) -> Restriction:
         bands = (self._bands["top_left"], self._bands["bottom_right"])
-        # A padding that is given transposed must not give its layout to what kernels read.
-        paddings = (None if t is None else t.contiguous() for t in (self.query_padding, self.key_padding))
-        return Restriction(bands, self.cu_seqlens_q, self.cu_seqlens_k, *paddings, self.attn_mask)
+        offsets = (self.cu_seqlens_q, self.cu_seqlens_k)
+        return Restriction(bands, *offsets, self.query_padding, self.key_padding, self.attn_mask)
 
     def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
         """What build() makes of this mask on a device, its bias excepted; the newest KEPT are kept. After an in-place

@@ -1,5 +1,8 @@
 """What the Triton and CUDA kernels read of an AttentionMask: its format, and how it is made, by PyTorch's operators.
 
+On a GPU one Triton kernel makes the same (kernels/mask/); what is here is its specification, and what runs on a CPU and
+while a function is traced.
+
 A kernel works on rows and columns: rows are queries and columns keys or, for a kernel whose blocks own keys, the other
 way round. Row r may attend to column c if its interval holds c and its bits have c; a bias is added on top.
 Everything but the bits of a bool matrix and the tile lists is of the size of the sequences.
@@ -45,7 +48,7 @@ class PreparedMask(NamedTuple):
     counts (b, h, row tiles, 2), tiles (b, h, row tiles, column tiles): of a row tile, `tiles` lists first the partial
         column tiles, then the full ones, each ascending; counts holds how many are partial, and how many are listed.
         A partial tile needs the tests of elements, a full one none; the others hold nothing. A ragged tile is partial.
-        None: no lists were asked for, or the band says it by arithmetic.
+        Past what is listed `tiles` may hold anything. None: no lists were asked for, or the band says it by arithmetic.
     """
 
     band_lo: int
@@ -118,12 +121,15 @@ def prepare(
     mask: Restriction, rows: int, columns: int, block_rows: int, block_columns: int, device: torch.device
 ) -> PreparedMask:
     """The mask as a kernel reads it. No operation waits for the device."""
-    mask = _matrix_of_one_row_as_padding(mask, columns)
+    mask = matrix_of_one_row_as_padding(mask, columns)
+    # A padding that is given transposed must not give its layout to what kernels read.
+    paddings = (None if t is None else t.contiguous() for t in (mask.row_padding, mask.column_padding))
+    mask = Restriction(mask.bands, mask.row_offsets, mask.column_offsets, *paddings, mask.matrix)
     packed = mask.row_offsets is not None
-    band = (-rows, columns) if packed else band_of(mask, rows, columns)
-    intervals = taking_part = bits = None
-    if packed or mask.row_padding is not None:
-        intervals = build_intervals(mask, rows, columns, device)
+    low, high = (-rows, columns) if packed else band_of(mask, rows, columns)
+    has_intervals = packed or mask.row_padding is not None
+    intervals = build_intervals(mask, rows, columns, device) if has_intervals or block_rows > 0 else None
+    taking_part = bits = None
     if packed:
         unpadded = Restriction(mask.bands, mask.row_offsets, mask.column_offsets, mask.row_padding, None, mask.matrix)
         begin, end = build_intervals(unpadded.transposed(), columns, rows, device).unbind(-1)
@@ -133,14 +139,13 @@ def prepare(
     if mask.matrix is not None:
         matrix = mask.matrix.expand(-1, -1, -1, columns)
         bits = pack_bits(matrix if taking_part is None else matrix & taking_part[:, None, None])
-    low, high = band
-    fields = (intervals, None if taking_part is None else pack_bits(taking_part), bits)
-    prepared = PreparedMask(low, high, *fields, None, None)
-    if block_rows == 0 or all(t is None for t in fields):
+    packed_columns = None if taking_part is None else pack_bits(taking_part)
+    prepared = PreparedMask(low, high, intervals if has_intervals else None, packed_columns, bits)
+    if intervals is None or block_rows == 0 or prepared.band_only:
         return prepared
-    some, every = _classify(prepared, taking_part, mask.matrix, rows, columns, block_rows, block_columns, device)
+    some, every = _classify(intervals, taking_part, mask.matrix, columns, block_rows, block_columns)
     counts, tiles = _list(some, every)
-    return PreparedMask(low, high, *fields, counts, tiles)
+    return prepared._replace(counts=counts, tiles=tiles)
 
 
 def band_of(mask: Restriction, rows: int, columns: int) -> tuple[int, int]:
@@ -162,7 +167,7 @@ def build_intervals(mask: Restriction, rows: int, columns: int, device: torch.de
     if mask.row_offsets is not None:
         sequence, first, length = sequences(mask.row_offsets, row)
         # Rows of no sequence get an empty interval.
-        edges = F.pad(mask.column_offsets.long(), (0, 1)).clamp(max=columns)
+        edges = F.pad(mask.column_offsets.long(), (0, 1)).clamp(0, columns)
         begin, end = edges[sequence], edges[sequence + 1]
         shift_first = begin - first
         shift_last = shift_first + (end - begin) - length
@@ -195,7 +200,7 @@ def pack_bits(keep: Tensor) -> Tensor:
     return shifted.sum(-1, dtype=torch.uint8).view(torch.int32).squeeze(-1)
 
 
-def _matrix_of_one_row_as_padding(mask: Restriction, columns: int) -> Restriction:
+def matrix_of_one_row_as_padding(mask: Restriction, columns: int) -> Restriction:
     """A matrix that all heads and rows share, (b, 1, 1, columns), hides columns as padding does."""
     matrix = mask.matrix
     if matrix is None or any(matrix.shape[i] > 1 and matrix.stride(i) > 0 for i in (1, 2)):
@@ -208,30 +213,23 @@ def _matrix_of_one_row_as_padding(mask: Restriction, columns: int) -> Restrictio
 
 
 def _classify(
-    prepared: PreparedMask,
+    intervals: Tensor,
     taking_part: Tensor | None,
     matrix: Tensor | None,
-    rows: int,
     columns: int,
     block_rows: int,
     block_columns: int,
-    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Bool (b, h, row tiles, column tiles), twice: does a tile hold anything, and does it hold everything.
 
     The first is said by the hull of the intervals of a tile's rows: exact but for rows with gaps between them.
     """
-    pad, row_tiles, column_tiles = -rows % block_rows, -(-rows // block_rows), -(-columns // block_columns)
-    if prepared.intervals is None:
-        row = torch.arange(rows, device=device)
-        begin, end = (row + prepared.band_lo).clamp(min=0), (row + prepared.band_hi + 1).clamp(max=columns)
-        begin, end = begin[None], end[None]
-    else:
-        begin, end = prepared.intervals.unbind(-1)
+    rows, column_tiles = intervals.shape[1], -(-columns // block_columns)
     # Past the last row intervals are empty, so that a ragged tile is not full.
-    begin, end = (F.pad(t, (0, pad)).unflatten(1, (row_tiles, block_rows)) for t in (begin, end))
+    padded = F.pad(intervals, (0, 0, 0, -rows % block_rows)).unflatten(1, (-1, block_rows))
+    begin, end = padded.unbind(-1)
     hull_begin, hull_end = torch.where(begin < end, begin, columns).amin(-1), end.amax(-1)
-    first = torch.arange(column_tiles, device=device) * block_columns
+    first = torch.arange(column_tiles, device=intervals.device) * block_columns
     some = (hull_begin[..., None] < first + block_columns) & (hull_end[..., None] > first)
     every = (begin.amax(-1)[..., None] <= first) & (end.amin(-1)[..., None] >= first + block_columns)
     some, every = some[:, None], every[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from fastattn import _dispatch, _records
 from fastattn._dispatch import Backend
 from fastattn._transforms import differentiable_gradients
-from fastattn.masks import AttentionMask, Layout, flatten, unflatten
+from fastattn.masks import AttentionMask, Layout, PreparedMask, flatten, prepare, unflatten
 from fastattn.ops import _arguments as arguments
 from fastattn.ops._operator import Operator
 from fastattn.reference import attention as reference
@@ -223,11 +224,12 @@ def scaled_dot_product_attention(
             layouts = module.mask_layouts(q, k, v, mask.bias)
             if not _needs_gradient(q, k, v, mask.bias):
                 layouts = layouts[:1]
-            prepared = [mask.prepare(q.shape[2], k.shape[2], layout, device) for layout in layouts]
+            build = partial(_prepare, name, q)
+            prepared = [mask.prepare(q.shape[2], k.shape[2], layout, device, build) for layout in layouts]
             out, lse = _Attention.call(q, k, v, mask.bias, *flatten(prepared), *options, name, remember=mask)
             weights = None
             if wanted is not None:
-                prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device)]
+                prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
                 with torch.no_grad():
                     given = (q, k, lse.detach(), mask.bias, *flatten(prepared), *options, wanted == "mean", name)
                     weights = (_weights_operator if torch.compiler.is_compiling() else _weights)(*given)
@@ -239,6 +241,15 @@ def scaled_dot_product_attention(
     if not return_lse and wanted is None:
         return out
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if wanted is not None else ())
+
+
+def _prepare(backend: str, q: Tensor, *restriction: Any) -> PreparedMask:
+    """masks.prepare() for a backend's kernels: in one launch where Triton runs; the formula is what can be traced."""
+    if torch.compiler.is_compiling():
+        return prepare(*restriction)
+    if backend == "triton" or (q.is_cuda and _dispatch.refusal("mask", "triton", (q,)) is None):
+        return _dispatch.load_backend("mask", "triton").prepare_mask(*restriction)
+    return prepare(*restriction)
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, heads: int) -> tuple[int, ...]:

@@ -46,5 +46,6 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
 
 
 def _layout(by_key: bool, block_rows: int, block_columns: int, columns: int) -> Layout:
-    """No lists where there is one tile of columns: it is visited anyway."""
+    """No lists where there is one tile of columns: it is visited anyway. One tile of rows has lists, too: they cost no
+    launch of their own, and its columns may be many, half of them padding."""
     return Layout(by_key) if columns <= block_columns else Layout(by_key, block_rows, block_columns)

@@ -3,9 +3,13 @@
 The interpreter keeps bfloat16 as the raw bits in a numpy uint16 array. Left alone, it
   1. multiplies those bit patterns as integers in tl.dot: the result is silently wrong by orders of magnitude;
   2. cuts float32 -> bfloat16 towards zero, where a GPU rounds to nearest even (half of all elements differ by one ulp);
-  3. fails on `range(0, tensor)` with numpy >= 2.4, which no longer turns one-element arrays into Python integers.
+  3. fails on `range(0, tensor)` with numpy >= 2.4, which no longer turns one-element arrays into Python integers;
+  4. lists all members of triton.language at every call of a function, tl.sum and tl.cdiv among them: half of the time.
 Elementwise bfloat16 arithmetic stays wrong, so kernels convert to float32 first, as they should for accuracy anyway.
 """
+
+import inspect
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -31,10 +35,11 @@ def _widen(handle: TensorHandle) -> TensorHandle:
 
 
 def repair() -> None:
-    """Install the three repairs. Called once, by kernels/common/__init__.py, only under TRITON_INTERPRET=1."""
+    """Install the four repairs. Called once, by kernels/common/__init__.py, only under TRITON_INTERPRET=1."""
     original_dot = InterpreterBuilder.create_dot
     original_cast = InterpreterBuilder.cast_impl
     original_patch = interpreter._patch_lang_tensor
+    builtins: dict[Any, list[str]] = {}  # of a module or class of triton.language
 
     def create_dot(self, a, b, *rest):
         return original_dot(self, _widen(a), _widen(b), *rest)
@@ -51,6 +56,14 @@ def repair() -> None:
         original_patch(tensor, *scope)
         tensor.__index__ = lambda self: self.handle.data.item()
 
+    def patch_builtin(package, builder, *scope):
+        if package not in builtins:
+            builtins[package] = [name for name, t in inspect.getmembers(package) if tl.core.is_builtin(t)]
+        for name in builtins[package]:
+            if tl.core.is_builtin(member := getattr(package, name)):  # not yet, or no longer, replaced
+                interpreter._patch_attr(package, name, member, builder, *scope)
+
     InterpreterBuilder.create_dot = create_dot
     InterpreterBuilder.cast_impl = cast_impl
     interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter._patch_builtin = patch_builtin

@@ -49,6 +49,24 @@ def attention(dtype: str, head_dim: int, mask: str, backward: bool = True) -> No
         fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_weights=True, **options)
 
 
+def prepare_mask(kind: str, *layout: int) -> None:
+    """kind: "padding", "packed" sequences, a bool "matrix", or several of them."""
+    from fastattn.kernels.mask import prepare_mask
+
+    B, H, L = 2, 4, 1024
+    given: dict[str, Any] = {"is_causal": True}
+    if "padding" in kind:
+        given["key_padding"] = given["query_padding"] = torch.ones(B, L, dtype=torch.bool)
+    if "packed" in kind:
+        given["cu_seqlens_q"] = torch.zeros(9, dtype=torch.int32)
+        given["cu_seqlens_q"][1:] = L
+    if "matrix" in kind:
+        given["attn_mask"] = torch.ones(B, H, L, L, dtype=torch.bool)
+    mask = fastattn.AttentionMask(**given)
+    for by_key in (False, True):
+        mask.prepare(L, L, fastattn.masks.Layout(by_key, *layout), torch.device("cpu"), prepare_mask)
+
+
 def decode_attention(dtype: str, head_dim: int, keys: str) -> None:
     """keys: "of beams", found by ancestors; "shared"; "split" among several programs."""
     B, W, H, M = (1, 1, 2, 1024) if keys == "split" else (32, 5, 8, 64)
@@ -114,6 +132,7 @@ GROUPS: dict[str, list[Case]] = {
     "everyday": [
         ("sm_90a", "bfloat16 D64 causal", partial(attention, "bfloat16", 64, "causal", backward=False)),
         ("sm_80", "bfloat16 D64 causal", partial(attention, "bfloat16", 64, "causal", backward=False)),
+        ("sm_90a", "mask of padding", partial(prepare_mask, "padding", 128, 64)),
         ("sm_90a", "bfloat16 D64 of beams", partial(decode_attention, "bfloat16", 64, "of beams")),
         ("sm_80", "bfloat16 D64 split", partial(decode_attention, "bfloat16", 64, "split")),
         ("sm_90a", "bfloat16 hidden 512", partial(layer_norm, "bfloat16", 512)),
@@ -135,6 +154,18 @@ GROUPS: dict[str, list[Case]] = {
         ),
         ("sm_90a", "bfloat16 D128 dropout", partial(attention, "bfloat16", 128, "causal, dropout", backward=False)),
         ("sm_80", "bfloat16 D128 bias", partial(attention, "bfloat16", 128, "tensors, bias", backward=False)),
+    ],
+    "mask": [
+        *(
+            (arch, f"mask of {kind}, tiles of {layout}", partial(prepare_mask, kind, *layout))
+            for arch, kind, layout in (
+                ("sm_90a", "packed matrix, padding", (192, 128)),  # a tile of the CUDA kernels
+                ("sm_90a", "matrix", (128, 64)),
+                ("sm_90a", "packed, padding", (0, 0)),
+                ("sm_80", "packed matrix, padding", (16, 16)),
+                ("sm_80", "matrix, padding", (0, 0)),
+            )
+        ),
     ],
     "decode_attention": [
         *(

@@ -5,15 +5,22 @@ allocations and reads of a number by the host are none.
 """
 
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import pytest
 import torch
-from model_checks import NO_DROPOUT, PAD_TRG, fused
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, fused
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fastattn import use_backend
+from fastattn import AttentionMask, use_backend
+
+pytest.importorskip("triton")
+
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
 # Operators that start no kernel, beyond views. aminmax is the check of token values, which the public ops make on a CPU
 # only; fill_ is the tests' own, into uninitialised memory.
@@ -37,26 +44,30 @@ class Launches(TorchDispatchMode):
             self.counts[name] += 1
         return out
 
-    def triton(self, kind):
-        run = kind.run
+    @contextmanager
+    def triton(self, run_them=True):
+        """run_them: whether Triton's kernels run, or are counted only."""
+        with ExitStack() as stack:
+            for kind in (InterpretedFunction, JITFunction):
+                stack.enter_context(patch.object(kind, "run", self._counting(kind.run, run_them)))
+            yield
 
+    def _counting(self, run, run_them):
         def counting_run(kernel, *args, **kwargs):
             self.counts[f"triton {kernel.__name__}"] += 1
-            with _disable_current_modes():  # the interpreter itself uses PyTorch's operators
-                return run(kernel, *args, **kwargs)
+            if run_them:
+                with _disable_current_modes():  # the interpreter itself uses PyTorch's operators
+                    run(kernel, *args, **kwargs)
 
-        return patch.object(kind, "run", counting_run)
+        return counting_run
 
 
 def step_launches(batch, backend):
     """Counts of one forward, loss and backward from gradients that are None, as after zero_grad()."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
     src, trg = (seq[:2, :6].contiguous() for seq in batch)  # counts depend on layers and options alone
     model, launches = fused(pack_padding=False, **NO_DROPOUT), Launches()
     gold = torch.nn.functional.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
-    with use_backend(backend), launches.triton(InterpretedFunction), launches.triton(JITFunction), launches:
+    with use_backend(backend), launches.triton(), launches:
         model.loss(src, trg, gold, 0.1).backward()
     return launches.counts
 
@@ -66,3 +77,39 @@ def test_a_third_of_the_launches_of_the_reference(triton, batch):
     assert kernels.total() <= reference.total() / 3, kernels
     copies = sum(kernels[name] for name in ("clone", "copy_", "_to_copy"))
     assert copies <= 4, "beyond the bits of the two masks, something is copied or transposed in memory"
+
+
+def mask_launches(source_length, target_length):
+    """Counts of what a step of two layers each does for its masks: 8 sentence pairs of the longest with these lengths,
+    padded. Neither more layers nor wider ones need more."""
+    model, launches, of_masks = fused(n_layers=2, n_position=200, backend="triton"), Launches(), Counter()
+    real = torch.arange(source_length, device=DEVICE) < source_length - 5 * torch.arange(8, device=DEVICE)[:, None]
+    src = torch.where(real, 5, PAD_SRC)
+    trg = torch.where(real.new_ones(8, target_length).tril(target_length - 4), 5, PAD_TRG)
+
+    def counted(function):
+        def wrapped(*args):
+            before = launches.counts.copy()
+            result = function(*args)
+            of_masks.update(launches.counts - before)
+            return result
+
+        return wrapped
+
+    model.src_mask, model.trg_mask = counted(model.src_mask), counted(model.trg_mask)
+    with (
+        patch.object(AttentionMask, "prepare", counted(AttentionMask.prepare)),
+        launches.triton(run_them=False),
+        launches,
+    ):
+        model.loss(src, trg, trg, 0.1).backward()
+    return of_masks
+
+
+def test_a_mask_takes_one_launch_for_each_layout(triton):
+    """With lists of tiles and without: 3 pairs of a mask and lengths, each in at most 3 layouts."""
+    for lengths in ((64, 64), (200, 200), (200, 130)):
+        found = mask_launches(*lengths)
+        kernels = found.pop("triton prepare_mask_kernel")
+        assert found == {"ne": 2}, f"{lengths}: compare tokens with padding, twice"
+        assert kernels <= 9, lengths

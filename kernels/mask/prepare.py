@@ -1,0 +1,329 @@
+"""What attention's kernels read of a mask, in one launch. Specification: fastattn/masks/prepared.py
+
+    intervals_r = the columns that band, packed sequences and the padding of rows leave to row r
+    columns_c   = column c is no padding and, where sequences are packed, visible to some row
+    bits_rc     = matrix_rc and columns_c
+    tiles       = of a tile of rows, the column tiles that hold something: partial ones, then full ones, each ascending
+
+Grid: one program per (batch, head, slot). Slot i owns tile i of the rows: their intervals, their bits of the matrix and
+their list. It also owns block i of 128 columns, of which it writes the bits. No two programs write one element.
+A program sweeps the columns in spans, of 128 with a matrix and of 1024 without. It visits the spans that the hull of
+its rows' intervals meets, or all of them where it writes bits of a matrix. In each it asks of every column tile whether
+it holds something and whether it holds everything, and writes the answer to `tiles`. At the end it reads the answers,
+numbers the partial and the full tiles, and writes the list over them. Past the list, `tiles` keeps whatever is there.
+Packed sequences: the sequence of a row or column is found in cu_seqlens by bisection.
+Registers: at most 64 rows of the matrix by 128 columns, and an answer for each column tile. Offsets are 64-bit.
+Bytes: a matrix once, a byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
+padding of the visited columns once per tile of rows, from L2: less than what a launch costs.
+Lengths and the strides of paddings are not specialised: batches of all lengths share a compiled kernel.
+Compiled offline with triton 3.6, sm_90a (no GPU has timed it yet): packed sequences with padding 22 registers; a matrix
+106 and, transposed, 227, with loads of 16 bytes where 16 divides the lengths. Nothing spills.
+One matrix for all samples and heads, (1, 1, L, L), has L / 128 programs: estimated at 150 us for 8192 x 8192, 64 MB,
+where a copy takes 30. Its mask is prepared once, and attention to it takes milliseconds a layer.
+Tried and dropped:
+    lengths outside of Matrix: every byte of a matrix was a load of its own;
+    8 warps for a matrix, 64 or 127 registers: as many bytes in flight, and a spilled register.
+Not tried: a second sweep that writes the lists would read a matrix twice; with counters in memory lists would not be
+ascending.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.masks.prepared import PreparedMask, Restriction, band_of, matrix_of_one_row_as_padding
+
+from ..common.launch import on_device
+
+BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.prepared: columns in a block of mask bits, and words of a block
+BIT_WORDS = tl.constexpr(4)
+ROWS_WITHOUT_LISTS = 64
+SPAN_WITHOUT_MATRIX = 1024
+LEAST_TILES = 128  # a list has room for these, one a thread, so that short lengths share a compiled kernel
+
+
+class Matrix(NamedTuple):
+    """Bool (b, h, rows or 1, columns or 1). Strides are 0 along dimensions of size 1.
+
+    rows and columns once more: within a tuple Triton learns whether 16 divides them, and can then load vectors.
+    """
+
+    ptr: Tensor
+    stride_b: int
+    stride_h: int
+    stride_row: int
+    stride_column: int
+    rows: int
+    columns: int
+
+
+@triton.jit
+def interval_of(
+    position, own_offsets, other_offsets, own_length, other_length, num_sequences, steps,
+    low_first, high_first, low_last, high_last,
+):  # fmt: skip
+    """(begin, end), shaped as position: what band and packed sequences leave to it of the other side; (0, 0) where that
+    is nothing. own_offsets, other_offsets: cu_seqlens, or None. steps: bits of num_sequences + 1."""
+    begin = position * 0
+    end = begin + other_length
+    shift_first = begin
+    shift_last = begin + (other_length - own_length)
+    if own_offsets is not None:
+        passed = begin  # how many of the num_sequences + 1 offsets are at most position
+        for i in range(steps):
+            probe = passed + (1 << (steps - 1 - i))
+            inside = probe <= num_sequences + 1
+            offset = tl.load(own_offsets + probe - 1, mask=inside, other=0)
+            passed = tl.where(inside & (offset <= position), probe, passed)
+        known = (passed > 0) & (passed <= num_sequences)
+        own_begin = tl.load(own_offsets + passed - 1, mask=known, other=0).to(tl.int32)
+        own_end = tl.load(own_offsets + passed, mask=known, other=0).to(tl.int32)
+        begin = tl.load(other_offsets + passed - 1, mask=known, other=0).to(tl.int32)
+        end = tl.load(other_offsets + passed, mask=known, other=0).to(tl.int32)
+        # On a GPU nobody has checked these values.
+        begin = tl.minimum(tl.maximum(begin, 0), other_length)
+        end = tl.minimum(tl.maximum(end, 0), other_length)
+        shift_first = begin - own_begin
+        shift_last = end - own_end
+    begin = tl.maximum(begin, position + tl.maximum(shift_first + low_first, shift_last + low_last))
+    end = tl.minimum(end, position + tl.minimum(shift_first + high_first, shift_last + high_last) + 1)
+    holds = (begin < end) & (position < own_length)
+    return tl.where(holds, begin, 0), tl.where(holds, end, 0)
+
+
+@triton.jit
+def columns_taking_part(
+    column, b, padding, padding_stride_b, padding_stride, row_offsets, column_offsets, rows, columns,
+    num_sequences, steps, low_first, high_first, low_last, high_last,
+):  # fmt: skip
+    """Bool, shaped as column: inside, no padding, and in a packed sequence with a row that may attend to it."""
+    real = column < columns
+    if padding is not None:
+        ptrs = padding + b * padding_stride_b + column.to(tl.int64) * padding_stride
+        real = real & (tl.load(ptrs, mask=real, other=0) != 0)
+    if row_offsets is not None:
+        begin, end = interval_of(
+            column, column_offsets, row_offsets, columns, rows, num_sequences, steps,
+            -high_first, -low_first, -high_last, -low_last,
+        )  # fmt: skip
+        real = real & (begin < end)
+    return real
+
+
+@triton.jit
+def pack(keep, ROWS: tl.constexpr):
+    """Bool [ROWS, 128] -> int32 [ROWS, 4]: column 8 * j + 2 * c + e is bit 2 * j + e of word c."""
+    keep = tl.reshape(keep.to(tl.int32), (ROWS, BIT_BLOCK // 8, BIT_WORDS, 2))
+    bit = 2 * tl.arange(0, BIT_BLOCK // 8)[None, :, None, None] + tl.arange(0, 2)[None, None, None, :]
+    return tl.sum(tl.sum(keep << bit, axis=3), axis=1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("slots", "rows", "columns", "num_sequences", "steps", "low_first", "high_first", "low_last", "high_last"),
+        *("row_stride_b", "row_stride", "column_stride_b", "column_stride", "num_heads"),
+        *("intervals_batch", "columns_batch", "bits_batch"),
+    ]
+)
+def prepare_mask_kernel(
+    # Bool paddings (b, rows) and (b, columns), cu_seqlens of rows and columns, a Matrix; each may be None.
+    row_padding, column_padding, row_offsets, column_offsets, matrix,
+    # PreparedMask's tensors, contiguous; each may be None.
+    intervals, column_bits, bits, counts, tiles,
+    row_stride_b, row_stride, column_stride_b, column_stride, num_heads, intervals_batch, columns_batch, bits_batch,
+    slots, rows, columns, num_sequences, steps, low_first, high_first, low_last, high_last,
+    # A tile of rows, and a power of two that holds it; its rows of the matrix, and how many of them are read at once;
+    # a tile of columns, how many are in a span, and a power of two that holds all.
+    BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, MATRIX_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, TILES: tl.constexpr, MAX_TILES: tl.constexpr,
+):  # fmt: skip
+    SPAN: tl.constexpr = TILES * BLOCK_COLUMNS
+    slot, head = tl.program_id(0) % slots, tl.program_id(0) // slots
+    b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
+    bit_blocks = (columns + BIT_BLOCK - 1) // BIT_BLOCK
+
+    if column_bits is not None:
+        if (h == 0) & (b < columns_batch) & (slot < bit_blocks):
+            real = columns_taking_part(
+                slot * BIT_BLOCK + tl.arange(0, BIT_BLOCK), b, column_padding, column_stride_b, column_stride,
+                row_offsets, column_offsets, rows, columns, num_sequences, steps,
+                low_first, high_first, low_last, high_last,
+            )  # fmt: skip
+            words = pack(real[None, :], 1)
+            place = (b * bit_blocks + slot) * BIT_WORDS + tl.arange(0, BIT_WORDS)
+            tl.store(column_bits + place[None, :], words)
+
+    first_row = slot * BLOCK_ROWS
+    writes_bits = False
+    if matrix is not None:
+        writes_bits = b < bits_batch
+        if TILE_ROWS == 1:
+            writes_bits = writes_bits & (slot == 0)
+    if first_row < rows:
+        first_span, end_span = 0, 0
+        if writes_bits:
+            end_span = (columns + SPAN - 1) // SPAN
+        if tiles is not None or intervals is not None:
+            index = tl.arange(0, ROWS)
+            row = first_row + index
+            begin, end = interval_of(
+                row, row_offsets, column_offsets, rows, columns, num_sequences, steps,
+                low_first, high_first, low_last, high_last,
+            )  # fmt: skip
+            own = (index < BLOCK_ROWS) & (row < rows)
+            if row_padding is not None:
+                padding_ptrs = row_padding + b * row_stride_b + row.to(tl.int64) * row_stride
+                is_real = tl.load(padding_ptrs, mask=own, other=0) != 0
+                begin, end = tl.where(is_real, begin, 0), tl.where(is_real, end, 0)
+            if intervals is not None:
+                if (h == 0) & (b < intervals_batch):
+                    interval_ptrs = intervals + (b * rows + row) * 2
+                    tl.store(interval_ptrs, begin, mask=own)
+                    tl.store(interval_ptrs + 1, end, mask=own)
+        if tiles is not None:
+            hull_begin = tl.min(tl.where(own & (begin < end), begin, columns), axis=0)
+            hull_end = tl.max(tl.where(own, end, 0), axis=0)
+            # What all rows have. Rows past the last have nothing, so that a ragged tile is not full.
+            common_begin = tl.max(tl.where(own, begin, 0), axis=0)
+            common_end = tl.min(tl.where(index < BLOCK_ROWS, end, columns), axis=0)
+            column_tiles = (columns + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+            row_list = (b * num_heads + h) * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS) + slot
+            tiles += row_list * column_tiles
+            if not writes_bits:
+                first_span, end_span = hull_begin // SPAN, (hull_end + SPAN - 1) // SPAN
+
+        for span in range(first_span, end_span):
+            column = span * SPAN + tl.arange(0, SPAN)
+            if tiles is not None:
+                tile = span * TILES + tl.arange(0, TILES)
+                tile_begin, tile_end = tile * BLOCK_COLUMNS, (tile + 1) * BLOCK_COLUMNS
+                some = (hull_begin < tile_end) & (hull_end > tile_begin)
+                every = (common_begin <= tile_begin) & (common_end >= tile_end)
+            if column_bits is not None:
+                real = columns_taking_part(
+                    column, b, column_padding, column_stride_b, column_stride,
+                    row_offsets, column_offsets, rows, columns, num_sequences, steps,
+                    low_first, high_first, low_last, high_last,
+                )  # fmt: skip
+                if tiles is not None:
+                    num_real = tl.sum(tl.reshape(real.to(tl.int32), (TILES, BLOCK_COLUMNS)), axis=1)
+                    some, every = some & (num_real > 0), every & (num_real == BLOCK_COLUMNS)
+            if matrix is not None:
+                num_kept = tl.zeros([TILES], tl.int32)
+                for i in range(0, TILE_ROWS, MATRIX_ROWS):
+                    m = i + tl.arange(0, MATRIX_ROWS)
+                    if TILE_ROWS > 1:
+                        m += first_row
+                    ptrs = matrix.ptr + b * matrix.stride_b + h * matrix.stride_h
+                    ptrs = ptrs + m.to(tl.int64)[:, None] * matrix.stride_row
+                    ptrs = ptrs + column.to(tl.int64)[None, :] * matrix.stride_column
+                    inside = (m < matrix.rows)[:, None] & (column < matrix.columns)[None, :]
+                    keep = tl.load(ptrs, mask=inside, other=0) != 0
+                    if tiles is not None:
+                        in_tiles = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, TILES, BLOCK_COLUMNS))
+                        num_kept += tl.sum(tl.sum(in_tiles, axis=2), axis=0)
+                    if writes_bits:
+                        if column_bits is not None:
+                            keep = keep & real[None, :]
+                        bit_row = (b * num_heads + h) * (rows if TILE_ROWS > 1 else 1) + m
+                        word = (bit_row * bit_blocks + span)[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :]
+                        tl.store(bits + word, pack(keep, MATRIX_ROWS), mask=(m < rows)[:, None])
+                if tiles is not None:
+                    some, every = some & (num_kept > 0), every & (num_kept == TILE_ROWS * BLOCK_COLUMNS)
+            if tiles is not None:
+                answer = tl.where(some & every, 1, tl.where(some, 0, 2))
+                tl.store(tiles + tile, answer, mask=tile < column_tiles)
+
+        if tiles is not None:
+            tile = tl.arange(0, MAX_TILES)
+            visited = (tile >= first_span * TILES) & (tile < end_span * TILES) & (tile < column_tiles)
+            tl.debug_barrier()  # other threads wrote the answers
+            answer = tl.load(tiles + tile, mask=visited, other=2)
+            tl.debug_barrier()  # all are read before the first is overwritten
+            partial, full = (answer == 0).to(tl.int32), (answer == 1).to(tl.int32)
+            num_partial, num_full = tl.sum(partial, axis=0), tl.sum(full, axis=0)
+            place = tl.where(answer == 0, tl.cumsum(partial, axis=0), num_partial + tl.cumsum(full, axis=0)) - 1
+            tl.store(tiles + place, tile, mask=answer < 2)
+            tl.store(counts + row_list * 2, num_partial)
+            tl.store(counts + row_list * 2 + 1, num_partial + num_full)
+
+
+def prepare_mask(
+    mask: Restriction, rows: int, columns: int, block_rows: int, block_columns: int, device: torch.device
+) -> PreparedMask:
+    """As fastattn.masks.prepare, in one launch; tiles hold anything past what counts say."""
+    mask = matrix_of_one_row_as_padding(mask, columns)
+    row_padding, column_padding, matrix = mask.row_padding, mask.column_padding, mask.matrix
+    packed = mask.row_offsets is not None
+    band = (-rows, columns) if packed else band_of(mask, rows, columns)
+    limit = rows + columns  # a bound beyond says nothing
+    (low_first, high_first), (low_last, high_last) = (
+        (-limit if low is None else _within(low, limit), limit if high is None else _within(high, limit))
+        for low, high in mask.bands
+    )
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    intervals = column_bits = bits = counts = tiles = None
+    row_batch = 1 if row_padding is None else row_padding.shape[0]
+    column_batch = 1 if column_padding is None else column_padding.shape[0]
+    matrix_batch, num_heads, matrix_rows = (1, 1, 1) if matrix is None else matrix.shape[:3]
+    bits_batch = _common(matrix_batch, column_batch)
+    batch = _common(row_batch, bits_batch)
+    bit_blocks = triton.cdiv(columns, BIT_BLOCK)
+    if packed or row_padding is not None:
+        intervals = empty(row_batch, rows, 2)
+    if packed or column_padding is not None:
+        column_bits = empty(column_batch, bit_blocks, BIT_WORDS)
+    if matrix is not None:
+        bits = empty(bits_batch, num_heads, matrix_rows, bit_blocks, BIT_WORDS)
+    has_lists = block_rows > 0 and any(t is not None for t in (intervals, column_bits, bits))
+    if not has_lists:
+        block_rows, block_columns = ROWS_WITHOUT_LISTS, BIT_BLOCK.value
+    row_tiles, column_tiles = triton.cdiv(rows, block_rows), triton.cdiv(columns, block_columns)
+    if has_lists:
+        counts, tiles = empty(batch, num_heads, row_tiles, 2), empty(batch, num_heads, row_tiles, column_tiles)
+
+    span = SPAN_WITHOUT_MATRIX if matrix is None else BIT_BLOCK.value
+    slots = max(row_tiles, bit_blocks)
+    programs = batch * num_heads * slots
+    if programs > 0:
+        with on_device(next(t for t in (row_padding, column_padding, matrix, mask.row_offsets) if t is not None)):
+            prepare_mask_kernel[(programs,)](
+                row_padding, column_padding, mask.row_offsets, mask.column_offsets,
+                None if matrix is None else Matrix(matrix, *_strides(matrix), rows, columns),
+                intervals, column_bits, bits, counts, tiles,
+                *_strides(row_padding), *_strides(column_padding), num_heads,
+                row_batch, column_batch, bits_batch, slots, rows, columns,
+                *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last,
+                BLOCK_ROWS=block_rows, ROWS=triton.next_power_of_2(block_rows),
+                TILE_ROWS=1 if matrix_rows == 1 else block_rows,
+                MATRIX_ROWS=1 if matrix_rows == 1 else min(block_rows & -block_rows, 64),
+                BLOCK_COLUMNS=block_columns, TILES=span // block_columns,
+                MAX_TILES=max(triton.next_power_of_2(column_tiles), LEAST_TILES),
+                num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+    return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
+
+
+def _within(bound: int, limit: int) -> int:
+    return min(max(bound, -limit), limit)
+
+
+def _common(a: int, b: int) -> int:
+    """The size that two dimensions broadcast to."""
+    return b if a == 1 else a
+
+
+def _strides(t: Tensor | None) -> tuple[int, ...]:
+    """0 along dimensions of size 1: they are broadcast. Of a padding that is not there, two of 0."""
+    return (0, 0) if t is None else tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def _sequences(offsets: Tensor | None) -> tuple[int, int]:
+    """How many sequences are packed, and how many steps it takes to find one of them."""
+    return (0, 0) if offsets is None else (offsets.shape[0] - 1, offsets.shape[0].bit_length())
