@@ -2,8 +2,8 @@
 
     python benchmarks/host_device.py                     both, compared
     python benchmarks/host_device.py --only device       the GPU alone: short enough for compute-sanitizer
-    python benchmarks/host_device.py --without-sm90      on Hopper too, kernels for sm_80 in place of its own: the tool's
-                                                         racecheck does not know what wgmma and TMA read
+    python benchmarks/host_device.py --without-sm90      kernels for sm_80 in place of Hopper's own: racecheck
+                                                         does not know what wgmma and TMA read
 
 Each side is judged against the reference formula in float64, as by the doctor. "bits equal" says in how many results
 the device and the host differ nowhere: expected where a kernel only adds and multiplies, not where the CPU's exp or

@@ -125,8 +125,9 @@ def test_transposed_operands_and_adds(values: tuple[str, str], place: Place, set
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, out, sums)]
     assert place.library.run_transposed(*pointers, 0) == b""
     expected = x.float().T @ y.float()
-    # Tensor cores cut addends off where the largest one's 24 bits end: each loses up to 2^-23 of what is summed up, and so
-    # does each sum. Per number these are 64 products and, in 4 steps, the sum so far and the new one; adding 1 rounds once.
+    # Tensor cores cut addends off where the largest one's 24 bits end: each loses up to 2^-23 of what is summed up, and
+    # so does each sum. For a number these are 64 products and, in 4 steps, the sum so far and the new one; then 1 is
+    # added.
     most = (x.float().abs().T @ y.float().abs()).max().item()
     tolerance = {"rtol": 0.0, "atol": (64 + 2 * 4 + 1) * 2.0**-23 * most}
     torch.testing.assert_close(out, expected, **tolerance)
