@@ -288,6 +288,7 @@ class Consumer {
   __device__ __forceinline__ void send_dq(const float (&dq)[32], int m, int column, int h) {
     auto& staged = shared_.dq[group_];
     if (thread_ == 0) bulk_wait_read<0>();
+    __syncwarp();
     named_barrier_sync(kOfGroup + group_, kGroup);  // the last one has left shared memory
     const int lane = thread_ % 32, line = thread_ / 32 * 16 + lane / 4;
 #pragma unroll
@@ -298,9 +299,11 @@ class Consumer {
     }
     fence_async_proxy();
     named_barrier_sync(kOfGroup + group_, kGroup);
-    if (thread_ > 0) return;
-    for (int panel = 0; panel < 2; panel++) tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, item_.b);
-    bulk_commit();
+    if (thread_ == 0) {
+      for (int panel = 0; panel < 2; panel++) tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, item_.b);
+      bulk_commit();
+    }
+    __syncwarp();  // before the wait for dk's product
   }
 
   // To which queries of the tile the thread's two keys are visible; and dropout is drawn.
@@ -392,7 +395,7 @@ class Consumer {
 
 // kGeneral: with a bias or dropout.
 template <class T, class Tiles, bool kGeneral, Makes kMakes>
-__global__ void __launch_bounds__(kSm90Threads, 1) backward_dkdv_sm90_kernel(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(Registers::kThreads, 1) backward_dkdv_sm90_kernel(const __grid_constant__ Arguments a) {
   auto& shared = shared_memory<Shared<Tiles, kMakes>>();
   if (threadIdx.x == 0) {
     shared.full_kv.init(1);
@@ -404,10 +407,10 @@ __global__ void __launch_bounds__(kSm90Threads, 1) backward_dkdv_sm90_kernel(con
   }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    fewer_registers<24>();
+    fewer_registers<Registers::kProducer>();
     if (threadIdx.x == 0) produce<Tiles>(a, shared);
   } else {
-    more_registers<240>();
+    more_registers<Registers::kConsumer>();
     Consumer<T, Tiles, kGeneral, kMakes>(a, shared).run();
   }
 }
@@ -418,8 +421,9 @@ void start(Arguments a, cudaStream_t stream) {
   const int64_t rows = int64_t{s.seqlen_q} * (s.heads / s.key_heads);
   const int bytes_of_row = 2 * (s.head_dim_k + s.head_dim_v) + (kMakes == Makes::dk_dv_dq ? 4 * s.head_dim_k : 0);
   a.heads_together = heads_together(s.batch * s.key_heads, rows * bytes_of_row);
-  launch(backward_dkdv_sm90_kernel<T, Tiles, kGeneral, kMakes>, dim3(s.batch * s.key_heads * blocks_of(s.seqlen_k, kBlockN)),
-         dim3(kSm90Threads), sizeof(Shared<Tiles, kMakes>), stream, a);
+  launch_with_registers<Registers>("backward_dkdv_sm90_kernel", backward_dkdv_sm90_kernel<T, Tiles, kGeneral, kMakes>,
+                                   dim3(s.batch * s.key_heads * blocks_of(s.seqlen_k, kBlockN)),
+                                   sizeof(Shared<Tiles, kMakes>), stream, a);
 }
 
 template <class T, class Tiles>

@@ -13,7 +13,7 @@ enum class Makes { dk, dv, dk_dv, dk_dv_dq };
 
 template <int kHeadDimPadded>
 struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
   static constexpr int kBlockM = kHeadDim <= 64 ? 128 : 64;
   static constexpr bool kSplit = kHeadDim > 128;
   static constexpr int kGradientStages = kSplit ? 1 : kStages;  // shared memory is full

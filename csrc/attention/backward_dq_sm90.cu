@@ -34,7 +34,7 @@ enum NamedBarrier { kOfGroup = 1 };  // one for each consumer
 
 template <int kHeadDimPadded>
 struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
   static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
   static constexpr int kValueStages = kHeadDim <= 128 ? kStages : 1;  // shared memory is full
 };
@@ -165,7 +165,7 @@ class Consumer {
 };
 
 template <class T, class Tiles, bool kGeneral>
-__global__ void __launch_bounds__(kSm90Threads, 1) backward_dq_sm90_kernel(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(Registers::kThreads, 1) backward_dq_sm90_kernel(const __grid_constant__ Arguments a) {
   Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
   if (threadIdx.x == 0) {
     shared.full_q.init(2);
@@ -176,11 +176,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1) backward_dq_sm90_kernel(const
   }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    fewer_registers<24>();
+    fewer_registers<Registers::kProducer>();
     const WorkItem item = item_of_block<Tiles>(a);
     if (threadIdx.x == 0) produce<Tiles>(a, shared, item);
   } else {
-    more_registers<240>();
+    more_registers<Registers::kConsumer>();
     Consumer<T, Tiles, kGeneral>(a, shared, item_of_block<Tiles>(a)).run();
   }
 }
@@ -192,8 +192,9 @@ void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
   const int64_t bytes_of_keys = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
   a.heads_together = heads_together(s.batch * s.key_heads, bytes_of_keys) * (s.heads / s.key_heads);
   const auto start = [&](auto kernel) {
-    launch(kernel, dim3(s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM)), dim3(kSm90Threads), sizeof(Shared<Tiles>),
-           stream, a);
+    launch_with_registers<Registers>("backward_dq_sm90_kernel", kernel,
+                                     dim3(s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM)), sizeof(Shared<Tiles>),
+                                     stream, a);
   };
   if constexpr (Tiles::kHeadDim > 128)
     start(backward_dq_sm90_kernel<T, Tiles, true>);

@@ -9,7 +9,8 @@ namespace {
 
 using namespace sm90;
 
-constexpr int kConsumers = 2, kSm90Threads = kGroup * (kConsumers + 1);
+constexpr int kConsumers = 2;
+using Registers = RegistersOf<kConsumers, 24, 240>;  // of the kernels for dq, dk and dv
 
 struct Arguments {
   Backward p;
@@ -37,15 +38,6 @@ inline Arguments arguments(const Backward& p, const PaddedRows& rows, int block_
 
 inline bool is_general(const Backward& p) {
   return p.bias.data != nullptr || p.dropout.rng_state != nullptr;
-}
-
-// Calls f(Tiles<n>{}) with head_dim padded to n.
-template <template <int> class Tiles, class Function>
-void with_tiles(int head_dim, Function&& f) {
-  if (head_dim <= 64) return f(Tiles<64>{});
-  if (head_dim <= 96) return f(Tiles<96>{});
-  if (head_dim <= 128) return f(Tiles<128>{});
-  return f(Tiles<256>{});
 }
 
 // Where the rows of (b, h) begin in PaddedRows.

@@ -17,6 +17,7 @@ namespace fastattn::attention {
 namespace {
 
 constexpr int kBlock = 128, kParts = 4;  // stages of the ring
+using BiasRegisters = RegistersOf<kConsumers, 56, 224>;
 
 struct alignas(1024) Shared {
   unsigned char x[kParts][1][kBlock * kLineBytes], y[kParts][1][kBlock * kLineBytes];
@@ -158,7 +159,7 @@ class Consumer {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kSm90Threads, 1)
+__global__ void __launch_bounds__(BiasRegisters::kThreads, 1)
     bias_gradient_sm90_kernel(const __grid_constant__ Arguments a, const Sum sum) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) {
@@ -168,10 +169,10 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    fewer_registers<56>();
+    fewer_registers<BiasRegisters::kProducer>();
     if (threadIdx.x < 32) produce(a, sum, shared);
   } else {
-    more_registers<224>();
+    more_registers<BiasRegisters::kConsumer>();
     Consumer<T>(a, sum, shared).run();
   }
 }
@@ -180,8 +181,10 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 
 void bias_gradient_sm90(const Backward& p, const PaddedRows& rows, void* dbias, int batch, int heads, cudaStream_t stream) {
   const int blocks = batch * heads * blocks_of(p.shape.seqlen_q, kBlock) * blocks_of(p.shape.seqlen_k, kBlock);
-  launch(p.dtype == DType::bfloat16 ? bias_gradient_sm90_kernel<__nv_bfloat16> : bias_gradient_sm90_kernel<__half>, dim3(blocks),
-         dim3(kSm90Threads), sizeof(Shared), stream, arguments(p, rows, kBlock, kBlock), Sum{dbias, batch, heads});
+  launch_with_registers<BiasRegisters>(
+      "bias_gradient_sm90_kernel",
+      p.dtype == DType::bfloat16 ? bias_gradient_sm90_kernel<__nv_bfloat16> : bias_gradient_sm90_kernel<__half>, dim3(blocks),
+      sizeof(Shared), stream, arguments(p, rows, kBlock, kBlock), Sum{dbias, batch, heads});
 }
 
 }  // namespace fastattn::attention

@@ -246,6 +246,7 @@ class Consumer {
             empty ? -kInfinity : rows[r].max * (unit * kLn2) + logf(sum);
     }
     if (thread_ == 0) bulk_wait_read<0>();
+    __syncwarp();
     named_barrier_sync(kOfGroup + group_, kGroup);  // the last output has left shared memory
     const int lane = thread_ % 32, line = group_ * kRowsOfGroup + thread_ / 32 * 16 + lane % 16;
 #pragma unroll
@@ -261,13 +262,15 @@ class Consumer {
     }
     fence_async_proxy();
     named_barrier_sync(kOfGroup + group_, kGroup);
-    if (thread_ > 0) return;
-    const int first = group_ * kRowsOfGroup;
+    if (thread_ == 0) {
+      const int first = group_ * kRowsOfGroup;
 #pragma unroll
-    for (int panel = 0; panel < Tiles::kPanels; panel++)
-      tma_store(a_.out, shared_.out_panel(panel) + first * kLineBytes, panel * kPanel, item.m0 + first, item.h, item.b);
-    bulk_commit();
-    if (Tiles::kOutOverQueries) bulk_wait_read<0>();
+      for (int panel = 0; panel < Tiles::kPanels; panel++)
+        tma_store(a_.out, shared_.out_panel(panel) + first * kLineBytes, panel * kPanel, item.m0 + first, item.h, item.b);
+      bulk_commit();
+      if (Tiles::kOutOverQueries) bulk_wait_read<0>();
+    }
+    __syncwarp();  // before the next item's products
   }
 
   // The shared memory of a tile may be overwritten, as far as this warpgroup is concerned: its products have been waited for.
@@ -292,7 +295,7 @@ class Consumer {
 
 // kGeneral: with a bias, dropout or a scale that is not positive.
 template <class T, class Tiles, bool kGeneral>
-__global__ void __launch_bounds__(Tiles::kThreads, 1) forward_sm90_kernel(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(Tiles::Registers::kThreads, 1) forward_sm90_kernel(const __grid_constant__ Arguments a) {
   Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
   if (threadIdx.x == 0) {
     shared.full_q.init(1), shared.empty_q.init(Tiles::kConsumers);
@@ -304,10 +307,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) forward_sm90_kernel(const 
   }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    fewer_registers<Tiles::kProducerRegisters>();
+    fewer_registers<Tiles::Registers::kProducer>();
     if (threadIdx.x == 0) produce<Tiles>(a, shared);
   } else {
-    more_registers<Tiles::kConsumerRegisters>();
+    more_registers<Tiles::Registers::kConsumer>();
     Consumer<T, Tiles, kGeneral>(a, shared).run();
   }
 }
@@ -334,28 +337,21 @@ void run(const Forward& p, int* next_item, cudaStream_t stream) {
                     items > blocks && !alike ? next_item : nullptr};
   if (a.next_item != nullptr) FASTATTN_CHECK(cudaMemsetAsync(next_item, 0, sizeof(int), stream));
   const bool general = p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.softmax_scale <= 0.0f;
-  launch(general ? forward_sm90_kernel<T, Tiles, true> : forward_sm90_kernel<T, Tiles, false>, dim3(blocks),
-         dim3(Tiles::kThreads), sizeof(Shared<Tiles>), stream, a);
-}
-
-template <class Function>
-void with_tiles(int head_dim, Function&& f) {
-  if (head_dim <= 64) return f(Tiles<64>{});
-  if (head_dim <= 96) return f(Tiles<96>{});
-  if (head_dim <= 128) return f(Tiles<128>{});
-  return f(Tiles<256>{});
+  launch_with_registers<typename Tiles::Registers>(
+      "forward_sm90_kernel", general ? forward_sm90_kernel<T, Tiles, true> : forward_sm90_kernel<T, Tiles, false>,
+      dim3(blocks), sizeof(Shared<Tiles>), stream, a);
 }
 
 }  // namespace
 
 TileSize forward_sm90_tile(int head_dim) {
   TileSize size = {};
-  with_tiles(head_dim, [&](auto tiles) { size = {tiles.kBlockM, tiles.kBlockN}; });
+  with_tiles<Tiles>(head_dim, [&](auto tiles) { size = {tiles.kBlockM, tiles.kBlockN}; });
   return size;
 }
 
 void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream) {
-  with_tiles(std::max(p.shape.head_dim_k, p.shape.head_dim_v), [&](auto tiles) {
+  with_tiles<Tiles>(std::max(p.shape.head_dim_k, p.shape.head_dim_v), [&](auto tiles) {
     using Size = decltype(tiles);
     p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_item, stream) : run<__half, Size>(p, next_item, stream);
   });

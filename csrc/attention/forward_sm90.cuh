@@ -11,11 +11,10 @@ using namespace sm90;
 
 template <int kHeadDimPadded>
 struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = (kHeadDim + kPanel - 1) / kPanel;
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
   static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;
   static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
-  static constexpr int kThreads = kGroup * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232, kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  using Registers = RegistersOf<kConsumers, kConsumers == 3 ? 32 : 40, kConsumers == 3 ? 160 : 232>;
   static constexpr bool kOutOverQueries = kHeadDim > 128;  // both do not fit into shared memory
 };
 

@@ -68,8 +68,8 @@ template <bool kBTransposed>
 Gemm make_gemm(const void* a, const void* b, int rows, int depth, int columns, bool pairs) {
   constexpr uint32_t kPanel = kLineBytes / 2;  // elements
   const auto map = [](const void* data, int lines, int width, uint32_t box_lines) {
-    const uint64_t size = lines, stride = uint64_t{2} * width;
-    return make_tensor_map({data, {uint64_t(width), size, 1, 1}, {stride, 16, 16}, {kPanel, box_lines, 1, 1}, false, true});
+    const uint64_t size = lines, line = uint64_t{2} * width, all = size * line;
+    return make_tensor_map({data, {uint64_t(width), size, 1, 1}, {line, all, all}, {kPanel, box_lines, 1, 1}, false, true});
   };
   const int b_columns = pairs ? 2 * columns : columns, step = pairs ? GemmTile::kHalf : 2 * GemmTile::kHalf;
   return {map(a, rows, depth, GemmTile::kM),
@@ -137,13 +137,16 @@ __device__ __forceinline__ void multiply_gemm(const Gemm& g, const T* bias, Gemm
   if (!starts_other) {
 #pragma unroll 1
     for (int stage = 0; stage < GemmTile::kStages && thread == 0; stage++) fetcher.next(stage);
+    __syncwarp();
     named_barrier_sync(kStart, 2 * kGroup);
   }
   const auto release = [&](const GemmRing& at) {
-    if (thread > 0) return;
-    if (group == 0) return shared.empty[at.stage].arrive();
-    shared.empty[at.stage].wait(at.phase);
-    fetcher.next(at.stage);
+    if (group == 0) return shared.empty[at.stage].arrive_if(thread == 0);
+    if (thread == 0) {
+      shared.empty[at.stage].wait(at.phase);
+      fetcher.next(at.stage);
+    }
+    __syncwarp();  // before the next product
   };
   GemmRing ring;
   int turn = 0;  // parity of the tile

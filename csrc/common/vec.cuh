@@ -51,14 +51,18 @@ template <class T>
 struct alignas(16) Chunk {
   T at[kChunk];
 
-  // Reads `count` elements from `from`; the others are zero.
-  template <bool kAligned>
+  // Reads `count` elements from `from`; the others are zero. kOverwritten: the same kernel may write there, in place. The
+  // read-only path, ld.global.nc, is not for that.
+  template <bool kAligned, bool kOverwritten = false>
   __device__ __forceinline__ void load(const T* from, int count) {
     uint4 words[sizeof(Chunk) / 16] = {};
     if (kAligned) {
 #pragma unroll
       for (int i = 0; i < static_cast<int>(sizeof(Chunk) / 16); i++)
-        if (count > 0) words[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+        if (count > 0) {
+          const uint4* const word = reinterpret_cast<const uint4*>(from) + i;
+          words[i] = kOverwritten ? *word : __ldg(word);
+        }
       memcpy(at, words, sizeof(Chunk));
     } else {
       memcpy(at, words, sizeof(Chunk));

@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kWarp * kRowThreads) forward_pointwise_kernel(
   for (int r = 0; r < kForwardRows; r++) {
     const int64_t row = first + r;
     const int count = row < p.hidden.tokens ? inside : 0;
-    gate_chunk[r].template load<kAligned>(z_at<T>(p.hidden, z, row, col), count);
+    // z may be h, unless it is gated.
+    gate_chunk[r].template load<kAligned, true>(z_at<T>(p.hidden, z, row, col), count);
     if (p.hidden.gated) up_chunk[r].template load<kAligned>(z_at<T>(p.hidden, z, row, col, true), count);
   }
   const DropoutMask dropout(p.hidden.dropout);
@@ -56,8 +57,9 @@ __global__ void __launch_bounds__(kWarp * kRowThreads) backward_pointwise_kernel
   Chunk<T> grad_chunk, next_grad;
   Saved<T> saved, next_saved;
   const auto read = [&](int64_t row) {
-    next_grad.template load<kAligned>(static_cast<const T*>(dh) + row * p.hidden.d_ff + col,
-                                      row < p.hidden.tokens ? inside : 0);
+    // dh may be dz.
+    next_grad.template load<kAligned, true>(static_cast<const T*>(dh) + row * p.hidden.d_ff + col,
+                                            row < p.hidden.tokens ? inside : 0);
     next_saved.template load<kAligned>(p, row, col);
   };
   read(first);

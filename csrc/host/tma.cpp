@@ -1,5 +1,6 @@
 #include "host/tma.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "host/launch.h"
@@ -15,6 +16,11 @@ TensorMap make_tensor_map(const TensorLayout& layout) {
     if (size == 0 || size > uint64_t{1} << 32) refuse("has sizes of 1 to 2^32");
   for (const uint64_t stride : layout.stride)
     if (stride % 16 != 0 || stride >= uint64_t{1} << 40) refuse("has strides that are multiples of 16 bytes, below 2^40");
+  // cuda.h says it of every stride; drivers take less for sizes above 1, such as other libraries' heads inside rows.
+  uint64_t inside = layout.size[0] * element;  // bytes that the dimensions so far take
+  for (int d = 0; d < 3; inside = std::max(inside, layout.stride[d] * layout.size[d + 1]), d++)
+    if ((d == 0 || layout.size[d + 1] == 1) && layout.stride[d] < inside)
+      refuse("has strides of lines, and of sizes of 1, that are no less than what the dimensions inside take");
   for (const uint32_t box : layout.box)
     if (box == 0 || box > 256) refuse("has a box of 1 to 256 elements a dimension");
   if (inner % 16 != 0) refuse("has lines of a multiple of 16 bytes in its box");

@@ -130,7 +130,7 @@ struct Row {
 
   __device__ __forceinline__ Chunk<T> read(int index) const {
     Chunk<T> chunk;
-    chunk.template load<true>(logits + index * kChunk, kChunk);
+    chunk.template load<true, true>(logits + index * kChunk, kChunk);
     return chunk;
   }
 

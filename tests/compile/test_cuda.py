@@ -25,6 +25,8 @@ SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
 EVERYDAY = ("attention/bias_gradient.cu", "feed_forward/product_sm90.cu", "linear_cross_entropy/rows.cu")
 # Kernels that multiply no matrices, or few queries; all others use tensor cores for every type but exact float32.
 NO_PRODUCTS = r"decode_attention|layer_norm|cross_entropy|pointwise|add_partial|backward_rows_sm90|backward_round"
+# Kernels that may write over what they read. They must not read it by the read-only path, ld.global.nc.
+IN_PLACE = r"cross_entropy::rows_kernel|pointwise_kernel<\w+, true>"
 # The most loads and stores of spilled registers that these kernels had, on one architecture or the other.
 SPILLS = {
     "embed_layer_norm::backward_kernel<4, false>": 108,
@@ -91,12 +93,16 @@ def problems_of(kernel: Kernel) -> list[str]:
     found = []
     if kernel.spills > SPILLS.get(kernel.name, 0):
         found.append(f"{kernel.spills} accesses of spilled registers")
+    if re.search(IN_PLACE, kernel.name) and not any(re.match(r"LDG\.E\.128(?!.*CONSTANT)", i) for i in kernel.code):
+        found.append("reads what it overwrites by the read-only path")
     if re.search(NO_PRODUCTS, kernel.name) or re.search(r"<float\b", kernel.name):
         return found
     if kernel.arch != "sm_90a":
         return found if kernel.count("HMMA") else [*found, "no tensor core instruction"]
     if kernel.count("HGMMA") == 0 or kernel.count("HMMA"):
         found.append("a product without wgmma")
+    if any("64x96x" in instruction for instruction in kernel.code):
+        found.append("an operand of one and a half patterns of the swizzle: csrc/attention/sm90.cuh")
     if kernel.serialized:
         found.append("each wgmma waits for the one before it")
     # setmaxnreg shares out what the launch gives, 65536 registers over 512 or 384 threads; with fewer, warps hang.

@@ -57,8 +57,8 @@ struct Arguments {
 };
 
 // d += a B with 96 columns of a transposed B in two products, of 64 and of 32. One product reads one and a half patterns of
-// the swizzle, which PTX's rule for addresses covers and CUTLASS never does. If a chip gets "bf16 96 64" wrong and this
-// right, this belongs into wgmma.cuh; if it gets both wrong, head dimensions up to 96 belong to the tiles of 128.
+// the swizzle, which PTX's rule for addresses covers and CUTLASS never does; no kernel of ours does it either
+// (csrc/attention/sm90.cuh). If a chip gets "bf16 96 64" wrong and this right, tiles of 96 may come back by this way.
 template <class T>
 __device__ __forceinline__ void multiply_in_two(float (&d)[48], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   const uint64_t next_panel = b >> 16 & 0x3fff;
@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
       bulk_commit();
       if (kBug != kNoReadWait && kBug != kNoStoreWait) bulk_wait_read<0>();
     }
+    __syncwarp();
   }
   if (thread == 0 && kBug != kNoStoreWait) bulk_wait<0>();
 }

@@ -4,6 +4,7 @@ must do is in tests/ops. On the CPU through csrc/host, as an A100 and as an H100
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_head_dims(D: int, Dv: int, kernels: torch.device) -> None:
 def test_lengths_at_tile_edges(Lq: int, Lk: int, kernels: torch.device) -> None:
     for mask in ({}, {"is_causal": True, "align": "bottom_right"}, {"key_padding": prefix([Lk], Lk).to(kernels)}):
         check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, mask=mask, dtype=BFLOAT16, device=kernels), held(kernels))
+
+
+def test_dimensions_of_size_1(kernels: torch.device) -> None:
+    """Their strides may be anything; TMA is told what a contiguous tensor would have."""
+    for B, H, Lq, Lk in [(1, 1, 1, 1), (2, 2, 1, 9), (2, 2, 9, 1), (1, 2, 9, 9), (2, 1, 9, 9)]:
+        p = make(B=B, H=H, Lq=Lq, Lk=Lk, D=64, bias=(1, H, Lq, Lk), dtype=BFLOAT16, device=kernels)
+        by_position = {name: getattr(p, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
+        for problem in (p, p.but(**by_position)):
+            check(problem, held(kernels))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 70, 150), (1, 2, 70, 150), (2, 1, 70, 150), (2, 2, 1, 150), (2, 1, 70, 1)])
@@ -292,6 +302,33 @@ def launches(host_extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     yield run
     fastattn.cuda.load_host_runner(None)
+
+
+def test_too_few_registers(host_extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another nvcc may give a kernel fewer than it shares out. It would wait for ever; an exception comes instead."""
+    fastattn.cuda.load_host_runner(shutil.copy(host_extension, tmp_path))  # it asks about each kernel once
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
+
+    def run(registers: int, D: int = 64, **options: Any) -> None:
+        monkeypatch.setenv("FASTATTN_HOST_REGISTERS", str(registers))
+        solve(make(B=1, H=1, Lq=5, Lk=130, D=D, dtype=BFLOAT16, **options), held(torch.device("cpu")))
+
+    def refused(kernel: str, registers: int, needed: int, **options: Any) -> None:
+        said = f"{kernel} starts with {registers} registers a thread and needs {needed}, .* another nvcc, .*triton"
+        with pytest.raises(RuntimeError, match=said):
+            run(registers, **options)
+
+    try:
+        refused("forward_sm90_kernel", 120, 128)
+        refused("forward_sm90_kernel", 160, 168, D=128)
+        refused("backward_dq_sm90_kernel", 160, 168)
+        with monkeypatch.context() as patch:
+            patch.setattr(_attention_sm90, "ACCUMULATE_DQ", True)
+            refused("backward_dkdv_sm90_kernel", 160, 168)
+        run(161, dropout_p=0.1)  # a warp gets them by eights a thread
+        refused("bias_gradient_sm90_kernel", 160, 168, bias=(1, 1, 5, 130))
+    finally:
+        fastattn.cuda.load_host_runner(None)
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])

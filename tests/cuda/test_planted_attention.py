@@ -55,7 +55,7 @@ class Bug(NamedTuple):
 
 
 K_IS_THERE = "    __syncthreads();  // k is there, and v was read\n"
-LEAVE = "    named_barrier_sync(kOfGroup + group_, kGroup);\n    if (thread_ > 0) return;"
+LEAVE = "    named_barrier_sync(kOfGroup + group_, kGroup);\n    if (thread_ == 0) {"
 BUGS = {
     "80": [
         Bug("copy not waited for", "band", FORWARD, f"    cp_async_wait<0>();\n{K_IS_THERE}", K_IS_THERE),
@@ -75,7 +75,7 @@ BUGS = {
         Bug("a phase that never flips", "causal", "attention/sm90.cuh", "stage = 0, phase ^= 1", "stage = 0"),
         Bug("no rescaling", "causal", FORWARD_90, "out[j] *= rows[row_of(j)].rescale", "out[j] *= 1.0f"),
         Bug("no fence before the store", "causal", FORWARD_90,
-            f"    fence_async_proxy();\n{LEAVE}", LEAVE),
+            f"    fence_async_proxy();\n{LEAVE}", f"    if (!BUG) fence_async_proxy();\n{LEAVE}"),
         Bug("scores not waited for", "full", DQ_90, "    wgmma_wait<1>(s);\n", ""),
         Bug("no delta", "full", SCORES_90, "dp[j] - delta_[row_of(j)]", "dp[j]"),
         Bug("queries released too early", "causal", DKDV_90,

@@ -10,9 +10,11 @@
 //   A            uint32_t[4]    the words that pack accumulators 8 * k .. 8 * k + 7, two by two, for columns 16 * k .. of it
 // Operands in shared memory are swizzled tiles (tma.cuh), given as descriptors: where they start, and two strides.
 #pragma once
+#include "common/check.h"
 #include "common/cp_async.cuh"
 #include "common/launch.cuh"
 
+#include <set>
 #include <type_traits>
 
 #ifdef FASTATTN_HOST
@@ -111,13 +113,13 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) 
 // d = A * B, or d += A * B. A transposed operand has its 16-long side along the lines of its tile.
 template <class T, int kN, bool kTransposeA, bool kTransposeB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 256);
+  static_assert(kN == 64 || kN == 128 || kN == 256);
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 64, 32, "%32", "%33", "%34", "%35", "%36")
-  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 96, 48, "%48", "%49", "%50", "%51", "%52")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 128, 64, "%64", "%65", "%66", "%67", "%68")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 256, 128, "%128", "%129", "%130", "%131", "%132")
 }
 
+// kN of 32 and 96 are for the probes of tests/cuda/hopper.cu alone: attention/sm90.cuh.
 template <class T, int kN, bool kTransposeB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 256);
@@ -133,6 +135,34 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4]
 #endif
 
 namespace fastattn::sm90 {
+
+// What each thread of a kernel's warpgroups has after more_registers() and fewer_registers(): one producer, and consumers.
+template <int kConsumers, int kOfProducer, int kOfConsumer>
+struct RegistersOf {
+  static constexpr int kProducer = kOfProducer, kConsumer = kOfConsumer, kThreads = 128 * (kConsumers + 1);
+  static constexpr int kAtLaunch = (kProducer + kConsumers * kConsumer) / (kConsumers + 1);
+  static_assert((kProducer + kConsumers * kConsumer) % (8 * (kConsumers + 1)) == 0, "a warp gets them by eights a thread");
+};
+
+// launch() of a kernel that shares its registers out like this. Where the compiler gave it too few, more_registers() would
+// wait for ever; this throws instead. Asked once for each kernel, as all devices run the same code.
+template <class Registers, class... Parameters, class... Arguments>
+void launch_with_registers(const char* name, void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes,
+                           cudaStream_t stream, const Arguments&... arguments) {
+  static std::set<void (*)(Parameters...)> checked;  // Python calls one at a time
+  if (checked.count(kernel) == 0) {
+    cudaFuncAttributes found;
+    FASTATTN_CHECK(cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)));
+    if ((found.numRegs + 7) / 8 * 8 < Registers::kAtLaunch)
+      throw std::runtime_error(std::string("fastattn: ") + name + " starts with " + std::to_string(found.numRegs) +
+                               " registers a thread and needs " + std::to_string(Registers::kAtLaunch) +
+                               ", or it would hang. The nvcc of CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
+                               std::to_string(CUDART_VERSION % 1000 / 10) +
+                               " compiled it so: reinstall fastattn with another nvcc, or use backend=\"triton\"");
+    checked.insert(kernel);
+  }
+  launch(kernel, grid, dim3(Registers::kThreads), shared_bytes, stream, arguments...);
+}
 
 // A tile is panels of 64 columns, one after the other, each of kLines swizzled lines of 128 bytes.
 // An operand with 16 columns of the tile along the product's sum, from (line, column) on: 64 or kN lines of it.
