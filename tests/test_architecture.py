@@ -83,3 +83,19 @@ def test_every_op_is_complete(op_name: str) -> None:
         ROOT / "benchmarks" / f"bench_{op_name}.py",
     ):
         assert needed.exists(), f"{needed.relative_to(ROOT)} is missing"
+
+
+def test_every_launch_allows_fp_fusion() -> None:
+    """Triton 3.9 warns where a launch does not say, and 3.10 then compiles slower code."""
+    launches = [
+        (path, node)
+        for path in (ROOT / "kernels").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    ]
+    silent = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, node in launches
+        if not any(k.arg == "enable_fp_fusion" and ast.unparse(k.value) == "True" for k in node.keywords)
+    ]
+    assert launches and not silent, "\n".join(silent)

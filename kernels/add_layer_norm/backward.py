@@ -141,6 +141,7 @@ def add_layer_norm_bwd(
             IS_RMS=bias is None, EPS_ON_STD=eps_on_std, HAS_X_BIAS=x_bias is not None,
             FINISH=sums.finish, SPAN=SPAN, REREAD=hidden > 8192,
             TICKETS=TICKETS, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
         sums.add()
     return dx, dz_total if has_residual else None, sums.dweight, sums.dbias, sums.dx_bias

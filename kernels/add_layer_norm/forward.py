@@ -77,6 +77,6 @@ def add_layer_norm_fwd(
             rows, hidden, eps, threshold, scale,
             HAS_X_BIAS=x_bias is not None, HAS_RESIDUAL=residual is not None, HAS_DROPOUT=dropout_p > 0,
             IS_RMS=bias is None, EPS_ON_STD=eps_on_std,
-            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps,
+            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out, z, statistics

@@ -230,14 +230,16 @@ def attention_bwd(
         programs = B * H * triton.cdiv(Lq, c.BLOCK_M)
         if programs > 0:
             attention_dq_kernel[(programs,)](
-                out=rows(out), dq=rows(dq), dlse_ptr=dlse, **inputs, **arguments.masking(by_query), **c._asdict()
-            )
+                out=rows(out), dq=rows(dq), dlse_ptr=dlse,
+                **inputs, **arguments.masking(by_query), **c._asdict(), enable_fp_fusion=True,
+            )  # fmt: skip
         c = config("dkv", current_arch(), q.dtype, head_dim, Lk)
         programs = B * Hk * triton.cdiv(Lk, c.BLOCK_N)
         if programs > 0:
             attention_dkv_kernel[(programs,)](
-                dk=rows(dk), dv=rows(dv), **inputs, **arguments.masking(by_key), **c._asdict()
-            )
+                dk=rows(dk), dv=rows(dv),
+                **inputs, **arguments.masking(by_key), **c._asdict(), enable_fp_fusion=True,
+            )  # fmt: skip
         if needs_dbias:
             dbias = bias_gradient(q, v, bias, dlse, inputs, by_query)
     return dq, dk, dv, dbias

@@ -120,6 +120,6 @@ def bias_gradient(
         attention_dbias_kernel[(programs,)](
             dbias=arguments.matrix(dbias, v.shape[2]), bias_heads=bias.shape[1], bias_rows=bias.shape[2],
             **dict(zip(("loop_b", "loop_h", "loop_m"), loops, strict=True)),
-            SUM_ROWS=bias.shape[2] == 1, **inputs, **arguments.masking(mask), **c._asdict(),
+            SUM_ROWS=bias.shape[2] == 1, **inputs, **arguments.masking(mask), **c._asdict(), enable_fp_fusion=True,
         )  # fmt: skip
     return dbias

@@ -143,5 +143,6 @@ def attention_fwd(
                 **arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state),
                 **arguments.value_dims(v),
                 **c._asdict(),
+                enable_fp_fusion=True,
             )
     return out, lse

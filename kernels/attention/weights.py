@@ -106,5 +106,6 @@ def attention_weights(
                 **arguments.masking(mask),
                 **arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state),
                 **c._asdict(),
+                enable_fp_fusion=True,
             )
     return weights.squeeze(1) if mean else weights

@@ -2,6 +2,9 @@
 
 INTERPRETED is True when Triton runs its kernels on the CPU (TRITON_INTERPRET=1, read when triton decorates a kernel, so
 it must be set before the first import). The interpreter is then repaired; see interpreter.py.
+
+Every launch passes enable_fp_fusion=True: a product and a sum become one instruction, as the numbers of instructions in
+the kernels' headers assume. Triton 3.9 warns of launches that do not say, because 3.10 turns it off for them.
 """
 
 import triton

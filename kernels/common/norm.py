@@ -209,5 +209,5 @@ class Sums:
             add_partials_kernel[(triton.cdiv(self.width, 32),)](
                 self.partial, self.dweight, self.dbias, self.dx_bias, self.programs, self.width, self.hidden,
                 IS_RMS=self.is_rms, HAS_X_BIAS=self.dx_bias is not None,
-                BLOCK_P=triton.next_power_of_2(self.programs), COLS=32, num_warps=8,
+                BLOCK_P=triton.next_power_of_2(self.programs), COLS=32, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip

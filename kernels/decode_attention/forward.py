@@ -206,11 +206,12 @@ def decode_attention_fwd(
             found, lse, W, together, Hk, H // Hk, M, splits, B * W * H, softmax_scale,
             HEAD_DIM_K=Dk, HEAD_DIM_V=Dv, BLOCK_DK=_padded(Dk), BLOCK_DV=_padded(Dv),
             PRECISION=dot_precision(q.dtype), BLOCK_M=_BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4, num_stages=3,
+            enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:
             BLOCK_DV = min(_padded(Dv), 64)
             merge_splits_kernel[(B * W * H, triton.cdiv(Dv, BLOCK_DV))](
                 found, lse, out, splits, B * W * H,
-                HEAD_DIM_V=Dv, MAX_SPLITS=_MAX_SPLITS, BLOCK_DV=BLOCK_DV, num_warps=4,
+                HEAD_DIM_V=Dv, MAX_SPLITS=_MAX_SPLITS, BLOCK_DV=BLOCK_DV, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
     return out

@@ -109,6 +109,7 @@ def embed_layer_norm_bwd(
             rows, hidden, sums.width, embedding.shape[0], position_table.shape[0], length, scale, threshold, keep_scale,
             HAS_POSITION=position is not None, HAS_DROPOUT=dropout_p > 0, FINISH=sums.finish, SPAN=SPAN,
             BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
         sums.add()
     return drows, index, sums.dweight, sums.dbias

@@ -86,6 +86,6 @@ def embed_layer_norm_fwd(
             tokens, embedding, position_table, position, weight, bias, out, statistics, rng_state,
             rows, hidden, embedding.shape[0], position_table.shape[0], length, scale, eps, threshold, keep_scale,
             HAS_POSITION=position is not None, HAS_DROPOUT=dropout_p > 0,
-            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps,
+            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out, statistics

@@ -116,7 +116,7 @@ def feed_forward_bwd(
                 HAS_BIAS=bias1 is not None, HAS_DROPOUT=dropout_p > 0,
                 EVEN_K=d_out % tile.block_k == 0, PRECISION=dot_precision(x.dtype),
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
             )  # fmt: skip
     dbias1 = None if bias1 is None else partial.sum(0).to(bias1.dtype)
     dbias2 = None if bias2 is None else dout.sum(0)

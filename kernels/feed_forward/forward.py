@@ -96,7 +96,7 @@ def feed_forward_hidden(
                 HAS_BIAS=bias1 is not None, HAS_DROPOUT=dropout_p > 0,
                 EVEN_K=d % tile.block_k == 0, PRECISION=dot_precision(x.dtype),
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
             )  # fmt: skip
     return h, z
 

@@ -148,5 +148,5 @@ def cross_entropy_rows(
             ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class,
             HAS_BIAS=bias is not None, HAS_SMOOTHING=label_smoothing > 0, HAS_GRADIENT=needs_gradient,
             HAS_DLOSS=dloss is not None, IS_MEAN=count is not None,
-            BLOCK=tile.block, STAGES=tile.stages, num_warps=tile.num_warps,
+            BLOCK=tile.block, STAGES=tile.stages, num_warps=tile.num_warps, enable_fp_fusion=True,
         )  # fmt: skip

@@ -46,11 +46,11 @@ class Kernel(NamedTuple):
         return 1 < self.count("HGMMA") <= min(fences, waits)
 
     def __str__(self) -> str:
-        names = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDSM", "LDG", "STG", "MUFU", "SHFL", "BAR", "LDL", "STL")
+        names = "UTCHMMA HGMMA HMMA UTMALDG LDGSTS LDSM LDG STG MUFU SHFL BAR LDL STL".split()
         mix = Counter({name: self.count(name) for name in names})
         counts = "  ".join(f"{name} {n}" for name, n in mix.items() if n)
         return (
-            f"{self.arch:7}{self.name}: {self.registers} registers, {self.shared} bytes of shared memory, "
+            f"{self.arch:8}{self.name}: {self.registers} registers, {self.shared} bytes of shared memory, "
             f"{len(self.code)} instructions  {counts}"
         )
 

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import fastattn  # noqa: E402
 
 MULTIPROCESSORS = 132  # of the GPU that launches believe in
+LARGE = (2, 4, 1024, 1024)  # batch, heads, queries, keys: long enough for the largest tiles
 Case = tuple[str, str, Callable[[], Any]]  # architecture, name, calls
 
 
-def attention(dtype: str, head_dim: int, mask: str, backward: bool = True) -> None:
-    """mask: "causal" needs no tensor; "tensors" is a bool mask with key padding; in both, also "dropout", "bias" and
-    "dlse", a gradient of lse."""
-    B, H, L = 2, 4, 1024  # long enough for the largest tiles
-    q, k, v = (torch.zeros(B, H, L, head_dim, dtype=getattr(torch, dtype), requires_grad=backward) for _ in range(3))
+def attention(dtype: str, head_dim: int, mask: str, backward: bool = True, sizes: Sequence[int] = LARGE) -> None:
+    """mask: "causal" needs no tensor; "tensors" is a bool mask with key padding; in both, also "dropout", "bias" (or
+    "key bias", which all queries share) and "dlse", a gradient of lse. sizes: batch, heads, queries, keys."""
+    B, H, Lq, Lk = sizes
+    zeros = partial(torch.zeros, dtype=getattr(torch, dtype), requires_grad=backward)
+    q, k, v = zeros(B, H, Lq, head_dim), zeros(B, H, Lk, head_dim), zeros(B, H, Lk, head_dim)
     given: dict[str, Any] = {}
     if "tensors" in mask:
-        given["attn_mask"] = torch.ones(B, 1, L, L, dtype=torch.bool)
-        given["key_padding"] = torch.ones(B, L, dtype=torch.bool)
+        given["attn_mask"] = torch.ones(B, 1, Lq, Lk, dtype=torch.bool)
+        given["key_padding"] = torch.ones(B, Lk, dtype=torch.bool)
     if "bias" in mask:
-        given["bias"] = torch.zeros(1, H, L, L, requires_grad=backward)
+        shape = (1, 1, 1, Lk) if "key bias" in mask else (1, H, Lq, Lk)
+        given["bias"] = torch.zeros(shape, requires_grad=backward)
     options = {"is_causal": True, "dropout_p": 0.1 * ("dropout" in mask), "backend": "triton"}
     attention_mask = fastattn.AttentionMask(**given) if given else None
     out, lse = fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_lse=True, **options)
@@ -68,8 +71,8 @@ def prepare_mask(kind: str, *layout: int) -> None:
 
 
 def decode_attention(dtype: str, head_dim: int, keys: str) -> None:
-    """keys: "of beams", found by ancestors; "shared"; "split" among several programs."""
-    B, W, H, M = (1, 1, 2, 1024) if keys == "split" else (32, 5, 8, 64)
+    """keys: "of beams", found by ancestors; "shared"; "split" among several programs; "one" of one sequence."""
+    B, W, H, M = {"split": (1, 1, 2, 1024), "one": (1, 1, 1, 1)}.get(keys, (32, 5, 8, 64))
     rows = W if keys == "of beams" else 1
     zeros = partial(torch.zeros, dtype=getattr(torch, dtype))
     q, k, v = zeros(B, W, H, head_dim), zeros(B, M, rows, H, head_dim), zeros(B, M, rows, H, head_dim)
@@ -108,10 +111,11 @@ def embed_layer_norm(dtype: str, hidden: int) -> None:
     out.sum().backward()
 
 
-def feed_forward(dtype: str, activation: str, dropout_p: float = 0.1, tokens: int = 512) -> None:
+def feed_forward(
+    dtype: str, activation: str, dropout_p: float = 0.1, tokens: int = 512, d: int = 512, d_ff: int = 2048
+) -> None:
     """dtype "tf32": float32 as torch multiplies it with allow_tf32. Few tokens, as in decoding, are cut smaller."""
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    d, d_ff = 512, 2048
     rows = 2 * d_ff if activation.endswith("glu") else d_ff
     zeros = partial(torch.zeros, dtype=getattr(torch, dtype.replace("tf32", "float32")), requires_grad=True)
     x, weight1, bias1, weight2, bias2 = zeros(tokens, d), zeros(rows, d), zeros(rows), zeros(d, d_ff), zeros(d)
@@ -127,6 +131,7 @@ def cross_entropy(dtype: str, n_class: int, gradient: bool = True) -> None:
         loss.backward()
 
 
+OTHER_GPUS = ("sm_89", "sm_100a", "sm_120a")  # no machine of the project has them
 # A kernel takes a second or two to compile, so each flag, dtype, size and architecture is there, not every product.
 GROUPS: dict[str, list[Case]] = {
     "everyday": [
@@ -138,6 +143,45 @@ GROUPS: dict[str, list[Case]] = {
         ("sm_90a", "bfloat16 hidden 512", partial(layer_norm, "bfloat16", 512)),
         ("sm_80", "bfloat16 relu", partial(feed_forward, "bfloat16", "relu")),
         ("sm_90a", "bfloat16 classes 32000", partial(cross_entropy, "bfloat16", 32000)),
+        ("sm_90a", "bfloat16 sizes of 1", partial(attention, "bfloat16", 1, "causal", sizes=(1, 1, 1, 1))),
+        ("sm_90a", "bfloat16 one key", partial(decode_attention, "bfloat16", 1, "one")),
+        ("sm_90a", "bfloat16 hidden 1", partial(layer_norm, "bfloat16", 1)),
+        ("sm_90a", "bfloat16 relu, widths 1", partial(feed_forward, "bfloat16", "relu", tokens=1, d=1, d_ff=1)),
+        ("sm_90a", "bfloat16 classes 1", partial(cross_entropy, "bfloat16", 1)),
+        *(
+            (arch, f"bfloat16 D64 causal, {arch}", partial(attention, "bfloat16", 64, "causal", backward=False))
+            for arch in OTHER_GPUS
+        ),
+    ],
+    # A size of 1 is a constant for Triton: where a kernel has it as an argument, the code is another.
+    "sizes_of_1": [
+        *(
+            ("sm_90a", f"bfloat16 {name}, {mask}", partial(attention, "bfloat16", 64, mask, sizes=sizes))
+            for name, sizes in (("one query", (1, 1, 1, 80)), ("one key", (1, 1, 80, 1)))
+            for mask in ("causal", "tensors, dropout, bias")
+        ),
+        ("sm_90a", "bfloat16 key bias", partial(attention, "bfloat16", 64, "key bias", sizes=(2, 4, 80, 80))),
+        ("sm_90a", "bfloat16 hidden 1, rms", partial(layer_norm, "bfloat16", 1, rms=True)),
+        ("sm_90a", "float32 hidden 1", partial(embed_layer_norm, "float32", 1)),
+        ("sm_90a", "bfloat16 swiglu, widths 1", partial(feed_forward, "bfloat16", "swiglu", tokens=1, d=1, d_ff=1)),
+        ("sm_90a", "bfloat16 gelu, d_ff 1", partial(feed_forward, "bfloat16", "gelu", d_ff=1)),
+        ("sm_90a", "float32 classes 1", partial(cross_entropy, "float32", 1)),
+    ],
+    # What needs the most shared memory, or tensor memory.
+    "other_gpus": [
+        (arch, f"{name}, {arch}", call)
+        for arch in OTHER_GPUS
+        for name, call in (
+            ("bfloat16 D64 causal", partial(attention, "bfloat16", 64, "causal")),
+            ("bfloat16 D256 causal", partial(attention, "bfloat16", 256, "causal")),
+            ("bfloat16 D128 tensors, dropout, bias", partial(attention, "bfloat16", 128, "tensors, dropout, bias")),
+            ("float32 D256 of beams", partial(decode_attention, "float32", 256, "of beams")),
+            ("bfloat16 hidden 16384", partial(layer_norm, "bfloat16", 16384)),
+            ("bfloat16 relu", partial(feed_forward, "bfloat16", "relu")),
+            ("bfloat16 swiglu", partial(feed_forward, "bfloat16", "swiglu")),
+            ("tf32 silu", partial(feed_forward, "tf32", "silu")),
+            ("bfloat16 classes 32000", partial(cross_entropy, "bfloat16", 32000)),
+        )
     ],
     "attention": [
         *(
@@ -220,9 +264,10 @@ def main(group: str) -> None:
                 cubin.write(compiled.asm["cubin"])
                 cubin.flush()
                 (kernel,) = kernels_of(Path(cubin.name), arch)
-            dots = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*", compiled.asm["ttgir"])
-            on_tensor_cores = [dot for dot in dots if re.search(r"-> tensor<[^>]*#mma\d*>", dot)]
+            dots = re.findall(r"(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) .*", compiled.asm["ttgir"])
+            on_tensor_cores = [dot for dot in dots if re.search(r"^ttng\.tc_gen5|-> tensor<[^>]*#mma\d*>", dot)]
             found[compiled.hash] = {"kernel": kernel._replace(shared=compiled.metadata.shared)}
+            found[compiled.hash] |= {"tensor_memory": compiled.metadata.tmem_size}
             found[compiled.hash] |= {"dots": len(dots), "on_tensor_cores": len(on_tensor_cores)}
 
         capability = int(re.search(r"\d+", arch)[0])

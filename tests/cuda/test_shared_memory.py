@@ -1,0 +1,50 @@
+"""sm_86, sm_89 and sm_120 run the kernels of sm_80 with 99 KiB of shared memory a block, where an A100 has 163.
+
+csrc/host notes the launches in place of running them, and refuses one that asks for more than its compute capability
+has. Attention's forward and backward: test_kernels_attention.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn.cuda
+from fastattn.cuda.add_layer_norm import SUMS_DX_HIDDEN
+
+KIB = 1024
+
+
+def test_every_launch_fits(host_extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = tmp_path / "launches"
+    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "89")
+    monkeypatch.setenv("FASTATTN_HOST_LAUNCHES", str(noted))
+    monkeypatch.setattr(fastattn.cuda, "_host_runner", fastattn.cuda._load(host_extension))
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+
+    def largest(out: torch.Tensor) -> int:
+        """KiB of a block, in the launches that made `out` and its gradients."""
+        if out.requires_grad:  # weights do not
+            out.float().sum().backward()
+        sizes = [int(line.split()[-1]) for line in noted.read_text().splitlines()]
+        noted.write_text("")
+        return max(sizes) // KIB
+
+    for dtype in (torch.float32, torch.bfloat16):
+        q = zeros(1, 2, 200, 256, dtype=dtype)
+        _, weights = fastattn.scaled_dot_product_attention(q, q, q, return_weights=True, backend="cuda")
+        sizes = [largest(weights)]
+        for hidden in (512, SUMS_DX_HIDDEN, 16384):
+            x, weight = zeros(64, hidden, dtype=dtype), zeros(hidden, dtype=dtype)
+            out = fastattn.dropout_add_layer_norm(x, x, weight, weight, dropout_p=0.1, x_bias=weight, backend="cuda")
+            sizes.append(largest(out))
+        assert max(sizes) > 48  # KiB, which need no permission
+        # As much of a row of logits as fits is kept; of a wider one nothing.
+        x, target = zeros(2, 8, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+        for size, kept in ((96, 96), (100, 0)):
+            weight = zeros(size * KIB // dtype.itemsize, 8, dtype=dtype)
+            assert largest(fastattn.linear_cross_entropy(x, weight, target, backend="cuda")) == kept
