@@ -30,6 +30,7 @@ from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
 from fastattn.ops.feed_forward import Activation
 from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, linear_cross_entropy
+from fastattn.reference.philox import seeds_drawn_ahead
 
 ScaleMode = Literal["emb", "prj", "none"]
 Reduction = Literal["mean", "sum"]
@@ -234,7 +235,7 @@ class FusedTransformer(nn.Module):
 
     def decode(self, src_seq: Tensor, trg_seq: Tensor, pack: bool) -> tuple[Tensor, Packed | None]:
         """The decoder's output (B, Lt, d_model) and None; or as decode_packed."""
-        with recomputed(self.recompute):
+        with recomputed(self.recompute), seeds_drawn_ahead():
             if pack:
                 return self.decode_packed(src_seq, trg_seq)
             src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)

@@ -1,6 +1,7 @@
 """FusedTransformer in training: dropout, checkpointing, autocast, and variants that the public architecture lacks."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from model_checks import (
     plain,
     train_step,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import get_pad_mask, get_subsequent_mask
@@ -36,30 +38,79 @@ def test_dropout_is_repeatable_fresh_and_off_in_eval(batch):
     torch.testing.assert_close(no_dropout(*batch), evaluated, rtol=0, atol=1e-6)
 
 
-class Checkpointed(torch.nn.Module):
-    """A layer whose activations are computed again in the backward."""
+class Layer(torch.nn.Module):
+    """A layer and how it is called: by checkpoint(..), or so that autograd saves its tensors through hooks."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, call):
         super().__init__()
-        self.layer = layer
+        self.layer, self.call = layer, call
 
     def forward(self, *args, **kwargs):
-        return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+        return self.call(functools.partial(self.layer, **kwargs), *args)
+
+
+def hooked(layer, *args):
+    """As checkpoint, this draws each layer's dropout where the layer is called, but it computes nothing again."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return layer(*args)
+
+
+def reentrant_checkpoint(layer, *args):
+    return checkpoint(layer, *args, use_reentrant=True)
+
+
+def checkpoint_by_hooks(layer, *args):
+    return checkpoint(layer, *args, use_reentrant=False)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_activation_checkpointing_draws_the_same_dropout(norm_first, batch):
-    # A wrapped layer would keep the model from dropping padding, and then other numbers are drawn.
+    # Wrapped layers keep the model from dropping padding, so the model as it is must not either.
     model = fused(dropout=0.2, norm_first=norm_first, pack_padding=False)
-    other = copy.deepcopy(model)
-    torch.manual_seed(7)
-    logits, gradients = train_step(model, batch)
-    for stack in (other.encoder, other.decoder):
-        stack.layer_stack = torch.nn.ModuleList(Checkpointed(layer) for layer in stack.layer_stack)
-    torch.manual_seed(7)
-    again, recomputed = train_step(other, batch)
-    assert torch.equal(again, logits)
-    assert_same_gradients({k.replace(".layer.", "."): g for k, g in recomputed.items()}, gradients, 1e-6)
+    expected, calls = {}, [(hooked, 2), (checkpoint_by_hooks, 2)]
+    if not norm_first:  # a reentrant checkpoint sees tensors only as arguments: not in a tuple, not by keyword
+        calls += [(hooked, 1), (reentrant_checkpoint, 1)]
+    for call, stacks in calls:
+        wrapped = copy.deepcopy(model)
+        for stack in (wrapped.encoder, wrapped.decoder)[:stacks]:
+            stack.layer_stack = torch.nn.ModuleList(Layer(layer, call) for layer in stack.layer_stack)
+        torch.manual_seed(7)
+        logits, gradients = train_step(wrapped, batch)
+        if call is hooked:
+            expected[stacks] = logits, gradients
+        else:
+            assert torch.equal(logits, expected[stacks][0])
+            assert_same_gradients(gradients, expected[stacks][1], 1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_checkpoint_of_the_whole_model_draws_what_the_model_does(recompute, batch):
+    model, results = fused(recompute=recompute), []
+    for call in (model, lambda *args: checkpoint(model, *args, use_reentrant=False)):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(7)
+        call(*batch).sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+class Draws(TorchDispatchMode):
+    """Counts within its context the operators that draw integers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ == "randint"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_step_draws_all_seeds_at_once(backend, batch):
+    model = fused(backend=backend, n_layers=6)  # as many dropouts as the base model: 50
+    with Draws() as draws:
+        model.loss(*batch, batch[1]).backward()
+    assert 1 <= draws.count <= 4
 
 
 def test_autocast_is_as_accurate_as_plain_pytorch(batch):
