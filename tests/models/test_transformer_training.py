@@ -1,7 +1,8 @@
 """FusedTransformer in training: dropout, checkpointing, autocast, and variants that the public architecture lacks."""
 
 import copy
-import functools
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from model_checks import (
     PAD_SRC,
     PAD_TRG,
     assert_same_gradients,
+    drawing_by_itself,
     fused,
     plain,
     train_step,
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import get_pad_mask, get_subsequent_mask
+from fastattn.reference.philox import draw_rng_state, seeds_drawn_ahead
 
 
 def test_dropout_is_repeatable_fresh_and_off_in_eval(batch):
@@ -39,48 +42,28 @@ def test_dropout_is_repeatable_fresh_and_off_in_eval(batch):
 
 
 class Layer(torch.nn.Module):
-    """A layer and how it is called: by checkpoint(..), or so that autograd saves its tensors through hooks."""
+    """A layer that is called by `call`."""
 
     def __init__(self, layer, call):
         super().__init__()
         self.layer, self.call = layer, call
 
     def forward(self, *args, **kwargs):
-        return self.call(functools.partial(self.layer, **kwargs), *args)
-
-
-def hooked(layer, *args):
-    """As checkpoint, this draws each layer's dropout where the layer is called, but it computes nothing again."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        return layer(*args)
-
-
-def reentrant_checkpoint(layer, *args):
-    return checkpoint(layer, *args, use_reentrant=True)
-
-
-def checkpoint_by_hooks(layer, *args):
-    return checkpoint(layer, *args, use_reentrant=False)
+        return self.call(self.layer, *args, **kwargs)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_activation_checkpointing_draws_the_same_dropout(norm_first, batch):
-    # Wrapped layers keep the model from dropping padding, so the model as it is must not either.
-    model = fused(dropout=0.2, norm_first=norm_first, pack_padding=False)
-    expected, calls = {}, [(hooked, 2), (checkpoint_by_hooks, 2)]
-    if not norm_first:  # a reentrant checkpoint sees tensors only as arguments: not in a tuple, not by keyword
-        calls += [(hooked, 1), (reentrant_checkpoint, 1)]
-    for call, stacks in calls:
+    # Wrapped layers keep the model from dropping padding.
+    model, results = fused(dropout=0.2, norm_first=norm_first, pack_padding=False), []
+    for call in (drawing_by_itself, partial(checkpoint, use_reentrant=False)):
         wrapped = copy.deepcopy(model)
-        for stack in (wrapped.encoder, wrapped.decoder)[:stacks]:
+        for stack in (wrapped.encoder, wrapped.decoder):
             stack.layer_stack = torch.nn.ModuleList(Layer(layer, call) for layer in stack.layer_stack)
         torch.manual_seed(7)
-        logits, gradients = train_step(wrapped, batch)
-        if call is hooked:
-            expected[stacks] = logits, gradients
-        else:
-            assert torch.equal(logits, expected[stacks][0])
-            assert_same_gradients(gradients, expected[stacks][1], 1e-6)
+        results.append(train_step(wrapped, batch))
+    assert torch.equal(results[1][0], results[0][0])
+    assert_same_gradients(results[1][1], results[0][1], 1e-6)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -111,6 +94,28 @@ def test_a_step_draws_all_seeds_at_once(backend, batch):
     with Draws() as draws:
         model.loss(*batch, batch[1]).backward()
     assert 1 <= draws.count <= 4
+
+
+def test_who_draws_seeds_for_itself():
+    """Within a forward: another thread, what is compiled, and transforms of torch.func."""
+
+    def draw(*_):
+        return draw_rng_state(torch.device(DEVICE))
+
+    def is_drawn_ahead(seed):
+        return seed.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+
+    with seeds_drawn_ahead():
+        first = draw()
+        with ThreadPoolExecutor(1) as pool:
+            assert not is_drawn_ahead(pool.submit(draw).result())
+        assert not is_drawn_ahead(torch.compile(draw, backend="eager", fullgraph=True)())
+        one, other = torch.func.vmap(draw, randomness="different")(torch.zeros(2))
+        assert not torch.equal(one, other)
+        with torch.no_grad():
+            assert not is_drawn_ahead(draw())
+        assert is_drawn_ahead(draw()) and not torch.equal(draw(), first)
+    assert not is_drawn_ahead(draw())
 
 
 def test_autocast_is_as_accurate_as_plain_pytorch(batch):
