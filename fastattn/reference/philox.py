@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,12 @@ def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
     if _drops_as and backend in (None, "reference"):
         backend = _drops_as[-1]
     numbers = 1 if backend == "aten" and device.type == "cpu" else 2
-    if torch.compiler.is_compiling() or (ahead := _of_thread.ahead) is None or not ahead.may_be_used():
+    ahead = None if torch.compiler.is_compiling() else _of_thread.ahead
+    if ahead is None or ahead.modes != _modes():
         return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
-    return ahead.next_row(device, numbers)
+    if (key := (device, numbers)) not in ahead.rows:
+        ahead.rows[key] = _rows(device, numbers)
+    return next(ahead.rows[key])
 
 
 @contextmanager
@@ -57,33 +60,21 @@ def seeds_drawn_ahead() -> Iterator[None]:
     """Within it one operator of the device draws the rng_states of BLOCK calls of draw_rng_state.
 
     For a forward that is computed again as a whole, if at all. A part of it that activation checkpointing computes
-    again has to find the generator where it was, so it draws its own."""
-    if torch.compiler.is_compiling():  # what is traced draws by its own rules
+    again has to find the generator where it was, so it draws its own: see _modes."""
+    if torch.compiler.is_compiling() or is_transformed():  # both have their own rules for random numbers
         yield
         return
-    before, _of_thread.ahead = _of_thread.ahead, _Ahead()
+    before, _of_thread.ahead = _of_thread.ahead, _Ahead(_modes(), {})
     try:
         yield
     finally:
         _of_thread.ahead = before
 
 
-class _Ahead:
-    """What an open context of seeds_drawn_ahead has drawn, for each device and size of an rng_state."""
-
-    def __init__(self) -> None:
-        self.autograd = _autograd_modes()
-        self.rows: dict[tuple[torch.device, int], Iterator[Tensor]] = {}
-
-    def may_be_used(self) -> bool:
-        """Whether no part of the forward has been singled out since: by checkpointing, which switches gradients off
-        or hooks into what autograd saves, or by a transform of torch.func, which may have a randomness of its own."""
-        return _autograd_modes() == self.autograd and not is_transformed()
-
-    def next_row(self, device: torch.device, numbers: int) -> Tensor:
-        if (key := (device, numbers)) not in self.rows:
-            self.rows[key] = _rows(*key)
-        return next(self.rows[key])
+def _modes() -> tuple[Any, ...]:
+    """What changes where a part of a forward is singled out: by checkpointing, which switches gradients off or hooks
+    into what autograd saves, or by a transform of torch.func."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False), is_transformed()
 
 
 def _rows(device: torch.device, numbers: int) -> Iterator[Tensor]:
@@ -92,12 +83,15 @@ def _rows(device: torch.device, numbers: int) -> Iterator[Tensor]:
         yield from map(block.__getitem__, range(BLOCK))
 
 
-def _autograd_modes() -> tuple[bool, Any]:
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+class _Ahead(NamedTuple):
+    """An open context of seeds_drawn_ahead: _modes() where it began, and what it has drawn for each device and size."""
+
+    modes: tuple[Any, ...]
+    rows: dict[tuple[torch.device, int], Iterator[Tensor]]
 
 
 class _OfThread(threading.local):
-    """ahead: of the innermost context of seeds_drawn_ahead. Of a thread, as DataParallel's replicas are."""
+    """ahead: the innermost context. Of a thread, since DataParallel runs a replica in each."""
 
     def __init__(self) -> None:
         self.ahead: _Ahead | None = None
