@@ -39,6 +39,6 @@ TINY = dict(d_word_vec=16, d_model=16, d_inner=24, n_layers=1, n_head=2, d_k=8, 
 
 
 def drawing_by_itself(layer, *args, **kwargs):
-    """layer(..) with the dropout that it has under activation checkpointing: seeds that are drawn where it is called."""
+    """layer(..) with the dropout that it has under activation checkpointing: its seeds are drawn where it is called."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         return layer(*args, **kwargs)
