@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 class CommandError(Exception):
@@ -36,6 +37,13 @@ def usable_device(text: str) -> str:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from error
     return text
+
+
+def copy_to(device: torch.device | str, t: Tensor) -> Tensor:
+    """t, which is on the CPU, on the device. Without waiting for a GPU: it copies from pinned memory in its turn."""
+    if torch.device(device).type != "cuda":
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
 
 
 @contextlib.contextmanager

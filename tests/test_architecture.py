@@ -16,7 +16,7 @@ FASTATTN = ROOT / "fastattn"
 ALLOWED = {
     "integrations": {"integrations", "models", "nn", "ops", "masks"},
     "graphs": {"models", "generate", "ops", "_dispatch", "_cuda_graphs"},
-    "models": {"models", "generate", "nn", "ops", "masks", "_dispatch"},
+    "models": {"models", "generate", "nn", "ops", "masks", "reference", "_dispatch"},  # where dropout seeds are drawn
     "generate": {"generate", "nn", "ops", "_dispatch", "_cuda_graphs"},
     "nn": {"nn", "ops", "masks", "_dispatch", "_products"},  # it asks whether the plain formula was asked for
     "ops": {"ops", "_dispatch", "masks", "reference"},

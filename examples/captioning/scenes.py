@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from command_line import copy_to
 from torch import Tensor
 
 COLOURS = ("red", "green", "blue", "orange", "purple", "gray")
@@ -56,7 +57,7 @@ class Scenes:
 
     def features(self, rows: Tensor, device: str) -> tuple[Tensor, Tensor]:
         """Image and motion features of some videos."""
-        return self.image[rows].to(device), self.motion[rows].to(device)
+        return copy_to(device, self.image[rows]), copy_to(device, self.motion[rows])
 
     def tokens(self, rows: Tensor, vocabulary: Vocabulary, device: str, backwards: bool = False) -> Tensor:
         """Their captions as int64 (len(rows), length): '<S>', the words, '<S>', padding."""
@@ -66,7 +67,7 @@ class Scenes:
             words = [ENDS, *(reversed(words) if backwards else words), ENDS]
             ids.append(torch.tensor([vocabulary.word2idx[word] for word in words]))
         pad = vocabulary.word2idx[PAD]
-        return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad).to(device)
+        return copy_to(device, torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad))
 
 
 def make_scenes(number: int, seed: int) -> Scenes:

@@ -175,6 +175,8 @@ def restore(
         for moment in ("exp_avg", "exp_avg_sq"):
             states = content["optimizer"]["state"]
             check_tensors(path, {name: state[moment] for name, state in states.items()}, parameters)
+        for saved, group in zip(content["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
+            saved["capturable"] = group["capturable"]  # of this device: the run may have begun on another
         processes.set_state(model, optimizer, content["model"], content["optimizer"])
         progress = Progress(**content["progress"])
         progress.check()

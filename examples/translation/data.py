@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from command_line import CommandError
+from command_line import CommandError, copy_to
 from torch import Tensor
 
 from translation.tokens import BOS, EOS, PAD, Tokenizer
@@ -196,14 +196,17 @@ def pad(sequences: Sequence[np.ndarray]) -> Tensor:
 
 
 def collate(examples: Sequence[Example], device: torch.device) -> Batch:
-    """Pads examples into one batch on `device`."""
+    """Pads examples into one batch on `device`, by one copy to it."""
     source = pad([example.source for example in examples])
     target = pad([example.target for example in examples])
     target_tokens = sum(len(example.target) - 1 for example in examples)
+    parts = (source, target[:, :-1], target[:, 1:])
+    copied = copy_to(device, torch.cat([part.flatten() for part in parts])).split([part.numel() for part in parts])
+    source, target_in, target_out = (t.view(part.shape) for t, part in zip(copied, parts, strict=True))
     return Batch(
-        source=source.to(device),
-        target_in=target[:, :-1].to(device),
-        target_out=target[:, 1:].to(device),
+        source=source,
+        target_in=target_in,
+        target_out=target_out,
         tokens=sum(len(example.source) for example in examples) + target_tokens,
         target_tokens=target_tokens,
     )

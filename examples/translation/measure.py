@@ -83,7 +83,7 @@ def measure_speed(model: FusedTransformer, examples: Sequence[Example], settings
     fused path's graphs are captured before the clock starts.
     """
     model = copy.deepcopy(model).train()
-    optimizer = build_optimizer(model)
+    optimizer = build_optimizer(model, settings.graph)
     rates: dict[str | None, list[float]] = {settings.backend: [], "reference": []}
     steps = {b: build_step(model, optimizer, settings, settings.graph and b != "reference") for b in rates}
     for number, batch in enumerate(first_batches(examples, settings, WARM_UP + settings.measure_steps)):
@@ -106,7 +106,8 @@ def compare_losses(examples: Sequence[Example], settings: Settings, vocabulary: 
     losses: dict[str | None, list[float]] = {settings.backend: [], "reference": []}
     for backend, path_losses in losses.items():
         model = build_model(settings, vocabulary, dropout=0.0).train()
-        step = build_step(model, build_optimizer(model), settings, settings.graph and backend != "reference")
+        graph = settings.graph and backend != "reference"
+        step = build_step(model, build_optimizer(model, graph), settings, graph)
         with use_backend(backend):
             for number, batch in enumerate(first_batches(examples, settings, settings.compare_steps), start=1):
                 rate = learning_rate(number, settings.d_model, settings.warmup, settings.lr_scale)

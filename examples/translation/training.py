@@ -44,10 +44,10 @@ def build_model(settings: Settings, vocabulary: int, dropout: float | None = Non
     return model.to(settings.device)
 
 
-def build_optimizer(model: FusedTransformer) -> torch.optim.Optimizer:
-    """Adam with the paper's constants (section 5.3); its learning rate is set at every step."""
-    on_gpu = next(model.parameters()).is_cuda  # where CUDA graphs ask for capturable=True; it costs nothing
-    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True, capturable=on_gpu)
+def build_optimizer(model: FusedTransformer, graph: bool = False) -> torch.optim.Optimizer:
+    """Adam with the paper's constants (section 5.3); its learning rate is set at every step. graph: for CUDA graphs."""
+    capturable = graph and next(model.parameters()).is_cuda
+    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True, capturable=capturable)
 
 
 def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> float:

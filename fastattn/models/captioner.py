@@ -33,6 +33,7 @@ from fastattn.nn.captioner import (
     TextEmbedding,
 )
 from fastattn.nn.unmodified import check_steps
+from fastattn.reference.philox import seeds_drawn_ahead
 
 FEATURES = {
     "one": ("src",),
@@ -225,10 +226,11 @@ class ABDTransformer(nn.Module):
         backwards. Both begin with '<S>' and lack the last one.
         """
         src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask = mask
-        r2l_memory, memory, decoder_mask = self._encodings(src, src_mask)
-        decoder_mask = as_attention_mask(decoder_mask)
-        r2l_states = self.r2l_decode(r2l_trg, r2l_memory, decoder_mask, r2l_trg_mask)
-        states = self.l2r_decode(trg, memory, decoder_mask, trg_mask, r2l_states, r2l_pad_mask)
+        with seeds_drawn_ahead():
+            r2l_memory, memory, decoder_mask = self._encodings(src, src_mask)
+            decoder_mask = as_attention_mask(decoder_mask)
+            r2l_states = self.r2l_decode(r2l_trg, r2l_memory, decoder_mask, r2l_trg_mask)
+            states = self.l2r_decode(trg, memory, decoder_mask, trg_mask, r2l_states, r2l_pad_mask)
         return self.generator(r2l_states), self.generator(states)
 
     def encode(self, src: Any, src_mask: Any, feature_mode_two: bool = False) -> Tensor:

@@ -13,29 +13,48 @@ from fastattn.nn.unmodified import is_unmodified, why_observed
 
 
 class Packed:
-    """The T tokens of seq (B, L) that are not pad_idx, sequence after sequence, as `tokens` (1, T).
+    """The T tokens of seq (B, L) that are not pad_idx, sequence after sequence, as `tokens` (1, T) on the device.
 
-    position (1, T): each token's place in its sequence.     index (T,): its place in seq.flatten().
+    position (1, T): each token's place in its sequence.     index (T,): its place in seq.flatten(), where seq is.
     cu_seqlens (B + 1,) int32: where each sequence starts.
-    On a GPU the constructor waits for the device once, to read T.
     """
 
-    def __init__(self, seq: Tensor, pad_idx: int) -> None:
-        self.shape = seq.shape
-        real = seq != pad_idx
-        self.index = real.flatten().nonzero().squeeze(1)
-        self.cu_seqlens = F.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-        self.position = (self.index % seq.shape[1])[None]
+    def __init__(self, seq: Tensor, real: Tensor, cu_seqlens: Tensor, count: int | None, device: torch.device) -> None:
+        """Called by `of`. count: T, or None where seq is on a CPU and nonzero() need not wait to learn it."""
+        self.shape, self.device = seq.shape, device
+        real = real.flatten()
+        self.index = (real.nonzero() if count is None else torch.nonzero_static(real, size=count)).squeeze(1)
+        self.cu_seqlens = _copied(cu_seqlens, device)
+        self.position = _copied((self.index % seq.shape[1])[None], device)
         self.tokens = self.pack(seq)
 
+    @staticmethod
+    def of(*padded: tuple[Tensor, int], device: torch.device) -> list[Packed]:
+        """One of each (seq, pad_idx), which are all on the device, or all on the CPU and packed there.
+
+        From a GPU each T is read, and all in one wait for it. From the CPU nothing waits."""
+        reals = [seq != pad_idx for seq, pad_idx in padded]
+        starts = [F.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32) for real in reals]
+        on_cpu = starts[0].device.type == "cpu"
+        counts = [None] * len(padded) if on_cpu else torch.stack([start[-1] for start in starts]).tolist()
+        return [Packed(seq, *known, device) for (seq, _), *known in zip(padded, reals, starts, counts, strict=True)]
+
     def pack(self, x: Tensor) -> Tensor:
-        """(B, L, ..) -> (1, T, ..)"""
-        return x.flatten(0, 1).index_select(0, self.index)[None]
+        """(B, L, ..), where seq is -> (1, T, ..), on the device."""
+        return _copied(x.flatten(0, 1).index_select(0, self.index)[None], self.device)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(1, T, ..) -> (B, L, ..), with 0 where there was padding."""
-        padded = x.new_zeros(self.shape.numel(), *x.shape[2:]).index_copy(0, self.index, x[0])
+        """(1, T, ..), on the device -> (B, L, ..), with 0 where there was padding."""
+        index = _copied(self.index, self.device)
+        padded = x.new_zeros(self.shape.numel(), *x.shape[2:]).index_copy(0, index, x[0])
         return padded.unflatten(0, self.shape)
+
+
+def _copied(t: Tensor, device: torch.device) -> Tensor:
+    """t on the device. A copy from the CPU to a GPU waits for it unless the memory is pinned."""
+    if t.device == device:
+        return t
+    return t.pin_memory().to(device, non_blocking=True)
 
 
 def packs_unnoticed(model: nn.Module) -> bool:

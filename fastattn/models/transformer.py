@@ -30,6 +30,7 @@ from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops import _arguments as arguments
 from fastattn.ops.feed_forward import Activation
 from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, linear_cross_entropy
+from fastattn.reference.philox import seeds_drawn_ahead
 
 ScaleMode = Literal["emb", "prj", "none"]
 Reduction = Literal["mean", "sum"]
@@ -50,9 +51,10 @@ class FusedTransformer(nn.Module):
     attn_dropout: on attention weights. 0.1 whatever dropout is, as in the public implementation.
     norm_first, activation, n_head_kv: see PendingResidual, PositionwiseFeedForward, MultiHeadAttention in fastattn.nn.
     pack_padding: True drops padding before both stacks, so that only real tokens are computed. Their results stay the
-        same; logits of padding are 0. It costs a gather and, on a GPU, two waits for the device a batch, and pays from
-        about a quarter of padding on. None: on a CPU, from a quarter on, ``loss`` drops all padding; forward and
-        decoding drop that of the source.
+        same; logits of padding are 0. It costs a gather and, on a GPU, one wait for the device a batch, and pays from
+        about a quarter of padding on. The model on a GPU then also takes tokens on the CPU: they are packed there and
+        copied, and nothing waits. None: on a CPU, from a quarter on, ``loss`` drops all padding; forward and decoding
+        drop that of the source.
     recompute: save neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which computes
         them again. Saved activations take two fifths less memory (two thirds with gated activations), and the
         feed-forward takes a sixth more time. Gradients stay the same, but for other roundings under torch.autocast.
@@ -234,7 +236,7 @@ class FusedTransformer(nn.Module):
 
     def decode(self, src_seq: Tensor, trg_seq: Tensor, pack: bool) -> tuple[Tensor, Packed | None]:
         """The decoder's output (B, Lt, d_model) and None; or as decode_packed."""
-        with recomputed(self.recompute):
+        with recomputed(self.recompute), seeds_drawn_ahead():
             if pack:
                 return self.decode_packed(src_seq, trg_seq)
             src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
@@ -250,14 +252,18 @@ class FusedTransformer(nn.Module):
         if not pack:
             return self.encoder(src_seq, src_mask)[0]
         self.encoder.position_enc.check(src_seq.size(1))
-        src = Packed(src_seq, self.src_pad_idx)
+        (src,) = Packed.of((src_seq, self.src_pad_idx), device=src_seq.device)
         mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
         return src.unpack(self.encoder(src.tokens, mask, position=src.position)[0])
 
     def decode_packed(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed]:
         """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and the Packed that unpacks it."""
         self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
-        src, trg = Packed(src_seq, self.src_pad_idx), Packed(trg_seq, self.trg_pad_idx)
+        arguments.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
+        device = src_seq.device
+        if self.pack_padding and device.type == "cpu":
+            device = self.encoder.position_enc.pos_table.device
+        src, trg = Packed.of((src_seq, self.src_pad_idx), (trg_seq, self.trg_pad_idx), device=device)
         src_mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
         trg_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, is_causal=True)
         trg_src_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, cu_seqlens_k=src.cu_seqlens)

@@ -77,4 +77,4 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, djoint: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(part.to(ctx.dtype) for part in djoint.split(ctx.sizes))
+        return None, *djoint.to(ctx.dtype).split(ctx.sizes)

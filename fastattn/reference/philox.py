@@ -19,20 +19,22 @@ that torch.Generator draws from that seed. Threshold and factor are the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn._transforms import can_read_values
+from fastattn._transforms import can_read_values, is_transformed
 
 ROUNDS = 7
 LANES = 8
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
-
+BLOCK = 64  # rng_states that are drawn at once; the forward of a base model takes 50
 
 _drops_as: list[str] = []  # see dropping_as
 
@@ -45,7 +47,57 @@ def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
     if _drops_as and backend in (None, "reference"):
         backend = _drops_as[-1]
     numbers = 1 if backend == "aten" and device.type == "cpu" else 2
-    return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
+    ahead = None if torch.compiler.is_compiling() else _of_thread.ahead
+    if ahead is None or ahead.modes != _modes():
+        return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
+    if (key := (device, numbers)) not in ahead.rows:
+        ahead.rows[key] = _rows(device, numbers)
+    return next(ahead.rows[key])
+
+
+@contextmanager
+def seeds_drawn_ahead() -> Iterator[None]:
+    """Within it one operator of the device draws the rng_states of BLOCK calls of draw_rng_state.
+
+    For a forward that is computed again as a whole, if at all. A part of it that activation checkpointing computes
+    again has to find the generator where it was, so it draws its own: see _modes."""
+    if torch.compiler.is_compiling() or is_transformed():  # both have their own rules for random numbers
+        yield
+        return
+    before, _of_thread.ahead = _of_thread.ahead, _Ahead(_modes(), {})
+    try:
+        yield
+    finally:
+        _of_thread.ahead = before
+
+
+def _modes() -> tuple[Any, ...]:
+    """What changes where a part of a forward is singled out: by checkpointing, which switches gradients off or hooks
+    into what autograd saves, or by a transform of torch.func."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False), is_transformed()
+
+
+def _rows(device: torch.device, numbers: int) -> Iterator[Tensor]:
+    while True:
+        block = torch.randint(0, 2**62, (BLOCK, numbers), dtype=torch.int64, device=device)
+        yield from map(block.__getitem__, range(BLOCK))
+
+
+class _Ahead(NamedTuple):
+    """An open context of seeds_drawn_ahead: _modes() where it began, and what it has drawn for each device and size."""
+
+    modes: tuple[Any, ...]
+    rows: dict[tuple[torch.device, int], Iterator[Tensor]]
+
+
+class _OfThread(threading.local):
+    """ahead: the innermost context. Of a thread, since DataParallel runs a replica in each."""
+
+    def __init__(self) -> None:
+        self.ahead: _Ahead | None = None
+
+
+_of_thread = _OfThread()
 
 
 @contextmanager

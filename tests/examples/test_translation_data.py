@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from translation.data import DataError, Example, batches_of, encode, plan_batches, read_corpus, read_lines
+from captioning.scenes import Vocabulary, make_scenes
+from translation.data import DataError, Example, batches_of, collate, encode, plan_batches, read_corpus, read_lines
 from translation.tokens import BOS, EOS, PAD, UNKNOWN, BpeTokenizer, CharacterTokenizer, load_tokenizer
 
 CPU = torch.device("cpu")
@@ -152,3 +153,20 @@ def test_collated_batch() -> None:
     assert batch.target_out.tolist() == [[6, 7, EOS], [EOS, PAD, PAD]]
     assert (batch.target_tokens, batch.tokens) == (4, 9)
     assert not list(batches_of(examples, [[0, 1]], CPU, skip=1))
+
+
+def test_batches_are_copied_to_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy of pinned memory, which does not block; the examples of captioning copy each tensor so."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: calls.append("pinned") or t)
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, device, **options: calls.append((str(device), options)) or t)
+    copy: list[object] = ["pinned", ("cuda", {"non_blocking": True})]
+    example = Example(np.array([5, EOS]), np.array([BOS, 6, 7, EOS]))
+    batch = collate([example], torch.device("cuda"))
+    assert batch.target_in.tolist() == [[BOS, 6, 7]] and batch.target_out.tolist() == [[6, 7, EOS]]
+    assert calls == copy
+    scenes, rows = make_scenes(3, 1), torch.tensor([0, 2])
+    calls.clear()
+    scenes.features(rows, "cuda")
+    scenes.tokens(rows, Vocabulary(), "cuda")
+    assert calls == 3 * copy

@@ -2,13 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from translation.checkpoint import average
+from translation.checkpoint import average, load_run, restore, save_run
 from translation.data import Batch, Example
 from translation.decoding import Translation, bleu, exact_match, translate
 from translation.report import plot
@@ -95,6 +96,24 @@ def test_graph_steps_learn_as_plain_steps_do(settings: Settings, batch: Batch) -
         step = build_step(model, build_optimizer(model), settings, graph)
         losses.append([step(batch, rate).item() for rate in (0.01, 0.005, 0.02, 0.0)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][3] < 0.9 * losses[0][0]
+
+
+def test_adam_is_capturable_for_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere PyTorch would warn that it can be slower."""
+    monkeypatch.setattr(torch.optim, "Adam", lambda parameters, **options: options["capturable"])
+    for on_gpu in (False, True):
+        model = SimpleNamespace(parameters=lambda on_gpu=on_gpu: iter([SimpleNamespace(is_cuda=on_gpu)]))
+        assert not build_optimizer(model) and build_optimizer(model, graph=True) == on_gpu
+
+
+def test_a_run_from_a_cpu_stays_capturable_on_a_gpu(settings: Settings, tmp_path: Path) -> None:
+    model, tokenizer = build_model(settings, vocabulary=10), CharacterTokenizer("abcdef")
+    path = tmp_path / "last.pt"
+    save_run(path, model, build_optimizer(model), Progress(), settings, tokenizer, "the data")
+    optimizer = build_optimizer(model)
+    optimizer.param_groups[0]["capturable"] = True  # as with --graph on a GPU
+    restore(path, load_run(path, settings), model, optimizer, settings, "the data")
+    assert optimizer.param_groups[0]["capturable"]
 
 
 def test_mixed_precision_stays_near(settings: Settings, batch: Batch) -> None:

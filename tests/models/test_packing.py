@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, SMALL, assert_same_gradients, fused
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, SMALL, VOCAB, assert_same_gradients, fused
 
 from fastattn import FusedTransformer, use_backend
 from fastattn.models.packing import Packed, packing_pays
@@ -56,11 +56,45 @@ def test_too_long_a_sequence_is_refused():
 
 def test_pack_and_unpack():
     seq = torch.tensor([[5, 6, PAD_SRC], [PAD_SRC] * 3, [PAD_SRC, 7, 8]])
-    packed = Packed(seq, PAD_SRC)
+    (packed,) = Packed.of((seq, PAD_SRC), device=seq.device)
     assert packed.tokens.tolist() == [[5, 6, 7, 8]]
     assert packed.position.tolist() == [[0, 1, 1, 2]]
     assert packed.cu_seqlens.tolist() == [0, 2, 2, 4]
     assert packed.unpack(packed.tokens).tolist() == [[5, 6, 0], [0, 0, 0], [0, 7, 8]]
+
+
+@pytest.mark.parametrize("tokens_on", ["meta", "cpu"])
+def test_a_gpu_is_waited_for_once_or_never(tokens_on, batch, monkeypatch):
+    """The meta device is the GPU here: it has no values, so nonzero(), item() and the like raise. tolist() is counted,
+    and a copy to it has to be of pinned memory and not to block."""
+    src, trg = (t.cpu() for t in batch)
+    counts = [int((src != PAD_SRC).sum()), int((trg != PAD_TRG).sum())]
+    reads, pinned, to = [], [], torch.Tensor.to
+
+    def checked_to(t, *args, **kwargs):
+        if t.device.type == "cpu" and torch.device("meta") in args:
+            assert kwargs == {"non_blocking": True} and any(t is other for other in pinned)
+        return to(t, *args, **kwargs)
+
+    model = fused(pack_padding=True, backend="reference").to("meta")
+    src, trg = src.to(tokens_on), trg.to(tokens_on)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t.shape) or counts)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t.clone()) or pinned[-1])
+    monkeypatch.setattr(torch.Tensor, "to", checked_to)
+    model.loss(src, trg, trg).backward()
+    assert model(src, trg).shape == (trg.numel(), VOCAB)
+    assert reads == ([(2,)] * 2 if tokens_on == "meta" else [])
+    assert bool(pinned) == (tokens_on == "cpu")
+
+
+def test_packing_by_known_counts_is_the_same(batch):
+    """As on a GPU, where the number of tokens is read first."""
+    seq = batch[0]
+    real = seq != PAD_SRC
+    (expected,) = Packed.of((seq, PAD_SRC), device=seq.device)
+    found = Packed(seq, real, expected.cu_seqlens, int(real.sum()), seq.device)
+    for name in ("index", "position", "tokens"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def padded_batch(padding):

@@ -1,6 +1,8 @@
 """FusedTransformer in training: dropout, checkpointing, autocast, and variants that the public architecture lacks."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +13,16 @@ from model_checks import (
     PAD_SRC,
     PAD_TRG,
     assert_same_gradients,
+    drawing_by_itself,
     fused,
     plain,
     train_step,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import get_pad_mask, get_subsequent_mask
+from fastattn.reference.philox import draw_rng_state, seeds_drawn_ahead
 
 
 def test_dropout_is_repeatable_fresh_and_off_in_eval(batch):
@@ -36,30 +41,81 @@ def test_dropout_is_repeatable_fresh_and_off_in_eval(batch):
     torch.testing.assert_close(no_dropout(*batch), evaluated, rtol=0, atol=1e-6)
 
 
-class Checkpointed(torch.nn.Module):
-    """A layer whose activations are computed again in the backward."""
+class Layer(torch.nn.Module):
+    """A layer that is called by `call`."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, call):
         super().__init__()
-        self.layer = layer
+        self.layer, self.call = layer, call
 
     def forward(self, *args, **kwargs):
-        return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+        return self.call(self.layer, *args, **kwargs)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_activation_checkpointing_draws_the_same_dropout(norm_first, batch):
-    # A wrapped layer would keep the model from dropping padding, and then other numbers are drawn.
-    model = fused(dropout=0.2, norm_first=norm_first, pack_padding=False)
-    other = copy.deepcopy(model)
-    torch.manual_seed(7)
-    logits, gradients = train_step(model, batch)
-    for stack in (other.encoder, other.decoder):
-        stack.layer_stack = torch.nn.ModuleList(Checkpointed(layer) for layer in stack.layer_stack)
-    torch.manual_seed(7)
-    again, recomputed = train_step(other, batch)
-    assert torch.equal(again, logits)
-    assert_same_gradients({k.replace(".layer.", "."): g for k, g in recomputed.items()}, gradients, 1e-6)
+    # Wrapped layers keep the model from dropping padding.
+    model, results = fused(dropout=0.2, norm_first=norm_first, pack_padding=False), []
+    for call in (drawing_by_itself, partial(checkpoint, use_reentrant=False)):
+        wrapped = copy.deepcopy(model)
+        for stack in (wrapped.encoder, wrapped.decoder):
+            stack.layer_stack = torch.nn.ModuleList(Layer(layer, call) for layer in stack.layer_stack)
+        torch.manual_seed(7)
+        results.append(train_step(wrapped, batch))
+    assert torch.equal(results[1][0], results[0][0])
+    assert_same_gradients(results[1][1], results[0][1], 1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_checkpoint_of_the_whole_model_draws_what_the_model_does(recompute, batch):
+    model, results = fused(recompute=recompute), []
+    for call in (model, lambda *args: checkpoint(model, *args, use_reentrant=False)):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(7)
+        call(*batch).sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+class Draws(TorchDispatchMode):
+    """Counts within its context the operators that draw integers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ == "randint"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_step_draws_all_seeds_at_once(backend, batch):
+    model = fused(backend=backend, n_layers=6)  # as many dropouts as the base model: 50
+    with Draws() as draws:
+        model.loss(*batch, batch[1]).backward()
+    assert 1 <= draws.count <= 4
+
+
+def test_who_draws_seeds_for_itself():
+    """Within a forward: another thread, what is compiled, and transforms of torch.func."""
+
+    def draw(*_):
+        return draw_rng_state(torch.device(DEVICE))
+
+    def is_drawn_ahead(seed):
+        return seed.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+
+    with seeds_drawn_ahead():
+        first = draw()
+        with ThreadPoolExecutor(1) as pool:
+            assert not is_drawn_ahead(pool.submit(draw).result())
+        assert not is_drawn_ahead(torch.compile(draw, backend="eager", fullgraph=True)())
+        one, other = torch.func.vmap(draw, randomness="different")(torch.zeros(2))
+        assert not torch.equal(one, other)
+        with torch.no_grad():
+            assert not is_drawn_ahead(draw())
+        assert is_drawn_ahead(draw()) and not torch.equal(draw(), first)
+    assert not is_drawn_ahead(draw())
 
 
 def test_autocast_is_as_accurate_as_plain_pytorch(batch):

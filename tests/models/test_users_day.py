@@ -8,7 +8,18 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, SMALL, VOCAB, assert_same_gradients, fused, plain
+from model_checks import (
+    DEVICE,
+    NO_DROPOUT,
+    PAD_SRC,
+    PAD_TRG,
+    SMALL,
+    VOCAB,
+    assert_same_gradients,
+    drawing_by_itself,
+    fused,
+    plain,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -137,15 +148,15 @@ def test_activation_checkpointing(kind, batch):
     options = {"checkpoint_impl": CheckpointImpl.REENTRANT if kind == "reentrant" else CheckpointImpl.NO_REENTRANT}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
-    model = fused(dropout=0.3, attn_dropout=0.2, pack_padding=False)
-    wrapped = copy.deepcopy(model)
-    apply_activation_checkpointing(
-        wrapped, partial(checkpoint_wrapper, **options), lambda m: isinstance(m, (EncoderLayer, DecoderLayer))
-    )
-    for m in (model, wrapped):
+    found = fused(dropout=0.3, attn_dropout=0.2, pack_padding=False)
+    expected = copy.deepcopy(found)
+    for model, wrap in ((found, options), (expected, {"checkpoint_fn": drawing_by_itself})):
+        apply_activation_checkpointing(
+            model, partial(checkpoint_wrapper, **wrap), lambda m: isinstance(m, (EncoderLayer, DecoderLayer))
+        )
         torch.manual_seed(8)
-        loss_of(m, batch).backward()
-    assert_same_gradients(gradients(wrapped), gradients(model), 1e-5)
+        loss_of(model, batch).backward()
+    assert_same_gradients(gradients(found), gradients(expected), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastattn.nn.joint_linear import joint_linear
+from fastattn.nn.joint_linear import _Joint, joint_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, D = (12, 8, 20), 16
@@ -40,6 +40,16 @@ def test_autocast_casts_and_gives_float32_gradients():
     assert [t.dtype for t in out] == [torch.bfloat16] * 3 and [t.dtype for t in grads] == [torch.float32] * 4
     torch.testing.assert_close(out, want, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(grads, want_grads, rtol=2**-6, atol=2**-4)
+
+
+def test_gradients_of_joint_weights_are_cast_at_once(monkeypatch):
+    weights, casts, to = [m.weight for m in linear_maps()], [], torch.Tensor.to
+    joint = _Joint.apply(torch.bfloat16, *weights)
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, dtype: casts.append(len(t)) or to(t, dtype))
+    grads = torch.autograd.grad(joint, weights, joint)
+    assert casts == [sum(ROWS)]
+    for grad, weight in zip(grads, weights, strict=True):
+        assert torch.equal(grad, weight.bfloat16().float())
 
 
 def test_frozen_weights_get_no_gradient():
