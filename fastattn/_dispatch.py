@@ -126,7 +126,7 @@ def default_order(device: torch.device) -> tuple[str, ...]:
 
 def recorded_choice(op_name: str, device: torch.device, arguments: tuple[Any, ...]) -> str | None:
     """The backend that a record of this device names for such a call, or None. See fastattn/_records.py."""
-    name = _records.choice(op_name, device.type, lambda: OPS[op_name].call_class(*arguments))
+    name = _records.choice(op_name, device.type, lambda: OPS[op_name].call_class(*arguments), device.index)
     return name if name in BACKENDS else None
 
 

@@ -86,7 +86,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
 
 def _remarks(op: _dispatch.Op, device: torch.device, arguments: tuple[Any, ...]) -> list[str]:
     """What the record of this device says of the call, and why others are ignored."""
-    records = _records.found(device.type)
+    records = _records.found(device.type, device.index)
     remarks = [f"the record {path} is ignored: it {reason}" for path, reason in records.ignored.items()]
     if records.source is None:
         return remarks

@@ -40,12 +40,12 @@ class Found(NamedTuple):
     ignored: dict[str, str]
 
 
-def choice(op_name: str, device_type: str, call_class: Callable[[], str]) -> str | None:
-    """The way that the record of the current device names for such a call, or None. Not in what torch.compile traces,
-    where it would stay for good."""
+def choice(op_name: str, device_type: str, call_class: Callable[[], str], index: int | None = None) -> str | None:
+    """The way that the record of a device, see `found`, names for such a call, or None. Not in what torch.compile
+    traces, where it would stay for good."""
     if torch.compiler.is_compiling():
         return None
-    of_op = (_used[-1] if _used else found(device_type).choices).get(op_name)
+    of_op = (_used[-1] if _used else found(device_type, index).choices).get(op_name)
     return None if of_op is None else of_op.get(call_class())
 
 
@@ -72,17 +72,18 @@ def up_to(size: int, what: str, *limits: int) -> str:
     return next((f"up to {limit} {what}" for limit in limits if size <= limit), f"more {what}")
 
 
-def found(device_type: str) -> Found:
-    """What the records of the current device of this type say. They are read once in a process; see `forget`."""
-    return _found(device_type, torch.get_num_threads() if device_type == "cpu" else None)
+def found(device_type: str, index: int | None = None) -> Found:
+    """What the records of the CPU or of a GPU say; index: None for the current one. They are read once in a process;
+    see `forget`."""
+    return _found(device_type, index, torch.get_num_threads() if device_type == "cpu" else None)
 
 
 @functools.cache
-def _found(device_type: str, threads: int | None) -> Found:
+def _found(device_type: str, index: int | None, threads: int | None) -> Found:
     if device_type not in ("cpu", "cuda"):
         return Found({}, None, {})
     ignored = {}
-    name = device_name(device_type)
+    name = device_name(device_type, index)
     for path in _paths(name):
         record = _load(path)
         if record is None:
@@ -121,9 +122,9 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def device_name(device_type: str) -> str:
-    """The current GPU's name, or the processor's."""
-    return torch.cuda.get_device_name() if device_type == "cuda" else _cpu_name()
+def device_name(device_type: str, index: int | None = None) -> str:
+    """A GPU's name, the current one's unless index says which; or the processor's."""
+    return torch.cuda.get_device_name(index) if device_type == "cuda" else _cpu_name()
 
 
 @functools.cache

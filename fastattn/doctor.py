@@ -36,6 +36,9 @@ def check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iter
     rules = ("reference", "aten") if "dropout_p" in problem.options else ("reference",)  # see reference/philox.py
     for rule in rules:
         of_rule = [b for b in backends if len(rules) == 1 or (b == "aten") == (rule == "aten")]
+        # On a GPU PyTorch's fused attention drops inside its kernel: there are no equal bits to compare with.
+        if rule == "aten" and problem.op == "attention" and problem.tensors["query"].is_cuda:
+            continue
         if of_rule:
             with philox.dropping_as(rule):
                 yield from _check(problem, dtype, of_rule)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
 from fastattn import _dispatch, _products, _records, tune
@@ -133,6 +134,20 @@ def test_a_shipped_record_counts_after_the_users(tmp_path: Path, monkeypatch: py
     assert _records.found("cpu").source == shipped
     users = write(json.dumps(record(choices={})))
     assert _records.found("cpu").source == users
+
+
+def test_each_gpu_has_the_record_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two kinds in one machine, whichever is the current one."""
+    _records.device_name.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: ("a GPU", "another GPU")[index or 0])
+    path = _records.user_path("another GPU")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record(device="another GPU")))
+    with FakeTensorMode():
+        for index, chosen in enumerate((None, "reference")):
+            q = torch.empty(Q.shape, device=f"cuda:{index}")
+            assert _dispatch.recorded_choice("attention", q.device, (q, q, q, None, 0.0)) == chosen
+    _records.device_name.cache_clear()
 
 
 @pytest.mark.parametrize(

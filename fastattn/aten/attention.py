@@ -1,7 +1,8 @@
 """Attention by PyTorch's fused operator, by blocks of heads (_blocks.py), or by matmul, softmax, matmul.
 
 The fused operator has no weights and no lse, and we give it no bias: it rounds the sum of score and bias in ways that
-depend on which of its backends runs. On a CPU blocks serve dropout, and what they are faster at.
+depend on which of its backends runs. On a CPU blocks serve dropout, and what they are faster at; on a GPU the fused
+operator drops, and has no second derivative.
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ def _attend(
     bias = None if mask is None else mask.bias
     alone = bias is None and not return_lse and return_weights is None and Lk > 0
     # Not with a scale of 0: see alpha in _blocks.py.
-    blocked = alone and softmax_scale != 0 and _blocks_serve(q, k, 0.0 if rng_state is None else dropout_p)
-    fused = alone and rng_state is None and not blocked
+    blocked = alone and softmax_scale != 0 and _blocks_serve(q, k, dropout_p)
+    fused = alone and not blocked and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
     is_causal = mask is not None and mask.has_band and Lq == Lk and mask.band(Lq, Lk)[1] <= 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
-        return _torch_attention(q, k, v, None, softmax_scale, is_causal=True), None, None
+        return _torch_attention(q, k, v, None, softmax_scale, dropout_p, is_causal=True), None, None
 
     masked = has_keys = has_queries = None
     if mask is not None:
@@ -103,7 +104,7 @@ def _attend(
             q = q.where(has_keys, 0)
 
     if fused and (has_queries is None or (can_read_values(q) and not torch.is_grad_enabled())):
-        out = _fused(q, k, v, mask, masked, softmax_scale)
+        out = _fused(q, k, v, mask, masked, softmax_scale, dropout_p)
         # Without a gradient, NaN or inf in a key that no query attends to shows in the result, or does no harm.
         if has_queries is None or math.isfinite(out.sum()):
             return (out if has_keys is None else out.where(has_keys, 0)), None, None
@@ -115,7 +116,7 @@ def _attend(
         k, v = k.where(has_queries, 0), v.where(has_queries, 0)
 
     if fused:
-        out = _fused(q, k, v, mask, masked, softmax_scale)
+        out = _fused(q, k, v, mask, masked, softmax_scale, dropout_p)
         return out if has_keys is None else out.where(has_keys, 0), None, None
 
     k, v = _repeat_heads(k, v, H)
@@ -207,11 +208,21 @@ def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
     return None if lighter.band_only and not lighter.has_band else lighter
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, masked: Tensor | None, scale: float) -> Tensor:
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    masked: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
     Lq, Lk = q.shape[2], k.shape[2]
     if q.is_cuda and mask is not None:
+        # PyTorch's one fused kernel with masks has no grouped heads: it would write all scores.
+        k, v = _repeat_heads(k, v, q.shape[1])
         with sdpa_kernel(_MASKED_BACKENDS):
-            return _torch_attention(q, k, v, None if masked is None else ~masked, scale)
+            return _torch_attention(q, k, v, None if masked is None else ~masked, scale, dropout_p)
     bias = None
     if mask is not None and masked is not None:  # PyTorch would turn a bool mask into this one at every call
         bias = mask.additive(masked, Lq, Lk, q.dtype)
@@ -219,15 +230,17 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, masked: 
         more = -Lk % _VECTOR
         k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
         bias = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(bias, (0, more), value=-torch.inf))
-    return _torch_attention(q, k, v, bias, scale)
+    return _torch_attention(q, k, v, bias, scale, dropout_p)
 
 
 def _torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, is_causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout_p: float, is_causal: bool = False
 ) -> Tensor:
     grouped = True if k.shape[1] != q.shape[1] else False  # PyTorch takes no bool of traced sizes
     # Not by its name in torch.nn.functional, where somebody may have put fastattn's function.
-    out = torch._C._nn.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+    out = torch._C._nn.scaled_dot_product_attention(
+        q, k, v, bias, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+    )
     if out.requires_grad and not torch.compiler.is_compiling() and type(out.grad_fn).__name__ == _FUSED_ON_A_CPU:
         out.grad_fn.register_hook(_gradients_of_formula)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -226,14 +227,20 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
 def _sum_by_token(drows: Tensor, index: Tensor, like: Tensor, padding_idx: int | None) -> Tensor:
     """The gradient of the embedding `like` (V, d): row drows[i] is added to row index[i], but for padding's."""
     arguments = (drows, index, like.shape[0], -1 if padding_idx is None else padding_idx, False)
-    if not drows.is_cuda or torch.are_deterministic_algorithms_enabled():
+    if not drows.is_cuda:
         return torch.ops.aten.embedding_dense_backward(*arguments)
     # Left to itself, torch since 2.11 adds atomically where few tokens come often, and bits differ from run to run.
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode(1)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # the other half of that mode, of no use here
-    try:
-        return torch.ops.aten.embedding_dense_backward(*arguments)
-    finally:
-        torch.set_deterministic_debug_mode(0)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+    with _deterministic_mode:  # the mode is the whole process's, and autograd has a thread for each GPU
+        if torch.are_deterministic_algorithms_enabled():
+            return torch.ops.aten.embedding_dense_backward(*arguments)
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        torch.set_deterministic_debug_mode(1)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # the other half of that mode, of no use here
+        try:
+            return torch.ops.aten.embedding_dense_backward(*arguments)
+        finally:
+            torch.set_deterministic_debug_mode(0)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+_deterministic_mode = threading.Lock()

@@ -107,8 +107,9 @@ def feed_forward(
     with arguments.no_autocast(device):
         if hasattr(module, "feed_forward"):
             if recompute and torch.is_grad_enabled() and not is_transformed():
-                # Dropout's draw is an argument: no generator has to be kept.
-                return checkpoint(module.feed_forward, *call, rng_state, use_reentrant=False, preserve_rng_state=False)
+                # On a CPU dropout's draw is an argument, see draw_rng_state: no generator has to be kept.
+                options = {"use_reentrant": False, "preserve_rng_state": dropout_p > 0 and name == "aten" and x.is_cuda}
+                return checkpoint(module.feed_forward, *call, rng_state, **options)
             return module.feed_forward(*call, rng_state)
         x, *options = call
         (out,) = _FeedForward.call(arguments.as_matrix(x), *options, rng_state, recompute, name)

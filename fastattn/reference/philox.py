@@ -12,9 +12,10 @@ One call thus serves 8 neighbours, a 16-byte vector of 16-bit numbers. The proba
 depend on the element's global position alone, never on tiles, so a backward pass may read the data in another order.
 Rows and columns: attention (b * H + h) * Lq + i and key j; the other ops flattened row and column of their input.
 
-The backend `aten` on a CPU drops by PyTorch's own generator instead, which takes a tenth of the time there: its
+The backend `aten` drops by PyTorch's own generator instead. On a CPU, where that takes a tenth of the time, its
 rng_state holds a seed alone, (1,), and the lanes of a matrix, row after row, are the 16-bit parts of the 64-bit numbers
-that torch.Generator draws from that seed. Threshold and factor are the same.
+that torch.Generator draws from that seed. Threshold and factor are the same. On a GPU, where the rule would take over a
+hundred operators, rng_state (1,) holds nothing: the device's generator draws when the mask is made.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ _drops_as: list[str] = []  # see dropping_as
 
 
 def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
-    """A fresh rng_state, int64, on the device: (seed, offset), or (seed,) for the backend "aten" on a CPU.
+    """A fresh rng_state, int64, on the device: (seed, offset), or one number for the backend "aten".
 
     From torch's generator of the device: no host synchronisation, new at every call, repeatable under
     torch.manual_seed, replayed by activation checkpointing and renewed by CUDA-graph replay."""
     if _drops_as and backend in (None, "reference"):
         backend = _drops_as[-1]
-    numbers = 1 if backend == "aten" and device.type == "cpu" else 2
+    if backend == "aten" and device.type != "cpu":
+        return torch.empty(1, dtype=torch.int64, device=device)
+    numbers = 1 if backend == "aten" else 2
     ahead = None if torch.compiler.is_compiling() else _of_thread.ahead
     if ahead is None or ahead.modes != _modes():
         return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
@@ -176,8 +179,10 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
     """Which elements of a (rows, cols) matrix survive dropout: True or 1 = keep."""
     if len(rng_state) == 1 and can_read_values(rng_state):
         return keep_of(LaneStream(rng_state).take(rows * cols).view(rows, cols), dropout_p, dtype)
-    if len(rng_state) == 1:  # torch.compile has a generator of its own
+    if len(rng_state) == 1 and torch.compiler.is_compiling():  # what it fuses, with a generator of its own
         return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
+    if len(rng_state) == 1:  # drawn as bool, since what the generator gives depends on the dtype
+        return rng_state.new_empty(rows, cols, dtype=torch.bool).bernoulli_(1 - dropout_p).to(dtype)
     lanes, limit = philox_lanes(rng_state, rows, cols), threshold(dropout_p)
     if limit > 65535:
         return torch.zeros_like(lanes, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,22 @@ def _refuse_gpu(index: int) -> str | None:
 
 @functools.cache
 def _gpu_problem(index: int) -> str | None:
+    gpu = _properties(index)
     if torch.version.hip is not None:
-        return f"the Triton kernels need an NVIDIA GPU, got {torch.cuda.get_device_name(index)}"
-    major, minor = torch.cuda.get_device_capability(index)
-    return None if major >= 8 else f"the Triton kernels need compute capability 8.0, got {major}.{minor}"
+        return f"the Triton kernels need an NVIDIA GPU, got {gpu.name}"
+    if gpu.major < 8:
+        return f"the Triton kernels need compute capability 8.0, got {gpu.major}.{gpu.minor}"
+    try:  # Triton now compiles its own module for the driver, unless that is in its cache: small images cannot
+        driver.active.get_current_target()
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        return f"Triton needs a C compiler, Python.h and libcuda.so, and could not start: {first_line}"
+    return None
+
+
+@functools.cache
+def _properties(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
@@ -56,13 +69,13 @@ def arch_of(x: Tensor) -> int:
 
 @torch.compiler.assume_constant_result
 def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+    gpu = _properties(index)
+    return 10 * gpu.major + gpu.minor
 
 
 def multiprocessors(x: Tensor) -> int:
     """Streaming multiprocessors of x's device; 1 in the interpreter, so that persistent loops take several turns."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    return _properties(x.device.index).multi_processor_count if x.is_cuda else 1
 
 
 def dot_precision(dtype: torch.dtype) -> str:

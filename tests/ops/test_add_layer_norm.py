@@ -116,6 +116,8 @@ def generator_lane(seed: int, index: int) -> int:
 def test_mask_is_the_written_rule(backend: str, dropout_p: float, device: torch.device) -> None:
     """x = 1: what is kept is 1 / (1 - dropout_p), in z and, for a gradient of 1, in dx; element for element."""
     call, (rows, hidden) = backend_call(backend, device), (11, 77)
+    if backend == "aten" and device.type == "cuda":
+        pytest.skip("PyTorch's rule, not ours")
     torch.manual_seed(3)
     seed, *offset = philox.draw_rng_state(device).tolist()
     threshold = round(dropout_p * 65536)

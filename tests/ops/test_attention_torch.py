@@ -66,8 +66,8 @@ def test_opcheck(backend: str, name: str, device: torch.device) -> None:
 def test_compiled_in_one_graph(backend: str, device: torch.device) -> None:
     """The masks' tensors are inputs of the graph; AttentionMask is built and prepared in it."""
     backend_call(backend, device)
-    # In a graph on a CPU, aten drops by torch.compile's generator: test_compiled_dropout_of_aten.
-    dropout_p = 0.0 if backend == "aten" and device.type == "cpu" else 0.3
+    # In a graph aten drops by torch.compile's generator: test_compiled_dropout_of_aten.
+    dropout_p = 0.0 if backend == "aten" else 0.3
     p = make(H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 1, 37), dropout_p=dropout_p, device=device)
     tensors = {name: t for name, t in p.mask.items() if isinstance(t, Tensor)}
     flags = {name: value for name, value in p.mask.items() if name not in tensors}

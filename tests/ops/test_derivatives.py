@@ -137,6 +137,8 @@ def second_derivatives(results: Any, inputs: list[Tensor]) -> tuple[Any, ...]:
 @EVERY_OP
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
 def test_second_derivatives(backend: str, name: str, device: torch.device) -> None:
+    if device.type == "cuda" and backend == "aten" and name.startswith("attention") and "lse" not in name:
+        pytest.skip("PyTorch's fused attention has no second derivative on a GPU")
     results, inputs = called(name, backend, device)
     found = second_derivatives(results, inputs)
     truth = second_derivatives(*called(name, "reference", device, torch.float64))

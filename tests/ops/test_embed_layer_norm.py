@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -179,11 +181,12 @@ def test_equal_bits_run_to_run(backend: str, device: torch.device) -> None:
             assert torch.equal(a, b), name
 
 
+class OnGpu:
+    is_cuda = True
+
+
 def test_rows_are_added_in_torchs_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, whatever mode is in force; which is in force again afterwards."""
-
-    class OnGpu:
-        is_cuda = True
 
     def mode() -> int:
         return torch.get_deterministic_debug_mode()
@@ -197,6 +200,22 @@ def test_rows_are_added_in_torchs_deterministic_mode(monkeypatch: pytest.MonkeyP
             assert inside.pop() == expected and mode() == before
     finally:
         torch.set_deterministic_debug_mode(0)
+
+
+def test_one_thread_at_a_time_is_in_torchs_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds for the process: who leaves it first would end it for the others."""
+    modes, inside = [], []
+
+    def add_rows(*arguments: Any) -> None:
+        inside.append(None)
+        modes.append((torch.get_deterministic_debug_mode(), len(inside)))
+        time.sleep(0.02)
+        inside.pop()
+
+    monkeypatch.setattr(torch.ops.aten, "embedding_dense_backward", add_rows)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: op._sum_by_token(OnGpu(), None, torch.zeros(3, 2), None), range(4)))
+    assert modes == [(1, 1)] * 4 and torch.get_deterministic_debug_mode() == 0
 
 
 @pytest.mark.full

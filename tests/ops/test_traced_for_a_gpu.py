@@ -6,12 +6,13 @@ import importlib
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import _problems, cuda
+from fastattn import _problems, _records, cuda, explain
 
 launch = importlib.import_module("fastattn.kernels.common.launch")
 GPU = torch.device("cuda", 0)
@@ -21,19 +22,32 @@ PROBLEMS = {problem.op: problem for problem in _problems.problems(torch.device("
 @pytest.fixture
 def gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """What the backends believe to be a GPU, also where none is; and that fastattn._C was built."""
-    properties = SimpleNamespace(major=9, minor=0)
+    properties = SimpleNamespace(major=9, minor=0, name="some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(launch, "INTERPRETED", False)
+    properties.driver = SimpleNamespace(get_current_target=lambda: None)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=properties.driver))
     if backend == "cuda" and not torch.cuda.is_available():
         if cuda._host_runner is None:
             pytest.skip("there is no fastattn._C on this machine")
         monkeypatch.setitem(sys.modules, "fastattn._C", cuda._host_runner)
-    answers = cuda._compiled, cuda._gpu_problem, launch._gpu_problem
-    for answer in answers:
-        answer.cache_clear()
+    answers = cuda._compiled, cuda._gpu_problem, launch._gpu_problem, launch._properties
+    forget = [answer.cache_clear for answer in answers] + [_records.forget, _records.device_name.cache_clear]
+    for each in forget:
+        each()
     yield properties
-    for answer in answers:
-        answer.cache_clear()
+    for each in forget:
+        each()
+
+
+def on_gpu(problem: _problems.Problem, mode: FakeTensorMode) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The problem's tensors, in bfloat16, and its options."""
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value).to(GPU) if isinstance(value, torch.Tensor) else value
+
+    tensors = {name: fake(t).bfloat16() for name, t in problem.tensors.items()}
+    return tensors, {name: fake(value) for name, value in problem.options.items()}
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
@@ -52,12 +66,7 @@ def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
         return PROBLEMS[op].function(**tensors, **options, backend=backend)
 
     with FakeTensorMode() as mode:
-
-        def on_gpu(value: object) -> object:
-            return mode.from_tensor(value).to(GPU) if isinstance(value, torch.Tensor) else value
-
-        tensors = {name: on_gpu(t).bfloat16() for name, t in PROBLEMS[op].tensors.items()}
-        outputs = call(tensors, {name: on_gpu(value) for name, value in PROBLEMS[op].options.items()})
+        outputs = call(*on_gpu(PROBLEMS[op], mode))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     assert all(out.device == GPU for out in outputs)
     assert len(graphs) == 1
@@ -78,3 +87,23 @@ def test_triton_wants_tensor_cores_of_nvidia(
     gpu.name = "some accelerator"
     launch._gpu_problem.cache_clear()
     assert launch.refuse_device(x) == "the Triton kernels need an NVIDIA GPU, got some accelerator"
+
+
+@pytest.mark.parametrize("backend", ["triton"])
+def test_without_a_compiler_aten_is_chosen(backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles C before its first launch. It is asked once, and explain says what it said."""
+    asked = []
+
+    def cannot_compile() -> None:
+        asked.append(None)
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nMore of it")
+
+    monkeypatch.setattr(gpu.driver, "get_current_target", cannot_compile)
+    with FakeTensorMode() as mode:
+        for problem in PROBLEMS.values():
+            tensors, options = on_gpu(problem, mode)
+            explanation = explain(problem.function, **tensors, **options)
+            reason = explanation.refusals["triton"]
+            assert explanation.chosen == "aten"
+            assert reason.endswith(": Failed to find C compiler. Please specify via CC environment variable.")
+    assert len(asked) == 1
