@@ -280,8 +280,9 @@ class AttentionMask:
 
         if self.band_only:
             return PreparedMask(*band_of(restriction(), rows, columns))
+        blocks = layout.block_rows, layout.block_columns
         key = ("prepared", rows, columns, layout)
-        return self.cached(key, device, lambda: build(restriction(), rows, columns, *layout[1:], device))
+        return self.cached(key, device, lambda: build(restriction(), rows, columns, *blocks, device))
 
     def _restriction(self) -> Restriction:
         bands = (self._bands["top_left"], self._bands["bottom_right"])

@@ -139,13 +139,12 @@ def prepare(
     if mask.matrix is not None:
         matrix = mask.matrix.expand(-1, -1, -1, columns)
         bits = pack_bits(matrix if taking_part is None else matrix & taking_part[:, None, None])
+    counts = tiles = None
+    if intervals is not None and block_rows > 0 and (has_intervals or taking_part is not None or bits is not None):
+        some, every = _classify(intervals, taking_part, mask.matrix, columns, block_rows, block_columns)
+        counts, tiles = _list(some, every)
     packed_columns = None if taking_part is None else pack_bits(taking_part)
-    prepared = PreparedMask(low, high, intervals if has_intervals else None, packed_columns, bits)
-    if intervals is None or block_rows == 0 or prepared.band_only:
-        return prepared
-    some, every = _classify(intervals, taking_part, mask.matrix, columns, block_rows, block_columns)
-    counts, tiles = _list(some, every)
-    return prepared._replace(counts=counts, tiles=tiles)
+    return PreparedMask(low, high, intervals if has_intervals else None, packed_columns, bits, counts, tiles)
 
 
 def band_of(mask: Restriction, rows: int, columns: int) -> tuple[int, int]:
