@@ -1,6 +1,6 @@
 """`python -m fastattn tune`: measure which way of computing is fastest on this machine, and keep it in a record.
 
-Each op is timed on a small table of calls, forward and backward, by every backend that can serve them, except the
+Each op is timed on a small table of calls, forward and backward, by every backend that can run them, except the
 reference path; on a GPU by the time of the GPU alone, as in models that keep it busy. On a CPU, where that leaves one
 backend, by each way that the backend `aten` has. A backend counts only where the doctor finds it right. The fastest is
 written to a record in the user's cache folder, which the dispatcher reads from then on (fastattn/_records.py); one that
