@@ -1,8 +1,8 @@
 """Attention by PyTorch's fused operator, by blocks of heads (_blocks.py), or by matmul, softmax, matmul.
 
 The fused operator has no weights and no lse, and we give it no bias: it rounds the sum of score and bias in ways that
-depend on which of its backends runs. On a CPU blocks are used with dropout, and where they are faster; on a GPU the fused
-operator drops, and has no second derivative.
+depend on which of its backends runs. On a CPU blocks are used with dropout, and where they are faster; on a GPU the
+fused operator drops, and has no second derivative.
 """
 
 from __future__ import annotations
