@@ -29,16 +29,16 @@ def prepare_mask(device: torch.device) -> Any:
 def compare(expected: PreparedMask, found: PreparedMask) -> None:
     """The formula's and the kernel's; what `tiles` holds past the lists is arbitrary."""
     assert found[:2] == expected[:2]
-    for name, got, want in zip(found._fields[2:], found[2:], expected[2:], strict=True):
-        assert (got is None) == (want is None), name
+    for name, got, right in zip(found._fields[2:], found[2:], expected[2:], strict=True):
+        assert (got is None) == (right is None), name
         if got is None:
             continue
-        assert got.dtype == torch.int32 and got.shape == want.shape and got.is_contiguous(), name
+        assert got.dtype == torch.int32 and got.shape == right.shape and got.is_contiguous(), name
         assert got.data_ptr() % 16 == 0, "the CUDA kernels load four words at once"
         if name == "tiles":
-            listed = torch.arange(want.shape[3], device=want.device) < expected.counts[..., 1:]
-            got, want = got[listed], want[listed]
-        assert torch.equal(got, want), name
+            listed = torch.arange(right.shape[3], device=right.device) < expected.counts[..., 1:]
+            got, right = got[listed], right[listed]
+        assert torch.equal(got, right), name
 
 
 def check(prepare_mask: Any, Lq: int, Lk: int, layout: Layout, device: torch.device, **kwargs: Any) -> None:

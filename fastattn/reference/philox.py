@@ -179,7 +179,7 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
     """Which elements of a (rows, cols) matrix survive dropout: True or 1 = keep."""
     if len(rng_state) == 1 and can_read_values(rng_state):
         return keep_of(LaneStream(rng_state).take(rows * cols).view(rows, cols), dropout_p, dtype)
-    if len(rng_state) == 1 and torch.compiler.is_compiling():  # what it fuses, with a generator of its own
+    if len(rng_state) == 1 and torch.compiler.is_compiling():  # what it fuses, with its own generator
         return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
     if len(rng_state) == 1:  # drawn as bool, since what the generator gives depends on the dtype
         return rng_state.new_empty(rows, cols, dtype=torch.bool).bernoulli_(1 - dropout_p).to(dtype)

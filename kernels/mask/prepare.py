@@ -21,7 +21,7 @@ Compiled offline with triton 3.6, sm_90a (no GPU has timed it yet): packed seque
 One matrix for all samples and heads, (1, 1, L, L), has L / 128 programs: estimated at 150 us for 8192 x 8192, 64 MB,
 where a copy takes 30. Its mask is prepared once, and attention to it takes milliseconds a layer.
 Tried and dropped:
-    lengths outside of Matrix: every byte of a matrix was a load of its own;
+    lengths outside of Matrix: each byte of a matrix was loaded by itself;
     8 warps for a matrix, 64 or 127 registers: as many bytes in flight, and a spilled register.
 Not tried: a second sweep that writes the lists would read a matrix twice; with counters in memory lists would not be
 ascending.
