@@ -148,7 +148,7 @@ def extensions() -> list[Extension]:
         warn(reason)
         return []
     files = sorted(path.relative_to(ROOT) for pattern in ("*.cu", "*.cpp") for path in (ROOT / "csrc").rglob(pattern))
-    return [Extension("fastattn._C", [path.as_posix() for path in files if path.parts[1] != "host"])]
+    return [Extension("fastattn._C", [path.as_posix() for path in files if path.parts[1] != "emulator"])]
 
 
 if SKIP_CUDA and FORCE_CUDA:
@@ -157,7 +157,7 @@ PACKAGES = packages()
 setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
-    package_data={"fastattn": ["records/*.json"]},
+    package_data={"fastattn.backends": ["records/*.json"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension, "bdist_wheel": BuildWheel},
 )

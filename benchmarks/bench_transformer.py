@@ -27,7 +27,7 @@ import models
 import torch
 from cases import MemoryCase, StepCase
 from harness import Inputs, Provider, Refused, Run
-from records import KEPT, OWN_LOSS
+from result_files import KEPT, OWN_LOSS
 from tables import cases_of
 from torch import nn
 

@@ -1,7 +1,7 @@
 """What the benchmarks share: providers are checked, then timed. timing.py measures, report.py runs and writes.
 
 A benchmark fills in `Benchmark`. For each case it makes the inputs, and each provider turns them into a `Run`. A
-provider that cannot serve a case says why. One whose result is outside the bound of `fastattn.error_rule.judge` is not
+provider that cannot serve a case says why. One whose result is outside the bound of `fastattn.check.tolerance.check_error` is not
 timed: "wrong result". Backends and rivals are held to the same bound, and all are checked without dropout.
 
 Directions. forward: with inputs that require gradients, so what the backward needs is saved; backward:
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn._dispatch import BACKENDS
-from fastattn._problems import problems
-from fastattn.error_rule import judge
+from fastattn.backends import BACKENDS
+from fastattn.check.cases import problems
+from fastattn.check.tolerance import check_error
 
 SEED = 20170612
 PERTURBATION = 2.0**-40  # relative; float64 leaves 12 bits of its effect, and no relu opens or closes for it
@@ -79,7 +79,7 @@ class Benchmark:
     cases: by table, "quick", "cpu" and "cuda". directions: what is timed; none where only the peak memory of a Run's
     last call is of interest. inputs: (case, device) -> Inputs. rates: units shown in the tables.
     part: (case, name, tensor) -> the part that is compared of an input, the result "out" or a gradient, where all of it
-    would be too much. terms: (case, Inputs in float64) -> T of each result, see fastattn/error_rule.py; where there is
+    would be too much. terms: (case, Inputs in float64) -> T of each result, see fastattn/check/tolerance.py; where there is
     none, T is measured. hide_host: see timing.measure_in_turn; False where the host is part of what a user waits for.
     """
 
@@ -216,7 +216,7 @@ class Checked:
         results = _results(provider.make(self.case, self.inputs, 0.0))
         actual = {name: self._part(name.removeprefix("grad of "), value) for name, value in results.items()}
         truth, low, terms = self._bound = self._bound or self._reference()
-        return max(judge(actual[name], truth[name], low[name], terms[name]).ratio for name in truth)
+        return max(check_error(actual[name], truth[name], low[name], terms[name]).ratio for name in truth)
 
     def default(self) -> Run | None:
         """What fastattn does with this case unless told otherwise."""

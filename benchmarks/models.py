@@ -21,7 +21,7 @@ from cases import ModelCase
 from harness import Inputs, Refused
 from torch import Tensor, nn
 
-from fastattn import _dispatch
+from fastattn import backends
 from fastattn.models import FusedTransformer
 
 PAD = 0
@@ -189,10 +189,10 @@ def by_reference(op_name: str | None) -> Iterator[None]:
     if op_name is None:
         yield
         return
-    choose = _dispatch.choose
+    choose = backends.choose
 
     def switched(op: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
         return choose(op, device, arguments, "reference" if op == op_name else backend)
 
-    with patch.object(_dispatch, "choose", switched):
+    with patch.object(backends, "choose", switched):
         yield

@@ -24,12 +24,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import records
 import report_markdown
+import result_files
 import torch
 from report_worker import Job, Task, Worker
 
-from fastattn.doctor import positive_number, usable_device
+from fastattn.check.doctor import positive_number, usable_device
 
 LIMIT_S = {"cpu": 150.0, "cuda": 150.0}  # of one provider on one case
 WRITING_S = 12.0  # kept for the plots
@@ -67,7 +67,7 @@ class Report:
         self.out, self.device, self.quick = out, device, table == "quick"
         self.plan = importlib.import_module(catalogue).plan(table)
         self.jobs = [job for job in self._all_jobs() if only is None or self.plan[job.index][0].name in only]
-        self.environment = records.environment(device) | {"table": table}
+        self.environment = result_files.environment(device) | {"table": table}
         fixed = {key: self.environment[key] for key in ("device", "versions", "sources", "threads", "table")}
         run = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
         self.log = Log(out / "rows.jsonl", run)
@@ -112,7 +112,7 @@ class Report:
             return False
         return next(p.ours for p in self.plan[job.index][0].providers(self.device) if p.name == job.provider)
 
-    def write(self) -> records.Record:
+    def write(self) -> result_files.Record:
         """record.json, report.md and the plots. "missing" counts the measurements there was no time for."""
         known = {(row["op"], row["case"], row["provider"]): row for row in self.log.rows}
         in_order = sorted(self.jobs, key=lambda job: job.index)
@@ -120,8 +120,8 @@ class Report:
         cases = [self.plan[index] for index in sorted({job.index for job in self.jobs})]
         ceilings = known.get(("ceilings", "", ""), {}).get("ceilings")
         record = {"environment": self.environment, "ceilings": ceilings, "missing": len(in_order) - len(rows)}
-        records.save(record | records.described(cases) | {"rows": rows}, self.out / "record.json")
-        record = records.load(self.out)
+        result_files.save(record | result_files.described(cases) | {"rows": rows}, self.out / "record.json")
+        record = result_files.load(self.out)
         report_markdown.write_report(record, self.out)
         return record
 
@@ -164,10 +164,10 @@ def main(argv: Sequence[str] | None = None, catalogue: str = "catalogue") -> int
     arguments = parser().parse_args(argv)
     if arguments.render:
         folder = arguments.render if arguments.render.is_dir() else arguments.render.parent
-        print(f"wrote {report_markdown.write_report(records.load(arguments.render), folder)}")
+        print(f"wrote {report_markdown.write_report(result_files.load(arguments.render), folder)}")
         return 0
     if arguments.compare:
-        return records.compare(*arguments.compare)
+        return result_files.compare(*arguments.compare)
     if arguments.readme:
         report_markdown.write_results()
         return 0
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None, catalogue: str = "catalogue") -> int
         say("stopped")
     record = report.write()
     say(f"wrote {arguments.out / 'report.md'}")
-    return int(any(records.is_our_failure(row) for row in record["rows"]))
+    return int(any(result_files.is_our_failure(row) for row in record["rows"]))
 
 
 if __name__ == "__main__":

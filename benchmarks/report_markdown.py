@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import records
+import result_files
 import targets
-from records import (
+from result_files import (
     KEPT,
     OWN_LOSS,
     Record,
@@ -26,7 +26,7 @@ from records import (
     slowdown,
 )
 
-README, RESULTS = records.ROOT / "README.md", records.ROOT / "benchmarks" / "RESULTS.md"
+README, RESULTS = result_files.ROOT / "README.md", result_files.ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
 PLAIN, HUGGING_FACE = "plain PyTorch", "Hugging Face Marian"
 HOW_TIMED = """\
@@ -179,7 +179,7 @@ def write_report(record: Record, out: Path) -> Path:
         "",
         "Medians; in brackets the quartiles. Speed: how many times fastattn's default fits into the time, by samples",
         "that alternate with its own; where the medians say something else, that too: then measure again. Error: share",
-        "of the bound of `fastattn.error_rule.judge`. Memory: the peak of the last direction beyond what was allocated",
+        "of the bound of `fastattn.check.tolerance.check_error`. Memory: the peak of the last direction beyond what was allocated",
         "before.",
     ]
     for name, op in record["ops"].items():
@@ -223,7 +223,7 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
 
 def committed(folder: Path) -> list[tuple[Path, Record]]:
     """The records report_*.json of a folder, those of GPUs first."""
-    found = [(path, records.load(path)) for path in sorted(folder.glob("report_*.json"))]
+    found = [(path, result_files.load(path)) for path in sorted(folder.glob("report_*.json"))]
     return sorted(found, key=lambda pair: not _on_gpu(pair[1]))
 
 

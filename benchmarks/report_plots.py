@@ -13,7 +13,7 @@ matplotlib.use("Agg")  # files only, no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from records import KEPT, Record, Row, by_medians, default_row, median, named, rows_of, slowdown
+from result_files import KEPT, Record, Row, by_medians, default_row, median, named, rows_of, slowdown
 
 OURS, RIVAL = "#c1272d", "#44546a"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f", "#000000")

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from typing import NamedTuple
 
 from cases import AttentionCase, Case, DecodingCase, FeedForwardCase, NormCase, StepCase
-from records import Record, Row, median, named, rows_of
+from result_files import Record, Row, median, named, rows_of
 from tables import BASE, BF16, attention
 
 OWN = ("triton", "cuda")

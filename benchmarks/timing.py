@@ -21,7 +21,7 @@ import torch
 from cases import label
 from torch.profiler import ProfilerActivity, profile
 
-from fastattn.tune import host_seconds, keep_busy
+from fastattn.check.tune import host_seconds, keep_busy
 
 Call = Callable[[], Any]
 

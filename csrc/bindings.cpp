@@ -1,4 +1,4 @@
-// fastattn._C: one line an op. The same file, built with g++ and csrc/host, is the CPU runner's module.
+// fastattn._C: one line an op. The same file, built with g++ and csrc/emulator, is the emulator's module.
 #include "add_layer_norm/bind.h"
 #include "attention/bind.h"
 #include "attention/bind_sm90.h"
@@ -9,7 +9,7 @@
 #include "linear_cross_entropy/bind.h"
 
 PYBIND11_MODULE(_C, m) {
-#ifdef FASTATTN_HOST
+#ifdef FASTATTN_EMULATOR
   m.attr("device_type") = "cpu";
 #else
   m.attr("device_type") = "cuda";

@@ -6,9 +6,9 @@ doctor` compares the two here.
 """
 
 from fastattn import generate
-from fastattn._dispatch import use_backend
-from fastattn._explain import Explanation, ModelExplanation, explain
-from fastattn.graphs import GraphedStep
+from fastattn.backends import use_backend
+from fastattn.check.explain import Explanation, ModelExplanation, explain
+from fastattn.graphs.training_step import GraphedStep
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm

@@ -1,4 +1,4 @@
-"""`python -m fastattn NAME [OPTIONS]`: NAME is a module of fastattn, with a function `main(argv) -> exit status`."""
+"""`python -m fastattn NAME [OPTIONS]`: NAME is a module of fastattn.check, with a function `main(argv) -> exit status`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(2)
     arguments, options = parser.parse_known_args(argv)
     try:
-        return importlib.import_module(f"fastattn.{arguments.command}").main(options)
+        return importlib.import_module(f"fastattn.check.{arguments.command}").main(options)
     except KeyboardInterrupt:
         parser.exit(130, "stopped by Ctrl-C\n")  # as a shell says it
 

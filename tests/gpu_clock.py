@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn import tune
+from fastattn.check import tune
 
 DEVICE = torch.device("cuda", 0)
 CYCLES_PER_SECOND = 1.5e9

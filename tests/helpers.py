@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn._dispatch import BACKENDS, absence
-from fastattn.error_rule import judge
+from fastattn.backends import BACKENDS, import_failure
+from fastattn.check.tolerance import check_error
 
 
 def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
-    """The backends that implement this op. Whether one can serve on this machine, its why_not says."""
-    there = (b for b in BACKENDS if not (absence(op_name, b) or "").startswith("there is no"))
+    """The backends that implement this op. Whether one can serve on this machine, its unsupported_reason says."""
+    there = (b for b in BACKENDS if not (import_failure(op_name, b) or "").startswith("there is no"))
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 
 
 def assert_close_as_torch(actual: Tensor, truth: Tensor, low: Tensor, terms: Tensor, what: str = "result") -> None:
-    """actual is as near to truth (float64) as the rule of fastattn.error_rule.judge asks; low is the plain formula's
+    """actual is as near to truth (float64) as the rule of fastattn.check.tolerance.check_error asks; low is the plain formula's
     result in the tested dtype, terms the size of the terms that are summed up in each element."""
     assert actual.shape == truth.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
     assert actual.dtype == low.dtype, f"{what}: dtype {actual.dtype}, expected {low.dtype}"
-    judgement = judge(actual.detach(), truth.detach(), low.detach(), terms.detach())
+    judgement = check_error(actual.detach(), truth.detach(), low.detach(), terms.detach())
     assert judgement.ok, f"{what}: error {judgement.error:.3e} is over the bound {judgement.bound:.3e}"
 
 

@@ -20,7 +20,7 @@ HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
 
 class RecordedGraphs:
-    """Stands in for fastattn._cuda_graphs.CudaGraphs."""
+    """Stands in for fastattn.graphs.capture.CudaGraphs."""
 
     def __init__(self, device: torch.device) -> None:
         pass

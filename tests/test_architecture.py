@@ -11,34 +11,37 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FASTATTN = ROOT / "fastattn"
 
-# What each part of the package may import from it, itself included, beside _transforms and _records, which all may ask.
-# The doctor, tune and the tests stand outside.
+# What each part of the package may import from it, itself included, next to _tracing and backends.timings, which
+# everything may import. fastattn.check and the tests may import anything.
+SHARED = {"backends.cpu_matmul", "backends.cross_entropy_chunks", "backends.timings"}
 ALLOWED = {
     "integrations": {"integrations", "models", "nn", "ops", "masks"},
-    "graphs": {"models", "generate", "ops", "_dispatch", "_cuda_graphs"},
-    "models": {"models", "generate", "nn", "ops", "masks", "reference", "_dispatch"},  # where dropout seeds are drawn
-    "generate": {"generate", "nn", "ops", "_dispatch", "_cuda_graphs"},
-    "nn": {"nn", "ops", "masks", "_dispatch", "_products"},  # it asks whether the plain formula was asked for
-    "ops": {"ops", "_dispatch", "masks", "reference"},
-    "reference": {"reference", "masks"},
-    "aten": {"aten", "reference", "masks", "_products"},  # the specification's dropout bits and activations
-    "kernels": {"kernels", "masks", "_cross_entropy_products"},
-    "cuda": {"cuda", "masks", "_C", "_cross_entropy_products"},
+    "graphs": {"graphs", "models", "generate", "ops", "backends"},
+    "models": {"models", "generate", "nn", "ops", "masks", "backends", "backends.reference"},  # it draws dropout seeds
+    "generate": {"generate", "nn", "ops", "backends", "graphs"},
+    "nn": {"nn", "ops", "masks", "backends", "backends.cpu_matmul"},
+    "ops": {"ops", "masks", "backends", "backends.reference"},
+    "backends": {"backends"},
+    "backends.reference": {"backends.reference", "masks"},
+    "backends.aten": {"backends.aten", "backends.reference", "masks", *SHARED},
+    "backends.cuda": {"backends.cuda", "masks", "_C", *SHARED},
+    "kernels": {"kernels", "masks", *SHARED},
     "masks": {"masks"},
-    "_cuda_graphs": set(),
-    "_dispatch": set(),
-    "_products": set(),
-    "_records": set(),
-    "_cross_entropy_products": set(),
-    "error_rule": set(),
-    "_transforms": set(),
-}
+    "_tracing": set(),
+} | {part: set() for part in SHARED}
+
+
+def _part(module: str) -> str:
+    """The part that a module belongs to: its first name, of backends its first two."""
+    names = module.split(".")
+    return ".".join(names[:2]) if names[0] == "backends" else names[0]
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
     """(part of the package, file) for every source file; kernels/ is fastattn.kernels."""
     for path in FASTATTN.rglob("*.py"):
-        yield path.relative_to(FASTATTN).parts[0].removesuffix(".py"), path
+        names = path.relative_to(FASTATTN).with_suffix("").parts
+        yield _part(".".join(names[:-1] if names[-1] == "__init__" else names)), path
     for path in (ROOT / "kernels").rglob("*.py"):
         yield "kernels", path
 
@@ -51,7 +54,9 @@ def _imports(path: Path, package: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.level:
             names = [".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], node.module or ""])]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names if node.module == "fastattn"]
+            folder = ROOT / node.module.replace(".", "/")
+            inside = {path.stem for path in folder.glob("*")}
+            names = [f"{node.module}.{alias.name}" if alias.name in inside else node.module for alias in node.names]
         else:
             continue
         yield from (name.removeprefix("fastattn.") for name in names if name.startswith("fastattn."))
@@ -63,8 +68,8 @@ def test_imports_run_one_way() -> None:
         base = ROOT if part == "kernels" and FASTATTN not in path.parents else FASTATTN
         package = ".".join(["fastattn", *path.parent.relative_to(base).parts])
         for name in _imports(path, package):
-            target = name.split(".")[0]
-            if part in ALLOWED and target not in ALLOWED[part] | {"_transforms", "_records"}:
+            target = _part(name)
+            if part in ALLOWED and target not in ALLOWED[part] | {"_tracing", "backends.timings"}:
                 wrong.append(f"{path.relative_to(ROOT)} imports fastattn.{name}")
             if part == target == "kernels" and name.split(".")[1] not in (path.parent.name, "common"):
                 wrong.append(f"{path.relative_to(ROOT)} imports another op's kernels, fastattn.{name}")
@@ -74,9 +79,9 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize("op_name", sorted(path.with_suffix("").name for path in (FASTATTN / "ops").glob("[!_]*.py")))
 def test_every_op_is_complete(op_name: str) -> None:
     for needed in (
-        FASTATTN / "reference" / f"{op_name}.py",
-        FASTATTN / "aten" / f"{op_name}.py",
-        FASTATTN / "cuda" / f"{op_name}.py",
+        FASTATTN / "backends" / "reference" / f"{op_name}.py",
+        FASTATTN / "backends" / "aten" / f"{op_name}.py",
+        FASTATTN / "backends" / "cuda" / f"{op_name}.py",
         ROOT / "kernels" / op_name / "__init__.py",
         ROOT / "csrc" / op_name,
         ROOT / "tests" / "ops" / f"test_{op_name}.py",

@@ -87,7 +87,7 @@ import fastattn, torch
 print(fastattn.__file__)
 x = torch.randn(2, 3, 4, 8)
 fastattn.scaled_dot_product_attention(x, x, x)
-import fastattn.cuda.add_layer_norm, kernels
+import fastattn.backends.cuda.add_layer_norm, kernels
 assert kernels.name == "foreign"
 print(fastattn.explain("add_layer_norm", x, None, x[0, 0, 0], x[0, 0, 0]).refusals["cuda"])
 if sys.platform == "linux":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattn.generate.search import Decodable
+from fastattn.generate.loop import Decodable
 
 USE = """
 from torch import Tensor

@@ -1,4 +1,4 @@
-// Dropout + residual + LayerNorm or RMSNorm.   Specification: fastattn/reference/add_layer_norm.py
+// Dropout + residual + LayerNorm or RMSNorm.   Specification: fastattn/backends/reference/add_layer_norm.py
 //
 //   z = residual + dropout(x + x_bias);   out = (z - mean) * rstd * weight + bias
 //   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row

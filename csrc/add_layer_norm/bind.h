@@ -1,4 +1,4 @@
-// Python's view of add_layer_norm: fastattn/cuda/add_layer_norm.py passes pointers as integers, 0 for null.
+// Python's view of add_layer_norm: fastattn/backends/cuda/add_layer_norm.py passes pointers as integers, 0 for null.
 #pragma once
 #include "add_layer_norm/add_layer_norm.h"
 #include "common/bind.h"

@@ -1,4 +1,4 @@
-// From fastattn/cuda/attention.py to the structs of attention.h and backward.h, which Python fills field by field. Addresses
+// From fastattn/backends/cuda/attention.py to the structs of attention.h and backward.h, which Python fills field by field. Addresses
 // come as integers, 0 for null; Rows, Bias, Dropout and Shape as tuples of their members.
 #pragma once
 #include <pybind11/stl.h>

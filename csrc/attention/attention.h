@@ -1,4 +1,4 @@
-// Masked scaled dot-product attention.   Specification: fastattn/reference/attention.py
+// Masked scaled dot-product attention.   Specification: fastattn/backends/reference/attention.py
 //
 //   S = softmax_scale * q k^T + bias;  S_ij = -inf where query i may not attend to key j
 //   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v
@@ -20,7 +20,7 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kMaxShort = 128;  // queries and keys, at most, of a short sequence
 
 // Bits of columns lie in blocks of 128, four words a block, in an order that suits the tensor cores' accumulators:
-// fastattn/masks/prepared.py.
+// fastattn/masks/kernel_format.py.
 constexpr int kBitBlock = 128;
 constexpr int kBitWords = 4;
 
@@ -34,7 +34,7 @@ struct Shape {
   int batch, heads, key_heads, seqlen_q, seqlen_k, head_dim_k, head_dim_v;
 };
 
-// Which rows may attend to which columns: class PreparedMask of fastattn/masks/prepared.py, which says more. Rows are
+// Which rows may attend to which columns: class PreparedMask of fastattn/masks/kernel_format.py, which says more. Rows are
 // queries and columns keys or, for a kernel whose blocks own keys, the other way round. Strides of 0 broadcast.
 struct Mask {
   int band_lo, band_hi;    // row r may attend to columns r + band_lo .. r + band_hi

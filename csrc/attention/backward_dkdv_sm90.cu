@@ -15,7 +15,7 @@
 // With dq (Makes::dk_dv_dq; backward_sum_sm90): dS of both warpgroups goes through shared memory, twice buffered, so that one
 //   barrier a tile is enough. Each makes a half of the tile's dq and adds it, by TMA, to a float32 copy in memory: 2 Dk FLOPs
 //   a score and 4 Dk bytes a query of a tile more. Only without bias and dropout: what it is good for is speed.
-// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/compile asserts.
+// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts.
 // Dropped: one kernel with a branch for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's
 //   product beside the work on dS with 128 queries, for which P, S and dP would take 160 registers.
 #include "attention/backward_dkdv_sm90.cuh"

@@ -22,7 +22,7 @@
 //   adding freely    as that, without the waits, and with another sum in every run: backward_sum_sm90.
 // The first is the simplest that repeats; a record is to tell what its two products more cost.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and all exponentials stand between the wait for S
-// and the wait for dP; tests/compile asserts the former. kGeneral, with a bias or dropout, also serves head dimensions
+// and the wait for dP; tests/codegen asserts the former. kGeneral, with a bias or dropout, also serves head dimensions
 // beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
 #include "attention/backward_scores_sm90.cuh"
 #include "common/check.h"

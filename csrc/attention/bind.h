@@ -1,4 +1,4 @@
-// Python's view of attention: fastattn/cuda/attention.py fills the structs and launches.   Conventions: arguments.h
+// Python's view of attention: fastattn/backends/cuda/attention.py fills the structs and launches.   Conventions: arguments.h
 #pragma once
 #include "attention/arguments.h"
 #include "attention/backward.h"

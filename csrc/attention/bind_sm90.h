@@ -1,4 +1,4 @@
-// Python's view of attention on Hopper: fastattn/cuda/_attention_sm90.py.   Conventions: arguments.h
+// Python's view of attention on Hopper: fastattn/backends/cuda/_attention_sm90.py.   Conventions: arguments.h
 #pragma once
 #include "attention/bind.h"
 #include "attention/backward_sm90.h"

@@ -5,8 +5,8 @@
 #pragma once
 #include "common/launch.cuh"
 
-#ifdef FASTATTN_HOST
-#include "host/cp_async.h"
+#ifdef FASTATTN_EMULATOR
+#include "emulator/cp_async.h"
 #else
 
 namespace fastattn {

@@ -8,7 +8,7 @@
 
 namespace fastattn {
 
-// The numbers are those of fastattn/cuda/__init__.py.
+// The numbers are those of fastattn/backends/cuda/__init__.py.
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 // Elements of a type that a kernel learns when it runs (any.cuh).

@@ -10,7 +10,7 @@
 
 namespace fastattn {
 
-#ifndef FASTATTN_HOST
+#ifndef FASTATTN_EMULATOR
 // Four matrices of 8 rows of 16 bytes; lane i brings the address of row i % 8 of matrix i / 8. Word m of lane i is then
 // word i % 4 of row i / 4 of matrix m; transposed, which is of 16-bit elements, elements 2 (i % 4) and the next of column i / 4.
 template <bool kTransposed>

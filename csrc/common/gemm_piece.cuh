@@ -33,7 +33,7 @@ struct PiecePlace {
 
 // The line of 128 bytes at `from` is brought into L2.
 __device__ __forceinline__ void prefetch_line([[maybe_unused]] const void* from) {
-#ifndef FASTATTN_HOST
+#ifndef FASTATTN_EMULATOR
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 #endif
 }

@@ -1,4 +1,4 @@
-// Included first by every kernel source: launching, and shared memory, under nvcc and under the CPU runner of csrc/host.
+// Included first by every kernel source: launching, and shared memory, under nvcc and under the CPU runner of csrc/emulator.
 //
 //   launch(kernel, grid, block, shared_bytes, stream, arguments...)    checked; asynchronous on the device
 //   Shared& shared = shared_memory<Shared>()                           in a kernel launched with sizeof(Shared) bytes
@@ -12,9 +12,9 @@
 
 #include <cstdint>
 
-#ifdef FASTATTN_HOST
-#include "host/intrinsics.h"
-#include "host/launch.h"
+#ifdef FASTATTN_EMULATOR
+#include "emulator/intrinsics.h"
+#include "emulator/launch.h"
 #else
 #include "common/check.h"
 

@@ -71,8 +71,8 @@ __device__ __forceinline__ void mma_exact(float (&d)[4], const uint32_t (&a)[4],
 
 }  // namespace fastattn
 
-#ifdef FASTATTN_HOST
-#include "host/mma.h"
+#ifdef FASTATTN_EMULATOR
+#include "emulator/mma.h"
 #else
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// The dropout rule on the device.   Specification: fastattn/reference/philox.py, equal to it bit for bit.
+// The dropout rule on the device.   Specification: fastattn/backends/reference/philox.py, equal to it bit for bit.
 //
 // Element (row, col) takes a 16-bit lane of Philox 4x32 with 7 rounds: key = seed, counter = (col / 8, row, offset),
 // lane = col % 8; it is kept if lane >= threshold. One call serves a chunk of eight columns, and depends on the

@@ -8,7 +8,7 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // The hardware's, right to 2 units in the last place; 0 for -inf.
 __device__ __forceinline__ float exp2_approximate(float x) {
-#ifdef FASTATTN_HOST
+#ifdef FASTATTN_EMULATOR
   return exp2f(x);
 #else
   float power;

@@ -32,7 +32,7 @@ __device__ __forceinline__ void pack_pair(__half* pair, float low, float high) {
 
 // *to = value in one instruction. nvcc splits some such assignments into four.
 __device__ __forceinline__ void store_vector(uint4* to, const uint4& value) {
-#ifdef FASTATTN_HOST
+#ifdef FASTATTN_EMULATOR
   *to = value;
 #else
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)

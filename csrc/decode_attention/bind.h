@@ -1,4 +1,4 @@
-// Python's view of decode_attention: fastattn/cuda/decode_attention.py passes pointers as integers, 0 for null.
+// Python's view of decode_attention: fastattn/backends/cuda/decode_attention.py passes pointers as integers, 0 for null.
 #pragma once
 #include "common/bind.h"
 #include "decode_attention/decode_attention.h"

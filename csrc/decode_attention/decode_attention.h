@@ -1,5 +1,5 @@
 // Attention of new tokens to a cache of keys and values, a step of decoding.
-// Specification: fastattn/reference/decode_attention.py
+// Specification: fastattn/backends/reference/decode_attention.py
 //
 //   S_j = softmax_scale * q[b, w, h] k[b, j, row_j, h / group],   row_j = ancestors[b, w, j], or w, or 0 where there is one row
 //   out[b, w, h] = sum_j exp(S_j - lse) v[b, j, row_j, h / group],   lse = log sum_j exp(S_j)

@@ -1,4 +1,4 @@
-// Python's view of embed_layer_norm: fastattn/cuda/embed_layer_norm.py passes pointers as integers, 0 for null.
+// Python's view of embed_layer_norm: fastattn/backends/cuda/embed_layer_norm.py passes pointers as integers, 0 for null.
 #pragma once
 #include "common/bind.h"
 #include "embed_layer_norm/embed_layer_norm.h"

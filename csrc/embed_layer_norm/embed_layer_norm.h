@@ -1,4 +1,4 @@
-// Embedding + positions + dropout + LayerNorm.   Specification: fastattn/reference/embed_layer_norm.py
+// Embedding + positions + dropout + LayerNorm.   Specification: fastattn/backends/reference/embed_layer_norm.py
 //
 //   z = dropout(embedding[token] * scale + position_table[position]);   out = (z - mean) * rstd * weight + bias
 //

@@ -7,7 +7,7 @@ namespace fastattn::feed_forward {
 
 // 1 / x, to one unit in the last place; 0 for x beyond 2^126.
 __device__ __forceinline__ float reciprocal(float x) {
-#ifdef FASTATTN_HOST
+#ifdef FASTATTN_EMULATOR
   return 1.0f / x;
 #else
   float inverse;

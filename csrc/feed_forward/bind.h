@@ -1,4 +1,4 @@
-// Python's view of feed_forward: fastattn/cuda/feed_forward.py passes pointers as integers, 0 for null.
+// Python's view of feed_forward: fastattn/backends/cuda/feed_forward.py passes pointers as integers, 0 for null.
 #pragma once
 #include "common/bind.h"
 #include "feed_forward/feed_forward.h"
@@ -6,7 +6,7 @@
 namespace fastattn::feed_forward::bindings {
 
 // What makes the product: our kernel for Hopper, or cuBLAS before this is called: a is the product then.
-// The numbers are those of fastattn/cuda/feed_forward.py.
+// The numbers are those of fastattn/backends/cuda/feed_forward.py.
 enum class Route : int { sm90 = 0, cublas = 1 };
 
 inline void forward(int route, uintptr_t a, uintptr_t b, int depth, uintptr_t bias1, uintptr_t z, uintptr_t h,

@@ -1,9 +1,9 @@
-// The position-wise feed-forward network.   Specification: fastattn/reference/feed_forward.py
+// The position-wise feed-forward network.   Specification: fastattn/backends/reference/feed_forward.py
 //
 //   z = x weight1^T + bias1;   h = dropout(act(z)), gated: dropout(act(first half of z) * second half)
 //   dh = dropout(dout weight2);   dz = dh * act'(z), gated: (dh * second * act'(first), dh * act(first))
 //
-// These two are here, with the column sums of dz; fastattn/cuda/feed_forward.py has cuBLAS do the other products. Each comes
+// These two are here, with the column sums of dz; fastattn/backends/cuda/feed_forward.py has cuBLAS do the other products. Each comes
 // in two forms: one kernel for product and epilogue on Hopper (*_product_sm90), or the epilogue alone, on a product that cuBLAS wrote
 // (*_pointwise). The arithmetic of both is in hidden.cuh.
 // Matrices are row-major and contiguous, of type T = float32, bfloat16 or float16. Products are for 16-bit types: their
@@ -17,7 +17,7 @@
 
 namespace fastattn::feed_forward {
 
-// The numbers are those of fastattn/cuda/feed_forward.py.
+// The numbers are those of fastattn/backends/cuda/feed_forward.py.
 enum class Activation : int { relu = 0, gelu = 1, gelu_tanh = 2, silu = 3 };
 
 constexpr int kSumRows = 64;  // rows of dz that one row of `partial` is the sum of

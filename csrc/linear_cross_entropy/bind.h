@@ -1,4 +1,4 @@
-// Python's view of the cross-entropy's rows: fastattn/cuda/linear_cross_entropy.py passes pointers as integers, 0 for null.
+// Python's view of the cross-entropy's rows: fastattn/backends/cuda/linear_cross_entropy.py passes pointers as integers, 0 for null.
 #pragma once
 #include "common/bind.h"
 #include "linear_cross_entropy/linear_cross_entropy.h"

@@ -1,12 +1,12 @@
 // Cross-entropy of rows of logits, and its gradient in their place.
-// Specification: fastattn/reference/linear_cross_entropy.py
+// Specification: fastattn/backends/reference/linear_cross_entropy.py
 //
 //   z = logit_scale * (logits + bias);   lse = log(sum over c of exp(z_c));   t: the target
 //   loss = (1 - eps) * (lse - z_t) + eps * (lse - mean of z)
 //   gradient of logits_c = dloss * logit_scale / count * (exp(z_c - lse) - eps / classes - (1 - eps) * [c = t])
 //
 // The three products around it, x weight^T, dlogits weight and dlogits^T x, are cuBLAS's, called by
-// fastattn/_cross_entropy_products.py: a row's gradient needs the lse of all its classes first, so that an epilogue of ours
+// fastattn/backends/cross_entropy_chunks.py: a row's gradient needs the lse of all its classes first, so that an epilogue of ours
 // would have to write the logits out as cuBLAS does, or compute them twice. Floor, n tokens, width d, v classes: 6 n d v FLOP
 // and 4 n v elements; of these the kernel here reads and writes n v each, 4 bytes a logit in 16-bit types. At d 512 and the
 // ceilings of an H200 (788 TFLOP/s, 4.3 TB/s) that is a quarter of the products' time, at d 2048 a sixteenth.

@@ -10,7 +10,7 @@
 // Traffic: a logit is read and written, 4 bytes in 16-bit types; where no gradient is asked for, read. bias stays in L2.
 //   On an H200 two exponentials a logit take half of the time that memory does, some 22 instructions three quarters.
 // Rows or a bias that begin off a 16-byte boundary are read and written one by one, as are the last up to seven of a count
-//   of classes that eight does not divide. fastattn/cuda/linear_cross_entropy.py makes rows begin on a boundary.
+//   of classes that eight does not divide. fastattn/backends/cuda/linear_cross_entropy.py makes rows begin on a boundary.
 // Dropped before measuring: the row in registers, which asks for a kernel for each of some widths; cp.async, whose data its
 //   own thread would have to wait for as well.
 #include "common/reduce.cuh"

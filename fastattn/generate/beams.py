@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.generate.search import Decodable, OnToken, Search, check_limits, check_model, inference, run
+from fastattn.generate.loop import Decodable, OnToken, Search, check_limits, check_model, inference, run
 from fastattn.nn import DecoderCache
-from fastattn.ops._arguments import check_number
+from fastattn.ops._checks import check_number
 
 CHUNK = 64  # of the candidates whose largest is looked at first
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.generate.beams import Beams
-from fastattn.generate.search import check_limits, check_token, inference, run, unwrapped
+from fastattn.generate.loop import check_limits, check_token, inference, run, unwrapped
 from fastattn.nn import DecoderCache
 
 

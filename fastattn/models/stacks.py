@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import Backend
+from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
-from fastattn.nn.arguments import check_arguments
+from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import as_attention_mask
+from fastattn.nn.fusible import can_fuse, check_steps
 from fastattn.nn.joint_linear import joint_linear
 from fastattn.nn.residual import add_norm, current_dropout_p
-from fastattn.nn.unmodified import check_steps, is_unmodified
-from fastattn.ops import _arguments as arguments
+from fastattn.ops import _checks
 from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.feed_forward import Activation
 
@@ -42,13 +42,13 @@ class _Stack(nn.Module):
         """
         if seq.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
-        plain = is_unmodified(embedding)
+        plain = can_fuse(embedding)
         if plain:
-            arguments.check_indices(name, seq, "the model", embedding.weight)
-            arguments.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
+            _checks.check_indices(name, seq, "the model", embedding.weight)
+            _checks.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
         scale = self.d_model**0.5 if self.scale_emb else 1.0
         others = (self.position_enc, self.dropout, self.layer_norm)
-        if self.norm_first or not (plain and all(map(is_unmodified, others))):
+        if self.norm_first or not (plain and all(map(can_fuse, others))):
             words = embedding(seq) if scale == 1 else embedding(seq) * scale
             total = PendingResidual(self.position_enc(words, position), None)
             return total if self.norm_first else add_norm(total, self.dropout, self.layer_norm, self.backend)

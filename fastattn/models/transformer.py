@@ -18,19 +18,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import Backend
+from fastattn.backends import Backend
+from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.masks import AttentionMask
-from fastattn.models.packing import Packed, packing_pays, packs_unnoticed, source_packing_pays
+from fastattn.models.padding import Packed, packing_is_invisible, packing_pays, source_packing_pays
 from fastattn.models.stacks import Decoder, Encoder
-from fastattn.nn.arguments import check_arguments, check_choice
-from fastattn.nn.cache import DecoderCache, real_first
+from fastattn.nn._checks import check_arguments, check_choice
+from fastattn.nn.fusible import can_fuse
 from fastattn.nn.joint_linear import linear
+from fastattn.nn.kv_cache import DecoderCache, move_padding_to_end
 from fastattn.nn.recompute import recomputed
-from fastattn.nn.unmodified import is_unmodified
-from fastattn.ops import _arguments as arguments
+from fastattn.ops import _checks
 from fastattn.ops.feed_forward import Activation
 from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, linear_cross_entropy
-from fastattn.reference.philox import seeds_drawn_ahead
 
 ScaleMode = Literal["emb", "prj", "none"]
 Reduction = Literal["mean", "sum"]
@@ -214,17 +214,19 @@ class FusedTransformer(nn.Module):
         """
         _check_sequences(src_seq, trg_seq)
         check_choice("reduction", reduction, get_args(Reduction))
-        arguments.check_indices("gold", gold, "trg_seq", trg_seq)
+        _checks.check_indices("gold", gold, "trg_seq", trg_seq)
         if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
             expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
             raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
-        projection, fuses = self.trg_word_prj, is_unmodified(self.trg_word_prj)
+        projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
         if fuses:
-            arguments.check_range("gold", gold, projection.out_features, "a row of the output projection")
+            _checks.check_range("gold", gold, projection.out_features, "a row of the output projection")
         gold, pack = gold.reshape(trg_seq.shape), self.pack_padding
         if pack is None:
             pads = (self.src_pad_idx, self.trg_pad_idx)
-            pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend) and packs_unnoticed(self)
+            pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend) and packing_is_invisible(
+                self
+            )
         dec_output, packed = self.decode(src_seq, trg_seq, pack)
         gold = gold if packed is None else packed.pack(gold)
         options = {"label_smoothing": label_smoothing, "smooth_over": smooth_over}
@@ -248,7 +250,7 @@ class FusedTransformer(nn.Module):
         pack = self.pack_padding
         if pack is None:
             pays = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
-            pack = pays and packs_unnoticed(self)
+            pack = pays and packing_is_invisible(self)
         if not pack:
             return self.encoder(src_seq, src_mask)[0]
         self.encoder.position_enc.check(src_seq.size(1))
@@ -259,7 +261,7 @@ class FusedTransformer(nn.Module):
     def decode_packed(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed]:
         """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and the Packed that unpacks it."""
         self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
-        arguments.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
+        _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
         device = src_seq.device
         if self.pack_padding and device.type == "cpu":
             device = self.encoder.position_enc.pos_table.device
@@ -283,13 +285,13 @@ class FusedTransformer(nn.Module):
             enc_output = next(self.parameters()).new_zeros(len(src_seq), 0, self.d_model)
         else:
             enc_output = self.encode(src_seq, self.src_mask(src_seq))
-        memory = self.decoder.memory(*real_first(enc_output, src_seq != self.src_pad_idx))
+        memory = self.decoder.memory(*move_padding_to_end(enc_output, src_seq != self.src_pad_idx))
         return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_trg_vocab) of what follows one new token a row, integer (B, W): see Decoder.step."""
         dec_output, projection = self.decoder.step(tokens, cache), self.trg_word_prj
-        if not is_unmodified(projection):
+        if not can_fuse(projection):
             return self.project(dec_output)
         return cache.linear(projection, self.scaled(dec_output), self.decoder.backend)
 
@@ -305,7 +307,7 @@ class FusedTransformer(nn.Module):
 
     def project(self, dec_output: Tensor) -> Tensor:
         """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
-        if is_unmodified(self.trg_word_prj):  # its d_model inputs are scaled instead of the n_trg_vocab logits
+        if can_fuse(self.trg_word_prj):  # its d_model inputs are scaled instead of the n_trg_vocab logits
             return linear(self.trg_word_prj, self.scaled(dec_output), backend=self.decoder.backend)
         return self.scaled(self.trg_word_prj(dec_output))
 

@@ -1,8 +1,8 @@
 """Modules over the ops, named like those of the public PyTorch implementation of "Attention Is All You Need"."""
 
 from fastattn.nn.attention import MultiHeadAttention, ScaledDotProductAttention
-from fastattn.nn.cache import DecoderCache, Memory
 from fastattn.nn.feed_forward import PositionwiseFeedForward
+from fastattn.nn.kv_cache import DecoderCache, Memory
 from fastattn.nn.layers import DecoderLayer, EncoderLayer
 from fastattn.nn.position import PositionalEncoding
 from fastattn.nn.residual import PendingResidual

@@ -7,13 +7,13 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import Backend
+from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
-from fastattn.nn.arguments import check_arguments
-from fastattn.nn.cache import DecoderCache, KeysAndValues
+from fastattn.nn._checks import check_arguments
+from fastattn.nn.fusible import can_fuse
 from fastattn.nn.joint_linear import joint_linear, linear
+from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
 from fastattn.nn.residual import PendingResidual, Stream, add_branch, current_dropout_p
-from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.attention import scaled_dot_product_attention
 
 
@@ -50,7 +50,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with the dropout of a module on its weights, see ScaledDotProductAttention.forward."""
     options = {"scale": scale, "enable_gqa": k.size(1) != q.size(1)}
-    if is_unmodified(dropout):
+    if can_fuse(dropout):
         options |= {"return_weights": return_attn, "backend": backend}
         result = scaled_dot_product_attention(q, k, v, mask, current_dropout_p(dropout), **options)
         return result if return_attn else (result, None)

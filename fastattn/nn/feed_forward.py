@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import Backend
-from fastattn.nn.arguments import check_arguments, check_choice
-from fastattn.nn.cache import DecoderCache
+from fastattn.backends import Backend
+from fastattn.nn._checks import check_arguments, check_choice
+from fastattn.nn.fusible import can_fuse
+from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
 from fastattn.nn.residual import Stream, add_branch, norm_adds_bias
-from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, feed_forward
 
 
@@ -60,7 +60,7 @@ class PositionwiseFeedForward(nn.Module):
 
         def branch(normed: Tensor) -> tuple[Tensor, None]:
             maps, linear = (self.w_1, self.w_2), cache.linear
-            if linear.packs(self.w_1, normed, self.backend) or not all(map(is_unmodified, maps)):
+            if linear.packs(self.w_1, normed, self.backend) or not all(map(can_fuse, maps)):
                 return self._by_maps(normed, lambda map_, x: linear(map_, x, self.backend)), None
             weights = (t for map_ in maps for t in linear.weights(map_, normed.device))
             return feed_forward(normed, *weights, self.activation, backend=self.backend), None
@@ -72,7 +72,7 @@ class PositionwiseFeedForward(nn.Module):
 
         x: (B, L, d_in); the branch has its shape, and the autocast dtype under torch.autocast.
         """
-        if not (is_unmodified(self.w_1) and is_unmodified(self.w_2)):
+        if not (can_fuse(self.w_1) and can_fuse(self.w_2)):
             return self._by_maps(x, lambda linear, x: linear(x)), None
         bias, bias_for_norm = self.w_2.bias, None
         if norm_adds_bias(x, self.backend):

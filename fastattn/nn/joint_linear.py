@@ -24,22 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn import _dispatch, _products
-from fastattn._dispatch import Backend
-from fastattn._transforms import is_transformed
-from fastattn.nn.unmodified import is_unmodified
-from fastattn.ops import _arguments as arguments
+from fastattn import backends
+from fastattn._tracing import is_transformed
+from fastattn.backends import Backend, cpu_matmul
+from fastattn.nn.fusible import can_fuse
+from fastattn.ops import _checks
 
 
 def linear(module: nn.Module, x: Tensor, *, backend: Backend | None = None) -> Tensor:
     """module(x), by the product that is fastest on this processor where the module is a plain nn.Linear."""
     if (
-        is_unmodified(module)
-        and arguments.autocast_dtype(x.device) is None
-        and _products.is_onednns(x, module.weight)
-        and _dispatch.requested(backend)[0] in (None, "aten")
+        can_fuse(module)
+        and _checks.autocast_dtype(x.device) is None
+        and cpu_matmul.uses_onednn(x, module.weight)
+        and backends.requested(backend)[0] in (None, "aten")
     ):
-        return _products.linear(x, module.weight, module.bias)
+        return cpu_matmul.linear(x, module.weight, module.bias)
     return module(x)
 
 
@@ -54,15 +54,15 @@ def joint_linear(x: Tensor, linears: Sequence[nn.Linear], *, backend: Backend | 
         not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or is_transformed()
-        or _dispatch.requested(backend)[0] == "reference"
-        or not all(map(is_unmodified, linears))
+        or backends.requested(backend)[0] == "reference"
+        or not all(map(can_fuse, linears))
         or len({(linear.weight.dtype, linear.weight.device) for linear in linears}) != 1
     ):
         return tuple(linear(module, x, backend=backend) for module in linears)
     weights, biases = [module.weight for module in linears], [module.bias for module in linears]
-    dtype = arguments.autocast_dtype(x.device) or weights[0].dtype
+    dtype = _checks.autocast_dtype(x.device) or weights[0].dtype
     bias = None if biases[0] is None else _Joint.apply(dtype, *biases)
-    return _products.linear(x, _Joint.apply(dtype, *weights), bias).split([len(weight) for weight in weights], -1)
+    return cpu_matmul.linear(x, _Joint.apply(dtype, *weights), bias).split([len(weight) for weight in weights], -1)
 
 
 class _Joint(torch.autograd.Function):

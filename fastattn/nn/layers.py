@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import Backend
+from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
-from fastattn.nn.arguments import check_arguments
+from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import MultiHeadAttention
-from fastattn.nn.cache import DecoderCache
 from fastattn.nn.feed_forward import PositionwiseFeedForward
+from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.residual import Stream
 from fastattn.ops.feed_forward import Activation
 

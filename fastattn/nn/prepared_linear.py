@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn._dispatch import Backend, requested
-from fastattn._products import has_onednn
-from fastattn.nn.unmodified import is_unmodified
-from fastattn.ops import _arguments as arguments
+from fastattn.backends import Backend, requested
+from fastattn.backends.cpu_matmul import has_onednn
+from fastattn.nn.fusible import can_fuse
+from fastattn.ops import _checks
 
 LEAST_WEIGHTS, LEAST_PRODUCTS = 2**16, 2**18  # of a weight, and of a call, for packing to be worth it
 MANY_PRODUCTS = 2**21  # from this many in a call on, the weight may be small
@@ -42,16 +42,16 @@ class PreparedLinears:
         if self.packs(linear, x, backend):
             weight, bias = self._packed[linear]
             return torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, "none", [], "")
-        if arguments.autocast_dtype(x.device) is None or not is_unmodified(linear):
+        if _checks.autocast_dtype(x.device) is None or not can_fuse(linear):
             return linear(x)
         return F.linear(x, *self.weights(linear, x.device))
 
     def weights(self, linear: nn.Linear, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of an unmodified map, under torch.autocast in its dtype."""
-        if (dtype := arguments.autocast_dtype(device)) is None:
+        if (dtype := _checks.autocast_dtype(device)) is None:
             return linear.weight, linear.bias
         if linear not in self._cast:
-            self._cast[linear] = arguments.cast(linear.weight, dtype), arguments.cast(linear.bias, dtype)
+            self._cast[linear] = _checks.cast(linear.weight, dtype), _checks.cast(linear.bias, dtype)
         return self._cast[linear]
 
     def refresh(self) -> None:
@@ -83,7 +83,7 @@ def _can_pack(linear: nn.Module, x: Tensor, backend: Backend | None) -> bool:
         and has_onednn()
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and is_unmodified(linear)
+        and can_fuse(linear)
         and _is_worth_it(linear.weight.numel(), x.numel() * linear.out_features)
         and linear.weight.dtype in (torch.float32, torch.bfloat16)
         and requested(backend)[0] != "reference"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastattn._transforms import is_transformed
+from fastattn._tracing import is_transformed
 
 Recompute = Callable[[], Tensor]
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastattn._dispatch import Backend, default_order, requested
+from fastattn.backends import Backend, default_order, requested
+from fastattn.nn.fusible import can_fuse
 from fastattn.nn.recompute import is_recomputing, remember_norm
-from fastattn.nn.unmodified import is_unmodified
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
 
@@ -75,14 +75,14 @@ def add_norm(
 
     Under torch.autocast all inputs and outputs are in its dtype, so the stream between sublayers is stored in low
     precision, as by the public implementation's in-place addition. LayerNorm's weight, bias and statistics stay
-    float32. A dropout or layer_norm that is_unmodified denies is called.
+    float32. A dropout or layer_norm that can_fuse denies is called.
     """
-    if not is_unmodified(layer_norm):
+    if not can_fuse(layer_norm):
         z = total.sum(dropout)
         return (layer_norm(z), z) if return_sum else layer_norm(z)
     branch, residual, bias = total
     dropout_p = current_dropout_p(dropout)
-    if not is_unmodified(dropout):
+    if not can_fuse(dropout):
         branch, bias, dropout_p = dropout(branch if bias is None else branch + bias), None, 0.0
     norm = {"weight": layer_norm.weight, "bias": layer_norm.bias, "eps": layer_norm.eps}
     options = norm | {"dropout_p": dropout_p, "x_bias": bias, "backend": backend}

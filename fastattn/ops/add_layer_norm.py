@@ -11,13 +11,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch, _records
-from fastattn._dispatch import Backend
-from fastattn._transforms import differentiable_gradients
-from fastattn.ops import _arguments as arguments
-from fastattn.ops._operator import Operator
-from fastattn.reference import add_layer_norm as reference
-from fastattn.reference.philox import draw_rng_state, dropout
+from fastattn import backends
+from fastattn._tracing import differentiable_gradients
+from fastattn.backends import Backend, timings
+from fastattn.backends.reference import add_layer_norm as reference
+from fastattn.backends.reference.philox import draw_rng_state, dropout
+from fastattn.ops import _checks
+from fastattn.ops._autograd import Operator
 
 Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
 
@@ -34,8 +34,8 @@ def _query(
     eps_on_std: bool = False,
     **options: Any,
 ) -> tuple[torch.device, Call]:
-    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
-    arguments.check_float("bias", bias)
+    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    _checks.check_float("bias", bias)
     device, call = _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias)
     if eps_on_std and x.shape[-1] == 1:
         raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
@@ -63,10 +63,12 @@ def _checked(
     dropout_p: float,
     x_bias: Tensor | None,
 ) -> tuple[torch.device, Call]:
-    arguments.check_float("x", x)
-    dtype = arguments.autocast_dtype(x.device)
-    x = arguments.cast(x, dtype)
-    alike = dtype is None and arguments.alike(x, x if residual is None else residual, *parameters.values())
+    _checks.check_float("x", x)
+    dtype = _checks.autocast_dtype(x.device)
+    x = _checks.cast(x, dtype)
+    alike = dtype is None and _checks.same_dtype_and_device(
+        x, x if residual is None else residual, *parameters.values()
+    )
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., hidden)")
     hidden = x.shape[-1]
@@ -74,34 +76,34 @@ def _checked(
         raise ValueError(f"x has shape {tuple(x.shape)}: the last dimension, hidden, is empty")
     if residual is not None:
         if not alike:
-            arguments.check_float("residual", residual)
-            residual = arguments.cast(residual, dtype)
-            arguments.check_like("residual", residual, "x", x)
+            _checks.check_float("residual", residual)
+            residual = _checks.cast(residual, dtype)
+            _checks.check_like("residual", residual, "x", x)
         if residual.shape != x.shape:
-            arguments.check_shape("residual", residual, tuple(x.shape), "the shape of x")
+            _checks.check_shape("residual", residual, tuple(x.shape), "the shape of x")
     for name, t in parameters.items():
         if not alike:
-            arguments.check_like(name, t, "x", x, dtype=False)
-        arguments.check_shape(name, t, (hidden,), "(hidden,)")
+            _checks.check_like(name, t, "x", x, dtype=False)
+        _checks.check_shape(name, t, (hidden,), "(hidden,)")
     weight, bias = parameters["weight"], parameters.get("bias")
     if bias is not None and not alike:
-        arguments.check_like("bias", bias, "weight", weight)
+        _checks.check_like("bias", bias, "weight", weight)
     if weight.dtype not in (torch.float32, x.dtype):
         raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {x.dtype} as x")
     if x_bias is not None:
-        arguments.check_like("x_bias", x_bias, "x", x, dtype=False)
-        arguments.check_shape("x_bias", x_bias, (hidden,), "(hidden,)")
+        _checks.check_like("x_bias", x_bias, "x", x, dtype=False)
+        _checks.check_shape("x_bias", x_bias, (hidden,), "(hidden,)")
         if x_bias.dtype not in (torch.float32, x.dtype):
             raise TypeError(f"x_bias has dtype {x_bias.dtype}, expected float32 or {x.dtype} as x")
-    arguments.check_eps(eps)
-    arguments.check_dropout(dropout_p)
+    _checks.check_eps(eps)
+    _checks.check_dropout(dropout_p)
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
 
 def _call_class(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float, *_: Any
 ) -> str:
-    return _records.call_class(x.dtype, dropout_p, _records.up_to(x.shape[-1], "columns", 1024))
+    return timings.call_class(x.dtype, dropout_p, timings.size_bucket(x.shape[-1], "columns", 1024))
 
 
 @overload
@@ -132,7 +134,7 @@ def dropout_add_layer_norm(
     eps_on_std: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@_dispatch.register("add_layer_norm", _query, _call_class)
+@backends.register("add_layer_norm", _query, _call_class)
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -152,7 +154,7 @@ def dropout_add_layer_norm(
         residual are cast to its dtype.
     residual: as x, or None for layer_norm(dropout(x)).
     weight, bias (hidden,): float32 or x's dtype.      eps: added to the variance.
-    dropout_p: the probability of dropping an element of x, by the rules of fastattn/reference/philox.py; 0.0 in eval.
+    dropout_p: the probability of dropping an element of x, by the rules of fastattn/backends/reference/philox.py; 0.0 in eval.
     return_sum: also return z = residual + dropout(x + x_bias), which a pre-norm model carries on; differentiable.
         Where nothing is added or dropped, z may share memory with x.
     x_bias (hidden,): float32 or x's dtype, whatever weight's is; or None. The bias of the linear layer that made x and
@@ -193,7 +195,7 @@ def dropout_add_rms_norm(
     x_bias: Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@_dispatch.register("add_rms_norm", _rms_query, _call_class, served_by="add_layer_norm")
+@backends.register("add_rms_norm", _rms_query, _call_class, served_by="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -223,11 +225,11 @@ def _serve(
     return_sum: bool,
     backend: Backend | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    name, module = _dispatch.choose(op_name, device, call, backend)
+    name, module = backends.choose(op_name, device, call, backend)
     x, residual, weight, bias, dropout_p, x_bias = call
     rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
-    with arguments.no_autocast(device):
+    with _checks.no_autocast(device):
         if hasattr(module, "add_layer_norm"):
             out, z = module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
         else:
@@ -258,8 +260,8 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         eps_on_std: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        module = _dispatch.load_backend("add_layer_norm", backend)
-        rows, residual = arguments.as_matrix(x), None if residual is None else arguments.as_matrix(residual)
+        module = backends.load_backend("add_layer_norm", backend)
+        rows, residual = _checks.as_matrix(x), None if residual is None else _checks.as_matrix(residual)
         options = (eps, dropout_p, rng_state, x_bias, eps_on_std)
         out, z, statistics = module.add_layer_norm_fwd(rows, residual, weight, bias, *options)
         return out.view(x.shape), x if z is rows else z.view(x.shape), statistics
@@ -267,8 +269,8 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
     @staticmethod
     def forward_fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
         *_, eps_on_std, backend = options
-        tickets = _dispatch.load_backend("add_layer_norm", backend).TICKETS
-        rows = arguments.as_matrix(x).shape[0]
+        tickets = backends.load_backend("add_layer_norm", backend).TICKETS
+        rows = _checks.as_matrix(x).shape[0]
         statistics = x.new_empty((3 if eps_on_std else 2) * rows + tickets, dtype=torch.float32)
         return torch.empty_like(x), torch.empty_like(x), statistics
 
@@ -317,9 +319,9 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         eps_on_std: bool,
         backend: str,
     ) -> tuple[Tensor | None, ...]:
-        module = _dispatch.load_backend("add_layer_norm", backend)
+        module = backends.load_backend("add_layer_norm", backend)
         shape = z.shape
-        dout, dz, z = (None if t is None else arguments.as_matrix(t) for t in (dout, dz, z))
+        dout, dz, z = (None if t is None else _checks.as_matrix(t) for t in (dout, dz, z))
         options = (dropout_p, rng_state, has_residual, x_bias, eps_on_std)
         dx, dresidual, *sums = module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
         if dresidual is dx:  # one tensor for both, of which PyTorch gives two leaves a copy each

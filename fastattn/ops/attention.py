@@ -9,14 +9,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch, _records
-from fastattn._dispatch import Backend
-from fastattn._transforms import differentiable_gradients
+from fastattn import backends
+from fastattn._tracing import differentiable_gradients
+from fastattn.backends import Backend, timings
+from fastattn.backends.reference import attention as reference
+from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, Layout, PreparedMask, flatten, prepare, unflatten
-from fastattn.ops import _arguments as arguments
-from fastattn.ops._operator import Operator
-from fastattn.reference import attention as reference
-from fastattn.reference.philox import draw_rng_state
+from fastattn.ops import _checks
+from fastattn.ops._autograd import Operator
 
 
 def _query(
@@ -31,24 +31,24 @@ def _query(
     **options: Any,
 ) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
     """Check a call's arguments and bring them into the form of backends: (device, (q, k, v, mask, dropout_p))."""
-    arguments.check_float("query", query)
-    dtype = arguments.autocast_dtype(query.device)
+    _checks.check_float("query", query)
+    dtype = _checks.autocast_dtype(query.device)
     if dtype is not None:
-        query, key, value = (arguments.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
-    if not arguments.alike(query, key, value):
+        query, key, value = (_checks.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
+    if not _checks.same_dtype_and_device(query, key, value):
         for name, t in (("key", key), ("value", value)):
-            arguments.check_like(name, t, "query", query)
+            _checks.check_like(name, t, "query", query)
     if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]):
         query, key, value, attn_mask = _broadcast(query, key, value, attn_mask, enable_gqa)
     B, H, Lq, Dk = query.shape
     Hk, Lk = key.shape[1:3]
-    arguments.check_shape("key", key, (B, Hk, Lk, Dk), "(B, Hk, Lk, Dk)")
-    arguments.check_shape("value", value, (B, Hk, Lk, value.shape[3]), "(B, Hk, Lk, Dv)")
+    _checks.check_shape("key", key, (B, Hk, Lk, Dk), "(B, Hk, Lk, Dk)")
+    _checks.check_shape("value", value, (B, Hk, Lk, value.shape[3]), "(B, Hk, Lk, Dv)")
     if Dk == 0 or value.shape[3] == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
-    arguments.check_dropout(dropout_p)
+    _checks.check_dropout(dropout_p)
     if scale is not None and not isinstance(scale, torch.SymFloat):
-        arguments.check_finite("scale", scale)
+        _checks.check_finite("scale", scale)
     three_dims = isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool and attn_mask.dim() == 3
     if three_dims and attn_mask.shape[0] == B == H > 1:
         advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
@@ -121,8 +121,8 @@ class InvalidType(TypeError, RuntimeError):
 
 
 def _call_class(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
-    keys = _records.up_to(k.shape[2], "keys", 128, 1024)
-    return _records.call_class(q.dtype, dropout_p, keys, *(() if mask is None else ("mask",)))
+    keys = timings.size_bucket(k.shape[2], "keys", 128, 1024)
+    return timings.call_class(q.dtype, dropout_p, keys, *(() if mask is None else ("mask",)))
 
 
 @overload
@@ -155,7 +155,7 @@ def scaled_dot_product_attention(
     return_weights: bool | Literal["mean"] = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, ...]: ...
-@_dispatch.register("attention", _query, _call_class)
+@backends.register("attention", _query, _call_class)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -181,7 +181,7 @@ def scaled_dot_product_attention(
     attn_mask: bool, True = attend, or floating point, added to the scores and differentiable; either broadcasts to
         (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers. A bool mask of three dimensions is
         refused where it can mean two things: (B, 1 or Lq, Lk), as ``get_pad_mask`` gives, with B = H.
-    dropout_p: the probability of dropping a weight, by the rules of fastattn/reference/philox.py; 0.0 in eval.
+    dropout_p: the probability of dropping a weight, by the rules of fastattn/backends/reference/philox.py; 0.0 in eval.
     is_causal: query i attends to key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
     scale: default Dk ** -0.5.
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
@@ -210,13 +210,13 @@ def scaled_dot_product_attention(
         raise InvalidValue(str(error)) from None
     except TypeError as error:
         raise InvalidType(str(error)) from None
-    name, module = _dispatch.choose("attention", device, call, backend)
+    name, module = backends.choose("attention", device, call, backend)
     q, k, v, mask, dropout_p = call
     wanted = _checked_weights(return_weights, q.shape[1])
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
-    with arguments.no_autocast(device):
+    with _checks.no_autocast(device):
         if hasattr(module, "attention"):
             out, lse, weights = module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
         else:
@@ -247,8 +247,8 @@ def _prepare(backend: str, q: Tensor, *restriction: Any) -> PreparedMask:
     """masks.prepare() for a backend's kernels: in one launch where Triton runs; the formula is what can be traced."""
     if torch.compiler.is_compiling():
         return prepare(*restriction)
-    if backend == "triton" or (q.is_cuda and _dispatch.refusal("mask", "triton", (q,)) is None):
-        return _dispatch.load_backend("mask", "triton").prepare_mask(*restriction)
+    if backend == "triton" or (q.is_cuda and backends.unsupported_reason("mask", "triton", (q,)) is None):
+        return backends.load_backend("mask", "triton").prepare_mask(*restriction)
     return prepare(*restriction)
 
 
@@ -289,7 +289,7 @@ class _Attention(Operator, name="attention"):
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         mask, *_ = unflatten(masks, mask_numbers)
-        module = _dispatch.load_backend("attention", backend)
+        module = backends.load_backend("attention", backend)
         return module.attention_fwd(q, k, v, bias, mask, softmax_scale, dropout_p, rng_state)
 
     @staticmethod
@@ -343,7 +343,7 @@ class _Attention(Operator, name="attention"):
         needs_dbias: bool,
         backend: str,
     ) -> tuple[Tensor | None, ...]:
-        module = _dispatch.load_backend("attention", backend)
+        module = backends.load_backend("attention", backend)
         options = (unflatten(masks, mask_numbers), softmax_scale, dropout_p, rng_state, needs_dbias)
         return module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options)
 
@@ -374,7 +374,7 @@ def _weights(
     mean: bool,
     backend: str,
 ) -> Tensor:
-    module = _dispatch.load_backend("attention", backend)
+    module = backends.load_backend("attention", backend)
     (mask,) = unflatten(masks, mask_numbers)
     return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, mean)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch, _records
-from fastattn._dispatch import Backend
-from fastattn.ops import _arguments as arguments
+from fastattn import backends
+from fastattn.backends import Backend, timings
+from fastattn.ops import _checks
 
 Call = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -23,25 +23,25 @@ def _query(
     scale: float | None = None,
     **options: Any,
 ) -> tuple[torch.device, Call]:
-    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
-    arguments.check_float("query", query)
-    dtype = arguments.autocast_dtype(query.device)
+    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    _checks.check_float("query", query)
+    dtype = _checks.autocast_dtype(query.device)
     if dtype is not None:
-        query, key, value = (arguments.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
-    alike = arguments.alike(query, key, value)
+        query, key, value = (_checks.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
+    alike = _checks.same_dtype_and_device(query, key, value)
     for name, t, dims, meaning in (
         ("query", query, 4, "(B, W, H, Dk)"),
         ("key", key, 5, "(B, M, R, Hk, Dk)"),
         ("value", value, 5, "(B, M, R, Hk, Dv)"),
     ):
         if not alike:
-            arguments.check_like(name, t, "query", query)
+            _checks.check_like(name, t, "query", query)
         if t.dim() != dims:
             raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected {dims}: {meaning}")
     B, W, H, Dk = query.shape
     _, M, R, Hk, _ = key.shape
-    arguments.check_shape("key", key, (B, M, R, Hk, Dk), "(B, M, R, Hk, Dk)")
-    arguments.check_shape("value", value, (B, M, R, Hk, value.shape[4]), "(B, M, R, Hk, Dv)")
+    _checks.check_shape("key", key, (B, M, R, Hk, Dk), "(B, M, R, Hk, Dk)")
+    _checks.check_shape("value", value, (B, M, R, Hk, value.shape[4]), "(B, M, R, Hk, Dv)")
     if Hk == 0 or H % Hk != 0:
         raise ValueError(f"key has {Hk} heads, which must divide the {H} heads of query")
     if Dk == 0 or value.shape[4] == 0:
@@ -53,12 +53,12 @@ def _query(
         ("ancestors", ancestors, (B, W, M), "(B, W, M)"),
     ):
         if t is not None:
-            arguments.check_indices(name, t, "query", query)
-            arguments.check_shape(name, t, shape, meaning)
+            _checks.check_indices(name, t, "query", query)
+            _checks.check_shape(name, t, shape, meaning)
             if t.dtype != torch.int32:
                 raise TypeError(f"{name} has dtype {t.dtype}, expected torch.int32")
     if scale is not None:
-        arguments.check_finite("scale", scale)
+        _checks.check_finite("scale", scale)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise ValueError(
             "decode_attention has no gradient, and query, key or value requires one: call it under torch.no_grad(), "
@@ -70,10 +70,10 @@ def _query(
 
 
 def _call_class(q: Tensor, *tensors: Tensor | None) -> str:
-    return _records.call_class(q.dtype)
+    return timings.call_class(q.dtype)
 
 
-@_dispatch.register("decode_attention", _query, _call_class)
+@backends.register("decode_attention", _query, _call_class)
 def decode_attention(
     query: Tensor,
     key: Tensor,
@@ -103,9 +103,9 @@ def decode_attention(
     long-context inference".
     """
     device, call = _query(query, key, value, lengths, ancestors, scale)
-    name, module = _dispatch.choose("decode_attention", device, call, backend)
+    name, module = backends.choose("decode_attention", device, call, backend)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    with arguments.no_autocast(device):
+    with _checks.no_autocast(device):
         if hasattr(module, "decode_attention"):
             return module.decode_attention(*call, softmax_scale)
         if torch.compiler.is_compiling():
@@ -122,7 +122,7 @@ def _forward(
     softmax_scale: float,
     backend: str,
 ) -> Tensor:
-    module = _dispatch.load_backend("decode_attention", backend)
+    module = backends.load_backend("decode_attention", backend)
     return module.decode_attention_fwd(q, k, v, lengths, ancestors, softmax_scale)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch, _records
-from fastattn._dispatch import Backend
-from fastattn._transforms import differentiable_gradients
-from fastattn.ops import _arguments as arguments
-from fastattn.ops._operator import Operator
-from fastattn.reference import embed_layer_norm as reference
-from fastattn.reference.philox import draw_rng_state
+from fastattn import backends
+from fastattn._tracing import differentiable_gradients
+from fastattn.backends import Backend, timings
+from fastattn.backends.reference import embed_layer_norm as reference
+from fastattn.backends.reference.philox import draw_rng_state
+from fastattn.ops import _checks
+from fastattn.ops._autograd import Operator
 
 
 def _query(
@@ -32,19 +32,19 @@ def _query(
     padding_idx: int | None = None,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
-    arguments.check_float("embedding", embedding)
+    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    _checks.check_float("embedding", embedding)
     if embedding.dim() != 2 or 0 in embedding.shape:
         raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (tokens of the vocabulary, d)")
     vocabulary, d = embedding.shape
     dtype = embedding.dtype
     if dtype != torch.float64:
-        dtype = arguments.autocast_dtype(embedding.device) or dtype
-    arguments.check_indices("tokens", tokens, "embedding", embedding)
+        dtype = _checks.autocast_dtype(embedding.device) or dtype
+    _checks.check_indices("tokens", tokens, "embedding", embedding)
     if tokens.dim() == 0:
         raise ValueError("tokens has no dimensions, expected (..., L)")
-    arguments.check_range("tokens", tokens, vocabulary, "a row of embedding")
-    arguments.check_like("position_table", position_table, "embedding", embedding, dtype=False)
+    _checks.check_range("tokens", tokens, vocabulary, "a row of embedding")
+    _checks.check_like("position_table", position_table, "embedding", embedding, dtype=False)
     if position_table.dtype not in (torch.float32, embedding.dtype):
         expected = f"float32 or {embedding.dtype} as embedding"
         raise TypeError(f"position_table has dtype {position_table.dtype}, expected {expected}")
@@ -53,21 +53,21 @@ def _query(
     if position_table.requires_grad:
         raise ValueError("position_table has no gradient: it must not require one")
     if position is not None:
-        arguments.check_indices("position", position, "embedding", embedding)
-        arguments.check_shape("position", position, tuple(tokens.shape), "the shape of tokens")
-        arguments.check_range("position", position, position_table.shape[0], "a row of position_table")
+        _checks.check_indices("position", position, "embedding", embedding)
+        _checks.check_shape("position", position, tuple(tokens.shape), "the shape of tokens")
+        _checks.check_range("position", position, position_table.shape[0], "a row of position_table")
     elif tokens.shape[-1] > position_table.shape[0]:
         rows = position_table.shape[0]
         raise ValueError(f"position_table has {rows} rows, too few for {tokens.shape[-1]} tokens a sequence")
     for name, t in (("weight", weight), ("bias", bias)):
-        arguments.check_like(name, t, "embedding", embedding, dtype=False)
-        arguments.check_shape(name, t, (d,), "(d,)")
-    arguments.check_like("bias", bias, "weight", weight)
+        _checks.check_like(name, t, "embedding", embedding, dtype=False)
+        _checks.check_shape(name, t, (d,), "(d,)")
+    _checks.check_like("bias", bias, "weight", weight)
     if weight.dtype not in (torch.float32, embedding.dtype):
         raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {embedding.dtype} as embedding")
-    arguments.check_eps(eps)
-    arguments.check_dropout(dropout_p)
-    arguments.check_finite("scale", scale)
+    _checks.check_eps(eps)
+    _checks.check_dropout(dropout_p)
+    _checks.check_finite("scale", scale)
     if padding_idx is not None:
         if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
             raise TypeError(f"padding_idx must be an integer or None, got {type(padding_idx).__name__}")
@@ -80,10 +80,10 @@ def _query(
 
 def _call_class(*options: Any) -> str:
     dropout_p, dtype = options[-2:]
-    return _records.call_class(dtype, dropout_p)
+    return timings.call_class(dtype, dropout_p)
 
 
-@_dispatch.register("embed_layer_norm", _query, _call_class)
+@backends.register("embed_layer_norm", _query, _call_class)
 def embed_layer_norm(
     tokens: Tensor,
     embedding: Tensor,
@@ -105,7 +105,7 @@ def embed_layer_norm(
     embedding (V, d): float32, bfloat16, float16 (float64 in the backends reference and aten).
     position_table (n_position, d): float32 or embedding's dtype; without a gradient.
     weight, bias (d,): of the normalisation, float32 or embedding's dtype.      eps: added to the variance.
-    dropout_p: the probability of dropping an element of the sum, by the rules of fastattn/reference/philox.py: the bits
+    dropout_p: the probability of dropping an element of the sum, by the rules of fastattn/backends/reference/philox.py: the bits
         that ``dropout_add_layer_norm`` would draw for it; 0.0 in eval.
     scale: of the embedding; the paper has sqrt(d).
     position (..., L): int64 or int32, each token's row of position_table; 0, 1, .., L - 1 unless given.
@@ -118,10 +118,10 @@ def embed_layer_norm(
     """
     options = {"scale": scale, "position": position, "padding_idx": padding_idx}
     device, call = _query(tokens, embedding, position_table, weight, bias, eps, dropout_p, **options)
-    name, module = _dispatch.choose("embed_layer_norm", device, call, backend)
+    name, module = backends.choose("embed_layer_norm", device, call, backend)
     *tensors, scale, padding_idx, dropout_p, dtype = call
     rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
-    with arguments.no_autocast(device):
+    with _checks.no_autocast(device):
         if hasattr(module, "embed_layer_norm"):
             return module.embed_layer_norm(*tensors, scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
         tokens, embedding, position_table, weight, bias, position = (
@@ -155,14 +155,14 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
         dtype: torch.dtype,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        module = _dispatch.load_backend("embed_layer_norm", backend)
+        module = backends.load_backend("embed_layer_norm", backend)
         places = (tokens, position_table, position, length, scale)
         return module.embed_layer_norm_fwd(embedding, weight, bias, *places, eps, dropout_p, rng_state, dtype)
 
     @staticmethod
     def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
         embedding, _, _, tokens, *_, dtype, backend = arguments
-        rows, tickets = tokens.shape[0], _dispatch.load_backend("embed_layer_norm", backend).TICKETS
+        rows, tickets = tokens.shape[0], backends.load_backend("embed_layer_norm", backend).TICKETS
         statistics = embedding.new_empty(2 * rows + tickets, dtype=torch.float32)
         return embedding.new_empty(rows, embedding.shape[1], dtype=dtype), statistics
 
@@ -211,7 +211,7 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
         dropout_p: float,
         backend: str,
     ) -> tuple[Tensor | None, ...]:
-        module = _dispatch.load_backend("embed_layer_norm", backend)
+        module = backends.load_backend("embed_layer_norm", backend)
         inputs = (dout, embedding, weight, bias, tokens, position_table, position, length, scale, statistics)
         drows, index, dweight, dbias = module.embed_layer_norm_bwd(*inputs, dropout_p, rng_state)
         return _sum_by_token(drows, index, embedding, padding_idx) if needs_dembedding else None, dweight, dbias

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import _dispatch, _records
-from fastattn._dispatch import Backend
-from fastattn._transforms import differentiable_gradients, is_transformed
-from fastattn.ops import _arguments as arguments
-from fastattn.ops._operator import Operator
-from fastattn.reference import feed_forward as reference
-from fastattn.reference.feed_forward import ACTIVATIONS, GATED
-from fastattn.reference.philox import draw_rng_state
+from fastattn import backends
+from fastattn._tracing import differentiable_gradients, is_transformed
+from fastattn.backends import Backend, timings
+from fastattn.backends.reference import feed_forward as reference
+from fastattn.backends.reference.feed_forward import ACTIVATIONS, GATED
+from fastattn.backends.reference.philox import draw_rng_state
+from fastattn.ops import _checks
+from fastattn.ops._autograd import Operator
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
 
@@ -31,48 +31,48 @@ def _query(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
-    arguments.check_float("x", x)
+    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    _checks.check_float("x", x)
     if activation not in ACTIVATIONS and activation not in GATED:
         raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
-    dtype = arguments.autocast_dtype(x.device)
-    x = arguments.cast(x, dtype)
+    dtype = _checks.autocast_dtype(x.device)
+    x = _checks.cast(x, dtype)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
-    if dtype is not None or not arguments.alike(x, weight1, bias1, weight2, bias2):
+    if dtype is not None or not _checks.same_dtype_and_device(x, weight1, bias1, weight2, bias2):
         named = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
         for name, t in named.items():
             if t is not None or name in ("weight1", "weight2"):
-                arguments.check_float(name, t)
-                named[name] = arguments.cast(t, dtype)
-                arguments.check_like(name, named[name], "x", x)
+                _checks.check_float(name, t)
+                named[name] = _checks.cast(t, dtype)
+                _checks.check_like(name, named[name], "x", x)
         weight1, bias1, weight2, bias2 = named.values()
     if weight1.dim() != 2 or weight2.dim() != 2:
         raise ValueError(f"weight1 and weight2 must be matrices, got {tuple(weight1.shape)} and {tuple(weight2.shape)}")
     d, (rows, halves) = x.shape[-1], (weight1.shape[0], 2 if activation in GATED else 1)
-    arguments.check_shape("weight1", weight1, (rows, d), "(d_ff, d) or, for a gated activation, (2 * d_ff, d)")
+    _checks.check_shape("weight1", weight1, (rows, d), "(d_ff, d) or, for a gated activation, (2 * d_ff, d)")
     if rows % halves:
         raise ValueError(f"weight1 has {rows} rows, but the gated activation {activation!r} needs an even number")
     d_ff = weight2.shape[1]
     if halves == 2 and rows == d_ff > 0:
         expected = f"(2 * d_ff, d) = {(2 * d_ff, d)} for the gated activation {activation!r}"
         raise ValueError(f"weight1 has shape {tuple(weight1.shape)}, expected {expected}, as weight2 has d_ff = {d_ff}")
-    arguments.check_shape("weight2", weight2, (weight2.shape[0], rows // halves), "(d_out, d_ff)")
+    _checks.check_shape("weight2", weight2, (weight2.shape[0], rows // halves), "(d_out, d_ff)")
     if bias1 is not None:
-        arguments.check_shape("bias1", bias1, (rows,), "the rows of weight1")
+        _checks.check_shape("bias1", bias1, (rows,), "the rows of weight1")
     if bias2 is not None:
-        arguments.check_shape("bias2", bias2, (weight2.shape[0],), "the rows of weight2")
-    arguments.check_dropout(dropout_p)
+        _checks.check_shape("bias2", bias2, (weight2.shape[0],), "the rows of weight2")
+    _checks.check_dropout(dropout_p)
     return x.device, (x, weight1, bias1, weight2, bias2, activation, float(dropout_p))
 
 
 def _call_class(x: Tensor, weight1: Tensor, *options: Any) -> str:
     activation, dropout_p = options[-2:]
-    tokens = _records.up_to(x.numel() // max(x.shape[-1], 1), "tokens", 1024)
-    return _records.call_class(x.dtype, dropout_p, tokens, *(("gated",) if activation in GATED else ()))
+    tokens = timings.size_bucket(x.numel() // max(x.shape[-1], 1), "tokens", 1024)
+    return timings.call_class(x.dtype, dropout_p, tokens, *(("gated",) if activation in GATED else ()))
 
 
-@_dispatch.register("feed_forward", _query, _call_class)
+@backends.register("feed_forward", _query, _call_class)
 def feed_forward(
     x: Tensor,
     weight1: Tensor,
@@ -92,7 +92,7 @@ def feed_forward(
     activation: "relu", "gelu", "gelu_tanh", "silu", with weight1 (d_ff, d) and bias1 (d_ff,); or, gated, "reglu",
         "geglu", "geglu_tanh", "swiglu", with weight1 (2 * d_ff, d): act(first half) * second half.
     weight2 (d_out, d_ff), bias2 (d_out,). Biases may be None.
-    dropout_p: the probability of dropping a hidden unit, by the rules of fastattn/reference/philox.py; 0.0 in eval.
+    dropout_p: the probability of dropping a hidden unit, by the rules of fastattn/backends/reference/philox.py; 0.0 in eval.
     recompute: keep nothing of the hidden layer for the backward, which makes it once more from x: a product more, for
         d_ff numbers a token less in memory (gated forms twice as many). Results are the same.
     backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
@@ -102,9 +102,9 @@ def feed_forward(
     Source: Vaswani et al. 2017, section 3.3; Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
     device, call = _query(x, weight1, bias1, weight2, bias2, activation, dropout_p)
-    name, module = _dispatch.choose("feed_forward", device, call, backend)
+    name, module = backends.choose("feed_forward", device, call, backend)
     rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
-    with arguments.no_autocast(device):
+    with _checks.no_autocast(device):
         if hasattr(module, "feed_forward"):
             if recompute and torch.is_grad_enabled() and not is_transformed():
                 # On a CPU dropout's draw is an argument, see draw_rng_state: no generator has to be kept.
@@ -112,7 +112,7 @@ def feed_forward(
                 return checkpoint(module.feed_forward, *call, rng_state, **options)
             return module.feed_forward(*call, rng_state)
         x, *options = call
-        (out,) = _FeedForward.call(arguments.as_matrix(x), *options, rng_state, recompute, name)
+        (out,) = _FeedForward.call(_checks.as_matrix(x), *options, rng_state, recompute, name)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -134,7 +134,7 @@ class _FeedForward(Operator, name="feed_forward"):
         recompute: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        module = _dispatch.load_backend("feed_forward", backend)
+        module = backends.load_backend("feed_forward", backend)
         out, (kept,) = module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
         return out, x.new_empty(0, weight1.shape[0]) if recompute else kept
 
@@ -179,7 +179,7 @@ class _FeedForward(Operator, name="feed_forward"):
         dropout_p: float,
         backend: str,
     ) -> tuple[Tensor | None, ...]:
-        module = _dispatch.load_backend("feed_forward", backend)
+        module = backends.load_backend("feed_forward", backend)
         if kept.shape[0] < x.shape[0]:
             kept = module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
         weights = (weight1, bias1, weight2, bias2)

@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fastattn import _dispatch, _records
-from fastattn._dispatch import Backend
-from fastattn._transforms import can_read_values, differentiable_gradients
-from fastattn.ops import _arguments as arguments
-from fastattn.ops._operator import Operator
-from fastattn.reference import linear_cross_entropy as reference
+from fastattn import backends
+from fastattn._tracing import can_read_values, differentiable_gradients
+from fastattn.backends import Backend, timings
+from fastattn.backends.reference import linear_cross_entropy as reference
+from fastattn.ops import _checks
+from fastattn.ops._autograd import Operator
 
 Reduction = Literal["none", "mean", "sum"]
 SmoothOver = Literal["all", "others"]
@@ -33,39 +33,39 @@ def _query(
     reduction: Reduction = "mean",
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that backends take: (device, why_not's arguments)."""
-    arguments.check_float("x", x)
-    dtype = arguments.autocast_dtype(x.device)
-    x = arguments.cast(x, dtype)
+    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    _checks.check_float("x", x)
+    dtype = _checks.autocast_dtype(x.device)
+    x = _checks.cast(x, dtype)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
     named = {"weight": weight, "bias": bias}
     for name, t in named.items():
         if t is not None or name == "weight":
-            arguments.check_float(name, t)
-            named[name] = arguments.cast(t, dtype)
-            arguments.check_like(name, named[name], "x", x)
+            _checks.check_float(name, t)
+            named[name] = _checks.cast(t, dtype)
+            _checks.check_like(name, named[name], "x", x)
     weight, bias = named.values()
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (classes, d) with at least one class")
     classes = weight.shape[0]
-    arguments.check_shape("weight", weight, (classes, x.shape[-1]), "(classes, d)")
+    _checks.check_shape("weight", weight, (classes, x.shape[-1]), "(classes, d)")
     if bias is not None:
-        arguments.check_shape("bias", bias, (classes,), "the rows of weight")
-    arguments.check_finite("logit_scale", logit_scale)
+        _checks.check_shape("bias", bias, (classes,), "the rows of weight")
+    _checks.check_finite("logit_scale", logit_scale)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     target = _checked_target(target, x, classes, ignore_index)
-    label_smoothing = spread_over_all(label_smoothing, smooth_over, classes)
+    label_smoothing = smooth_over_all(label_smoothing, smooth_over, classes)
     call = (x, weight, bias, target, label_smoothing, ignore_index, float(logit_scale), reduction)
     return x.device, call
 
 
-def spread_over_all(label_smoothing: float, smooth_over: str, classes: int) -> float:
+def smooth_over_all(label_smoothing: float, smooth_over: str, classes: int) -> float:
     """A share of eps / (classes - 1) for each of the others is this one for each of all."""
-    arguments.check_number("label_smoothing", label_smoothing)
+    _checks.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
     if smooth_over not in SMOOTH_OVER:
@@ -79,7 +79,7 @@ def cross_entropy(
     logits: Tensor, target: Tensor, *, label_smoothing: float, smooth_over: str, ignore_index: int, reduction: str
 ) -> Tensor:
     """linear_cross_entropy of logits (..., classes) that a module of the user's made, by the formula."""
-    smoothing = spread_over_all(label_smoothing, smooth_over, logits.shape[-1])
+    smoothing = smooth_over_all(label_smoothing, smooth_over, logits.shape[-1])
     return reference.loss_of_logits(logits, target.long(), smoothing, ignore_index, reduction)
 
 
@@ -89,7 +89,7 @@ def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) 
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"target has dtype {target.dtype}, expected integers: the number of each right class")
-    arguments.check_shape("target", target, tuple(x.shape[:-1]), "the leading dimensions of x")
+    _checks.check_shape("target", target, tuple(x.shape[:-1]), "the leading dimensions of x")
     if target.device != x.device:
         raise ValueError(f"target is on {target.device}, expected {x.device} as x")
     target = target.long()
@@ -103,10 +103,10 @@ def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) 
 
 
 def _call_class(x: Tensor, *options: Any) -> str:
-    return _records.call_class(x.dtype)
+    return timings.call_class(x.dtype)
 
 
-@_dispatch.register("linear_cross_entropy", _query, _call_class)
+@backends.register("linear_cross_entropy", _query, _call_class)
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -150,12 +150,12 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         reduction=reduction,
     )
-    name, module = _dispatch.choose("linear_cross_entropy", device, call, backend)
-    with arguments.no_autocast(device):
+    name, module = backends.choose("linear_cross_entropy", device, call, backend)
+    with _checks.no_autocast(device):
         if hasattr(module, "linear_cross_entropy"):
             return module.linear_cross_entropy(*call)
         x, weight, bias, target, *options = call
-        inputs = (arguments.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
+        inputs = (_checks.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
         needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3]]
         (loss,) = _LinearCrossEntropy.call(*inputs, needs, name)
     return loss.view(target.shape) if reduction == "none" else loss
@@ -187,7 +187,7 @@ class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
         needs: list[bool],
         backend: str,
     ) -> tuple[Tensor | None, ...]:
-        module = _dispatch.load_backend("linear_cross_entropy", backend)
+        module = backends.load_backend("linear_cross_entropy", backend)
         needs = needs if _made_in_forward(x.dtype, reduction) else [False] * 3
         options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
         loss, grads = module.linear_cross_entropy_fwd(x, weight, bias, target, *options)
@@ -238,7 +238,7 @@ class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
         needs: list[bool],
         backend: str,
     ) -> tuple[Tensor | None, ...]:
-        module = _dispatch.load_backend("linear_cross_entropy", backend)
+        module = backends.load_backend("linear_cross_entropy", backend)
         options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
         return module.linear_cross_entropy_bwd(dloss, x, weight, bias, target, *options)
 

@@ -9,7 +9,7 @@ from .backward import add_layer_norm_bwd as add_layer_norm_bwd
 from .forward import add_layer_norm_fwd as add_layer_norm_fwd
 
 
-def why_not(
+def unsupported_reason(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,

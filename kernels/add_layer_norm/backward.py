@@ -1,4 +1,4 @@
-"""Backward of dropout + residual + LayerNorm or RMSNorm.    Specification: fastattn/reference/add_layer_norm.py
+"""Backward of dropout + residual + LayerNorm or RMSNorm.    Specification: fastattn/backends/reference/add_layer_norm.py
 
     normal = (z - mean) * rstd;    g = dout * weight
     dresidual = (g - mean(g) - normal * mean(g * normal)) * rstd + dz       means along the row; dz: of a returned z

@@ -1,4 +1,4 @@
-"""Forward of dropout + residual + LayerNorm or RMSNorm.     Specification: fastattn/reference/add_layer_norm.py
+"""Forward of dropout + residual + LayerNorm or RMSNorm.     Specification: fastattn/backends/reference/add_layer_norm.py
 
     z = residual + dropout(x + x_bias);    out = (z - mean) * rstd * weight + bias;    rstd = 1 / sqrt(var + eps)
     RMSNorm, where bias is None:  out = z * rstd * weight;                    rstd = 1 / sqrt(mean(z^2) + eps)

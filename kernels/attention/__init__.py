@@ -1,4 +1,4 @@
-"""Masked attention in Triton, forward and backward. Specification: fastattn/reference/attention.py
+"""Masked attention in Triton, forward and backward. Specification: fastattn/backends/reference/attention.py
 
 Kernels and their launches:
     forward.py         out and lse
@@ -6,7 +6,7 @@ Kernels and their launches:
     bias_gradient.py   dbias, where the bias needs it
     weights.py         the weights, on request
 tiles.py has what every kernel does with a tile; which elements are visible is read from a PreparedMask there.
-arguments.py turns tensors into kernel arguments; config.py holds the tile sizes.
+arguments.py turns tensors into kernel arguments; tile_sizes.py holds the tile sizes.
 """
 
 from torch import Tensor
@@ -15,16 +15,16 @@ from fastattn.masks import AttentionMask, Layout
 
 from ..common.launch import DTYPES, arch_of, refuse_device
 from .backward import attention_bwd
-from .config import config
 from .forward import attention_fwd
+from .tile_sizes import config
 from .weights import attention_weights
 
-__all__ = ["attention_bwd", "attention_fwd", "attention_weights", "mask_layouts", "why_not"]
+__all__ = ["attention_bwd", "attention_fwd", "attention_weights", "mask_layouts", "unsupported_reason"]
 
 _MAX_HEAD_DIM = 256
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
     """Why these kernels cannot serve, or None. Looks at dtype, device and shape alone."""
     if q.dtype not in DTYPES:
         return f"attention in Triton takes float32, bfloat16 and float16, got {q.dtype}"

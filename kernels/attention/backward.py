@@ -1,4 +1,4 @@
-"""Backward of attention: the gradients of q, k and v. Specification: fastattn/reference/attention.py
+"""Backward of attention: the gradients of q, k and v. Specification: fastattn/backends/reference/attention.py
 
     P = exp(S - lse);  Z = keep / (1 - dropout_p);  dP = Z * (dout v^T);  delta_i = sum_d out_id dout_id - dlse_i
     dS = P * (dP - delta);  dq = softmax_scale * dS k;  dk = softmax_scale * dS^T q;  dv = (P * Z)^T dout
@@ -25,7 +25,7 @@ from ..common.launch import current_arch, on_device
 from ..common.philox import dropout_keep
 from . import arguments
 from .bias_gradient import bias_gradient
-from .config import config
+from .tile_sizes import config
 from .tiles import (
     LOG2E,
     columns_of_tile,

@@ -1,4 +1,4 @@
-"""Forward of attention, one pass over the keys. Specification: fastattn/reference/attention.py
+"""Forward of attention, one pass over the keys. Specification: fastattn/backends/reference/attention.py
 
     S = softmax_scale * q k^T + bias;  S_ij = -inf where query i may not attend to key j
     lse_i = log sum_j exp(S_ij);  out_i = sum_j keep_ij / (1 - dropout_p) * exp(S_ij - lse_i) v_j
@@ -29,7 +29,7 @@ from fastattn.masks import PreparedMask
 from ..common.launch import current_arch, on_device
 from ..common.philox import dropout_keep
 from . import arguments
-from .config import config
+from .tile_sizes import config
 from .tiles import (
     LN2,
     LOG2E,

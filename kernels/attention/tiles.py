@@ -12,7 +12,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.prepared: columns in a block of mask bits, and words of a block
+BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.kernel_format: columns in a block of mask bits, and words of a block
 BIT_WORDS = tl.constexpr(4)
 
 
@@ -158,7 +158,7 @@ def visible_elements(
     """[ROWS, BLOCK] bool: which elements of a partial tile are visible. False outside of the scores.
 
     begin, end: row_intervals(row); inside: columns_to_load(). Of a row's bits, column 8 * octet + 2 * word + e of a
-    block is bit 2 * octet + e of that word, as fastattn/masks/prepared.py says.
+    block is bit 2 * octet + e of that word, as fastattn/masks/kernel_format.py says.
     """
     col = (first_column + tl.arange(0, BLOCK))[None, :]
     keep = (col >= begin[:, None]) & (col < end[:, None])

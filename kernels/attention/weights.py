@@ -18,7 +18,7 @@ from fastattn.masks import PreparedMask
 from ..common.launch import current_arch, on_device
 from ..common.philox import dropout_keep
 from . import arguments
-from .config import config
+from .tile_sizes import config
 from .tiles import (
     LOG2E,
     columns_of_tile,

@@ -1,4 +1,4 @@
-"""The dropout rule in Triton. Specification: fastattn/reference/philox.py; every backend follows it bit for bit.
+"""The dropout rule in Triton. Specification: fastattn/backends/reference/philox.py; every backend follows it bit for bit.
 
 Element (row, col) belongs to the Philox 4x32 call (7 rounds) with
     key = (seed & 0xffffffff, seed >> 32),  counter = (col // 8, row & 0xffffffff, row >> 32, offset & 0xffffffff).

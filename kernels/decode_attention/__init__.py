@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache in Triton. Specification: fastattn/reference/decode_attention.py
+"""Attention of new tokens to a cache in Triton. Specification: fastattn/backends/reference/decode_attention.py
 
 Kernels, launches and tile sizes are in forward.py; there is no backward.
 """
@@ -11,7 +11,7 @@ from .forward import decode_attention_fwd as decode_attention_fwd
 _MAX_HEAD_DIM = 256
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
     """Why these kernels cannot serve, or None. Looks at dtype, device and shape alone."""
     if q.dtype not in DTYPES:
         return f"decode_attention in Triton takes float32, bfloat16 and float16, got {q.dtype}"

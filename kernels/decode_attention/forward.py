@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache, one pass over the keys. Specification: fastattn/reference/decode_attention.py
+"""Attention of new tokens to a cache, one pass over the keys. Specification: fastattn/backends/reference/decode_attention.py
 
     S_j = softmax_scale * q_bwh k[b, j, row_j, h / group],  row_j = ancestors[b, w, j], or w, or 0 where R = 1
     out_bwh = sum_j exp(S_j - lse) v[b, j, row_j, h / group],  lse = log sum_j exp(S_j), over the visible j

@@ -10,7 +10,7 @@ from .backward import embed_layer_norm_bwd as embed_layer_norm_bwd
 from .forward import embed_layer_norm_fwd as embed_layer_norm_fwd
 
 
-def why_not(
+def unsupported_reason(
     tokens: Tensor,
     embedding: Tensor,
     position_table: Tensor,

@@ -1,4 +1,4 @@
-"""Backward of embedding + positions + dropout + LayerNorm.  Specification: fastattn/reference/embed_layer_norm.py
+"""Backward of embedding + positions + dropout + LayerNorm.  Specification: fastattn/backends/reference/embed_layer_norm.py
 
     normal = (z - mean) * rstd;    g = dout * weight
     drow = dropout((g - mean(g) - normal * mean(g * normal)) * rstd) * scale        means along the row

@@ -1,4 +1,4 @@
-"""Forward of embedding + positions + dropout + LayerNorm.   Specification: fastattn/reference/embed_layer_norm.py
+"""Forward of embedding + positions + dropout + LayerNorm.   Specification: fastattn/backends/reference/embed_layer_norm.py
 
     z = dropout(embedding[tokens] * scale + position_table[position])
     out = (z - mean) * rstd * weight + bias;    rstd = 1 / sqrt(var + eps)

@@ -8,7 +8,7 @@ from .forward import feed_forward_fwd as feed_forward_fwd
 from .forward import feed_forward_hidden as feed_forward_hidden
 
 
-def why_not(
+def unsupported_reason(
     x: Tensor,
     weight1: Tensor,
     bias1: Tensor | None,

@@ -1,4 +1,4 @@
-"""Backward of the feed-forward network.          Specification: fastattn/reference/feed_forward.py
+"""Backward of the feed-forward network.          Specification: fastattn/backends/reference/feed_forward.py
 
     dh = dropout(dout weight2);    dz = dh * act'(z), gated: (dh * up * act'(gate), dh * act(gate))
     dx = dz weight1;    dweight1 = dz^T x;    dbias1 = column sums of dz;    dweight2 = dout^T h;    dbias2 = of dout

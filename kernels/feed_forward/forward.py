@@ -1,4 +1,4 @@
-"""Forward of the feed-forward network.          Specification: fastattn/reference/feed_forward.py
+"""Forward of the feed-forward network.          Specification: fastattn/backends/reference/feed_forward.py
 
     z = x weight1^T + bias1;    h = dropout(act(z)), gated: dropout(act(gate) * up);    out = h weight2^T + bias2
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn import _cross_entropy_products as products
+from fastattn.backends import cross_entropy_chunks as products
 
 from ..common.launch import DTYPES, refuse_device
 from .rows import cross_entropy_rows, empty_logits
@@ -12,7 +12,7 @@ from .rows import cross_entropy_rows, empty_logits
 _ROWS = products.Rows(cross_entropy_rows, empty_logits)
 
 
-def why_not(
+def unsupported_reason(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -31,10 +31,10 @@ def why_not(
 
 
 def linear_cross_entropy_fwd(*call: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """As fastattn._cross_entropy_products.forward, which has the arguments."""
+    """As fastattn.backends.cross_entropy_chunks.forward, which has the arguments."""
     return products.forward(_ROWS, *call)
 
 
 def linear_cross_entropy_bwd(*call: Any) -> tuple[Tensor | None, ...]:
-    """As fastattn._cross_entropy_products.backward, which has the arguments."""
+    """As fastattn.backends.cross_entropy_chunks.backward, which has the arguments."""
     return products.backward(_ROWS, *call)

@@ -3,7 +3,7 @@
     z = logit_scale * (logits + bias);    lse = log(sum over c of exp(z_c));    t: the target
     loss = (1 - eps) * (lse - z_t) + eps * (lse - mean of z)
     gradient of logits_c = dloss * logit_scale * (exp(z_c - lse) - eps / classes - (1 - eps) * [c = t])
-    Specification: fastattn/reference/linear_cross_entropy.py
+    Specification: fastattn/backends/reference/linear_cross_entropy.py
 
 Grid: one program a row, which it sweeps twice, BLOCK columns a turn. The first sweep keeps, in float32 registers, the
 running maximum and for each of BLOCK places a sum of exponentials relative to it (and of logits, for smoothing), so

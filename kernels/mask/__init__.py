@@ -1,4 +1,4 @@
-"""How masks are prepared on a GPU, for the attention of Triton and of CUDA. Specification: fastattn/masks/prepared.py
+"""How masks are prepared on a GPU, for the attention of Triton and of CUDA. Specification: fastattn/masks/kernel_format.py
 
 prepare.py has the kernel and its launch.
 """
@@ -8,9 +8,9 @@ from torch import Tensor
 from ..common.launch import refuse_device
 from .prepare import prepare_mask
 
-__all__ = ["prepare_mask", "why_not"]
+__all__ = ["prepare_mask", "unsupported_reason"]
 
 
-def why_not(x: Tensor) -> str | None:
+def unsupported_reason(x: Tensor) -> str | None:
     """Why the kernel cannot run where x, one of the mask's tensors, is; or None."""
     return refuse_device(x)

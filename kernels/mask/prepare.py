@@ -1,4 +1,4 @@
-"""What attention's kernels read of a mask, in one launch. Specification: fastattn/masks/prepared.py
+"""What attention's kernels read of a mask, in one launch. Specification: fastattn/masks/kernel_format.py
 
     intervals_r = the columns that band, packed sequences and the padding of rows leave to row r
     columns_c   = column c is no padding and, where sequences are packed, visible to some row
@@ -34,11 +34,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.masks.prepared import PreparedMask, Restriction, band_of, matrix_of_one_row_as_padding
+from fastattn.masks.kernel_format import PreparedMask, Restriction, band_of, matrix_of_one_row_as_padding
 
 from ..common.launch import on_device
 
-BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.prepared: columns in a block of mask bits, and words of a block
+BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.kernel_format: columns in a block of mask bits, and words of a block
 BIT_WORDS = tl.constexpr(4)
 ROWS_WITHOUT_LISTS = 64
 SPAN_WITHOUT_MATRIX = 1024

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from helpers import assert_close_as_torch
 from torch import Tensor
 
-from fastattn.cuda import linear_cross_entropy as backend
-from fastattn.error_rule import cross_entropy_terms
+from fastattn.backends.cuda import linear_cross_entropy as backend
+from fastattn.check.tolerance import cross_entropy_terms
 
 IGNORED = -7
 GUARD = 40  # elements before and after each buffer

@@ -10,10 +10,10 @@ from helpers import assert_close_as_torch
 from layer_norm_checks import EPS, Guarded
 from torch import Tensor
 
-from fastattn.cuda import embed_layer_norm as backend
-from fastattn.error_rule import embed_layer_norm_terms
-from fastattn.reference.add_layer_norm import add_layer_norm
-from fastattn.reference.philox import keep_factor
+from fastattn.backends.cuda import embed_layer_norm as backend
+from fastattn.backends.reference.add_layer_norm import add_layer_norm
+from fastattn.backends.reference.philox import keep_factor
+from fastattn.check.tolerance import embed_layer_norm_terms
 
 VOCABULARY, PLACES, LENGTH, SCALE = 13, 6, 4, 3.0
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16

@@ -1,4 +1,4 @@
-// Small kernels with one classic error each, and the same without it: what test_host_runner.py expects the CPU runner to
+// Small kernels with one classic error each, and the same without it: what test_emulator.py expects the CPU runner to
 // catch. A kernel writes its result to `out`, one float a thread.
 #include <cmath>
 #include <stdexcept>

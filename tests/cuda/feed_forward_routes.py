@@ -1,4 +1,4 @@
-"""Holding the CUDA feed-forward to one of its routes, on the CPU through csrc/host or on a GPU that has it."""
+"""Holding the CUDA feed-forward to one of its routes, on the CPU through csrc/emulator or on a GPU that has it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from layer_norm_checks import Guarded
 
 from fastattn import feed_forward
-from fastattn.cuda import feed_forward as backend
-from fastattn.cuda.feed_forward import Route, products_by
+from fastattn.backends.cuda import feed_forward as backend
+from fastattn.backends.cuda.feed_forward import Route, products_by
 
 
 @contextmanager
 def held_to(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this context products take this route, if it can take them at all."""
     if device.type == "cpu":
-        monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
+        monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "90")
     elif route == Route.SM90 and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("this GPU is no Hopper")
     with products_by(route):

@@ -341,7 +341,7 @@ const char* said(void (*act)(const void*), const void* argument) {
 
 }  // namespace
 
-#ifdef LARGE_PAGES  // what csrc/host, linked with this, asks for the size of a page: stacks must be as large above such a guard
+#ifdef LARGE_PAGES  // what csrc/emulator, linked with this, asks for the size of a page: stacks must be as large above such a guard
 extern "C" long sysconf(int) noexcept { return 64 << 10; }
 #endif
 

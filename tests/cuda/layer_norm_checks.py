@@ -10,10 +10,10 @@ import torch
 from helpers import assert_close_as_torch
 from torch import Tensor
 
-from fastattn.cuda import add_layer_norm as backend
-from fastattn.error_rule import add_layer_norm_terms
-from fastattn.reference import add_layer_norm as reference
-from fastattn.reference.philox import keep_factor
+from fastattn.backends.cuda import add_layer_norm as backend
+from fastattn.backends.reference import add_layer_norm as reference
+from fastattn.backends.reference.philox import keep_factor
+from fastattn.check.tolerance import add_layer_norm_terms
 
 EPS = 1e-2  # large enough to matter
 GUARD = 64  # elements before and after each buffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-import host_build
+import emulator_build
 import pytest
 import torch
 from helpers import round_tf32
@@ -26,7 +26,9 @@ ROUND = {
 
 @pytest.fixture(scope="module")
 def library(build_folder: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(host_build.build("fragments", [Path(__file__).with_name("fragments.cu")], build_folder)))
+    library = ctypes.CDLL(
+        str(emulator_build.build("fragments", [Path(__file__).with_name("fragments.cu")], build_folder))
+    )
     library.run_product.restype = ctypes.c_char_p
     return library
 
@@ -50,7 +52,7 @@ def test_products(name: str, library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("mode", ASYNC)
 def test_copies(mode: str, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was waited for is there; what lies outside is zero and is not read."""
-    monkeypatch.setenv("FASTATTN_HOST_ASYNC", mode)
+    monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", mode)
     values, out, unused = torch.randn(256), torch.zeros(256), torch.zeros(1)
     values[:32] = torch.nan
     run(library, "copy", values, unused, unused, unused, out)

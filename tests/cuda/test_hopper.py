@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import host_build
+import emulator_build
 import pytest
 import torch
-from host_build import CSRC, ELSEWHERE, ORDERS, SM90_COMPLETIONS
+from emulator_build import CSRC, ELSEWHERE, ORDERS, SM90_COMPLETIONS
 
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
 Setting = Callable[[tuple[str, str]], None]
@@ -39,7 +39,7 @@ def loaded(path: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session", params=RUNNERS)
 def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
-    return loaded(host_build.build("hopper", [SOURCE], build_folder, *RUNNERS[request.param]))
+    return loaded(emulator_build.build("hopper", [SOURCE], build_folder, *RUNNERS[request.param]))
 
 
 def compile_for_device(folder: Path) -> Path:
@@ -64,7 +64,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "device":
         return Place(loaded(compile_for_device(tmp_path_factory.mktemp("hopper"))), "cuda")
     folder = request.getfixturevalue("build_folder")
-    return Place(loaded(host_build.build("hopper", [SOURCE], folder, *RUNNERS[request.param])), "cpu")
+    return Place(loaded(emulator_build.build("hopper", [SOURCE], folder, *RUNNERS[request.param])), "cpu")
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
     """Sets an order and a completion."""
 
     def set_both(values: tuple[str, str]) -> None:
-        for name, value in zip(("FASTATTN_HOST_ORDER", "FASTATTN_HOST_ASYNC"), values, strict=True):
+        for name, value in zip(("FASTATTN_EMULATOR_ORDER", "FASTATTN_EMULATOR_ASYNC"), values, strict=True):
             monkeypatch.setenv(name, value)
 
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
+    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "90")
     return set_both
 
 

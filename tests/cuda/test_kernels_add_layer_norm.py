@@ -1,4 +1,4 @@
-"""The CUDA layer norm: on the CPU through csrc/host, in several warp orders, and on a GPU where there is one."""
+"""The CUDA layer norm: on the CPU through csrc/emulator, in several warp orders, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_build import ORDERS
+from emulator_build import ORDERS
 from layer_norm_checks import EPS, Case, run
 
 import fastattn
-from fastattn.cuda import add_layer_norm as backend
-from fastattn.reference.philox import keep_mask, rescale
+from fastattn.backends.cuda import add_layer_norm as backend
+from fastattn.backends.reference.philox import keep_mask, rescale
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 PAIRS = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
@@ -95,7 +95,7 @@ def test_weight_gradients_of_many_blocks(
     monkeypatch.setattr(backend, "extension", lambda _: Blocks())
     results = []
     for order in ORDERS:
-        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
         torch.manual_seed(0)
         results.append(run(Case(9 * blocks + 2, 40, rms=rms, x_bias=FLOAT32), device, monkeypatch))
     for other in results[1:]:
@@ -111,7 +111,7 @@ def test_bits_do_not_depend_on_the_run(case: Case, device: torch.device, monkeyp
     """Equal bits in every order of warps, lanes and blocks, and from run to run."""
     results = []
     for order in (*ORDERS, ORDERS[0]):
-        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
         torch.manual_seed(0)
         results.append(run(case, device, monkeypatch))
     for other in results[1:]:
@@ -140,7 +140,7 @@ def test_public_function(device: torch.device) -> None:
     tensors = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, shape[2:], shape[2:])]
     explanation = fastattn.explain("add_layer_norm", *tensors)
     assert explanation.refusals["cuda"] is None
-    assert ("run on the CPU by csrc/host" in str(explanation)) == (device.type == "cpu")
+    assert ("run on the CPU by csrc/emulator" in str(explanation)) == (device.type == "cpu")
     results = []
     for name in ("cuda", "reference"):
         torch.manual_seed(1)
@@ -154,7 +154,7 @@ def test_refusals(device: torch.device) -> None:
     """Each limit is refused with what was got."""
     x, weight = torch.empty(2, 64, device=device), torch.empty(64, device=device)
     wide = torch.empty(16385, device=device)
-    assert backend.why_not(x, None, weight, weight, 0.0) is None
+    assert backend.unsupported_reason(x, None, weight, weight, 0.0) is None
     for arguments, said in (
         ((x.double(), None, weight, weight), "float64"),
         ((x, None, weight.half(), weight.half()), "torch.float16"),
@@ -162,21 +162,21 @@ def test_refusals(device: torch.device) -> None:
         ((wide[None], None, wide, wide), "16385"),
         ((x.to("meta"), None, weight, weight), "meta"),
     ):
-        assert said in backend.why_not(*arguments, 0.0)
-    assert "x_bias in float32" in backend.why_not(x, None, weight, weight, 0.0, weight.half())
+        assert said in backend.unsupported_reason(*arguments, 0.0)
+    assert "x_bias in float32" in backend.unsupported_reason(x, None, weight, weight, 0.0, weight.half())
 
 
-def test_host_runner_from_the_environment(host_extension: Path) -> None:
+def test_host_runner_from_the_environment(emulator_library: Path) -> None:
     program = """
 import fastattn, torch
 x, weight = torch.randn(2, 64), torch.ones(64)
 print(fastattn.dropout_add_layer_norm(x, x, weight, weight, backend="cuda").shape)
 """
-    environment = os.environ | {"FASTATTN_CUDA_HOST": str(host_extension)}
+    environment = os.environ | {"FASTATTN_CUDA_EMULATOR": str(emulator_library)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "torch.Size([2, 64])", done.stderr
 
 
 def test_refuses_a_cpu_tensor_without_the_host_runner() -> None:
     x, weight = torch.empty(2, 64), torch.empty(64)
-    assert "got a CPU tensor" in backend.why_not(x, None, weight, weight, 0.0)
+    assert "got a CPU tensor" in backend.unsupported_reason(x, None, weight, weight, 0.0)

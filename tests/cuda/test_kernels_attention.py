@@ -1,5 +1,5 @@
 """What is special about the CUDA attention: its kernels' sizes, memory orders, races and launches. What every backend
-must do is in tests/ops. On the CPU through csrc/host, as an A100 and as an H100, and on a GPU where there is one."""
+must do is in tests/ops. On the CPU through csrc/emulator, as an A100 and as an H100, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 from attention_checks import Problem, Results, backend_call, check, compare, exact, make, plain, solve, terms
+from emulator_build import ORDERS, SM90_COMPLETIONS
 from helpers import assert_close_as_torch, round_tf32
-from host_build import ORDERS, SM90_COMPLETIONS
 from mask_cases import KINDS, prefix
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fastattn.cuda
+import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
-from fastattn._dispatch import load_backend
-from fastattn.cuda import _attention_arguments, _attention_sm90
-from fastattn.cuda import attention as backend
-from fastattn.reference.philox import draw_rng_state
+from fastattn.backends import load_backend
+from fastattn.backends.cuda import _attention_arguments, _attention_sm90
+from fastattn.backends.cuda import attention as backend
+from fastattn.backends.reference.philox import draw_rng_state
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 full = pytest.mark.full
@@ -34,7 +34,7 @@ full = pytest.mark.full
 @pytest.fixture(params=["80", "90"])
 def kernels(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device, as one of this compute capability: those of 90 are Hopper's own kernels."""
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", request.param)
+    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", request.param)
     if device.type == "cuda" and (torch.cuda.get_device_capability(device) == (9, 0)) != (request.param == "90"):
         pytest.skip("this GPU runs the other kernels")
     return device
@@ -162,8 +162,8 @@ RACES = {
 
 def in_every_setting(p: Problem, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Results]:
     for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS):
-        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
-        monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", completion)
         yield solve(p, held(device))
 
 
@@ -250,10 +250,10 @@ def test_explained_and_refused(device: torch.device) -> None:
         ((q, q, q, bias), "bias in float32, bfloat16 or float16, got torch.float64"),
         ((q.to("meta"), q, q, None), "meta"),
     ):
-        assert said in backend.why_not(*arguments, 0.0)
+        assert said in backend.unsupported_reason(*arguments, 0.0)
 
 
-# --- launches, noted by csrc/host in place of running them -----------------------------------------------------------
+# --- launches, noted by csrc/emulator in place of running them -----------------------------------------------------------
 
 
 class NoWait(TorchDispatchMode):
@@ -272,15 +272,15 @@ class NoWait(TorchDispatchMode):
 
 
 @pytest.fixture
-def launches(host_extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def launches(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """launches(capability, problem): (kernel, blocks, threads, bytes of shared memory) of its forward and of its
     backward, and the sizes of what they allocate."""
-    fastattn.cuda.load_host_runner(host_extension)
+    fastattn.backends.cuda.load_emulator(emulator_library)
     file = tmp_path / "launches"
-    monkeypatch.setenv("FASTATTN_HOST_LAUNCHES", str(file))
+    monkeypatch.setenv("FASTATTN_EMULATOR_LAUNCHES", str(file))
 
     def run(capability: str, p: Problem) -> tuple[list[list[str]], list[list[str]], list[int]]:
-        monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)
+        monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", capability)
         mask, (Lq, Lk) = AttentionMask(**p.mask), p.shape[2:]
         out, lse, noted = torch.zeros_like(p.dout), torch.zeros(p.q.shape[:3]), []
         options = (p.scale, p.dropout_p, torch.zeros(2, dtype=torch.int64) if p.dropout_p > 0 else None)
@@ -301,16 +301,16 @@ def launches(host_extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return *noted, watch.made
 
     yield run
-    fastattn.cuda.load_host_runner(None)
+    fastattn.backends.cuda.load_emulator(None)
 
 
-def test_too_few_registers(host_extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_registers(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another nvcc may give a kernel fewer than it shares out. It would wait for ever; an exception comes instead."""
-    fastattn.cuda.load_host_runner(shutil.copy(host_extension, tmp_path))  # it asks about each kernel once
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "90")
+    fastattn.backends.cuda.load_emulator(shutil.copy(emulator_library, tmp_path))  # it asks about each kernel once
+    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "90")
 
     def run(registers: int, D: int = 64, **options: Any) -> None:
-        monkeypatch.setenv("FASTATTN_HOST_REGISTERS", str(registers))
+        monkeypatch.setenv("FASTATTN_EMULATOR_REGISTERS", str(registers))
         solve(make(B=1, H=1, Lq=5, Lk=130, D=D, dtype=BFLOAT16, **options), held(torch.device("cpu")))
 
     def refused(kernel: str, registers: int, needed: int, **options: Any) -> None:
@@ -328,7 +328,7 @@ def test_too_few_registers(host_extension: Path, tmp_path: Path, monkeypatch: py
         run(161, dropout_p=0.1)  # a warp gets them by eights a thread
         refused("bias_gradient_sm90_kernel", 160, 168, bias=(1, 1, 5, 130))
     finally:
-        fastattn.cuda.load_host_runner(None)
+        fastattn.backends.cuda.load_emulator(None)
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])

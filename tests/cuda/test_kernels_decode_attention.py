@@ -1,4 +1,4 @@
-"""The CUDA kernels of attention to a cache: on the CPU through csrc/host, and on a GPU where there is one.
+"""The CUDA kernels of attention to a cache: on the CPU through csrc/emulator, and on a GPU where there is one.
 
 What every backend is held to: tests/ops/test_decode_attention.py.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from decode_attention_checks import check, make
-from host_build import ORDERS
+from emulator_build import ORDERS
 
-from fastattn.cuda import decode_attention as backend
+from fastattn.backends.cuda import decode_attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -62,7 +62,7 @@ def test_bits_do_not_depend_on_the_run(
 ) -> None:
     inputs, results = make(device, **case), []
     for order in (*ORDERS, ORDERS[0]):
-        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
         results.append(check(inputs, "cuda"))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -78,7 +78,7 @@ def test_splits_follow_from_shapes_alone(device: torch.device) -> None:
 
 def test_refusals(device: torch.device) -> None:
     inputs = make(device)
-    assert backend.why_not(*inputs) is None
-    assert "float64" in backend.why_not(*inputs.to(torch.float64))
-    assert "up to 256, got 264 and 32" in backend.why_not(*make(device, head_dim=264, value_dim=32))
-    assert "meta" in backend.why_not(*(None if t is None else t.to("meta") for t in inputs))
+    assert backend.unsupported_reason(*inputs) is None
+    assert "float64" in backend.unsupported_reason(*inputs.to(torch.float64))
+    assert "up to 256, got 264 and 32" in backend.unsupported_reason(*make(device, head_dim=264, value_dim=32))
+    assert "meta" in backend.unsupported_reason(*(None if t is None else t.to("meta") for t in inputs))

@@ -1,4 +1,4 @@
-"""The CUDA backend of embedding + positions + dropout + LayerNorm: on the CPU through csrc/host, in several warp
+"""The CUDA backend of embedding + positions + dropout + LayerNorm: on the CPU through csrc/emulator, in several warp
 orders, and on a GPU where there is one. What every backend is held to: tests/ops/test_embed_layer_norm.py.
 """
 
@@ -21,10 +21,10 @@ from embed_layer_norm_cases import (
     inputs,
     run,
 )
-from host_build import ORDERS
+from emulator_build import ORDERS
 
 from fastattn import explain
-from fastattn.cuda import embed_layer_norm as backend
+from fastattn.backends.cuda import embed_layer_norm as backend
 
 INT32, INT64 = torch.int32, torch.int64
 # Every combination that the public op lets through: parameters in float32, or some of them in 16 bits.
@@ -74,7 +74,7 @@ def test_bits_do_not_depend_on_the_run(
     monkeypatch.setattr(backend, "extension", lambda _: Blocks())
     results = []
     for order in (*ORDERS, ORDERS[0]):
-        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
         torch.manual_seed(0)
         results.append(run(Case(8 * (blocks or 4) + 5, 264, dropout_p=0.1, indices=INT32), device, monkeypatch))
     for other in results[1:]:
@@ -117,5 +117,5 @@ def test_refusals(device: torch.device) -> None:
     assert explain("embed_layer_norm", tokens, *tensors).refusals["cuda"] is None
     rest = (*tensors[1:], None, 1.0, None, 0.0, FLOAT32)
     for wrong, said in ((tensors[0].double(), "float64"), (torch.empty(1, 16385, device=device), "16385")):
-        assert said in backend.why_not(tokens, wrong, *rest)
-    assert "meta" in backend.why_not(tokens, embedding.to("meta"), *rest)
+        assert said in backend.unsupported_reason(tokens, wrong, *rest)
+    assert "meta" in backend.unsupported_reason(tokens, embedding.to("meta"), *rest)

@@ -1,4 +1,4 @@
-"""The CUDA feed-forward's product with epilogues: on the CPU through csrc/host, and on a GPU where there is one.
+"""The CUDA feed-forward's product with epilogues: on the CPU through csrc/emulator, and on a GPU where there is one.
 
 The backend of the route that users take, cuBLAS and a pointwise kernel, is held to the checks of every backend in
 tests/ops/test_feed_forward.py.
@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from emulator_build import ORDERS, SM90_COMPLETIONS
 from feed_forward_checks import ACTIVATIONS, GATED, Results, check, make, solve
 from feed_forward_routes import GuardedTorch, cuda, held_to, note_routes
-from host_build import ORDERS, SM90_COMPLETIONS
 
-from fastattn._dispatch import load_backend, refusal
-from fastattn.cuda import feed_forward as backend
-from fastattn.cuda.feed_forward import Route
-from fastattn.reference import philox
+from fastattn.backends import load_backend, unsupported_reason
+from fastattn.backends.cuda import feed_forward as backend
+from fastattn.backends.cuda.feed_forward import Route
+from fastattn.backends.reference import philox
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 # Several tiles each way, all of them ragged, and steps along the depth that end in the middle of one.
@@ -94,8 +94,8 @@ def test_bits_do_not_depend_on_the_run(
     p = make(activation, 0.3, tokens=140, d=40, d_ff=264, d_out=40, dtype=BFLOAT16, device=device)
     first = None
     for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS):
-        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
-        monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", completion)
         got = solve(p, cuda)
         first = first or check(p, cuda)
         for name, a, b in zip(Results._fields, first, got, strict=True):
@@ -131,7 +131,7 @@ def test_routes_and_triton_are_interchangeable(
     backends: list[Any] = [Route.CUBLAS]
     if device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0):
         backends.append(Route.SM90)
-    if refusal("feed_forward", "triton", (*p.inputs, activation, 0.3)) is None:
+    if unsupported_reason("feed_forward", "triton", (*p.inputs, activation, 0.3)) is None:
         backends.append("triton")
 
     def functions(which: Any) -> Any:
@@ -174,6 +174,6 @@ def test_strides(route: Route, taken: list[Route], device: torch.device) -> None
 
 def test_refusals(device: torch.device) -> None:
     x = torch.zeros(2, 8, device=device)
-    assert backend.why_not(x, x, None, x, None, "relu", 0.0) is None
-    assert "float64" in backend.why_not(x.double(), x, None, x, None, "relu", 0.0)
-    assert "meta" in backend.why_not(x.to("meta"), x, None, x, None, "relu", 0.0)
+    assert backend.unsupported_reason(x, x, None, x, None, "relu", 0.0) is None
+    assert "float64" in backend.unsupported_reason(x.double(), x, None, x, None, "relu", 0.0)
+    assert "meta" in backend.unsupported_reason(x.to("meta"), x, None, x, None, "relu", 0.0)

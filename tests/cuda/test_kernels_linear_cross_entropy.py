@@ -1,4 +1,4 @@
-"""The CUDA kernel over rows of logits: on the CPU through csrc/host, and on a GPU where there is one.
+"""The CUDA kernel over rows of logits: on the CPU through csrc/emulator, and on a GPU where there is one.
 
 The op in this backend, products included, is held to every backend's checks in tests/ops/test_linear_cross_entropy.py.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_entropy_checks import IGNORED, Case, run
-from host_build import ORDERS
+from emulator_build import ORDERS
 
-from fastattn.cuda import linear_cross_entropy as backend
+from fastattn.backends.cuda import linear_cross_entropy as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -50,7 +50,7 @@ def test_a_loss_alone_leaves_the_logits(case: Case, device: torch.device) -> Non
 def test_bits_do_not_depend_on_the_run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for order in (*ORDERS, ORDERS[0]):
-        monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
         results.append(run(case, device))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -62,7 +62,7 @@ def test_held_or_read_again(device: torch.device, monkeypatch: pytest.MonkeyPatc
         pytest.skip("a GPU has one size of shared memory")
     case, results = Case(100_000, BFLOAT16, rows=1), []
     for capability in ("80", "90"):
-        monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)
+        monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", capability)
         results.append(run(case, device))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -87,6 +87,6 @@ def test_no_rows(device: torch.device) -> None:
 def test_refusals(device: torch.device) -> None:
     x = torch.empty(2, 8, device=device)
     call = (x, None, x[:, 0].long(), 0.0, -100, 1.0, "mean")
-    assert backend.why_not(x, *call) is None
-    assert "float64" in backend.why_not(x.double(), *call)
-    assert "meta" in backend.why_not(x.to("meta"), *call)
+    assert backend.unsupported_reason(x, *call) is None
+    assert "float64" in backend.unsupported_reason(x.double(), *call)
+    assert "meta" in backend.unsupported_reason(x.to("meta"), *call)

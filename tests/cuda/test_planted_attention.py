@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import planting
+import mutations
 import pytest
 import torch
 from attention_checks import Problem, backend_call, compare, make, solve, visible
 from mask_cases import packed_and_padded
 
-import fastattn.cuda
+import fastattn.backends.cuda
 
 pytestmark = pytest.mark.full
 
@@ -96,26 +96,26 @@ CHANGES = [
 @pytest.fixture(scope="module")
 def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("planted") / "csrc"
-    planting.plant(copy, CHANGES, [bug[2:] for bugs in BUGS.values() for bug in bugs])
-    return planting.build(build_folder, copy, [FORWARD, DQ, DKDV, SHORT, FORWARD_90, DQ_90, DKDV_90])
+    mutations.plant(copy, CHANGES, [bug[2:] for bugs in BUGS.values() for bug in bugs])
+    return mutations.build(build_folder, copy, [FORWARD, DQ, DKDV, SHORT, FORWARD_90, DQ_90, DKDV_90])
 
 
 def fails(extension: Path, capability: str, number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Is a result of the problem off, in one of TRIES?"""
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", capability)
-    fastattn.cuda.load_host_runner(extension)
-    planting.choose(extension, number)
+    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", capability)
+    fastattn.backends.cuda.load_emulator(extension)
+    mutations.choose(extension, number)
     try:
         for order, completion in TRIES:
-            monkeypatch.setenv("FASTATTN_HOST_ORDER", order)
-            monkeypatch.setenv("FASTATTN_HOST_ASYNC", completion)
+            monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+            monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", completion)
             p = problems()[name]
             given = poisoned(p) if name == "poisoned" else p
             compare(p, solve(given, backend_call("cuda", torch.device("cpu"), weights=False)))
     except (AssertionError, RuntimeError):
         return True
     finally:
-        fastattn.cuda.load_host_runner(None)
+        fastattn.backends.cuda.load_emulator(None)
     return False
 
 

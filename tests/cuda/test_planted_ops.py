@@ -17,14 +17,14 @@ import decode_attention_checks
 import embed_layer_norm_cases
 import feed_forward_checks
 import layer_norm_checks
-import planting
+import mutations
 import pytest
 import torch
+from emulator_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
 from feed_forward_routes import cuda, held_to
-from host_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
 
-import fastattn.cuda
-from fastattn.cuda.feed_forward import Route
+import fastattn.backends.cuda
+from fastattn.backends.cuda.feed_forward import Route
 
 pytestmark = pytest.mark.full
 CPU, FP32, BF16, FP16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
@@ -205,8 +205,8 @@ def build(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def library(op: str) -> Path:
         if op not in built:
             copy, plant = tmp_path_factory.mktemp(op) / "csrc", PLANTS[op]
-            planting.plant(copy, plant.changes, [(bug.file, bug.right, bug.wrong) for bug in plant.bugs])
-            built[op] = planting.build(build_folder, copy, plant.sources)
+            mutations.plant(copy, plant.changes, [(bug.file, bug.right, bug.wrong) for bug in plant.bugs])
+            built[op] = mutations.build(build_folder, copy, plant.sources)
         return built[op]
 
     return library
@@ -215,13 +215,13 @@ def build(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 def settings(route: Route | None) -> Iterator[dict[str, str]]:
     completions: Any = {None: [None], Route.SM90: SM90_COMPLETIONS}.get(route, COMPLETIONS)
     for order, completion in itertools.product(ORDERS, completions):
-        yield {"FASTATTN_HOST_ORDER": order} | ({"FASTATTN_HOST_ASYNC": completion} if completion else {})
+        yield {"FASTATTN_EMULATOR_ORDER": order} | ({"FASTATTN_EMULATOR_ASYNC": completion} if completion else {})
 
 
 def fails(library: Path, op: str, bug: int, route: Route | None, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Does a check fail, in one of the orders and completions? bug: from 1 on, 0 is none."""
-    fastattn.cuda.load_host_runner(library)
-    planting.choose(library, bug)
+    fastattn.backends.cuda.load_emulator(library)
+    mutations.choose(library, bug)
     held = nullcontext if route is None else partial(held_to, route, CPU, monkeypatch)
     try:
         for environment in settings(route):
@@ -232,7 +232,7 @@ def fails(library: Path, op: str, bug: int, route: Route | None, monkeypatch: py
     except (AssertionError, RuntimeError):
         return True
     finally:
-        fastattn.cuda.load_host_runner(None)
+        fastattn.backends.cuda.load_emulator(None)
     return False
 
 

@@ -1,6 +1,6 @@
 """sm_86, sm_89 and sm_120 run the kernels of sm_80 with 99 KiB of shared memory a block, where an A100 has 163.
 
-csrc/host notes the launches in place of running them, and refuses one that asks for more than its compute capability
+csrc/emulator notes the launches in place of running them, and refuses one that asks for more than its compute capability
 has. Attention's forward and backward: test_kernels_attention.py.
 """
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import fastattn.cuda
-from fastattn.cuda.add_layer_norm import SUMS_DX_HIDDEN
+import fastattn.backends.cuda
+from fastattn.backends.cuda.add_layer_norm import SUMS_DX_HIDDEN
 
 KIB = 1024
 
 
-def test_every_launch_fits(host_extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_launch_fits(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = tmp_path / "launches"
-    monkeypatch.setenv("FASTATTN_HOST_CAPABILITY", "89")
-    monkeypatch.setenv("FASTATTN_HOST_LAUNCHES", str(noted))
-    monkeypatch.setattr(fastattn.cuda, "_host_runner", fastattn.cuda._load(host_extension))
+    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "89")
+    monkeypatch.setenv("FASTATTN_EMULATOR_LAUNCHES", str(noted))
+    monkeypatch.setattr(fastattn.backends.cuda, "_emulator", fastattn.backends.cuda._load(emulator_library))
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)

@@ -15,8 +15,9 @@ from test_generate import BOS, EOS, PAD, make_model, make_source
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn import FusedTransformer, _cuda_graphs, generate, use_backend
-from fastattn.generate import steps
+from fastattn import FusedTransformer, generate, use_backend
+from fastattn.generate import kept_graphs
+from fastattn.graphs import capture
 from fastattn.models import ABDTransformer, Translator
 from fastattn.nn import DecoderCache
 
@@ -38,7 +39,7 @@ class Made:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools, self.graphs = 0, 0
-        made, kind = self, _cuda_graphs.CudaGraphs if CUDA else RecordedGraphs
+        made, kind = self, capture.CudaGraphs if CUDA else RecordedGraphs
 
         class Counted(kind):  # type: ignore[misc, valid-type]
             def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,7 @@ class Made:
                 made.graphs += 1
                 return super().captured(*arguments)
 
-        monkeypatch.setattr(steps, "CudaGraphs", Counted)
+        monkeypatch.setattr(kept_graphs, "CudaGraphs", Counted)
 
     def now(self) -> tuple[int, int]:
         return self.pools, self.graphs
@@ -58,11 +59,11 @@ class Made:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """Decoding by graphs. Nothing is kept from one test to the next."""
-    monkeypatch.setattr(steps, "_shared", {})
-    steps.drop_graphs()
+    monkeypatch.setattr(kept_graphs, "_shared", {})
+    kept_graphs.drop_graphs()
     with use_backend(None if CUDA else "reference"):
         yield Made(monkeypatch)
-    steps.drop_graphs()
+    kept_graphs.drop_graphs()
 
 
 def decode(way: str, model: nn.Module, src_seq: Tensor) -> Any:
@@ -82,9 +83,9 @@ def decode(way: str, model: nn.Module, src_seq: Tensor) -> Any:
 def plainly(way: str, model: nn.Module, src_seq: Tensor) -> Any:
     """Without graphs, and on a CPU with a batch that shrinks otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cuda_graphs, "WARM_UP", 99)
-        patch.setattr(steps, "KEPT_TOKENS", 0)
-        patch.setattr(steps, "CudaGraphs", _cuda_graphs.CudaGraphs)
+        patch.setattr(capture, "WARM_UP", 99)
+        patch.setattr(kept_graphs, "KEPT_TOKENS", 0)
+        patch.setattr(kept_graphs, "CudaGraphs", capture.CudaGraphs)
         return WAYS[way](model, src_seq)
 
 
@@ -140,28 +141,28 @@ def test_changes_of_the_model(made: Made) -> None:
 
 def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than the limits, nothing of a dead model, and nothing after drop_graphs."""
-    monkeypatch.setattr(steps, "KEPT_SEARCHES", 2)
+    monkeypatch.setattr(kept_graphs, "KEPT_SEARCHES", 2)
     model = make_model().to(DEVICE)
 
     def sizes(model: nn.Module) -> list[int]:
-        return [search.cache.batch for search, _ in steps._kept[model][1].values()]
+        return [search.cache.batch for search, _ in kept_graphs._kept[model][1].values()]
 
     for batch in (3, 4, 5):
         decode("greedy", model, sources(batch)[0])
     assert sizes(model) == [4, 5]
-    monkeypatch.setattr(steps, "KEPT_TOKENS", 4 * LIMITS["max_len"])
+    monkeypatch.setattr(kept_graphs, "KEPT_TOKENS", 4 * LIMITS["max_len"])
     before = made.graphs
     decode("greedy", model, sources(5)[0])  # too large
     assert made.graphs == before + 1
     decode("greedy", model, sources(3)[0])
     assert sizes(model) == [3]
-    steps.drop_graphs()
-    assert not steps._kept
+    kept_graphs.drop_graphs()
+    assert not kept_graphs._kept
     decode("greedy", model, sources(3)[0])
     assert made.graphs == before + 3 and sizes(model) == [3]
     del model
     gc.collect()
-    assert not steps._kept
+    assert not kept_graphs._kept
 
 
 def test_a_search_within_a_search(made: Made) -> None:

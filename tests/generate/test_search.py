@@ -15,9 +15,10 @@ from test_generate import BOS, EOS, PAD, make_model, make_source
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from fastattn import _cuda_graphs, generate, use_backend
-from fastattn.generate import steps as steps_module
+from fastattn import generate, use_backend
+from fastattn.generate import kept_graphs as steps_module
 from fastattn.generate.beams import topk_of_sums
+from fastattn.graphs import capture as capture_module
 from fastattn.models import Translator
 from fastattn.nn import DecoderCache
 
@@ -400,7 +401,7 @@ def test_as_a_graph(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with use_backend(None if on_a_gpu else "reference"):
         found = _decode(way, model if on_a_gpu else OnDevice(model), src_seq)
         with monkeypatch.context() as patch:
-            patch.setattr(_cuda_graphs, "WARM_UP", 99)
+            patch.setattr(capture_module, "WARM_UP", 99)
             plainly = _decode(way, model, src_seq)
     assert captured
     if way == "beams":

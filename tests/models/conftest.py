@@ -1,18 +1,12 @@
 """Fixtures of the model tests."""
 
-import sys
-from pathlib import Path
-
+import emulator_build
 import pytest
 import torch
 from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB
 
-import fastattn.cuda
+import fastattn.backends.cuda
 from fastattn import dropout_add_layer_norm, explain
-
-sys.path.append(str(Path(__file__).parents[1] / "cuda"))
-
-import host_build  # noqa: E402
 
 
 @pytest.fixture
@@ -36,12 +30,14 @@ def triton():
 
 @pytest.fixture
 def cuda():
-    """Skips, with the reason, where the CUDA kernels cannot serve; without a GPU they do through csrc/host."""
+    """Skips, with the reason, where the CUDA kernels cannot serve; without a GPU they do through csrc/emulator."""
     if DEVICE == "cpu":
-        if reason := host_build.why_not():
+        if reason := emulator_build.unsupported_reason():
             pytest.skip(reason)
-        fastattn.cuda.load_host_runner(host_build.build("_C", host_build.extension_sources(), host_build.KEPT))
-    if reason := fastattn.cuda.refuse_device(torch.empty(0, device=DEVICE)):
+        fastattn.backends.cuda.load_emulator(
+            emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
+        )
+    if reason := fastattn.backends.cuda.refuse_device(torch.empty(0, device=DEVICE)):
         pytest.skip(reason)
     yield
-    fastattn.cuda.load_host_runner(None)
+    fastattn.backends.cuda.load_emulator(None)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from model_checks import DEVICE, PAD_TRG, TINY, assert_same_gradients, fused
 
-from fastattn import _dispatch, use_backend
-from fastattn.reference.philox import dropping_as
+from fastattn import backends, use_backend
+from fastattn.backends.reference.philox import reference_dropout_rule
 
 VARIANTS = {"public": dict(activation="relu"), "beyond": dict(norm_first=True, n_head_kv=1, activation="swiglu")}
 EVERYDAY = [("public", False, False, True), ("beyond", True, True, False)]  # they differ in everything
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_the_reference(
     """By the loss with dropout, by the logits without. The backend serves every op."""
     if backend != "aten":
         request.getfixturevalue(backend)
-    served, choose = set(), _dispatch.choose
+    served, choose = set(), backends.choose
 
     def choose_and_note(op, *arguments):
         name, module = choose(op, *arguments)
@@ -59,13 +59,13 @@ def test_gradients_are_those_of_the_reference(
         options["activation"] = "gelu"
     model = fused(**TINY, pack_padding=pack_padding, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(_dispatch, "choose", choose_and_note)
+        patch.setattr(backends, "choose", choose_and_note)
         actual = gradients(model, batch, backend, autocast, by_loss)
     ops = {"attention", "add_layer_norm", "feed_forward"}
     ops |= {"embed_layer_norm"} if variant == "public" else set()
     ops |= {"linear_cross_entropy"} if by_loss else set()
     assert served == {(op, backend) for op in ops}
-    with dropping_as(backend):
+    with reference_dropout_rule(backend):
         exact = gradients(model, batch, "reference", False, by_loss)
         low = gradients(model, batch, "reference", True, by_loss)
     if not autocast:
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_the_reference(
 
 def test_the_comparison_notices_another_dropout(batch):
     model = fused(**TINY, dropout=0.2)
-    with dropping_as("aten"):
+    with reference_dropout_rule("aten"):
         exact = gradients(model, batch, "reference", False, True)
     with pytest.raises(AssertionError):
         assert_same_gradients(gradients(model, batch, "aten", False, True, seed=6), exact, 1e-3)

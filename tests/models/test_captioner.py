@@ -13,7 +13,7 @@ from plain_captioner import PlainCaptioner
 
 import fastattn
 from fastattn.models import ABDTransformer, src_trg_mask
-from fastattn.nn.captioner import MultiHeadAttention
+from fastattn.models.captioner.layers import MultiHeadAttention
 
 PAD, ENDS, WORDS = 0, 1, 13
 VOCAB = SimpleNamespace(

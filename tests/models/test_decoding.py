@@ -6,7 +6,7 @@ from model_checks import DEVICE, PAD_SRC, SMALL, VOCAB, fused
 
 import fastattn
 from fastattn import AttentionMask, use_backend
-from fastattn.error_rule import judge
+from fastattn.check.tolerance import check_error
 from fastattn.nn import DecoderLayer, PositionwiseFeedForward
 
 VARIANTS = {
@@ -61,7 +61,7 @@ def test_a_step_is_as_exact_as_forward(backend, dtype, variant, sentences, reque
         low = forward(model.to(dtype), src, trg)
     with use_backend(backend):
         actual = step_by_step(model, src, trg, on_device=is_kernel)
-    judgement = judge(actual, truth, low, torch.zeros_like(truth))
+    judgement = check_error(actual, truth, low, torch.zeros_like(truth))
     assert judgement.ok, judgement
 
 

@@ -19,8 +19,8 @@ from fastattn import AttentionMask, use_backend
 
 pytest.importorskip("triton")
 
-from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 # Operators that start no kernel, beyond views. aminmax is the check of token values, which the public ops make on a CPU
 # only; fill_ is the tests' own, into uninitialised memory.

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, SMALL, VOCAB, assert_same_gradients, fused
 
 from fastattn import FusedTransformer, use_backend
-from fastattn.models.packing import Packed, packing_pays
+from fastattn.models.padding import Packed, packing_pays
 
 
 def assert_packed_is_padded(src, trg, **options):

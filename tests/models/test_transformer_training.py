@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import get_pad_mask, get_subsequent_mask
-from fastattn.reference.philox import draw_rng_state, seeds_drawn_ahead
+from fastattn.backends.reference.philox import draw_rng_state, seeds_drawn_ahead
 
 
 def test_dropout_is_repeatable_fresh_and_off_in_eval(batch):

@@ -21,9 +21,9 @@ from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, dropout_add_rms_norm
-from fastattn._dispatch import refusal
-from fastattn.error_rule import add_layer_norm_terms
-from fastattn.reference import philox
+from fastattn.backends import unsupported_reason
+from fastattn.backends.reference import philox
+from fastattn.check.tolerance import add_layer_norm_terms
 
 BACKENDS = backends_of("add_layer_norm")
 EPS = 1e-6
@@ -166,8 +166,8 @@ def public(
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with why_not's reason, where this machine cannot run it."""
+    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
     probe = torch.zeros(1, 16, device=device)
-    if (reason := refusal("add_layer_norm", backend, (probe, None, probe[0], probe[0], 0.0))) is not None:
+    if (reason := unsupported_reason("add_layer_norm", backend, (probe, None, probe[0], probe[0], 0.0))) is not None:
         pytest.skip(f"{backend}: {reason}")
     return partial(public, backend)

@@ -22,9 +22,9 @@ from mask_cases import mask_kinds
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn._dispatch import refusal
-from fastattn.error_rule import attention_terms
-from fastattn.reference import philox
+from fastattn.backends import unsupported_reason
+from fastattn.backends.reference import philox
+from fastattn.check.tolerance import attention_terms
 
 BACKENDS = backends_of("attention")
 KERNEL_BACKENDS = backends_of("attention", kernels_only=True)
@@ -200,9 +200,9 @@ def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
 
 
 def backend_call(backend: str, device: torch.device, *, weights: bool = True) -> Attend:
-    """The public function held to one backend; skips, in why_not's own words, where that cannot serve here."""
+    """The public function held to one backend; skips, in unsupported_reason's own words, where that cannot serve here."""
     probe = torch.zeros(1, 1, 1, 16, device=device)
-    if (reason := refusal("attention", backend, (probe, probe, probe, None, 0.0))) is not None:
+    if (reason := unsupported_reason("attention", backend, (probe, probe, probe, None, 0.0))) is not None:
         pytest.skip(f"{backend}: {reason}")
 
     def attend(q, k, v, mask, dropout_p, scale):

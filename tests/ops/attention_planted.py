@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastattn.reference import philox
+from fastattn.backends.reference import philox
 
 TILE = 16
 

@@ -1,36 +1,32 @@
-"""Without a GPU, the tests of every op hold the CUDA backends to their checks as well, by way of csrc/host."""
+"""Without a GPU, the tests of every op hold the CUDA backends to their checks as well, by way of csrc/emulator."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import emulator_build
 import pytest
 import torch
+from emulator_settings import take_turns
 
-import fastattn.cuda
-from fastattn.reference import philox
-
-sys.path.append(str(Path(__file__).parents[1] / "cuda"))
-
-import host_build  # noqa: E402
-from turns import take_turns  # noqa: E402
+import fastattn.backends.cuda
+from fastattn.backends.reference import philox
 
 
 @pytest.fixture(scope="session")
-def host_extension() -> Path | None:
+def emulator_library() -> Path | None:
     """fastattn._C, built for the CPU; None where it cannot be."""
-    if host_build.why_not() is not None:
+    if emulator_build.unsupported_reason() is not None:
         return None
-    return host_build.build("_C", host_build.extension_sources(), host_build.KEPT)
+    return emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
 
 
 @pytest.fixture(autouse=True)
 def the_reference_drops_alike(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test computes by the formula, with draw_rng_state or the reference path, drops what its backend drops."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    with philox.dropping_as(parameters.get("backend") or "reference"):
+    with philox.reference_dropout_rule(parameters.get("backend") or "reference"):
         yield
 
 
@@ -41,6 +37,6 @@ def cuda_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         yield
         return
     take_turns(request.node, monkeypatch)
-    fastattn.cuda.load_host_runner(request.getfixturevalue("host_extension"))
+    fastattn.backends.cuda.load_emulator(request.getfixturevalue("emulator_library"))
     yield
-    fastattn.cuda.load_host_runner(None)
+    fastattn.backends.cuda.load_emulator(None)

@@ -10,7 +10,7 @@ from helpers import assert_close_as_torch
 from torch import Tensor
 
 from fastattn import decode_attention, explain
-from fastattn.error_rule import decode_attention_terms
+from fastattn.check.tolerance import decode_attention_terms
 
 
 class Inputs(NamedTuple):

@@ -18,9 +18,9 @@ from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import embed_layer_norm
-from fastattn._dispatch import refusal
-from fastattn.error_rule import embed_layer_norm_terms
-from fastattn.reference import philox
+from fastattn.backends import unsupported_reason
+from fastattn.backends.reference import philox
+from fastattn.check.tolerance import embed_layer_norm_terms
 
 BACKENDS = backends_of("embed_layer_norm")
 EPS = 1e-6
@@ -140,9 +140,9 @@ def check(p: Problem, backend: Backend) -> Results:
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with why_not's reason, where this machine cannot run it."""
+    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
     p = make(device=device)
     arguments = (p.tokens, p.embedding, p.table, p.weight, p.bias, None, 1.0, None, 0.0, torch.float32)
-    if (reason := refusal("embed_layer_norm", backend, arguments)) is not None:
+    if (reason := unsupported_reason("embed_layer_norm", backend, arguments)) is not None:
         pytest.skip(f"{backend}: {reason}")
     return partial(embed_layer_norm, backend=backend)

@@ -20,9 +20,9 @@ from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import feed_forward
-from fastattn._dispatch import refusal
-from fastattn.error_rule import feed_forward_terms
-from fastattn.reference import philox
+from fastattn.backends import unsupported_reason
+from fastattn.backends.reference import philox
+from fastattn.check.tolerance import feed_forward_terms
 
 BACKENDS = backends_of("feed_forward")
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
@@ -141,8 +141,10 @@ def check(p: Problem, backend: Backend) -> Results:
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with why_not's reason, where this machine cannot run it."""
+    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
     probe = torch.zeros(16, 16, device=device)
-    if (reason := refusal("feed_forward", backend, (probe, probe, None, probe, None, "relu", 0.0))) is not None:
+    if (
+        reason := unsupported_reason("feed_forward", backend, (probe, probe, None, probe, None, "relu", 0.0))
+    ) is not None:
         pytest.skip(f"{backend}: {reason}")
     return lambda *inputs: feed_forward(*inputs, backend=backend)

@@ -19,8 +19,8 @@ from helpers import assert_close_as_torch, backends_of
 from torch import Tensor
 
 from fastattn import linear_cross_entropy
-from fastattn._dispatch import refusal
-from fastattn.error_rule import linear_cross_entropy_terms
+from fastattn.backends import unsupported_reason
+from fastattn.check.tolerance import linear_cross_entropy_terms
 
 BACKENDS = backends_of("linear_cross_entropy")
 IGNORED = 2  # a class that targets may be: padding
@@ -147,9 +147,9 @@ def check(p: Problem, backend: Backend) -> Results:
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with why_not's reason, where this machine cannot run it."""
+    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
     probe = torch.zeros(16, 16, device=device)
     call = (probe, probe, None, probe[0].long(), 0.0, -100, 1.0, "mean")
-    if (reason := refusal("linear_cross_entropy", backend, call)) is not None:
+    if (reason := unsupported_reason("linear_cross_entropy", backend, call)) is not None:
         pytest.skip(f"{backend}: {reason}")
     return lambda *inputs, **options: linear_cross_entropy(*inputs, **options, backend=backend)

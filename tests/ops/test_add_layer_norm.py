@@ -14,8 +14,8 @@ from helpers import backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, dropout_add_rms_norm, explain
-from fastattn._dispatch import refusal
-from fastattn.reference import philox
+from fastattn.backends import unsupported_reason
+from fastattn.backends.reference import philox
 
 KERNELS = backends_of("add_layer_norm", kernels_only=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -332,8 +332,8 @@ def test_library_operators(
 def test_triton_refusals(device: torch.device) -> None:
     backend_call("triton", device)
     wide, x = torch.zeros(1, 16385, device=device), torch.zeros(1, 8, device=device, dtype=torch.float64)
-    assert "16384" in refusal("add_layer_norm", "triton", (wide, None, wide[0], wide[0], 0.0))
-    assert "float64" in refusal("add_layer_norm", "triton", (x, None, x[0], x[0], 0.0))
+    assert "16384" in unsupported_reason("add_layer_norm", "triton", (wide, None, wide[0], wide[0], 0.0))
+    assert "float64" in unsupported_reason("add_layer_norm", "triton", (x, None, x[0], x[0], 0.0))
     assert explain("dropout_add_rms_norm", x, None, x[0]).op == "dropout_add_rms_norm"
     with pytest.raises(RuntimeError, match="dropout_add_rms_norm: backend 'triton'.*float64"):
         dropout_add_rms_norm(x, None, x[0], backend="triton")

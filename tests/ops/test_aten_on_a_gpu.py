@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn import AttentionMask, _problems, doctor, scaled_dot_product_attention
-from fastattn.aten import attention as aten
-from fastattn.reference import philox
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn.backends.aten import attention as aten
+from fastattn.backends.reference import philox
+from fastattn.check import cases, doctor
 
-PROBLEMS = {p.op: p for p in _problems.problems(torch.device("cpu"), large=False) if "dropout_p" in p.options}
+PROBLEMS = {p.op: p for p in cases.problems(torch.device("cpu"), large=False) if "dropout_p" in p.options}
 
 
 @pytest.fixture

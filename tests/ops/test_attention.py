@@ -25,16 +25,16 @@ from mask_cases import KINDS, mask_kinds, offsets, prefix
 from torch import Tensor
 
 from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, scaled_dot_product_attention
-from fastattn._dispatch import load_backend
+from fastattn.backends import load_backend
+from fastattn.backends.reference import philox
 from fastattn.masks import Layout
-from fastattn.reference import philox
 
 SDPA = scaled_dot_product_attention
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 full = pytest.mark.full
 
 
-# Those that kernels read in different ways; how each kind is prepared for them is what tests/test_masks.py compares.
+# Those that kernels read in different ways; how each kind is prepared for them is what tests/masks/test_attention_mask.py compares.
 EVERYDAY_KINDS = (
     *("none", "causal_bottom_right", "window", "key_padding_holes", "query_padding_shared", "attn_mask"),
     *("attn_mask_per_sample", "attn_mask_queries", "segments_causal", "segments_and_padding", "decoder", "everything"),

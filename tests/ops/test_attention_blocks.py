@@ -1,4 +1,4 @@
-"""Attention by blocks of heads (fastattn/aten/_blocks.py), which serves calls on a CPU that ask for nothing but out."""
+"""Attention by blocks of heads (fastattn/backends/aten/_blocks.py), which serves calls on a CPU that ask for nothing but out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from attention_checks import Problem, check, make
 from torch import Tensor
 
-from fastattn import AttentionMask, _records, scaled_dot_product_attention
-from fastattn.aten import attention as aten
-from fastattn.reference.philox import dropping_as
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn.backends import timings
+from fastattn.backends.aten import attention as aten
+from fastattn.backends.reference.philox import reference_dropout_rule
 
 CPU = torch.device("cpu")
 RESULTS = ("out", "dq", "dk", "dv")
@@ -26,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float, scale: float) -> tuple[Any, ...]:
-    with _records.using({"attention by aten": {aten.way_class(q, k, dropout_p): aten.BLOCKS}}):
+    with timings.override_choices({"attention by aten": {aten.way_class(q, k, dropout_p): aten.BLOCKS}}):
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
     nodes, names = [out.grad_fn], set()
     while nodes:  # what computed it
@@ -46,7 +47,7 @@ def problem(shape: str, kind: str, **options: Any) -> Problem:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mask(kind: str, dtype: torch.dtype, dropout_p: float) -> None:
-    with dropping_as("aten"):
+    with reference_dropout_rule("aten"):
         check(problem("one block", kind, dtype=dtype, dropout_p=dropout_p), by_blocks, RESULTS)
 
 
@@ -54,7 +55,7 @@ def test_every_mask(kind: str, dtype: torch.dtype, dropout_p: float) -> None:
 @pytest.mark.parametrize("kind", ["causal", "key_padding"])
 @pytest.mark.parametrize("shape", ["sentences", "heads", "queries"])
 def test_every_cut(shape: str, kind: str, dtype: torch.dtype) -> None:
-    with dropping_as("aten"):
+    with reference_dropout_rule("aten"):
         check(problem(shape, kind, dtype=dtype, dropout_p=0.3), by_blocks, RESULTS)
 
 
@@ -63,7 +64,7 @@ def test_a_planted_bug_is_noticed() -> None:
         torch.manual_seed(99)
         return by_blocks(q, k, v, *options)
 
-    with dropping_as("aten"), pytest.raises(AssertionError, match="out"):
+    with reference_dropout_rule("aten"), pytest.raises(AssertionError, match="out"):
         check(problem("one block", "causal", dropout_p=0.3), other_seed, RESULTS)
 
 

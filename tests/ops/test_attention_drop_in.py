@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn.error_rule import attention_terms
+from fastattn.check.tolerance import attention_terms
 
 torch_attention = F.scaled_dot_product_attention
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn.reference import philox
+from fastattn.backends.reference import philox
 
 
 def lane_by_the_rule(seed: int, offset: int, row: int, col: int) -> int:

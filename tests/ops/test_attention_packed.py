@@ -10,7 +10,7 @@ from attention_checks import Problem, backend_call, check, make
 from test_attention_edge import same_when_poisoned
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn.aten._sequences import sequences
+from fastattn.backends.aten._sequences import sequences
 
 SELF = torch.tensor([0, 9, 9, 20, 29, 41], dtype=torch.int32)  # 41 positions, an empty sequence among them
 QUERIES = torch.tensor([0, 12, 15, 28, 41], dtype=torch.int32)

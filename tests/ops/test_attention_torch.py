@@ -9,9 +9,9 @@ from attention_checks import BACKENDS, KERNEL_BACKENDS, Problem, Results, backen
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn._dispatch import load_backend
+from fastattn.backends import load_backend
+from fastattn.backends.reference import philox
 from fastattn.masks import Layout, flatten
-from fastattn.reference import philox
 
 SDPA = scaled_dot_product_attention
 

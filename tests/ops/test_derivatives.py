@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import AttentionMask, explain, use_backend
-from fastattn._dispatch import BACKENDS
+from fastattn.backends import BACKENDS
 
 Call = Callable[..., Any]
 

@@ -15,9 +15,9 @@ from helpers import backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, embed_layer_norm
-from fastattn._dispatch import refusal
-from fastattn.ops import _arguments
-from fastattn.reference import philox
+from fastattn.backends import unsupported_reason
+from fastattn.backends.reference import philox
+from fastattn.ops import _checks
 
 KERNELS = backends_of("embed_layer_norm", kernels_only=True)
 op = importlib.import_module("fastattn.ops.embed_layer_norm")
@@ -151,7 +151,7 @@ def test_indices_out_of_range_make_their_row_nan(
     backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing outside of the embedding and the table is read or written; all other rows are as they were."""
-    monkeypatch.setattr(_arguments, "check_range", lambda *_: None)  # a GPU's values are not looked at
+    monkeypatch.setattr(_checks, "check_range", lambda *_: None)  # a GPU's values are not looked at
     p, call = make(3, 7, 40, packed=True, padding_idx=None, device=device), backend_call(backend, device)
     tokens, position, bad = p.tokens.clone(), p.position.clone(), torch.zeros(3, 7, dtype=torch.bool, device=device)
     tokens[0, 2], tokens[1, 5], position[2, 0], position[2, 1] = -1, 11, 12, -3
@@ -255,8 +255,8 @@ def test_triton_refusals(device: torch.device) -> None:
     backend_call("triton", device)
     wide = torch.zeros(1, 16385, device=device)
     rest = (p.table, p.weight, p.bias, None, 1.0, None, 0.0, torch.float32)
-    assert "16384" in refusal("embed_layer_norm", "triton", (p.tokens, wide, *rest))
-    assert "float64" in refusal("embed_layer_norm", "triton", (p.tokens, p.embedding.double(), *rest))
+    assert "16384" in unsupported_reason("embed_layer_norm", "triton", (p.tokens, wide, *rest))
+    assert "float64" in unsupported_reason("embed_layer_norm", "triton", (p.tokens, p.embedding.double(), *rest))
 
 
 @pytest.mark.parametrize(

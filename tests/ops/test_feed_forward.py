@@ -12,8 +12,8 @@ from helpers import backends_of
 from torch import Tensor
 
 from fastattn import feed_forward
-from fastattn._dispatch import refusal
-from fastattn.reference import philox
+from fastattn.backends import unsupported_reason
+from fastattn.backends.reference import philox
 
 KERNELS = backends_of("feed_forward", kernels_only=True)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -266,7 +266,7 @@ def test_library_operators(
 def test_triton_refuses_float64(device: torch.device) -> None:
     backend_call("triton", device)
     p = make(dtype=torch.float64, device=device)
-    assert "float64" in refusal("feed_forward", "triton", (*p.inputs, "relu", 0.0))
+    assert "float64" in unsupported_reason("feed_forward", "triton", (*p.inputs, "relu", 0.0))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_aten_without_asking_how_many_are_ignored(
     reduction: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does it on a GPU."""
-    aten = importlib.import_module("fastattn.aten.linear_cross_entropy")
+    aten = importlib.import_module("fastattn.backends.aten.linear_cross_entropy")
     monkeypatch.setattr(aten, "_can_read_values", lambda x: False)
     p = make(reduction, device=device, **SMOOTHED)
     check(p.but(x=p.x.where(p.keep[:, None], torch.nan)), backend_call("aten", device))
@@ -103,7 +103,7 @@ def test_aten_without_asking_how_many_are_ignored(
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_aten_never_waits_for_a_device(reduction: str) -> None:
     """On the meta device a tensor has no value: asking for one raises."""
-    aten, p = importlib.import_module("fastattn.aten.linear_cross_entropy"), make(reduction, device="meta")
+    aten, p = importlib.import_module("fastattn.backends.aten.linear_cross_entropy"), make(reduction, device="meta")
     call = (p.x, p.weight, p.bias, p.target, 0.1, IGNORED, 0.5, reduction, (True, True, True))
     loss, grads = aten.linear_cross_entropy_fwd(*call)
     assert loss.shape == p.dloss.shape
@@ -165,7 +165,9 @@ def test_float16_with_a_loss_scale(backend: str, device: torch.device) -> None:
 def test_a_kernel_makes_nan_of_a_target_out_of_range(backend: str, device: torch.device) -> None:
     """The public op finds it on a CPU; on a GPU nobody looks, and a kernel must not read past the row."""
     backend_call(backend, device)
-    products = importlib.import_module(f"fastattn.{'kernels' if backend == 'triton' else backend}.linear_cross_entropy")
+    products = importlib.import_module(
+        f"fastattn.{'kernels' if backend == 'triton' else 'backends.cuda'}.linear_cross_entropy"
+    )
     p = make("none", device=device)
     target = p.target.clone()
     target[0], target[1], target[2] = 70, IGNORED, -1
@@ -257,8 +259,8 @@ def test_chunks(
 ) -> None:
     """Logits past the budget: tokens are cut, the last chunk ragged; a budget below one row still takes one."""
     p, call = make(reduction, tokens=37, dtype=dtype, device=device, **SMOOTHED), backend_call(backend, device)
-    module = "aten.linear_cross_entropy" if backend == "aten" else "_cross_entropy_products"
-    products, whole, parts = importlib.import_module(f"fastattn.{module}"), solve(p, call), []
+    module = "aten.linear_cross_entropy" if backend == "aten" else "cross_entropy_chunks"
+    products, whole, parts = importlib.import_module(f"fastattn.backends.{module}"), solve(p, call), []
     monkeypatch.setattr(products, "_add", lambda *a, add=products._add: parts.append(1) or add(*a))
     monkeypatch.setattr(products, "LOGITS_BYTES", 10 * 70 * dtype.itemsize)
     check(p, call)

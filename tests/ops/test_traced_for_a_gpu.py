@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import _problems, _records, cuda, explain
+from fastattn import explain
+from fastattn.backends import cuda, timings
+from fastattn.check import cases
 
 launch = importlib.import_module("fastattn.kernels.common.launch")
 GPU = torch.device("cuda", 0)
-PROBLEMS = {problem.op: problem for problem in _problems.problems(torch.device("cpu"), large=False)}  # the last of each
+PROBLEMS = {problem.op: problem for problem in cases.problems(torch.device("cpu"), large=False)}  # the last of each
 
 
 @pytest.fixture
@@ -28,11 +30,11 @@ def gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespa
     properties.driver = SimpleNamespace(get_current_target=lambda: None)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=properties.driver))
     if backend == "cuda" and not torch.cuda.is_available():
-        if cuda._host_runner is None:
+        if cuda._emulator is None:
             pytest.skip("there is no fastattn._C on this machine")
-        monkeypatch.setitem(sys.modules, "fastattn._C", cuda._host_runner)
+        monkeypatch.setitem(sys.modules, "fastattn._C", cuda._emulator)
     answers = cuda._compiled, cuda._gpu_problem, launch._gpu_problem, launch._properties
-    forget = [answer.cache_clear for answer in answers] + [_records.forget, _records.device_name.cache_clear]
+    forget = [answer.cache_clear for answer in answers] + [timings.reload_records, timings.device_name.cache_clear]
     for each in forget:
         each()
     yield properties
@@ -40,7 +42,7 @@ def gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespa
         each()
 
 
-def on_gpu(problem: _problems.Problem, mode: FakeTensorMode) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def on_gpu(problem: cases.Problem, mode: FakeTensorMode) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The problem's tensors, in bfloat16, and its options."""
 
     def fake(value: Any) -> Any:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import host_build
+import emulator_build
 import pytest
 import torch
 import torch._functorch.config
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastattn
 from fastattn import AttentionMask
-from fastattn._dispatch import refusal
+from fastattn.backends import unsupported_reason
 
 B, H, L, D, BEAMS, CLASSES = 2, 2, 5, 16, 3, 11
 KERNELS = backends_of("attention", kernels_only=True)
@@ -198,7 +198,7 @@ def strides(t: Tensor) -> list[int]:
 def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every operator that is traced, forward and backward. Inductor reads memory as a fake says."""
     given = tensors(device)
-    if reason := refusal("attention", backend, (given["q"], given["k"], given["v"], None, 0.0)):
+    if reason := unsupported_reason("attention", backend, (given["q"], given["k"], given["v"], None, 0.0)):
         pytest.skip(reason)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # the ops take their operators
     fakes = FakesCompared()
@@ -221,10 +221,10 @@ def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, mo
 )
 def test_inductor(run: Run, backend: str, device: torch.device) -> None:
     """Compiled by PyTorch's default compiler, forward and backward: the numbers of eager."""
-    if device.type == "cpu" and shutil.which(host_build.CXX) is None:
-        pytest.skip(f"Inductor needs a C++ compiler: {host_build.CXX} is not on PATH")
+    if device.type == "cpu" and shutil.which(emulator_build.CXX) is None:
+        pytest.skip(f"Inductor needs a C++ compiler: {emulator_build.CXX} is not on PATH")
     given = tensors(device)
-    if reason := refusal("attention", backend, (given["q"], given["k"], given["v"], None, 0.0)):
+    if reason := unsupported_reason("attention", backend, (given["q"], given["k"], given["v"], None, 0.0)):
         pytest.skip(reason)
     dropout_p = 0.0 if backend == "aten" else 0.3  # compiled, aten drops by the compiler's generator
     found = []

@@ -6,8 +6,8 @@
 #pragma once
 #include "common/cp_async.cuh"
 
-#ifdef FASTATTN_HOST
-#include "host/mbarrier.h"
+#ifdef FASTATTN_EMULATOR
+#include "emulator/mbarrier.h"
 #else
 
 namespace fastattn::sm90 {

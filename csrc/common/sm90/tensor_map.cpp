@@ -1,5 +1,5 @@
-// The host twin is in csrc/host/tma.cpp.
-#ifndef FASTATTN_HOST
+// The host twin is in csrc/emulator/tma.cpp.
+#ifndef FASTATTN_EMULATOR
 #include "common/sm90/tensor_map.h"
 
 #include "common/check.h"

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#ifdef FASTATTN_HOST
+#ifdef FASTATTN_EMULATOR
 #include <cstddef>
 #else
 #include <cuda.h>
@@ -21,7 +21,7 @@ struct TensorLayout {
   bool swizzled;   // 128-byte swizzle: box[0] is 128 bytes, and chunk c of 16 bytes of line r lies at chunk c ^ (r % 8)
 };
 
-#ifdef FASTATTN_HOST
+#ifdef FASTATTN_EMULATOR
 struct alignas(64) TensorMap {
   TensorLayout layout;
 };

@@ -9,8 +9,8 @@
 #include "common/sm90/barrier.cuh"
 #include "common/sm90/tensor_map.h"
 
-#ifdef FASTATTN_HOST
-#include "host/tma.h"
+#ifdef FASTATTN_EMULATOR
+#include "emulator/tma.h"
 #else
 
 namespace fastattn::sm90 {

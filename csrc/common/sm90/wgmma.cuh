@@ -17,8 +17,8 @@
 #include <set>
 #include <type_traits>
 
-#ifdef FASTATTN_HOST
-#include "host/wgmma.h"
+#ifdef FASTATTN_EMULATOR
+#include "emulator/wgmma.h"
 #else
 
 namespace fastattn::sm90 {

@@ -1,0 +1,213 @@
+"""Records: what was measured where, as JSON, and what follows from it: rates, shares of the bound, comparisons.
+
+{"environment": {...}, "ceilings": {...} or None, "ops": {op: {"formula", "directions", "rates"}},
+ "cases": [{"op", "case", "dtype", "series", "work": {direction: {"flop", "byte", ...}}}], in the table's order,
+ "rows": [{"op", "case", "provider", "ours", "status", "reason" or "timings" and so on}]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import label
+
+from fastattn.check.doctor import devices, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = "default, padding kept"  # the provider that shows what dropping padding gains in a training step
+OWN_LOSS = "default, own loss"  # likewise: only the import is changed, and the loss is taken from forward's logits
+DISAGREE = 1.25  # times: a ratio that the medians do not confirm within this is marked
+FAILURES = ("wrong result", "failed", "crashed", "timed out")
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything that a figure may depend on."""
+
+    def git(*command: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=ROOT, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None  # no git, or not a checkout
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    index = device.index if device.index is not None else 0
+    installed = versions()
+    return {
+        "device": devices()[index + 1 if device.type == "cuda" else 0],
+        "versions": {key: value for key, value in installed.items() if key not in ("path", "extension")},
+        "extension": installed["extension"]["built"],
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if changed is None else bool(changed),
+        "sources": sources(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "load_before": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def sources() -> str:
+    """A digest of all code that a figure may depend on: it names the version also without git, or with changes."""
+    digest = hashlib.sha256()
+    for folder in ("fastattn", "kernels", "csrc", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp"):
+                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def described(plan: Sequence[tuple[Any, Any]]) -> Record:
+    """The part of a record that follows from the plan, a list of (benchmark, case), alone: "ops" and "cases"."""
+    benchmarks = {benchmark.name: benchmark for benchmark, _ in plan}
+    ops = {
+        name: {
+            "formula": next(case.formula for given, case in plan if given.name == name),
+            "directions": list(benchmark.directions),
+            "rates": list(benchmark.rates),
+        }
+        for name, benchmark in benchmarks.items()
+    }
+    cases = [
+        {"op": benchmark.name, "case": str(case), "dtype": label(case.dtype), "series": case.series, "work": case.work}
+        for benchmark, case in plan
+    ]
+    return {"ops": ops, "cases": cases}
+
+
+def save(record: Record, path: Path) -> None:
+    """Whole or not at all, one row a line, numbers to six digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        if isinstance(value, dict):
+            return {key: rounded(item) for key, item in value.items()}
+        return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def lines(value: Any) -> str:
+        if not isinstance(value, list):
+            return json.dumps(value, allow_nan=False)
+        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+
+    body = ",\n".join(f"{json.dumps(key)}: {lines(value)}" for key, value in rounded(record).items())
+    scratch = path.with_suffix(".new")
+    scratch.write_text("{\n" + body + "\n}\n")
+    scratch.replace(path)
+
+
+def load(path: Path) -> Record:
+    """A record from its file, or from the folder that the report wrote it to."""
+    return json.loads((path / "record.json" if path.is_dir() else path).read_text())
+
+
+def rows_of(record: Record, case: Row) -> list[Row]:
+    return [row for row in record["rows"] if (row["op"], row["case"]) == (case["op"], case["case"])]
+
+
+def median(row: Row | None, direction: str) -> float | None:
+    """Milliseconds, or None where there is no such row or nothing was timed."""
+    return row["timings"][direction]["median_ms"] if row and row["status"] == "ok" else None
+
+
+def named(rows: Sequence[Row], provider: str) -> Row | None:
+    return next((row for row in rows if row["provider"] == provider), None)
+
+
+def default_row(rows: Sequence[Row]) -> Row | None:
+    """What fastattn does here unless told otherwise."""
+    return next((row for row in rows if row.get("default")), None)
+
+
+def bound_ms(record: Record, case: Row, direction: str) -> float | None:
+    """The least time that the work can take on this machine, by its ceilings; None where they were not measured."""
+    flop_per_s = (record["ceilings"] or {"flop_per_s": {}})["flop_per_s"].get(case["dtype"])
+    if flop_per_s is None:
+        return None
+    work = case["work"][direction]
+    return 1e3 * max(work["flop"] / flop_per_s, work["byte"] / record["ceilings"]["byte_per_s"])
+
+
+def is_our_failure(row: Row) -> bool:
+    return row["ours"] and row["status"] in FAILURES
+
+
+def rate(amount: float, ms: float, unit: str) -> str:
+    """12.3 TFLOP/s, 4.56 GB/s, 78900 tokens/s."""
+    per_s = amount / ms * 1e3
+    if unit == "token":
+        return f"{per_s:.0f} tokens/s"
+    scale, prefix = (1e12, "T") if per_s >= 1e12 else (1e9, "G")
+    return f"{per_s / scale:.3g} {prefix}{'FLOP' if unit == 'flop' else 'B'}/s"
+
+
+def machine(record: Record) -> str:
+    """One line: the device, and what else decides how fast it is."""
+    environment, device = record["environment"], record["environment"]["device"]
+    if device["device"] == "cpu":
+        device = f"{device['name']} (CPU), {environment['threads']} thread{'s' * (environment['threads'] != 1)}"
+    else:
+        device = f"{device['name']}, {device['memory_gib']} GiB"
+    given = environment["versions"]
+    parts = [f"{name} {given[name]}" for name in ("torch", "triton", "cuda", "driver") if given[name]]
+    return f"{device}; {', '.join(parts)}"
+
+
+def slowdown(rows: Sequence[Row], row: Row | None, direction: str) -> float | None:
+    """How many times fastattn's default fits into a provider's time: by alternating samples, else by the medians."""
+    ms, default_ms = median(row, direction), median(default_row(rows), direction)
+    if ms is None or default_ms is None:
+        return None
+    return row.get("speed", {}).get(direction, ms / default_ms)
+
+
+def by_medians(rows: Sequence[Row], row: Row | None, direction: str) -> float | None:
+    """`slowdown` by the medians alone, where samples that alternate strongly disagree with them, else None."""
+    ratio = slowdown(rows, row, direction)
+    if ratio is None:
+        return None
+    medians = median(row, direction) / median(default_row(rows), direction)
+    return medians if max(ratio / medians, medians / ratio) > DISAGREE else None
+
+
+def compare(a: Path, b: Path) -> int:
+    """Prints what got slower or faster from a to b by more than the quartiles of both. Returns 1 when something of
+    fastattn got slower or larger, or no longer works, else 0."""
+    before, after = load(a), load(b)
+    print(f"A: {a}: {machine(before)}\nB: {b}: {machine(after)}")
+    if machine(before) != machine(after):
+        print("Not the same machine or versions: differences are not the code's alone.")
+    earlier = {(row["op"], row["case"], row["provider"]): row for row in before["rows"]}
+    worse = shared = 0
+    for row in after["rows"]:
+        old = earlier.get((row["op"], row["case"], row["provider"]))
+        if old is None:
+            continue
+        shared += 1
+        name = f"{row['op']} {row['case']}: {row['provider']}"
+        if old["status"] != row["status"]:
+            print(f"{name}: {old['status']} -> {row['status']} {row.get('reason', '')}".rstrip())
+            worse += row["ours"] and old["status"] == "ok"
+        if old["status"] != "ok" or row["status"] != "ok":
+            continue
+        if not row["timings"]:
+            found = "more" * (row["peak_mib"] > 1.02 * old["peak_mib"])  # a tensor more; two runs need not be equal
+            print(f"{name}, memory: {old['peak_mib']:.1f} -> {row['peak_mib']:.1f} MiB {found}".rstrip())
+            worse += row["ours"] and bool(found)
+        for direction, timed in row["timings"].items():
+            then = old["timings"][direction]
+            found = "slower" * (timed["q1_ms"] > then["q3_ms"]) + "faster" * (timed["q3_ms"] < then["q1_ms"])
+            ratio = timed["median_ms"] / then["median_ms"]
+            print(f"{name}, {direction}: {then['median_ms']:.4g} -> {timed['median_ms']:.4g} ms, {ratio:.2f}x {found}")
+            worse += row["ours"] and found == "slower"
+    print(f"{shared} measurements in both; of fastattn, {worse} got slower beyond the quartiles or larger, or broke")
+    return int(worse > 0)

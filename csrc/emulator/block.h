@@ -1,0 +1,186 @@
+// One block of a launch on the CPU: its threads as fibers, its barrier, its warps' collectives, its shared memory.
+//
+// A thread runs until it waits; then the next ready thread of its warp runs, and only when its warp can do no more, another
+// warp, of its warpgroup first. Warps and warpgroups thus run as far ahead of each other as the barriers allow, in an order
+// (Order) that tests vary: a missing barrier shows as a wrong or NaN result in one order or another, because shared memory
+// starts as NaN in every block.
+// Asynchronous work is done as early or as late as it may be: async.h.
+// What cannot go on, or is undefined on a GPU, is reported as an exception: threads that wait for each other for ever, a
+// barrier reached from two places of the source, lanes that a collective names but that have left or wait elsewhere, a
+// shuffle that reads a lane outside its mask, asynchronous work that nobody waited for, and a write just before the start or
+// past the end of shared memory, where 4 KiB on either side are watched.
+// The asynchronous proxy (TMA, wgmma) sees what threads wrote to shared memory only after fence.proxy.async: it reads a
+// second copy of shared memory, which that fence brings up to date.
+// That fence and wgmma's, barriers behind them, and registers are checked for what PTX demands, also where results are right.
+// Not modelled: other memory fences and caches (all accesses are in program order), bank conflicts, time.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <array>
+#include <bitset>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "emulator/async.h"
+#include "emulator/fiber.h"
+
+namespace fastattn::emulator {
+
+constexpr int kLanes = 32, kGroupWarps = 4, kGroupThreads = kLanes * kGroupWarps;
+constexpr int kMaxThreads = 1024;
+
+// Where in the source a thread waits.
+struct Site {
+  const char* what;
+  const char* file;
+  int line;
+
+  bool operator==(const Site& other) const { return line == other.line && file == other.file && what == other.what; }
+  std::string text() const { return std::string(what) + " (" + file + ":" + std::to_string(line) + ")"; }
+};
+
+// The order in which warps, lanes, blocks and asynchronous work get their turn: FASTATTN_EMULATOR_ORDER = forward (default),
+// reverse, or the seed of a random order. FASTATTN_EMULATOR_ASYNC = lazy (default), eager or crossed: async.h. Either may be a
+// list, as in forward,reverse,1: the blocks of a launch take its entries in turn. Both are read at each launch.
+class Order {
+ public:
+  Order(const std::string& name, const std::string& completion);
+  static std::vector<Order> from_environment();  // of block 0, 1, .., and from the first again
+  std::vector<uint64_t> permutation(uint64_t count);
+  int lane(uint32_t ready);  // one of the set bits
+  size_t pick(size_t count);  // which of so many asynchronous works is done first
+  size_t first_warp(size_t last, size_t count);  // the place in the permutation from which on a ready warp is looked for
+  bool groups_stay();  // whether warps of one warpgroup go before others
+  bool groups_meet() const { return groups_meet_; }  // at fences and waits of wgmma: not where the seed is odd
+  bool writes_early() const { return writes_early_; }
+  bool reads_early() const { return reads_early_; }
+
+ private:
+  enum class Kind { forward, reverse, random };
+  uint32_t next_random();
+
+  Kind kind_ = Kind::forward;
+  uint32_t state_ = 0;
+  bool writes_early_ = false, reads_early_ = false, groups_meet_ = true;
+};
+
+struct Thread {
+  Fiber fiber;
+  uint3 index;
+  int linear;
+  bool finished = false;
+  Site waits_at = {};
+  AsyncGroups copies = {}, stores = {};  // cp.async; stores from shared memory by TMA and bulk copies
+  bool proxy_fenced = false;             // by fence.proxy.async, since it last came to a barrier
+
+  int warp() const { return linear / kLanes; }
+  int lane() const { return linear % kLanes; }
+  int warpgroup() const { return linear / kGroupThreads; }
+};
+
+// Four warps that issue wgmma together.
+struct Warpgroup {
+  int arrived = 0;
+  Site site = {};
+  void* slots[kGroupThreads];
+  AsyncGroups products = {};
+  std::bitset<kGroupWarps> fenced = {};   // by wgmma.fence, since the warp's last wait
+  std::bitset<kGroupWarps> waiting = {};  // for products
+  int registers = 0;                      // of each thread: from the launch, and then by setmaxnreg
+};
+
+// bar.sync and bar.arrive with a number of threads.
+struct NamedBarrier {
+  int count = 0;
+  std::bitset<kMaxThreads> arrived, waiting, fenced;  // fenced: by fence.proxy.async, before they came
+  std::array<Site, kMaxThreads / kLanes> sites;  // of each warp
+};
+
+// Gives back the stacks that the threads of all blocks so far ran on.
+void release_stacks();
+
+class Block {
+ public:
+  // What the last thread to arrive computes for all: slots[lane] is what each lane of the mask brought.
+  using Exchange = std::function<void(void* const* slots)>;
+  static constexpr int kNamedBarriers = 16;
+
+  Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body);
+  void run();  // throws std::runtime_error with what went wrong
+
+  void barrier(Site site);
+  void named_barrier(int id, int count, bool waits, Site site);
+  void collective(uint32_t mask, void* slot, Site site, const Exchange& exchange);
+  void warpgroup_collective(void* slot, Site site, const Exchange& exchange);  // slots of its 128 threads
+  // For wgmma.fence and waits: once for each warp, or once for all four, which then meet; only some orders let them, as PTX
+  // does not say that they do. act is told which warps of the warpgroup it is for.
+  void at_products(Site site, const std::function<void(std::bitset<kGroupWarps>)>& act);
+  void wait_for_products(size_t left, Site site);  // unless reads are early, until no thread can go on without it
+  Warpgroup& warpgroup() { return warpgroups_[thread->warpgroup()]; }
+  void change_registers(int count, bool more, Site site);  // setmaxnreg, by a whole warpgroup
+
+  // Work that writes shared memory, and ends at its group's wait or when a barrier in shared memory says so; and work that
+  // reads it, and ends at its group's wait.
+  void start(AsyncGroups& groups, Work work) { order_.writes_early() ? work() : groups.add(std::move(work)); }
+  void start(Work work) { order_.writes_early() ? work() : in_flight_.push_back(std::move(work)); }
+  void start_reading(AsyncGroups& groups, Work work) { order_.reads_early() ? work() : groups.add(std::move(work)); }
+  void sleep(Site site);  // until wake_sleepers(): for a thread that looks at a barrier in shared memory again and again
+  void wake_sleepers();
+
+  // The place in shared memory of `bytes` bytes at `pointer`, which must lie inside it.
+  size_t shared_offset(const void* pointer, size_t bytes, const char* what);
+  void check_shared(size_t offset, size_t bytes, const char* what);
+  void fence_async_proxy();
+  void check_barrier_after_fence(Site site);  // of the threads of this one's warpgroup
+  [[noreturn]] void fail(const std::string& what);
+
+  const dim3 grid, dim;
+  const uint3 index;
+  Thread* thread = nullptr;  // the one that runs
+  unsigned char* const shared;
+  unsigned char* const async_view;   // of shared memory, as the asynchronous proxy reads it
+  bool barriers_initialised = true;  // false between mbarrier.init and its fence
+
+  static thread_local Block* current;
+
+ private:
+  struct Meeting {
+    uint32_t mask, arrived;
+    Site site;
+    void* slots[kLanes];
+  };
+
+  struct Failure {};  // thrown by fail() where there is no fiber to leave
+
+  static void enter();
+  void complete_one();
+  Thread* next();
+  void wait(Site site);
+  void come_to(std::bitset<kMaxThreads>& fenced);
+  void check_fences(const std::bitset<kMaxThreads>& arrived, std::bitset<kMaxThreads>& fenced, Site site);
+  void wake(int warp, uint32_t lanes) { ready_[warp] |= lanes; }
+  std::string whereabouts() const;
+  std::string left_undone() const;
+
+  const size_t shared_bytes_;
+  Order& order_;
+  const std::function<void()>& body_;
+  Fiber scheduler_;
+  std::vector<Thread> threads_;
+  std::vector<uint64_t> warp_order_;
+  std::vector<uint32_t> ready_;                 // a bit for each lane of a warp
+  std::vector<std::vector<Meeting>> meetings_;  // of each warp
+  std::vector<Warpgroup> warpgroups_;
+  std::array<NamedBarrier, kNamedBarriers> named_;
+  std::bitset<kMaxThreads> fenced_;  // of those at __syncthreads()
+  std::vector<Work> in_flight_;
+  std::vector<Thread*> sleepers_;
+  int alive_, at_barrier_ = 0, free_registers_ = 0;  // given back, and not yet given again
+  bool in_fiber_ = false;
+  Site barrier_site_ = {};
+  std::string failure_;
+};
+
+}  // namespace fastattn::emulator

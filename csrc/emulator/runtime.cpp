@@ -1,0 +1,98 @@
+// Running a grid on the CPU, and the few CUDA runtime calls that the library makes, for a machine without a driver.
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "emulator/launch.h"
+
+static int capability() {
+  const char* const value = std::getenv("FASTATTN_EMULATOR_CAPABILITY");
+  return value != nullptr ? std::atoi(value) : 80;
+}
+
+// That a block may have. Chips for desktops have less than those for data centres.
+static int shared_limit() {
+  switch (capability()) {
+    case 80: case 87: return 163 << 10;
+    case 86: case 89: case 120: return 99 << 10;
+    default: return 227 << 10;
+  }
+}
+
+namespace fastattn::emulator {
+
+// Of this thread: CUDA's runtime makes one current where it needs it, and by cudaSetDevice.
+static thread_local bool has_context = false;
+
+bool has_current_context() { return has_context; }
+
+static uint64_t size_of(dim3 of) { return uint64_t{of.x} * of.y * of.z; }
+
+static void note_launch(const char* file, const void* kernel, dim3 grid, dim3 block, size_t shared_bytes) {
+  Dl_info library;
+  if (dladdr(kernel, &library) == 0) throw std::runtime_error("emulator: a kernel is in no library");
+  const auto place = static_cast<const char*>(kernel) - static_cast<const char*>(library.dli_fbase);
+  std::ofstream(file, std::ios::app) << place << ' ' << size_of(grid) << ' ' << size_of(block) << ' ' << shared_bytes << '\n';
+}
+
+void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body) {
+  has_context = true;
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || grid.x > 0x7fffffffu)
+    throw std::runtime_error("emulator: a grid has 1 to 2^31 - 1, 65535 and 65535 blocks");
+  if (shared_bytes > static_cast<size_t>(shared_limit()))
+    throw std::runtime_error("emulator: " + std::to_string(shared_bytes) + " bytes of shared memory for a block, of the " +
+                             std::to_string(shared_limit()) + " of compute capability " + std::to_string(capability()));
+  if (const char* const file = std::getenv("FASTATTN_EMULATOR_LAUNCHES")) return note_launch(file, kernel, grid, block, shared_bytes);
+  std::vector<Order> orders = Order::from_environment();
+  const struct Release {  // a stack is two mappings, and a process with many libraries of kernels would run out of them
+    ~Release() { release_stacks(); }
+  } release;
+  for (const uint64_t i : orders[0].permutation(size_of(grid))) {
+    const uint3 index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                         static_cast<unsigned>(i / grid.x / grid.y)};
+    Block(grid, block, index, shared_bytes, orders[i % orders.size()], body).run();
+  }
+}
+
+}  // namespace fastattn::emulator
+
+// One device with two multiprocessors, few enough that the kernels' loops over blocks turn. Its compute capability is 8.0,
+// or FASTATTN_EMULATOR_CAPABILITY, such as 90.
+extern "C" {
+
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return fastattn::emulator::has_context = true, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  fastattn::emulator::has_context = true;
+  return std::memset(to, value, bytes), cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }
+
+// A compiler gives a kernel as many as its launch bounds allow; tests plant fewer.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  const char* const planted = std::getenv("FASTATTN_EMULATOR_REGISTERS");
+  *attributes = {};
+  attributes->numRegs = planted != nullptr ? std::atoi(planted) : 255;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: return *value = 2, cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: return *value = capability() / 10, cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: return *value = capability() % 10, cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return *value = shared_limit(), cudaSuccess;
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}

@@ -1,0 +1,93 @@
+"""Dropout, residual and layer or RMS normalisation by PyTorch's own operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn._tracing import can_read_values
+from fastattn.backends.reference import philox
+
+
+def unsupported_reason(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    x_bias: Tensor | None = None,
+) -> str | None:
+    """PyTorch serves everything."""
+    return None
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As fastattn.backends.reference.add_layer_norm.add_layer_norm, which is the specification.
+
+    On a CPU in 16 bits the sum is rounded before it is normalised, as in PyTorch's layer_norm.
+    """
+    plain = x_bias is None and bias is not None and not eps_on_std
+    if plain and x.dtype in (torch.bfloat16, torch.float16) and can_read_values(x):
+        if rng_state is None:
+            z = x if residual is None else residual + x
+        else:
+            keep = philox.keep_mask(rng_state, x.numel() // x.shape[-1], x.shape[-1], dropout_p, x.dtype)
+            z = _DroppedSum.apply(x, residual, keep.view(x.shape), philox.rescale(dropout_p))
+        return F.layer_norm(z, (x.shape[-1],), weight, bias, eps), z
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype, hidden = x.dtype, x.shape[-1]
+    if dtype != acc or weight.dtype != acc:  # a cast that changes nothing still costs a call
+        x, weight = x.to(acc), weight.to(acc)
+        residual, bias = (None if t is None else t.to(acc) for t in (residual, bias))
+    if x_bias is not None:
+        x = x + x_bias.to(acc)
+    if rng_state is None:
+        z = x if residual is None else residual + x
+    else:
+        factor = philox.keep_factor(rng_state, x.numel() // hidden, hidden, dropout_p, acc).view(x.shape)
+        z = x * factor if residual is None else torch.addcmul(residual, x, factor)
+    if eps_on_std:
+        out = _layer_norm_by_std(z, weight, bias, eps)
+    elif bias is None:
+        out = F.rms_norm(z, (hidden,), weight, eps)
+    else:
+        out = F.layer_norm(z, (hidden,), weight, bias, eps)
+    return (out, z) if dtype == acc else (out.to(dtype), z.to(dtype))
+
+
+class _DroppedSum(torch.autograd.Function):
+    """[residual +] x * keep * scale, rounded once. keep: 0 or 1, in x's dtype, where scale would be rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return x * keep * scale if residual is None else torch.addcmul(residual, x, keep, value=scale)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        (keep,) = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:  # float16's dz may be inf, and inf * 0 is NaN: a choice by keep > 0, as fast
+            dx = torch.ops.aten.threshold_backward(dz, keep, 0).mul_(ctx.scale)
+        return dx, dz if ctx.needs_input_grad[1] else None, None, None
+
+
+def _layer_norm_by_std(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """By a norm, as torch.std is several times slower on a CPU. Its gradient is 0 where it is 0."""
+    centred = z - z.mean(-1, keepdim=True)
+    std = torch.linalg.vector_norm(centred, dim=-1, keepdim=True) * (z.shape[-1] - 1) ** -0.5
+    return torch.addcmul(bias, weight, centred * (std + eps).reciprocal())

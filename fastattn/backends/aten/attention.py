@@ -1,0 +1,307 @@
+"""Attention by PyTorch's fused operator, by blocks of heads (_blocks.py), or by matmul, softmax, matmul.
+
+The fused operator has no weights and no lse, and we give it no bias: it rounds the sum of score and bias in ways that
+depend on which of its backends runs. On a CPU blocks are used with dropout, and where they are faster; on a GPU the
+fused operator drops, and has no second derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattn._tracing import can_read_values, differentiable_gradients, may_write_in_place
+from fastattn.backends import timings
+from fastattn.backends.aten._blocks import KEPT_BYTES, BlockedAttention, add_hidden, plain_scores, plain_weights
+from fastattn.backends.aten._sequences import Sequences, sequences
+from fastattn.backends.reference import philox
+from fastattn.masks import AttentionMask
+
+# cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
+_MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+FEW_WEIGHTS = 1 << 14  # of so few the fused operator is faster: blocks are called from Python
+
+
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
+    """PyTorch serves everything."""
+    return None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    *,
+    return_lse: bool = True,
+    return_weights: Literal["all", "mean"] | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As fastattn.backends.reference.attention.attention, which is the specification."""
+    if mask is not None and mask.key_padding is not None and can_read_values(q):
+        mask = _without_idle_padding(mask)
+    apart = sequences(mask, q, k) if mask is not None and can_read_values(q) and return_weights is None else None
+    if apart is not None:
+        return _each_sequence_alone(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
+
+    return _attend(q, k, v, mask, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
+
+
+def _each_sequence_alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    apart: Sequences,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, None]:
+    """Packed sequences, each with its own scores only. Dropout counts the places of the unpacked ones."""
+    queries, keys = apart.queries, apart.keys
+    inputs = (queries.unpack(q), keys.unpack(k), keys.unpack(v))
+    out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, dropout_p, rng_state, return_lse, None)
+    return queries.pack(out), None if lse is None else queries.pack(lse[..., None]).squeeze(3), None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    return_lse: bool,
+    return_weights: Literal["all", "mean"] | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Results as attention()'s. rng_state: None without dropout."""
+    B, H, Lq, _ = q.shape
+    Lk = k.shape[2]
+    bias = None if mask is None else mask.bias
+    alone = bias is None and not return_lse and return_weights is None and Lk > 0
+    # Not with a scale of 0: see alpha in _blocks.py.
+    blocked = alone and softmax_scale != 0 and _blocks_serve(q, k, dropout_p)
+    fused = alone and not blocked and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
+    is_causal = mask is not None and mask.has_band and Lq == Lk and mask.band(Lq, Lk)[1] <= 0
+    if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
+        return _torch_attention(q, k, v, None, softmax_scale, dropout_p, is_causal=True), None, None
+
+    masked = has_keys = has_queries = None
+    if mask is not None:
+        masked, has_keys, has_queries = mask.visible(Lq, Lk, q.device)
+        if not _excludes_keys(mask):  # values that attn_mask or a bias alone masks are finite
+            has_queries = None
+        if has_keys is not None:
+            q = q.where(has_keys, 0)
+
+    if fused and (has_queries is None or (can_read_values(q) and not torch.is_grad_enabled())):
+        out = _fused(q, k, v, mask, masked, softmax_scale, dropout_p)
+        # Without a gradient, NaN or inf in a key that no query attends to shows in the result, or does no harm.
+        if has_queries is None or math.isfinite(out.sum()):
+            return (out if has_keys is None else out.where(has_keys, 0)), None, None
+
+    finite = has_queries is None or _known_finite(q, k, v)
+    if not finite:  # keys that no query attends to: 0 * NaN must not reach the sums
+        if has_queries.shape[1] != 1:
+            k, v = _repeat_heads(k, v, H)
+        k, v = k.where(has_queries, 0), v.where(has_queries, 0)
+
+    if fused:
+        out = _fused(q, k, v, mask, masked, softmax_scale, dropout_p)
+        return out if has_keys is None else out.where(has_keys, 0), None, None
+
+    k, v = _repeat_heads(k, v, H)
+    hidden = masked
+    # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
+    if masked is not None and abs(softmax_scale) <= 1 and finite:
+        dtype = q.dtype if blocked else torch.promote_types(q.dtype, torch.float32)
+        hidden = mask.additive(masked, Lq, Lk, dtype)
+    if blocked:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
+        out = BlockedAttention.apply(q, k, v, hidden, is_causal, softmax_scale, dropout_p, rng_state)
+        return out if has_keys is None else out.where(has_keys, 0), None, None
+    s = plain_scores(q, k, softmax_scale)
+    if bias is not None:
+        bias = _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
+        s = s.add_(bias) if may_write_in_place() else s + bias
+    if hidden is not None and may_write_in_place():
+        s = add_hidden(s, hidden)
+    elif hidden is not None:
+        s = s.masked_fill(hidden, -torch.inf) if hidden.dtype == torch.bool else s + hidden
+    lse = torch.logsumexp(s, dim=-1) if return_lse else None
+    weights = torch.softmax(s, dim=-1)
+    if rng_state is not None:
+        factor = philox.keep_factor(rng_state, B * H * Lq, Lk, dropout_p, weights.dtype)
+        weights = weights * factor.view(weights.shape)
+    weights = weights.to(q.dtype)
+    out = torch.matmul(weights, v)
+    if has_keys is not None:
+        out = out.where(has_keys, 0)
+        lse = None if lse is None else lse.where(has_keys.squeeze(-1), -torch.inf)
+        weights = None if return_weights is None else weights.where(has_keys, 0)
+    if return_weights is None:
+        return out, lse, None
+    return out, lse, weights if return_weights == "all" else weights.mean(1)
+
+
+BLOCKS, SINGLE = "blocks", "PyTorch"  # the ways of a call on a CPU, as a record names them
+
+
+def way(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """Blocks of heads, or PyTorch's operators: its fused one, or with dropout one after the other."""
+    return timings.choice("attention by aten", "cpu", lambda: way_class(q, k, dropout_p)) or _rule(q, k, dropout_p)
+
+
+def way_class(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """The class of calls for which a record names one of the two ways."""
+    gradient = ("gradient",) if torch.is_grad_enabled() else ()
+    return timings.call_class(q.dtype, dropout_p, timings.size_bucket(k.shape[2], "keys", 64, 256, 1024), *gradient)
+
+
+def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """What was measured on an AMD EPYC, see _blocks.py."""
+    if dropout_p > 0 or q.dtype == torch.bfloat16:  # products in float16 are slow on this processor
+        return BLOCKS
+    short = k.shape[2] <= 128 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= KEPT_BYTES
+    return BLOCKS if short and torch.is_grad_enabled() else SINGLE
+
+
+def _blocks_serve(q: Tensor, k: Tensor, dropout_p: float) -> bool:
+    if not can_read_values(q) or not may_write_in_place():
+        return False
+    weights = q.shape[:3].numel() * k.shape[2]
+    if weights < FEW_WEIGHTS:
+        return dropout_p > 0 and weights > 0
+    return way(q, k, dropout_p) == BLOCKS
+
+
+def _excludes_keys(mask: AttentionMask) -> bool:
+    """Whether padding, packing or a band may exclude a key for all queries, which may then be NaN."""
+    return mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band
+
+
+def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
+    """The mask without its key_padding where that masks nothing, as in a batch of equal lengths; None if that was all.
+
+    Only where _can_read_values.
+    """
+
+    def build() -> AttentionMask | None:
+        if not mask.key_padding.all():
+            return None
+        return mask.replace(key_padding=None, bias=None)
+
+    lighter = mask.cached(("without idle padding",), mask.key_padding.device, build)
+    if lighter is None:
+        return mask
+    if mask.bias is not None:
+        return lighter.with_bias(mask.bias)
+    return None if lighter.band_only and not lighter.has_band else lighter
+
+
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    masked: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    Lq, Lk = q.shape[2], k.shape[2]
+    if q.is_cuda and mask is not None:
+        # PyTorch's one fused kernel with masks has no grouped heads: it would write all scores.
+        k, v = _repeat_heads(k, v, q.shape[1])
+        with sdpa_kernel(_MASKED_BACKENDS):
+            return _torch_attention(q, k, v, None if masked is None else ~masked, scale, dropout_p)
+    bias = None
+    if mask is not None and masked is not None:  # PyTorch would turn a bool mask into this one at every call
+        bias = mask.additive(masked, Lq, Lk, q.dtype)
+    if bias is not None and _ends_in_odd_numbers(q, Lk):
+        more = -Lk % _VECTOR
+        k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
+        bias = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(bias, (0, more), value=-torch.inf))
+    return _torch_attention(q, k, v, bias, scale, dropout_p)
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout_p: float, is_causal: bool = False
+) -> Tensor:
+    grouped = True if k.shape[1] != q.shape[1] else False  # PyTorch takes no bool of traced sizes
+    # Not by its name in torch.nn.functional, where somebody may have put fastattn's function.
+    out = torch._C._nn.scaled_dot_product_attention(
+        q, k, v, bias, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+    )
+    if out.requires_grad and not torch.compiler.is_compiling() and type(out.grad_fn).__name__ == _FUSED_ON_A_CPU:
+        out.grad_fn.register_hook(_gradients_of_formula)
+    return out
+
+
+_FUSED_ON_A_CPU = "ScaledDotProductFlashAttentionForCpuBackward0"
+
+
+def _gradients_of_formula(
+    gradients: tuple[Tensor | None, ...], doutputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """A hook of PyTorch's fused backward, which has no derivative: with create_graph=True its gradients are replaced by
+    the formula's, where autograd asked for them. Takes what PyTorch kept, so that nothing is kept for it."""
+    if not torch.is_grad_enabled():
+        return None
+    kept = torch._C._current_autograd_node()
+    hidden = kept._saved_attn_mask
+    if kept._saved_is_causal:
+        Lq, Lk = kept._saved_query.shape[2], kept._saved_key.shape[2]
+        hidden = torch.ones(Lq, Lk, dtype=torch.bool, device=doutputs[0].device).triu_(1)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = _repeat_heads(k, v, q.shape[1])
+        return torch.matmul(plain_weights(q, k, hidden, kept._saved_scale).to(q.dtype), v)
+
+    inputs = (kept._saved_query, kept._saved_key, kept._saved_value)
+    made = differentiable_gradients(formula, inputs, doutputs[:1])
+    return *(None if old is None else new for old, new in zip(gradients, made, strict=False)), *gradients[3:]
+
+
+_VECTOR = 16  # float32 numbers in a register of AVX-512
+
+
+def _ends_in_odd_numbers(q: Tensor, Lk: int) -> bool:
+    """Whether PyTorch's operator spends more on the last keys than on some more: its softmax on a CPU takes what does
+    not fill a vector number by number. From 9 of 16 on, 16 are faster, 1.2 times at 60 keys to 3 times at 15."""
+    if q.dtype != torch.float32 or not can_read_values(q) or torch.is_grad_enabled():
+        return False
+    return Lk % _VECTOR > _VECTOR // 2 and Lk < 128 and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _without_masked(bias: Tensor, masked: Tensor | None, has_keys: Tensor | None) -> Tensor:
+    """The bias with 0 where it does not count: an -inf there would make NaN of an empty row's softmax."""
+    for ignored in (masked, None if has_keys is None else ~has_keys):
+        if ignored is not None:
+            bias = bias.masked_fill(ignored, 0)
+    return bias
+
+
+def _known_finite(*tensors: Tensor) -> bool:
+    """Neither NaN nor inf is in them or in a product of two of their rows: the sums of their squares are finite."""
+    if not can_read_values(tensors[0]):
+        return False
+    # In the order in memory: what a projection gives is transposed. PyTorch's dot of 16-bit numbers takes fifty times
+    # as long as that of float32.
+    laid_out = (t.detach() if t.is_contiguous() else t.detach().transpose(1, 2) for t in tensors)
+    flat = (t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in laid_out)
+    return all(math.isfinite(torch.dot(t, t)) for t in flat)
+
+
+def _repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:
+    if k.shape[1] == H:
+        return k, v
+    return k.repeat_interleave(H // k.shape[1], dim=1), v.repeat_interleave(H // v.shape[1], dim=1)

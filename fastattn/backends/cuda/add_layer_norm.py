@@ -1,0 +1,118 @@
+"""The CUDA backend of dropout + residual + LayerNorm or RMSNorm. Formula, shapes and grid: csrc/add_layer_norm/."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.cuda import (
+    DTYPES,
+    address,
+    device_index,
+    dropout_constants,
+    extension,
+    refuse_device,
+    stream,
+    typed,
+)
+
+# Of csrc/add_layer_norm/add_layer_norm.h:
+MAX_HIDDEN = 16384  # kMaxHidden: a row lives in the registers of one block
+TICKETS = 33  # kTickets: zeros at the end of the statistics
+SUMS_DX_HIDDEN = 8192  # of wider rows, dx_bias is a launch of its own
+
+
+def unsupported_reason(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    x_bias: Tensor | None = None,
+) -> str | None:
+    """None, or what is refused and what was got."""
+    if reason := refuse_device(x):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"the CUDA layer norm takes float32, bfloat16 and float16, got {x.dtype}"
+    other = weight.dtype if bias is None else bias.dtype
+    if weight.dtype != other or weight.dtype not in (torch.float32, x.dtype):
+        return (
+            f"the CUDA layer norm takes weight and bias both in float32 or both in x's {x.dtype}, "
+            f"got {weight.dtype} and {other}"
+        )
+    if x_bias is not None and x_bias.dtype not in (torch.float32, x.dtype):
+        return f"the CUDA layer norm takes x_bias in float32 or x's {x.dtype}, got {x_bias.dtype}"
+    if not 1 <= x.shape[-1] <= MAX_HIDDEN:
+        return f"the CUDA layer norm keeps a row in registers, 1 <= hidden <= {MAX_HIDDEN}, got {x.shape[-1]}"
+    return None
+
+
+def add_layer_norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,); without bias RMSNorm.
+
+    Returns out and z, both like x (z is x itself without residual, dropout and x_bias), and the backward's statistics,
+    float32 (2 * rows + TICKETS,) or with eps_on_std (3 * rows + TICKETS,): csrc/common/norm.h.
+    """
+    rows, hidden = x.shape
+    out = torch.empty_like(x)
+    z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
+    statistics = torch.empty((3 if eps_on_std else 2) * rows + TICKETS, dtype=torch.float32, device=x.device)
+    extension(x.device).add_layer_norm_fwd(
+        address(x), address(residual), address(weight), address(bias), typed(x_bias),
+        address(out), 0 if z is x else address(z), address(statistics),
+        rows, hidden, eps, eps_on_std, address(rng_state), *dropout_constants(dropout_p),
+        DTYPES[x.dtype], DTYPES[weight.dtype], device_index(x), stream(x),
+    )  # fmt: skip
+    return out, z, statistics
+
+
+def add_layer_norm_bwd(
+    dout: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: Tensor,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    has_residual: bool,
+    x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
+
+    Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm) and
+    dx_bias (None without x_bias).
+    """
+    rows, hidden = z.shape
+    module, device = extension(z.device), device_index(z)
+    dsum = torch.empty_like(z) if has_residual or dropout_p == 0 else None  # the gradient of z
+    dx = torch.empty_like(z) if dropout_p > 0 else None
+    summed_here = x_bias if hidden <= SUMS_DX_HIDDEN else None
+    sums = [None if t is None else torch.empty_like(t) for t in (weight, bias, summed_here)]
+    dweight, dbias, dx_bias = sums
+    blocks = module.add_layer_norm_bwd_blocks(rows, hidden, device)
+    rows_of_sums = module.add_layer_norm_bwd_partials(blocks)
+    width = hidden * sum(t is not None for t in sums)
+    partial = torch.empty((rows_of_sums, width), dtype=torch.float32, device=z.device)
+    module.add_layer_norm_bwd(
+        address(dout), address(dz), address(z), address(weight), address(statistics),
+        address(dsum), address(dx), address(dweight), address(dbias), typed(dx_bias), address(partial),
+        rows, hidden, blocks, eps_on_std, address(rng_state), *dropout_constants(dropout_p),
+        DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
+    )  # fmt: skip
+    dx = dsum if dx is None else dx
+    if x_bias is not summed_here:
+        dx_bias = dx.sum(0, dtype=x_bias.dtype)
+    return dx, dsum if has_residual else None, dweight, dbias, dx_bias

@@ -1,0 +1,76 @@
+"""The CUDA backend of the linear layer with cross-entropy. Kernel and floor: csrc/linear_cross_entropy/."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastattn.backends import cross_entropy_chunks as products
+from fastattn.backends.cuda import DTYPES, address, device_index, extension, refuse_device, stream
+
+ALIGNMENT = 64  # elements: rows begin at multiples of it, so that odd class counts too are read 16 bytes at a time
+
+
+def unsupported_reason(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    logit_scale: float,
+    reduction: str,
+) -> str | None:
+    """None, or what is refused and what was got."""
+    if reason := refuse_device(x):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"CUDA linear cross-entropy takes float32, bfloat16 and float16, got {x.dtype}"
+    return None
+
+
+def _empty_logits(rows: int, n_class: int, like: Tensor) -> Tensor:
+    """(rows, n_class) of like's dtype and device, rows beginning at multiples of ALIGNMENT."""
+    shape = rows, -(-n_class // ALIGNMENT) * ALIGNMENT
+    # PyTorch's bfloat16 product on a CPU, where tests run, multiplies what follows an odd row by 0: it must not be NaN.
+    return (like.new_zeros(shape) if like.device.type == "cpu" else like.new_empty(shape))[:, :n_class]
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    losses: Tensor,
+    dloss: Tensor | None,
+    count: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    logit_scale: float,
+    needs_gradient: bool,
+) -> None:
+    """Writes losses (rows,) float32 and, if asked, each row's gradient over its logits (rows, classes), last stride 1.
+
+    bias: (classes,) contiguous, added to each row, or None.    target: (rows,) int64.
+    dloss: (rows,) or () float32, None is 1.    count: () int64, divides the gradient, or None.
+    """
+    rows, n_class = logits.shape
+    extension(logits.device).cross_entropy_rows(
+        address(logits), address(bias), address(target), address(losses), address(dloss), address(count),
+        rows, logits.stride(0), n_class, 0 if dloss is None or dloss.dim() == 0 else 1,
+        ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class,
+        needs_gradient, DTYPES[logits.dtype], device_index(logits), stream(logits),
+    )  # fmt: skip
+
+
+_ROWS = products.Rows(cross_entropy_rows, _empty_logits)
+
+
+def linear_cross_entropy_fwd(*call: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """As fastattn.backends.cross_entropy_chunks.forward, which has the arguments."""
+    return products.forward(_ROWS, *call)
+
+
+def linear_cross_entropy_bwd(*call: Any) -> tuple[Tensor | None, ...]:
+    """As fastattn.backends.cross_entropy_chunks.backward, which has the arguments."""
+    return products.backward(_ROWS, *call)

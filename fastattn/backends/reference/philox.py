@@ -1,0 +1,210 @@
+"""The dropout rule, once, in plain PyTorch. Every backend draws exactly these bits.
+
+Element (row, col) of a matrix takes one 16-bit lane of Philox 4x32 with 7 rounds (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3"), the fewest rounds that pass BigCrush:
+
+    key     = (seed mod 2^32, seed div 2^32)                      rng_state = (seed, offset), int64, on the device
+    counter = (col div 8, row mod 2^32, row div 2^32, offset mod 2^32)
+    lane    = col mod 8: word lane div 2, its low half when lane is even and its high half when it is odd
+    keep    = lane value >= round(dropout_p * 65536);   kept values are multiplied by 1 / (1 - dropout_p)
+
+One call thus serves 8 neighbours, a 16-byte vector of 16-bit numbers. The probability is exact to 2^-17, and the bits
+depend on the element's global position alone, never on tiles, so a backward pass may read the data in another order.
+Rows and columns: attention (b * H + h) * Lq + i and key j; the other ops flattened row and column of their input.
+
+The backend `aten` drops by PyTorch's own generator instead. On a CPU, where that takes a tenth of the time, its
+rng_state holds a seed alone, (1,), and the lanes of a matrix, row after row, are the 16-bit parts of the 64-bit numbers
+that torch.Generator draws from that seed. Threshold and factor are the same. On a GPU, where the rule would take over a
+hundred operators, rng_state (1,) holds nothing: the device's generator draws when the mask is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn._tracing import can_read_values, is_transformed
+
+ROUNDS = 7
+LANES = 8
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+BLOCK = 64  # rng_states that are drawn at once; the forward of a base model takes 50
+
+_drops_as: list[str] = []  # see reference_dropout_rule
+
+
+def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
+    """A fresh rng_state, int64, on the device: (seed, offset), or one number for the backend "aten".
+
+    From torch's generator of the device: no host synchronisation, new at every call, repeatable under
+    torch.manual_seed, replayed by activation checkpointing and renewed by CUDA-graph replay."""
+    if _drops_as and backend in (None, "reference"):
+        backend = _drops_as[-1]
+    if backend == "aten" and device.type != "cpu":
+        return torch.empty(1, dtype=torch.int64, device=device)
+    numbers = 1 if backend == "aten" else 2
+    ahead = None if torch.compiler.is_compiling() else _of_thread.ahead
+    if ahead is None or ahead.modes != _modes():
+        return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
+    if (key := (device, numbers)) not in ahead.rows:
+        ahead.rows[key] = _rows(device, numbers)
+    return next(ahead.rows[key])
+
+
+@contextmanager
+def seeds_drawn_ahead() -> Iterator[None]:
+    """Within it one operator of the device draws the rng_states of BLOCK calls of draw_rng_state.
+
+    For a forward that is computed again as a whole, if at all. A part of it that activation checkpointing computes
+    again has to find the generator where it was, so it draws its own: see _modes."""
+    if torch.compiler.is_compiling() or is_transformed():  # both have their own rules for random numbers
+        yield
+        return
+    before, _of_thread.ahead = _of_thread.ahead, _Ahead(_modes(), {})
+    try:
+        yield
+    finally:
+        _of_thread.ahead = before
+
+
+def _modes() -> tuple[Any, ...]:
+    """What changes where a part of a forward is singled out: by checkpointing, which switches gradients off or hooks
+    into what autograd saves, or by a transform of torch.func."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False), is_transformed()
+
+
+def _rows(device: torch.device, numbers: int) -> Iterator[Tensor]:
+    while True:
+        block = torch.randint(0, 2**62, (BLOCK, numbers), dtype=torch.int64, device=device)
+        yield from map(block.__getitem__, range(BLOCK))
+
+
+class _Ahead(NamedTuple):
+    """An open context of seeds_drawn_ahead: _modes() where it began, and what it has drawn for each device and size."""
+
+    modes: tuple[Any, ...]
+    rows: dict[tuple[torch.device, int], Iterator[Tensor]]
+
+
+class _OfThread(threading.local):
+    """ahead: the innermost context. Of a thread, since DataParallel runs a replica in each."""
+
+    def __init__(self) -> None:
+        self.ahead: _Ahead | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def reference_dropout_rule(backend: str) -> Iterator[None]:
+    """The reference path drops what this backend would drop, so that the two can be compared."""
+    _drops_as.append(backend)
+    try:
+        yield
+    finally:
+        _drops_as.pop()
+
+
+def threshold(dropout_p: float) -> int:
+    """Lane values below it are dropped; 65536 drops all."""
+    return round(dropout_p * 65536)
+
+
+def rescale(dropout_p: float) -> float:
+    """The factor of kept values."""
+    return 0.0 if dropout_p >= 1.0 else 1.0 / (1.0 - dropout_p)
+
+
+class LaneStream:
+    """The lanes that PyTorch's generator draws from a seed, one after the other. rng_state: (seed,), on a CPU."""
+
+    def __init__(self, rng_state: Tensor) -> None:
+        self.generator = torch.Generator().manual_seed(rng_state.item())
+        self.rest: Tensor | None = None
+
+    def take(self, count: int) -> Tensor:
+        """The next lanes, int16 (count,), as if unsigned and moved down by 2^15."""
+        rest = 0 if self.rest is None else len(self.rest)
+        words = torch.empty(-(-max(count - rest, 0) // 4), dtype=torch.int64)
+        lanes = words.random_(-(2**63), None, generator=self.generator).view(torch.int16)
+        if rest:
+            lanes = torch.cat([self.rest, lanes])
+        self.rest = lanes[count:] if len(lanes) > count else None
+        return lanes[:count]
+
+
+def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
+    """The 16-bit lanes of a (rows, cols) matrix, int16 (rows, cols), as if unsigned."""
+    row = torch.arange(rows, dtype=torch.int64, device=rng_state.device)[:, None]
+    group = torch.arange(-(-cols // LANES), dtype=torch.int64, device=rng_state.device)[None, :]
+    return _lanes_of_groups(rng_state, row, group)[:, :cols]
+
+
+def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
+    """All lanes of each group of LANES columns. row (.., 1), group (.., groups) -> int16 (.., groups * LANES)."""
+    # On a CPU the key's arithmetic is left to Python: a third of the time at the sizes of one sentence batch.
+    seed, offset = rng_state.tolist() if can_read_values(rng_state) else rng_state.unbind()
+    c0, c1, c2, c3 = group, row & _LOW, row >> 32, offset & _LOW
+    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    for step in range(ROUNDS):
+        # 64-bit products: the low half of p becomes the next c1 or c3, whose high half is cut off where it is used.
+        if step < 3:  # some words are still one per row or one per column, which is cheap
+            p0, p1 = c0 * _M0, c2 * _M1
+            c0, c2 = (p1 >> 32) ^ c1, (p0 >> 32) ^ c3
+        else:  # in place, because what is left is the price of passing over memory
+            p0, p1 = c0.mul_(_M0), c2.mul_(_M1)
+            c0, c2 = (p1 >> 32).bitwise_xor_(c1), (p0 >> 32).bitwise_xor_(c3)
+        if step == 0:  # under vmap the key may be one per sample, and the counter is not yet
+            c0, c2 = (c0 ^ k0) & _LOW, (c2 ^ k1) & _LOW
+        else:
+            c0.bitwise_xor_(k0).bitwise_and_(_LOW)
+            c2.bitwise_xor_(k1).bitwise_and_(_LOW)
+        c1, c3 = p1, p0
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    words = c0.new_empty(*c0.shape, 4, dtype=torch.int32)
+    for n, c in enumerate((c0, c1, c2, c3)):
+        words[..., n] = c  # the low half
+    return words.view(torch.int16).flatten(-2)  # little-endian: lane = 2 * word + half
+
+
+def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Which elements of a (rows, cols) matrix survive dropout: True or 1 = keep."""
+    if len(rng_state) == 1 and can_read_values(rng_state):
+        return keep_mask_from_lanes(LaneStream(rng_state).take(rows * cols).view(rows, cols), dropout_p, dtype)
+    if len(rng_state) == 1 and torch.compiler.is_compiling():  # what it fuses, with its own generator
+        return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
+    if len(rng_state) == 1:  # drawn as bool, since what the generator gives depends on the dtype
+        return rng_state.new_empty(rows, cols, dtype=torch.bool).bernoulli_(1 - dropout_p).to(dtype)
+    lanes, limit = philox_lanes(rng_state, rows, cols), threshold(dropout_p)
+    if limit > 65535:
+        return torch.zeros_like(lanes, dtype=dtype)
+    return (lanes + (-32768) >= limit - 32768).to(dtype)  # unsigned comparison: both sides moved down by 2^15
+
+
+def keep_mask_from_lanes(lanes: Tensor, dropout_p: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """1 where a lane of a LaneStream is kept, else 0. Written into out where that is given."""
+    if (limit := threshold(dropout_p)) > 65535:  # int16 has no such number
+        return lanes.new_zeros(lanes.shape, dtype=dtype) if out is None else out.zero_()
+    # Written as a number at once: on a CPU a product with that costs a tenth of a choice by a bool.
+    return torch.ge(lanes, limit - 32768, out=lanes.new_empty(lanes.shape, dtype=dtype) if out is None else out)
+
+
+def keep_factor(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype) -> Tensor:
+    """What dropout multiplies each element of a (rows, cols) matrix by: 0 or 1 / (1 - dropout_p)."""
+    return keep_mask(rng_state, rows, cols, dropout_p, dtype).mul_(rescale(dropout_p))
+
+
+def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
+    """x with dropout by the rule; x is taken as the matrix (product of the leading dimensions, last dimension)."""
+    if rng_state is None:
+        return x
+    keep = keep_mask(rng_state, x.numel() // max(x.shape[-1], 1), x.shape[-1], dropout_p).view(x.shape)
+    return torch.where(keep, x * rescale(dropout_p), 0.0)

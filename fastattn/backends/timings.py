@@ -1,0 +1,176 @@
+"""Which way of computing is fastest on this machine, where somebody has measured it.
+
+`python -m fastattn tune` writes a record of a device: for each op and class of calls the fastest way that is right.
+The dispatcher, and the backend `aten` for its own ways, ask here before they follow their built-in rules. Records are
+in the user's cache folder, one for each device, and in fastattn/records/, which ships with the package; the user's goes
+first. A record of another version of fastattn or PyTorch, or of another number of threads on a CPU, is ignored, and
+`explain` says why. So is one that cannot be read, with a warning. No file or folder stops an op.
+
+{"format": 1, "device": name, "threads": .., "versions": {"fastattn": .., "torch": ..}, "date": ..,
+ "choices": {op: {class: way}}, "rows": the measurements}
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import re
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fastattn
+
+FORMAT = 1
+SHIPPED = Path(__file__).parent / "records"
+
+
+class Record(NamedTuple):
+    """choices: of the record that counts, {} if there is none. source: its path, or None. ignored: path -> reason."""
+
+    choices: dict[str, dict[str, str]]
+    source: Path | None
+    ignored: dict[str, str]
+
+
+def choice(op_name: str, device_type: str, call_class: Callable[[], str], index: int | None = None) -> str | None:
+    """The way that the record of a device, see `load_record`, names for such a call, or None. Not in what torch.compile
+    traces, where it would stay for good."""
+    if torch.compiler.is_compiling():
+        return None
+    of_op = (_overrides[-1] if _overrides else load_record(device_type, index).choices).get(op_name)
+    return None if of_op is None else of_op.get(call_class())
+
+
+_overrides: list[dict[str, dict[str, str]]] = []
+
+
+@contextmanager
+def override_choices(choices: dict[str, dict[str, str]]) -> Iterator[None]:
+    """These choices hold instead of any record's, {} for the built-in rules: for measuring one way and the other."""
+    _overrides.append(choices)
+    try:
+        yield
+    finally:
+        _overrides.pop()
+
+
+def call_class(dtype: torch.dtype, dropout_p: float = 0.0, *traits: str) -> str:
+    """The name of a class of calls, such as "float32, mask, dropout"."""
+    return ", ".join((str(dtype).removeprefix("torch."), *traits, *(("dropout",) if dropout_p > 0 else ())))
+
+
+def size_bucket(size: int, what: str, *limits: int) -> str:
+    """A trait: "up to 128 keys", or "more keys" past the last of the limits."""
+    return next((f"up to {limit} {what}" for limit in limits if size <= limit), f"more {what}")
+
+
+def load_record(device_type: str, index: int | None = None) -> Record:
+    """What the records of the CPU or of a GPU say; index: None for the current one. They are read once in a process;
+    see `reload_records`."""
+    return _found(device_type, index, torch.get_num_threads() if device_type == "cpu" else None)
+
+
+@functools.cache
+def _found(device_type: str, index: int | None, threads: int | None) -> Record:
+    if device_type not in ("cpu", "cuda"):
+        return Record({}, None, {})
+    ignored = {}
+    name = device_name(device_type, index)
+    for path in _paths(name):
+        record = _load(path)
+        if record is None:
+            continue
+        reason = record if isinstance(record, str) else _why_ignored(record, name, threads)
+        if reason is None:
+            return Record(record["choices"], path, ignored)
+        ignored[str(path)] = reason
+    return Record({}, None, ignored)
+
+
+def reload_records() -> None:
+    """The next call reads the records again."""
+    _found.cache_clear()
+    _load.cache_clear()
+
+
+def _paths(name: str) -> list[Path]:
+    """Where records may be, in the order in which they count."""
+    shipped = sorted(SHIPPED.glob("*.json"))
+    try:
+        return [user_path(name), *shipped]
+    except RuntimeError:  # the user has no home folder, so no cache folder either
+        return shipped
+
+
+def user_path(name: str) -> Path:
+    """The place of a device's record in the user's cache folder. RuntimeError if there is neither that nor a home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "fastattn" / (re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".json")
+
+
+def versions() -> dict[str, str]:
+    """What a record must agree with."""
+    return {"fastattn": fastattn.__version__, "torch": torch.__version__}
+
+
+@functools.cache
+def device_name(device_type: str, index: int | None = None) -> str:
+    """A GPU's name, the current one's unless index says which; or the processor's."""
+    return torch.cuda.get_device_name(index) if device_type == "cuda" else _cpu_name()
+
+
+@functools.cache
+def _load(path: Path) -> dict[str, Any] | str | None:
+    """The record, or why it cannot be read, or None where there is none."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # no warning: in a closed folder there is hardly a record
+        return f"cannot be looked for: {error.strerror}"
+    if not stat.S_ISREG(mode):
+        return _warned(path, "is not a file")  # reading a pipe would wait for a writer
+    try:
+        record = json.loads(path.read_text())
+    except Exception as error:  # also RecursionError: a damaged file may be nested too deeply for json
+        return _warned(path, f"cannot be read: {error}")
+    choices = record.get("choices") if isinstance(record, dict) else None
+    if not isinstance(choices, dict) or not all(isinstance(of_op, dict) for of_op in choices.values()):
+        return _warned(path, 'is damaged: it has no "choices"')
+    return record
+
+
+def _warned(path: Path, reason: str) -> str:
+    warnings.warn(f"fastattn ignores the record {path}: it {reason}", stacklevel=3)
+    return reason
+
+
+def _why_ignored(record: dict[str, Any], name: str, threads: int | None) -> str | None:
+    """Why a record that can be read does not count here. threads: of this process, None on a GPU."""
+    if record.get("format") != FORMAT:
+        return f"has format {record.get('format')}, expected {FORMAT}"
+    if record.get("device") != name:
+        return f"was made on {record.get('device')}, this is {name}"
+    if record.get("versions") != versions():
+        return f"was made with {record.get('versions')}, this is {versions()}"
+    if threads is not None and record.get("threads") != threads:
+        return f"was made with threads: {record.get('threads')}, this process has {threads}"
+    return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux, or a closed /proc
+        lines = []
+    # On Linux platform.processor() is often empty.
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,141 @@
+"""What would happen, and why: which backend serves a call, and what of a model is not fused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from fastattn import backends
+from fastattn.backends import timings
+from fastattn.nn.fusible import hook_reason, why_not_fusible, why_not_stepped
+
+# How a kernel serves CPU tensors, when it does.
+_ON_A_CPU = {
+    "triton": "interpreted on the CPU: slow, for checking only",
+    "cuda": "run on the CPU by csrc/emulator: slow, for checking only",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would use, and why not the others. ``str()`` is the text to read.
+
+    op: the public function's name.     device: of the call's tensors.
+    source: where the backend was asked for, or "automatic choice".
+    chosen: the backend; None where the one that was asked for by name cannot compute the call.
+    refusals: for each backend the reason why it cannot, or None where it can.
+    notes: for some backends how they would compute it, where that is unusual.
+    remarks: on the records of this device, see `python -m fastattn tune`.
+    """
+
+    op: str
+    device: str
+    source: str
+    chosen: str | None
+    refusals: dict[str, str | None] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} ({self.source})"]
+        for name, reason in self.refusals.items():
+            note = f" ({self.notes[name]})" if name in self.notes else ""
+            verdict = f"no: {reason}" if reason is not None else f"can serve{note}"
+            lines.append(f"  {'->' if name == self.chosen else '  '} {name:<9} {verdict}")
+        return "\n".join(lines + [f"  {remark}" for remark in self.remarks])
+
+
+@overload
+def explain(op: nn.Module) -> ModelExplanation: ...
+@overload
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation: ...
+def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
+    """Which backend ``op(*args, **kwargs)`` would use here, and every other backend's reason. Launches nothing.
+
+    op: a public function of fastattn, its name, or the op's name ("attention"). Or a module, such as FusedTransformer,
+        alone: which of its submodules are called instead of being computed by a fused op, and why.
+    """
+    if isinstance(op, nn.Module):
+        if args or kwargs:
+            raise TypeError("explain(module) takes no further arguments")
+        return _explain_model(op)
+    found = next((o for o in backends.OPS.values() if op in (o.function, o.function.__name__, o.name)), None)
+    if found is None:
+        raise ValueError(
+            f"op must be one of {', '.join(o.function.__name__ for o in backends.OPS.values())}, got {op!r}"
+        )
+    inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
+    name, source = backends.requested(kwargs.get("backend"))
+    device, arguments = found.query(*args, **kwargs)
+    order = tuple(dict.fromkeys(backends.automatic_order(found.name, device, arguments)))
+    order += tuple(b for b in backends.BACKENDS if b not in order)
+    refusals = {b: backends.unsupported_reason(found.served_by, b, arguments) for b in order}
+    asked = name is not None
+    if not asked:
+        name = next(b for b in order if refusals[b] is None)
+    chosen = name if refusals[name] is None else None
+    notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
+    source = f"{source} asks for {name}" if asked else source
+    remarks = _remarks(found, device, arguments)
+    return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)
+
+
+def _remarks(op: backends.Op, device: torch.device, arguments: tuple[Any, ...]) -> list[str]:
+    """What the record of this device says of the call, and why others are ignored."""
+    records = timings.load_record(device.type, device.index)
+    remarks = [f"the record {path} is ignored: it {reason}" for path, reason in records.ignored.items()]
+    if records.source is None:
+        return remarks
+    name = backends.recorded_choice(op.name, device, arguments)
+    said = [] if name is None else [f"{name} is the fastest backend"]
+    if device.type == "cpu":
+        dtype = op.call_class(*arguments).split(",")[0]
+        for kind in sorted(records.choices.keys() & {f"{op.name} by aten", "product"}):
+            ways = sorted(records.choices[kind].items())
+            said += [f"{kind}: {of_class}: {way}" for of_class, way in ways if of_class.split(",")[0] == dtype]
+    return [*remarks, f"the record {records.source} says: {'; '.join(said) or 'nothing of such calls'}"]
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """What of a model is called as it is, where an op would compute it together with others. ``str()`` is the text.
+
+    model: the name of its class.
+    called: for each submodule that is called, by its name, what was done to it.
+    not_stepped: likewise for modules that decoding by steps does not call, or refuses.
+    modules: how many of the model's modules are fastattn's and fuse what is in them.
+    """
+
+    model: str
+    called: dict[str, str] = field(default_factory=dict)
+    not_stepped: dict[str, str] = field(default_factory=dict)
+    modules: int = 0
+
+    def __str__(self) -> str:
+        if not self.modules:
+            return f"{self.model}: it has no module of fastattn, and explain() knows no others"
+        lines = [f"{self.model}: {'not fused, but called:' if self.called else 'everything is fused'}"]
+        lines += [f"  {name} {reason}" for name, reason in self.called.items()]
+        if self.not_stepped:
+            lines += ["called by forward and loss, but not where tokens are decoded step by step:"]
+            lines += [f"  {name} {reason}" for name, reason in self.not_stepped.items()]
+        return "\n".join(lines)
+
+
+def _explain_model(model: nn.Module) -> ModelExplanation:
+    called, not_stepped, modules = {}, {}, 0
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        modules += hasattr(module, "fused_children")
+        for child in getattr(module, "fused_children", ()):
+            found = getattr(module, child, None)
+            if found is not None and (reason := why_not_fusible(found)) is not None:
+                called[prefix + child] = reason
+        if hasattr(module, "step") and (reason := why_not_stepped(module) or hook_reason(module)) is not None:
+            not_stepped[name or type(module).__name__] = reason
+    return ModelExplanation(type(model).__name__, called, not_stepped, modules)

@@ -1,0 +1,382 @@
+"""`python -m fastattn tune`: measure which way of computing is fastest on this machine, and keep it in a record.
+
+Each op is timed on a small table of calls, forward and backward, by every backend that can run them, except the
+reference path; on a GPU by the time of the GPU alone, as in models that keep it busy. On a CPU, where that leaves one
+backend, by each way that the backend `aten` has. A backend counts only where the doctor finds it right. The fastest is
+written to a record in the user's cache folder, which the dispatcher reads from then on (fastattn/backends/timings.py); one that
+is not faster than the built-in choice by 3 % does not replace it. What a run does not reach keeps what an earlier run
+found. `fastattn.explain(...)` names the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import backends
+from fastattn.backends import cpu_matmul, timings
+from fastattn.backends.aten import attention as aten_attention
+from fastattn.check.cases import problems
+from fastattn.check.doctor import check, positive_number, usable_device, writable_file
+
+GAIN = 1.03  # how many times as fast as the built-in choice a way must be
+SECONDS = 0.4  # of samples for each way of a call
+LEAST, MOST = 5, 50  # samples
+ATEN = "attention by aten"  # the ways of aten in a record; the other is "product"
+
+Step = Callable[[], Any]
+
+
+class Call(NamedTuple):
+    """A call to measure. op_name, call_class: as in a record. ways: name -> a context in which that way is taken.
+
+    built_in: the way that is taken without a record.
+    """
+
+    op_name: str
+    call_class: str
+    what: str
+    dtype: torch.dtype
+    step: Step
+    ways: dict[str, Callable[[], AbstractContextManager]]
+    built_in: str
+
+
+def calls(device: torch.device, tiny: bool = False) -> Iterator[Call]:
+    """The table, the most valuable calls first. Tensors are made when a call's turn comes."""
+    on_gpu = device.type == "cuda"
+    tokens = 16 if tiny else 16384 if on_gpu else 1024
+    lengths = (16,) if tiny else (64, 128, 1024, 4096) if on_gpu else (64, 256, 1024, 2048)
+    dtypes = (torch.bfloat16, torch.float32, *((torch.float16,) if on_gpu else ()))
+    if device.type == "cpu":
+        yield from _products_of(device, 64 if tiny else 512)
+    for dtype in dtypes:
+        for length in lengths:
+            for trait in ("", "mask", "dropout"):
+                given = _attention(device, dtype, max(tokens // length, 1), 1 if tiny else 8, length, trait)
+                yield from _by_backends("attention", given, dtype, f"{length} tokens {trait}".strip())
+                if device.type == "cpu" and trait != "mask":
+                    yield from _ways_of_aten(given, dtype, f"{length} tokens {trait}".strip())
+        width, wide = (32, 64) if tiny else (512, 2048)
+
+        def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+        for dropout_p in (0.0, 0.1):
+            options = {"dropout_p": dropout_p}
+            said = f"{tokens} x {width}{', dropout' if dropout_p else ''}"
+            x = {"x": randn(tokens, width)}
+            norm = {"residual": randn(tokens, width), "weight": randn(width), "bias": randn(width)}
+            yield from _by_backends("add_layer_norm", x | norm | options, dtype, said)
+            weights = {"weight1": randn(wide, width), "bias1": randn(wide), "weight2": randn(width, wide)}
+            yield from _by_backends("feed_forward", x | weights | {"bias2": randn(width)} | options, dtype, said)
+            words = torch.randint(0, 1000, (8, tokens // 8), device=device)
+            embedding = {"embedding": randn(1000, width), "weight": randn(width), "bias": randn(width)}
+            table = {"tokens": words, "position_table": torch.randn(tokens, width, device=device)}
+            yield from _by_backends("embed_layer_norm", embedding | table | options, dtype, said)
+        classes = 200 if tiny else 32000 if on_gpu else 8000
+        target = torch.randint(0, classes, (tokens,), device=device)
+        given = {"x": randn(tokens, width), "weight": randn(classes, width), "target": target}
+        yield from _by_backends("linear_cross_entropy", given, dtype, f"{tokens} x {width} -> {classes}")
+        sentences, heads = (2, 1) if tiny else (32, 8)
+        keys = (sentences, 64, 5, heads, 64)
+        sizes = {"query": (sentences, 5, heads, 64), "key": keys, "value": keys}
+        given = {name: randn(*size).detach() for name, size in sizes.items()}
+        yield from _by_backends("decode_attention", given, dtype, "32 x 5 beams, 64 tokens")
+
+
+def _attention(
+    device: torch.device, dtype: torch.dtype, batch: int, heads: int, length: int, trait: str
+) -> dict[str, Any]:
+    def randn() -> Tensor:  # as projections give them
+        t = torch.randn(batch, length, heads, 64, device=device, dtype=dtype).transpose(1, 2)
+        return t.requires_grad_()
+
+    given: dict[str, Any] = {"query": randn(), "key": randn(), "value": randn()}
+    if trait == "mask":
+        real = torch.arange(length, device=device) < torch.linspace(length // 2, length, batch, device=device)[:, None]
+        given["attn_mask"] = fastattn.AttentionMask(key_padding=real)
+    if trait == "dropout":
+        given["dropout_p"] = 0.1
+    return given
+
+
+def _step(function: Callable[..., Tensor], given: dict[str, Any]) -> Step:
+    """Forward and backward of a call, where something has a gradient."""
+    leaves = [t for t in given.values() if isinstance(t, Tensor) and t.requires_grad]
+    dout: list[Tensor] = []
+
+    def step() -> None:
+        out = function(**given)
+        if leaves:
+            dout[:] = dout or [torch.randn_like(out)]
+            torch.autograd.grad(out, leaves, dout)
+
+    return step
+
+
+def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[Call]:
+    op = backends.OPS[op_name]
+    with timings.override_choices({}):
+        explanation = fastattn.explain(op.function, **given)
+    usable = [b for b, reason in explanation.refusals.items() if reason is None and b not in explanation.notes]
+    ways = {name: partial(fastattn.use_backend, name) for name in usable if name != "reference"}
+    if len(ways) < 2:
+        return
+    of_call = op.call_class(*op.query(**given)[1])
+    yield Call(op_name, of_call, what, dtype, _step(op.function, given), ways, explanation.chosen)
+
+
+def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[Call]:
+    names = (aten_attention.BLOCKS, aten_attention.SINGLE)
+    for gradient in (True, False):
+        tensors = given if gradient else {n: t.detach() if isinstance(t, Tensor) else t for n, t in given.items()}
+        arguments = given["query"], given["key"], given.get("dropout_p", 0.0)
+        with torch.set_grad_enabled(gradient), timings.override_choices({}):
+            of_call, built_in = aten_attention.way_class(*arguments), aten_attention.way(*arguments)
+        step = torch.set_grad_enabled(gradient)(_step(fastattn.scaled_dot_product_attention, tensors))
+        ways = {way: partial(timings.override_choices, {ATEN: {of_call: way}}) for way in names}
+        yield Call(ATEN, of_call, what if gradient else f"{what}, forward", dtype, step, ways, built_in)
+
+
+def _products_of(device: torch.device, size: int) -> Iterator[Call]:
+    if not cpu_matmul.has_onednn():
+        return
+    given = {"x": torch.randn(size, size, device=device, requires_grad=True)}
+    given["weight"] = torch.randn(4 * size, size, device=device, requires_grad=True)
+    with timings.override_choices({}):
+        built_in = cpu_matmul.choice()
+    ways = {way: partial(timings.override_choices, {"product": {"float32": way}}) for way in ("oneDNN", "PyTorch")}
+    what = f"{size} x {size} -> {4 * size}"
+    yield Call("product", "float32", what, torch.float32, _step(cpu_matmul.linear, given), ways, built_in)
+
+
+class WayFailed(Exception):
+    """A way of a call raised what is the cause of this."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+
+def measure(call: Call, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each way, by samples that alternate. WayFailed where one cannot run."""
+    samples: dict[str, list[float]] = {way: [] for way in call.ways}
+    start = time.monotonic()
+    for number in range(-2, MOST):  # the first are not counted
+        if number >= LEAST and time.monotonic() - start > SECONDS * len(samples):
+            break
+        for way, times in samples.items():
+            try:
+                with call.ways[way]():
+                    if number < 0:
+                        call.step()
+                    else:
+                        times.append(_milliseconds(call.step, device))
+            except Exception as error:
+                raise WayFailed(way) from error
+    return {way: statistics.median(times) for way, times in samples.items()}
+
+
+def _milliseconds(step: Step, device: torch.device) -> float:
+    """On a GPU the mean of a few steps that it finds queued, so that it never waits for the host."""
+    if device.type == "cuda":
+        start = time.perf_counter()
+        host = host_seconds(step, device)
+        torch.cuda.synchronize(device)
+        steps = max(1, min(10, int(1e-3 / (time.perf_counter() - start))))  # in about a millisecond
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        keep_busy(device, 2 * steps * host)
+        begin.record()
+        for _ in range(steps):
+            step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / steps
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def host_seconds(step: Step, device: torch.device) -> float:
+    """How long the host of an idle GPU takes for a step. Only if the step waits for the GPU, that is in it."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """The GPU has work for at least so long; what is queued meanwhile runs afterwards without gaps."""
+    torch.cuda._sleep(int(seconds * _cycles_per_second(device)))
+
+
+@functools.cache
+def _cycles_per_second(device: torch.device) -> float:
+    """Of the counter that torch.cuda._sleep reads; the fastest of a few, as clocks rise with work."""
+    found, cycles = [], 2_000_000
+    for _ in range(4):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        found.append(cycles / begin.elapsed_time(end) * 1e3)
+    return max(found)
+
+
+class _Right:
+    """Which backends the doctor finds right, each op and dtype looked at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.known = device, {}
+
+    def __call__(self, op_name: str, dtype: torch.dtype, backend: str) -> bool:
+        key = op_name, dtype, backend
+        if key not in self.known:
+            of_op = [problem for problem in problems(self.device, large=False) if problem.op == op_name]
+            self.known[key] = all(found["ok"] for problem in of_op for found in check(problem, dtype, [backend]))
+        return self.known[key]
+
+
+def tune(
+    device: torch.device, minutes: float, say: Callable[[str], None], table: Callable[..., Iterator[Call]] = calls
+) -> dict[str, Any]:
+    """The record of a device, of all calls that there is time for."""
+    deadline, right = time.monotonic() + 60 * minutes, _Right(device)
+    rows: list[dict[str, Any]] = []
+    try:
+        for call in table(device):
+            if time.monotonic() > deadline:
+                say(f"stopped after {minutes:g} minutes: what follows stays as it was")
+                break
+            rows.append(_row(call, device, right, say))
+    except KeyboardInterrupt:
+        say("stopped by Ctrl-C: what follows stays as it was")
+    except RuntimeError as error:  # of a GPU that no longer works, or has no memory for the next tensors
+        say(f"stopped by {_first_line(error)}: what follows stays as it was")
+    choices: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row["best"] is not None:
+            choices.setdefault(row["op"], {}).setdefault(row["class"], row["best"])
+    return {
+        "format": timings.FORMAT,
+        "device": timings.device_name(device.type),
+        "threads": torch.get_num_threads(),
+        "versions": timings.versions(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "measured": f"milliseconds of {'the GPU, without waits for the host' if device.type == 'cuda' else 'a call'}",
+        "choices": choices,
+        "rows": rows,
+    }
+
+
+def _row(call: Call, device: torch.device, right: _Right, say: Callable[[str], None]) -> dict[str, Any]:
+    """What was found about a call. best: None where no way is right and works."""
+    wrong = [w for w in call.ways if w in backends.BACKENDS and not right(call.op_name, call.dtype, w)]
+    failed: dict[str, str] = {}
+    for way in wrong:
+        del call.ways[way]
+    found: dict[str, float] = {}
+    while call.ways and not found:
+        try:
+            found = measure(call, device)
+        except WayFailed as failure:  # the others are measured without it
+            del call.ways[failure.way]
+            failed[failure.way] = _first_line(failure.__cause__)
+    best = min(found, key=found.get, default=None)
+    if best is not None and found.get(call.built_in, math.inf) < GAIN * found[best]:
+        best = call.built_in
+    times = ", ".join(f"{'*' if way == best else ''}{way} {ms:.3g} ms" for way, ms in found.items())
+    said = f"; wrong by the doctor: {', '.join(wrong)}" if wrong else ""
+    said += "".join(f"; {way} failed: {reason}" for way, reason in failed.items())
+    change = "" if best in (None, call.built_in) else f"  (instead of {call.built_in})"
+    say(f"{call.op_name:<21} {str(call.dtype).removeprefix('torch.'):<9} {call.what}: {times}{said}{change}")
+    row = {"op": call.op_name, "class": call.call_class, "call": call.what, "ms": found, "best": best}
+    return row | {"wrong": wrong, "failed": failed}
+
+
+def _first_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _with_earlier(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The record, and what it did not reach from an earlier one there, if that is of the same machine and versions."""
+    try:
+        earlier = json.loads(path.read_text())
+        if any(earlier[key] != record[key] for key in ("format", "device", "threads", "versions")):
+            return record
+        choices = {op: dict(earlier["choices"].get(op, {})) for op in (earlier["choices"] | record["choices"])}
+        for op, of_op in record["choices"].items():
+            choices[op] |= of_op
+        reached = {(row["op"], row["class"], row["call"]) for row in record["rows"]}
+        rows = [row for row in earlier["rows"] if (row["op"], row["class"], row["call"]) not in reached]
+    except Exception:  # there is none, or it is damaged in some way
+        return record
+    return record | {"choices": choices, "rows": [*record["rows"], *rows]}
+
+
+def _write(record: dict[str, Any], path: Path) -> None:
+    """Whole or not at all. A link stays a link."""
+    path = path.resolve()
+    scratch = path.with_name(path.name + ".new")
+    try:
+        scratch.write_text(json.dumps(record, indent=1) + "\n")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns 1 when a backend was found wrong or failed, or nothing was measured."""
+    parser = argparse.ArgumentParser(prog="python -m fastattn tune", description=__doc__.split("\n\n")[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    minutes = "stop after this long at the latest (default 5; a CPU is done in about 2)"
+    parser.add_argument("--minutes", type=positive_number, default=5.0, metavar="N", help=minutes)
+    parser.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
+    parser.add_argument(
+        "--out", type=writable_file, metavar="FILE", help="write the record here instead of the cache folder"
+    )
+    arguments = parser.parse_args(argv)
+    device = arguments.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        if (asked := backends.requested(None)[0]) is not None:
+            parser.error(f"FASTATTN_BACKEND={asked} leaves nothing to choose: unset it")
+        path = arguments.out or writable_file(timings.user_path(timings.device_name(device.type)))
+    except (ValueError, RuntimeError, argparse.ArgumentTypeError) as error:  # FASTATTN_BACKEND; no home; the folder
+        parser.error(str(error))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        record = tune(device, arguments.minutes, lambda line: print(line, flush=True))
+    if not record["choices"]:
+        print(f"nothing was measured: {path} stays as it was")
+        return 1
+    try:
+        _write(_with_earlier(record, path), path)
+    except OSError as error:
+        parser.error(f"{path} cannot be written: {error.strerror}")
+    timings.reload_records()
+    print(f"\n* is chosen from now on. The record: {path}")
+    if arguments.out:
+        with suppress(RuntimeError):  # no home folder
+            print(f"It counts when it is at {timings.user_path(record['device'])} or in {timings.SHIPPED}")
+    return int(any(row["wrong"] or row["failed"] for row in record["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Runs the steps of a search: on a CPU as plain calls, on a GPU as CUDA graphs that are kept for later batches.
+
+A graph repeats exactly what it captured: addresses, shapes and every number from Python. A step reads and changes the
+tensors of its search and reads the model's. So a captured search is kept with its graph, and a later search that
+differs in nothing but the values of its tensors copies them there and replays the graph. A difference in anything else
+that a step may depend on (`_key`, `_fingerprint`) means another capture. Where that cannot be known, for models with
+code or hooks that are not fastattn's or PyTorch's, a graph is used for one call and dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.backends import requested
+from fastattn.graphs.capture import CapturedWork, CudaGraphs
+from fastattn.nn.fusible import hook_reason
+
+if TYPE_CHECKING:
+    from fastattn.generate.loop import Decodable, Search
+
+# What is kept for a model at most: searches, and the tokens that their caches hold (batch * rows * capacity).
+# A cache of FusedTransformer's default sizes takes 12 KB a token in 16 bits, which makes 0.8 GB.
+KEPT_SEARCHES, KEPT_TOKENS = 8, 2**16
+# Encoder outputs are padded to a multiple of this length, so that batches of similar lengths have one shape.
+MEMORY_STEP = 32
+
+_PLAIN = (bool, int, float, str, type(None))
+
+# Searches that are in no use now, by their keys, the oldest first.
+_Searches = dict[Hashable, "tuple[Search, CapturedWork]"]
+_kept: WeakKeyDictionary[nn.Module, tuple[Hashable, _Searches]] = WeakKeyDictionary()
+_shared: dict[Hashable, CudaGraphs] = {}  # of all kept searches, for each device and stream
+
+
+def drop_graphs() -> None:
+    """Free what decoding on a GPU keeps for later batches of the same shape: caches and CUDA graphs."""
+    _kept.clear()
+
+
+class Steps:
+    """The steps of one call of `run`. search: the one that they change, which may be a kept one."""
+
+    search: Search
+
+    def __init__(self, model: Decodable, search: Search) -> None:
+        self.model = model
+        self._kept: _Searches | None = None  # None: nothing is kept
+        if search.cache.on_device and _tokens(search) <= KEPT_TOKENS:
+            self._kept = _kept_searches(model)
+        if self._kept is not None:
+            search.cache.pad_memories(MEMORY_STEP)
+        self.start(search)
+
+    def start(self, search: Search) -> None:
+        """Go on with this search, or with a kept one that becomes equal to it."""
+        self.search = search
+        self._captured: CapturedWork | None = None
+        self._work: Callable[[], None] = partial(search.step, self.model)
+        if not search.cache.on_device:
+            return
+        if self._kept is None:
+            graphs = CudaGraphs(search.cache.position.device)
+        else:
+            self._key = _key(self.model, search)
+            if found := self._kept.pop(self._key, None):  # while it is in use no other call finds it
+                self.search, self._captured = found
+                self.search.resume(search)
+                return
+            graphs = _shared_graphs(search)
+            self._work = partial(_without_autocast_cache, self._work)
+        hint = "the model reads values on the host, and cannot be decoded on a GPU as it is"
+        generators = () if search.generator is None else (search.generator,)
+        self._captured = CapturedWork(self._work, graphs, "a step of decoding", hint, generators)
+
+    def __call__(self) -> None:
+        cache = self.search.cache
+        length = cache.length
+        (self._captured or self._work)()
+        cache.length = length + 1  # a graph runs nothing on the host
+
+    def select(self, sentences: Tensor) -> None:
+        """Go on with these sentences of the batch alone, (n,) int64."""
+        search = self.search
+        if self._kept is not None:  # this one is kept as it is
+            search = copy.copy(search)
+            search.cache = copy.copy(search.cache)
+        search.select(sentences)
+        self.end()
+        self.start(search)
+
+    def end(self) -> None:
+        """Keep the search for a later one, if it is captured."""
+        if self._kept is None or self._captured is None or self._captured.replay is None:
+            return
+        self._kept[self._key] = self.search, self._captured
+        while len(self._kept) > KEPT_SEARCHES or sum(_tokens(s) for s, _ in list(self._kept.values())) > KEPT_TOKENS:
+            self._kept.pop(next(iter(self._kept)))
+
+
+def _tokens(search: Search) -> int:
+    return search.cache.batch * search.cache.rows * search.cache.capacity
+
+
+def _shared_graphs(search: Search) -> CudaGraphs:
+    key = search.cache.position.device, _stream(search)
+    if key not in _shared:
+        _shared[key] = CudaGraphs(search.cache.position.device)
+    return _shared[key]
+
+
+def _kept_searches(model: Decodable) -> _Searches | None:
+    """What is kept for the model as it is now, which drops what was captured before a change of it."""
+    owner = getattr(model, "model", model)  # what decodes for another module names it `model`
+    fingerprint = _fingerprint(owner) if isinstance(owner, nn.Module) else None
+    if fingerprint is None or not type(model).__module__.startswith("fastattn."):
+        return None
+    if owner not in _kept or _kept[owner][0] != fingerprint:
+        _kept[owner] = fingerprint, {}
+    return _kept[owner][1]
+
+
+def _fingerprint(model: nn.Module) -> Hashable | None:
+    """All of a model that its graphs depend on: tensors, numbers and names. None where there may be more."""
+    parts: list[Hashable] = []
+    for module in model.modules():
+        own, kind = vars(module), type(module)
+        if not kind.__module__.startswith(("fastattn.", "torch.nn.modules.")) or hook_reason(module) is not None:
+            return None
+        parts += id(module), kind
+        for t in (*own["_parameters"].values(), *own["_buffers"].values()):
+            if type(t) in (nn.Parameter, Tensor):
+                parts += t.data_ptr(), t.dtype, t.shape
+            elif t is not None:
+                return None
+        for value in own.values():
+            if type(value) in _PLAIN:
+                parts.append(value)
+            elif callable(value):  # in place of a method
+                return None
+    return tuple(parts)
+
+
+def _key(model: Decodable, search: Search) -> Hashable:
+    """All that a search's graph depends on, the fingerprint of the model left out."""
+    cache, device = search.cache, search.cache.position.device
+    matmul = torch.backends.cuda.matmul
+    return (
+        type(model), *map(id, model.children()),
+        type(search), *((name, v) for name, v in vars(search).items() if name not in ("cache", "state")),
+        cache.batch, cache.rows, cache.capacity,
+        *((t.shape, t.dtype) for t in (*search.state.values(), *cache.memory_tensors())),
+        device, _stream(search), requested(None)[0],
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(),
+        getattr(matmul, "fp32_precision", None) or matmul.allow_tf32,
+    )  # fmt: skip
+
+
+def _stream(search: Search) -> Hashable:
+    """The stream that replays run on: on another one they could overlap, and write to the same memory."""
+    device = search.cache.position.device
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _without_autocast_cache(work: Callable[[], None]) -> None:
+    """work(), reading no casts that torch.autocast keeps: it frees them when its context ends, and a graph stays."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        work()
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,213 @@
+"""What all ways of decoding share: the loop over steps, and the batch that shrinks. How a step runs: steps.py.
+
+A model is decoded through two methods. FusedTransformer has them, and so may any other:
+
+    start_decoding(source, rows, capacity) -> DecoderCache    encodes B sources, for `rows` rows each of so many tokens
+    next_logits(tokens, cache) -> Tensor                      (B, W) new tokens -> (B, W, classes), added to the cache
+
+What wraps such a model and keeps it as `module`, as torch.optim.swa_utils.AveragedModel does, is decoded as that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.generate.kept_graphs import Steps
+from fastattn.nn import DecoderCache
+
+OnToken = Callable[[int, list[int], list[list[int]]], None]
+
+# Steps between two looks at what a GPU has decoded: each look waits for it.
+STEPS_BETWEEN_LOOKS = 8
+# On a CPU sentences that are done leave the batch when they are this share of it: the others' caches must be copied.
+DONE_ON_A_CPU = 0.25
+# On a GPU each size of the batch needs its own CUDA graph. So the batch is halved, down to this many sentences,
+# of which some may be done. A step of fewer takes as long (estimated).
+LEAST_ON_A_GPU = 8
+
+
+class Decodable(Protocol):
+    """A model as the loop sees it; see the top of this file."""
+
+    def start_decoding(self, source: Any, rows: int, capacity: int, /) -> DecoderCache: ...
+
+    def next_logits(self, tokens: Tensor, cache: DecoderCache, /) -> Tensor: ...
+
+
+class Search(ABC):
+    """One way of choosing tokens: its state of B sentences with W rows each, all on the device, changed in place.
+
+    A subclass chooses the next tokens in `choose`, marks sentences as done, and gives the results of those. All
+    tensors in `state` have a row for each sentence.
+    """
+
+    generator: torch.Generator | None = None  # what `choose` draws from
+
+    def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
+        self.cache, bos_idx, self.eos_idx = cache, int(bos_idx), int(eos_idx)
+        batch, rows, device = cache.batch, cache.rows, cache.position.device
+        self.state: dict[str, Tensor] = {
+            "tokens": torch.full((batch, rows), bos_idx, device=device),  # the newest of each row
+            # What was fed at each position to each row. A row's history is found as its keys are: cache.ancestors.
+            "fed": torch.full((batch, cache.capacity, rows), bos_idx, device=device),
+            "done": torch.zeros(batch, dtype=torch.bool, device=device),
+            "broken": torch.zeros(batch, dtype=torch.bool, device=device),  # a NaN came
+        }
+
+    def step(self, model: Decodable) -> None:
+        """One step of the model, and the choice of the next tokens."""
+        self.cache.write(self.state["fed"], self.state["tokens"])
+        logits = model.next_logits(self.state["tokens"], self.cache)
+        _check_below("eos_idx", self.eos_idx, logits.shape[-1])  # only here is it known of every model
+        self.choose(logits)
+
+    @abstractmethod
+    def choose(self, logits: Tensor) -> None:
+        """From logits (B, W, classes) of the position before cache.position: new tokens, and who is done."""
+
+    @abstractmethod
+    def result(self, state: dict[str, Tensor]) -> Any:
+        """What was found for a sentence. state: its rows of `state` and of cache.ancestors, on the host."""
+
+    def results(self, sentences: Tensor) -> list[Any]:
+        """The results of these sentences of the present batch, (n,) int64, with one copy to the host a tensor."""
+        ancestors = {} if self.cache.ancestors is None else {"ancestors": self.cache.ancestors}
+        state = {name: t[sentences].cpu() for name, t in (self.state | ancestors).items()}
+        return [self.result({name: t[i] for name, t in state.items()}) for i in range(len(sentences))]
+
+    def note_nan(self, values: Tensor) -> None:
+        """values: (B, ..), of which none may be NaN."""
+        self.state["broken"] |= values.isnan().flatten(1).any(1)
+
+    def select(self, sentences: Tensor) -> None:
+        self.state = {name: t[sentences] for name, t in self.state.items()}
+        self.cache.select(sentences)
+
+    def resume(self, other: Search) -> None:
+        """Go on from `other`, a search of the same kind and sizes, at this one's addresses: for a CUDA graph."""
+        for name, t in self.state.items():
+            t.copy_(other.state[name])
+        self.cache.resume(other.cache)
+
+
+def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> list[Any]:
+    """Step until every sentence is done or the cache is full. Returns the results in the order of the sentences."""
+    sentences = list(range(search.cache.batch))
+    results: list[Any] = [None] * len(sentences)
+    done = [False] * len(sentences)
+    if not sentences:
+        return results
+    steps = Steps(model, search)
+    try:
+        while True:
+            steps()
+            search, cache = steps.search, steps.search.cache
+            full = cache.length == cache.capacity
+            if cache.on_device and not full and on_token is None and cache.length % STEPS_BETWEEN_LOOKS:
+                continue
+            # The one read of a step, for which a GPU is waited.
+            names = ("broken", "done") if on_token is None else ("broken", "done", "tokens")
+            rows = torch.cat([search.state[name].view(cache.batch, -1).mT for name in names])
+            broken, now_done, *tokens = rows.tolist()
+            if any(broken):
+                raise ValueError(
+                    f"the model gave NaN within {cache.length} tokens: its weights or its input are not finite"
+                )
+            if on_token is not None:
+                newest = list(zip(*tokens, strict=True))
+                decoded = [i for i, was_done in enumerate(done) if not was_done]
+                on_token(cache.length, [sentences[i] for i in decoded], [list(newest[i]) for i in decoded])
+            done = [True] * cache.batch if full else now_done
+            num_left = done.count(False)
+            batch = _smaller_batch(cache.batch, num_left, cache.on_device)
+            if num_left and batch == cache.batch:
+                continue
+            left, finished = ([i for i, is_done in enumerate(done) if is_done == which] for which in (False, True))
+            order = torch.tensor(left + finished, device=cache.position.device)
+            for i, result in zip(finished, search.results(order[num_left:]), strict=True):
+                results[sentences[i]] = result
+            if not left:
+                return results
+            kept = (left + finished)[:batch]
+            sentences, done = [sentences[i] for i in kept], [done[i] for i in kept]
+            steps.select(order[:batch])
+    finally:
+        steps.end()
+
+
+def _smaller_batch(batch: int, left: int, on_device: bool) -> int:
+    """How many sentences to go on with. left: how many of the batch are not done."""
+    if not on_device:
+        return left if batch - left >= DONE_ON_A_CPU * batch else batch
+    while (half := (batch + 1) // 2) >= max(left, LEAST_ON_A_GPU):
+        batch = half
+    return batch
+
+
+@contextmanager
+def inference(model: Any) -> Iterator[None]:
+    """In eval mode and without gradients; afterwards every module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_model(model: Any, max_len: int, bos_idx: int, eos_idx: int, on_token: OnToken | None) -> Any:
+    """Check the arguments that all searches have. Returns the model that is decoded."""
+    check_limits(max_len=max_len)
+    model = unwrapped(model, "start_decoding", "next_logits")
+    check_token("bos_idx", bos_idx, model)
+    check_token("eos_idx", eos_idx, model, least=-1)
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token must be a function or None, got {type(on_token).__name__}")
+    return model
+
+
+def unwrapped(model: Any, *needed: str) -> Any:
+    """The model that has what is needed: itself, or what it keeps as `module`. TypeError if neither has it all."""
+    inner = model
+    while not hasattr(inner, needed[0]) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if missing := [name for name in needed if not hasattr(inner, name)]:
+        what = f"{type(model).__name__}, which has no {missing[0]}"
+        raise TypeError(f"model must be a FusedTransformer or have its {' and '.join(needed)}, got {what}")
+    return inner
+
+
+def check_limits(**limits: int) -> None:
+    """Each is a positive integer."""
+    for name, value in limits.items():
+        _check_integer(name, value, 1)
+
+
+def check_token(name: str, token: int, model: Any, least: int = 0) -> None:
+    """An integer, and a target token of the model if that tells how many it has before its first logits."""
+    _check_integer(name, token, least)
+    classes = getattr(getattr(model, "trg_word_prj", None), "out_features", None)  # a FusedTransformer's
+    if classes is not None:
+        _check_below(name, token, classes)
+
+
+def _check_below(name: str, token: int, classes: int) -> None:
+    if token >= classes:
+        raise ValueError(f"{name} must be below {classes}, how many tokens the model knows, got {token}")
+
+
+def _check_integer(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,461 @@
+"""AttentionMask: everything that decides which query may see which key, in one object built once a batch.
+
+Polarity is fixed here and nowhere else: bool masks say True = attend. (The padding masks of torch.nn.Transformer say
+True = ignore: invert them.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastattn._tracing import can_read_values, is_transformed
+from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, prepare, sequences
+
+Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None = unbounded
+FREE: Band = (None, None)
+_ALIGNMENTS = ("top_left", "bottom_right")
+_STRUCTURE = ("attn_mask", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
+# How many of its prepared layouts a mask keeps, the newest: those of the last few lengths.
+KEPT = 16
+
+
+class AttentionMask:
+    """Who may attend to whom, in any combination; all that is given must hold (logical and).
+
+    attn_mask: bool, True = attend, broadcastable to (B, H, Lq, Lk).
+    bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); may require grad; -inf masks the entry.
+    key_padding: bool (B, Lk) or (1, Lk), True = a real key.
+    query_padding: bool (B, Lq) or (1, Lq), True = a real query.
+    is_causal: query i attends to key j when j <= i, counted as ``align`` says.
+    window: (left, right): i - left <= j <= i + right, counted likewise; None for a side without limit.
+    align: "top_left" counts from the first query and key, as torch does; "bottom_right" from the last:
+
+        top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
+                          1 1 . .                              1 1 1 1
+
+    cu_seqlens_q, cu_seqlens_k: int32 or int64 (n + 1,), cumulative lengths of n sequences packed along Lq and Lk, from
+        0 to Lq and Lk: ``F.pad(lengths.cumsum(0), (1, 0))``. A query attends to keys of its own sequence only, and
+        causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. The values are checked on a CPU only:
+        on a GPU, where a look would wait, a position that is in no sequence attends to nothing and is masked.
+
+    A query that may attend to nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks. The
+    tensors are kept as they are given, and a change of them in place is seen by the next call.
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    attn_mask: Tensor | None  # with bias: four dimensions
+    bias: Tensor | None
+    key_padding: Tensor | None
+    query_padding: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+
+    def __init__(
+        self,
+        attn_mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        key_padding: Tensor | None = None,
+        query_padding: Tensor | None = None,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        align: Literal["top_left", "bottom_right"] = "top_left",
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> None:
+        if align not in _ALIGNMENTS:
+            raise ValueError(f"align must be one of {_ALIGNMENTS}, got {align!r}")
+        if cu_seqlens_k is None:
+            cu_seqlens_k = cu_seqlens_q
+        elif cu_seqlens_q is None:
+            raise ValueError("cu_seqlens_k was given without cu_seqlens_q")
+        self._set(
+            attn_mask=attn_mask,
+            bias=bias,
+            key_padding=key_padding,
+            query_padding=query_padding,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        self._bands = {name: FREE for name in _ALIGNMENTS}
+        self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else FREE)
+        self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, what was made)
+        tensors = list(self._tensors().values())
+        self._made_while = _recording(tensors[0].device if tensors else None)
+
+    def _set(self, **tensors: Tensor | None) -> None:
+        """Take these tensors, checked, as those of the mask."""
+        for name, t in tensors.items():
+            if name not in _CHECKS:
+                raise TypeError(f"an AttentionMask has no tensor {name!r}, only {', '.join(_CHECKS)}")
+            setattr(self, name, None if t is None else _CHECKS[name](name, t))
+        offsets_q, offsets_k = self.cu_seqlens_q, self.cu_seqlens_k
+        if (offsets_q is None) != (offsets_k is None):
+            raise ValueError("cu_seqlens_q and cu_seqlens_k are given together or not at all")
+        if offsets_q is not None and offsets_q.shape[0] != offsets_k.shape[0]:
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
+                f"got {offsets_q.shape[0] - 1} and {offsets_k.shape[0] - 1}"
+            )
+
+    @classmethod
+    def of(cls, attn_mask: AttentionMask | Tensor | None) -> AttentionMask | None:
+        """A tensor as scaled_dot_product_attention takes it: bool is a mask, floating point is a bias."""
+        if attn_mask is None or isinstance(attn_mask, AttentionMask):
+            return attn_mask
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask must be a Tensor, an AttentionMask or None, got {type(attn_mask).__name__}")
+        if attn_mask.dtype == torch.bool:
+            return cls(attn_mask)
+        if not attn_mask.is_floating_point():
+            expected = "bool, True = attend, or floating point, added to the scores"
+            raise TypeError(f"attn_mask has dtype {attn_mask.dtype}, expected {expected}")
+        _warn_of_zeros_and_ones(attn_mask)
+        return cls(bias=attn_mask)
+
+    def __and__(self, other: AttentionMask) -> AttentionMask:
+        """Both must allow it; biases add up."""
+        if not isinstance(other, AttentionMask):
+            return NotImplemented
+        _check_packing(self, other)
+        _check_packing(other, self)
+        both = AttentionMask(
+            _combine("attn_mask", self.attn_mask, other.attn_mask, torch.logical_and),
+            bias=_combine("bias", self.bias, other.bias, torch.add),
+            key_padding=_combine("key_padding", self.key_padding, other.key_padding, torch.logical_and),
+            query_padding=_combine("query_padding", self.query_padding, other.query_padding, torch.logical_and),
+            cu_seqlens_q=_combine("cu_seqlens_q", self.cu_seqlens_q, other.cu_seqlens_q, _one_packing),
+            cu_seqlens_k=_combine("cu_seqlens_k", self.cu_seqlens_k, other.cu_seqlens_k, _one_packing),
+        )
+        both._bands = {name: _intersect(self._bands[name], other._bands[name]) for name in _ALIGNMENTS}
+        return both
+
+    def with_bias(self, bias: Tensor | None) -> AttentionMask:
+        """The same mask over another bias; what was prepared for this one is shared."""
+        other = object.__new__(AttentionMask)
+        other.__dict__.update(self.__dict__)
+        other._set(bias=bias)
+        return other
+
+    def replace(self, **tensors: Tensor | None) -> AttentionMask:
+        """The same mask with other tensors, given by their names. Errors are those of the constructor."""
+        other = object.__new__(AttentionMask)
+        other.__dict__.update(self.__dict__, _cache=[])
+        other._set(**tensors)
+        return other
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items()]
+        parts += [f"{name} band={band}" for name, band in self._bands.items() if band != FREE]
+        return f"AttentionMask({', '.join(parts)})"
+
+    def _structure(self) -> tuple[Tensor | None, ...]:
+        """Everything but the bias, in the order of _STRUCTURE."""
+        return self.attn_mask, self.key_padding, self.query_padding, self.cu_seqlens_q, self.cu_seqlens_k
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = (("bias", self.bias), *zip(_STRUCTURE, self._structure(), strict=True))
+        return {name: t for name, t in named if t is not None}
+
+    @property
+    def band_only(self) -> bool:
+        """Whether nothing but the band and a bias restricts: no tensor has to be read to know which tiles hold work."""
+        return all(t is None for t in self._structure())
+
+    @property
+    def has_band(self) -> bool:
+        """Whether causal or a window restricts."""
+        return any(band != FREE for band in self._bands.values())
+
+    @property
+    def counts_from_the_end(self) -> bool:
+        """Whether a band counts from the last query and key, of the whole or of each packed sequence."""
+        return self._bands["bottom_right"] != FREE
+
+    def band(self, Lq: int, Lk: int) -> tuple[int, int]:
+        """(low, high), both in [-Lq, Lk]: query i attends to key j only if low <= j - i <= high. Not if packed."""
+        return band_of(self._restriction(), Lq, Lk)
+
+    def check(self, B: int, H: int, Lq: int, Lk: int, device: torch.device) -> None:
+        """Raise ValueError if this mask does not fit queries (B, H, Lq, ..) and keys (B, .., Lk, ..) on device."""
+        full = (B, H, Lq, Lk)
+        for name, t in self._tensors().items():
+            if t.device != device:
+                raise ValueError(f"{name} is on {t.device}, expected {device} as query")
+            if name in ("attn_mask", "bias") and any(n not in (1, want) for n, want in zip(t.shape, full, strict=True)):
+                read = f"{name}, read as {tuple(t.shape)}, does not broadcast to (B, H, Lq, Lk) = {full}"
+                raise ValueError(f"{read}. {_advice(t, full)}")
+        for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
+            if t is not None and (t.shape[0] not in (1, B) or t.shape[1] != length):
+                raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
+        if self.cu_seqlens_q is not None and can_read_values(self.cu_seqlens_q):
+            for name, t, length in (("cu_seqlens_q", self.cu_seqlens_q, Lq), ("cu_seqlens_k", self.cu_seqlens_k, Lk)):
+                if t[-1] != length:
+                    raise ValueError(f"{name} ends at {int(t[-1])}, expected the length {length}: {_CUMULATIVE}")
+
+    def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
+        """The bool mask written out, an expanded (B, H, Lq, Lk) view: the truth that tests compare with. No bias."""
+        keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
+        return keep.expand(B, H, Lq, Lk)
+
+    def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
+        """As small as what restricts: each dimension is 1 or its full length."""
+        i = torch.arange(Lq, device=device)[:, None]
+        j = torch.arange(Lk, device=device)[None, :]
+        keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        shift_tl, shift_br = 0, Lk - Lq
+        if self.cu_seqlens_q is not None:
+            q_segment, q_first, q_len = sequences(self.cu_seqlens_q, i)
+            k_segment, k_first, k_len = sequences(self.cu_seqlens_k, j)
+            keep = keep & (q_segment == k_segment) & (q_segment < self.cu_seqlens_q.shape[0] - 1)
+            shift_tl = k_first - q_first
+            shift_br = shift_tl + k_len - q_len
+        for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
+            low, high = self._bands[name]
+            if low is not None:
+                keep = keep & (j - i - shift >= low)
+            if high is not None:
+                keep = keep & (j - i - shift <= high)
+        if self.key_padding is not None:
+            keep = keep & self.key_padding[:, None, None, :]
+        if self.query_padding is not None:
+            keep = keep & self.query_padding[:, None, :, None]
+        if self.attn_mask is not None:
+            keep = keep & self.attn_mask
+        return keep
+
+    def visible(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """For PyTorch's own operators: (masked, queries, keys), bool, each None where it is known to change nothing.
+
+        masked (b, h, Lq, Lk): True = masked; but all keys are left to a query without a visible one, so that no softmax
+            is NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query.
+        Each dimension but the last of masked may be 1 instead, which stands for all.
+        """
+        if self.bias is not None:  # it may hold -inf, and may be another one at the next call
+            return self._build_visible(Lq, Lk, device)
+        return self.cached(("visible", Lq, Lk), device, lambda: self._build_visible(Lq, Lk, device))
+
+    def _build_visible(
+        self, Lq: int, Lk: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
+        if self.bias is not None:
+            keep = keep & (self.bias != -torch.inf)
+        queries, keys = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
+        masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators want all keys
+        if not can_read_values(keep):
+            return masked, queries, keys
+        # On a CPU a look at the values costs no synchronisation and saves passes over the data.
+        return (
+            (masked if masked.any() else None),
+            (None if queries.all() else queries),
+            (None if keys.all() else keys),
+        )
+
+    def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
+        """visible()'s masked as what to add to the scores: -inf where it is True, else 0."""
+
+        def build() -> Tensor:
+            return torch.zeros_like(masked, dtype=dtype).masked_fill_(masked, -torch.inf)
+
+        return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype), masked.device, build)
+
+    def prepare(
+        self, Lq: int, Lk: int, layout: Layout, device: torch.device, build: Callable[..., PreparedMask] = prepare
+    ) -> PreparedMask:
+        """What a kernel reads of this mask, its bias apart: made once, on the device, without waiting for it.
+
+        build: what makes it, with the arguments and the result of `fastattn.masks.kernel_format.prepare`.
+        """
+        rows, columns = (Lk, Lq) if layout.by_key else (Lq, Lk)
+
+        def restriction() -> Restriction:
+            return self._restriction().transposed() if layout.by_key else self._restriction()
+
+        if self.band_only:
+            return PreparedMask(*band_of(restriction(), rows, columns))
+        blocks = layout.block_rows, layout.block_columns
+        key = ("prepared", rows, columns, layout)
+        return self.cached(key, device, lambda: build(restriction(), rows, columns, *blocks, device))
+
+    def _restriction(self) -> Restriction:
+        bands = (self._bands["top_left"], self._bands["bottom_right"])
+        offsets = (self.cu_seqlens_q, self.cu_seqlens_k)
+        return Restriction(bands, *offsets, self.query_padding, self.key_padding, self.attn_mask)
+
+    def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
+        """What build() makes of this mask on a device, its bias excepted; the newest KEPT are kept. After an in-place
+        edit of one of the mask's tensors, and on another stream, it is made again and replaced.
+
+        What is made while a CUDA graph is captured exists only when that is replayed, and what is made while a function
+        is traced exists only in its graph: such is kept by masks that were made in there too. What is made inside a
+        transform of torch.func ends with it.
+        """
+        state = _recording(device)
+        if state != self._made_while or is_transformed():
+            return build()
+        key = (*key, torch.device(device))
+        stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
+        # A list, because in a dict's key a length that torch.compile traces as a symbol would become a constant.
+        for made_for, made_at, made in self._cache:
+            if made_for == key and made_at == stamp:
+                return made
+        # What validation under torch.inference_mode prepares must serve training too.
+        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            made = build()
+        others = [entry for entry in self._cache if entry[0] != key]
+        self._cache[:] = [*others[-KEPT + 1 :], (key, stamp, made)]
+        return made
+
+
+def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
+    """(B, L) token ids -> bool (B, 1, L), True where the token is not padding: a mask as the models take it.
+
+    The op takes AttentionMask(key_padding=seq != pad_idx).
+    """
+    return (seq != pad_idx).unsqueeze(-2)
+
+
+def get_subsequent_mask(seq: Tensor) -> Tensor:
+    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position attends to itself and before."""
+    L = seq.shape[1]
+    return torch.ones((1, L, L), dtype=torch.bool, device=seq.device).tril()
+
+
+def _intersect(a: Band, b: Band) -> Band:
+    lows = [n for n in (a[0], b[0]) if n is not None]
+    highs = [n for n in (a[1], b[1]) if n is not None]
+    return (max(lows) if lows else None), (min(highs) if highs else None)
+
+
+def _combine(name: str, a: Tensor | None, b: Tensor | None, both: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    if any(m != n and 1 not in (m, n) for m, n in zip(a.shape, b.shape, strict=True)):
+        raise ValueError(f"cannot combine {name} of shape {tuple(a.shape)} with one of shape {tuple(b.shape)}")
+    return both(a, b)
+
+
+def _one_packing(a: Tensor, b: Tensor) -> Tensor:
+    if a is b or torch.equal(a.long(), b.long()):
+        return a
+    raise ValueError("cannot combine two masks with different cu_seqlens: pack the sequences once")
+
+
+def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
+    """Among packed segments a band counts inside each. One that was meant for the whole length is the same only when
+    queries and keys are packed alike."""
+    alike = packed.cu_seqlens_q is packed.cu_seqlens_k
+    if not alike and banded.cu_seqlens_q is None and any(band != FREE for band in banded._bands.values()):
+        raise ValueError(
+            "cannot combine causal or window with cu_seqlens_q and cu_seqlens_k that differ: "
+            "give them to one AttentionMask, where they count inside each sequence"
+        )
+
+
+def _recording(device: torch.device | str | None) -> tuple[bool, bool]:
+    """Whether a function is being traced, and whether a CUDA graph is being captured."""
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    traced = torch.compiler.is_compiling()
+    return traced, on_gpu and not traced and torch.cuda.is_current_stream_capturing()
+
+
+def _version(t: Tensor) -> int:
+    """Changes with every in-place edit. Tensors of torch.inference_mode do not count edits, and a trace cannot ask:
+    there a mask must not be edited between its first use and its last."""
+    return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
+
+
+def _current_stream(device: torch.device | str) -> int:
+    if torch.compiler.is_compiling() or torch.device(device).type != "cuda":
+        return 0
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _check_tensor(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+
+
+def _four_dims(name: str, t: Tensor) -> Tensor:
+    _check_tensor(name, t)
+    if name == "bias" and not t.is_floating_point():
+        raise TypeError(f"bias has dtype {t.dtype}, expected floating point; a bool mask is attn_mask=")
+    if name == "attn_mask" and t.dtype != torch.bool:
+        raise TypeError(f"attn_mask has dtype {t.dtype}, expected bool; a float mask is bias=")
+    if t.dim() > 4:
+        raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected at most 4: (B, H, Lq, Lk)")
+    return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
+
+
+def _padding(name: str, t: Tensor) -> Tensor:
+    _check_tensor(name, t)
+    if t.dtype != torch.bool:
+        advice = f"{name}.bool(), or ~{name}.bool() if what is not 0 is padding"
+        raise TypeError(f"{name} has dtype {t.dtype}, expected bool, True = a real token: {advice}")
+    if t.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B, L) or (1, L)")
+    return t
+
+
+_CUMULATIVE = "cumulative lengths, F.pad(lengths.cumsum(0), (1, 0))"
+
+
+def _offsets(name: str, t: Tensor) -> Tensor:
+    _check_tensor(name, t)
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected int32 or int64")
+    if t.dim() != 1 or t.shape[0] < 1:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): {_CUMULATIVE}")
+    # On a GPU a look would wait for it.
+    if can_read_values(t) and (t[0] != 0 or (t[1:] < t[:-1]).any()):
+        raise ValueError(f"{name} is {t.tolist()}, expected to start at 0 and never to fall: {_CUMULATIVE}")
+    return t
+
+
+_CHECKS = {
+    "attn_mask": _four_dims,
+    "bias": _four_dims,
+    "key_padding": _padding,
+    "query_padding": _padding,
+    "cu_seqlens_q": _offsets,
+    "cu_seqlens_k": _offsets,
+}
+
+
+def _advice(t: Tensor, full: tuple[int, int, int, int]) -> str:
+    """For a matrix that does not fit (B, H, Lq, Lk): what its shape is likely to mean."""
+    B, _, _, Lk = full
+    if tuple(t.shape) == (1, 1, B, Lk):
+        return "The padding of keys, (B, Lk), is AttentionMask(key_padding=...)"
+    if t.shape[:2] == (1, B):
+        return "One matrix for each sequence, (B, Lq or 1, Lk), needs a dimension for the heads: mask[:, None]"
+    return "Dimensions count from the last, and missing ones are 1"
+
+
+def _warn_of_zeros_and_ones(mask: Tensor) -> None:
+    """A float mask of nothing but 0 and 1 was hardly meant to be added to the scores."""
+    if mask.requires_grad or not can_read_values(mask) or mask.numel() == 0:
+        return
+    low, high = mask.aminmax()
+    if low == 0 and high == 1 and ((mask == 0) | (mask == 1)).all():
+        message = "attn_mask holds only 0.0 and 1.0, and a float mask is added to the scores, as in torch"
+        warnings.warn(f"{message}; if 1 means attend, pass attn_mask.bool()", stacklevel=5)
+
+
+def _window_band(window: tuple[int | None, int | None] | None) -> Band:
+    if window is None:
+        return FREE
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or side < 0):
+            raise ValueError(f"window must hold non-negative integers or None, got {tuple(window)}")
+    left, right = window
+    return (None if left is None else -left), right

@@ -1,0 +1,168 @@
+"""Keys and values that incremental decoding keeps, and attention to them."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn.backends import Backend
+from fastattn.nn.prepared_linear import PreparedLinears
+from fastattn.ops.decode_attention import decode_attention
+
+KeysAndValues = tuple[Tensor, Tensor]
+
+
+class Memory(NamedTuple):
+    """What every step reads and none changes: keys and values of an encoder's output, for each layer.
+
+    projected: (B, Hk, Ls, Dk) and (B, Hk, Ls, Dv) of each layer, contiguous: the rows of a sequence share them.
+    lengths: (B,) int32; keys behind them are padding.
+    """
+
+    projected: dict[nn.Module, KeysAndValues]
+    lengths: Tensor
+
+
+def move_padding_to_end(x: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """x (B, L, d) with what is real (B, L) before what is padding, both in order, and how many are real, (B,) int32.
+
+    Padding may have stood anywhere. Attention does not mind the order of keys, and lengths are all that it then needs.
+    """
+    order = real.int().argsort(dim=1, descending=True, stable=True)
+    return x.gather(1, order[..., None].expand_as(x)), real.sum(1, dtype=torch.int32)
+
+
+class DecoderCache:
+    """Keys and values of the tokens decoded so far, of B sequences with W rows each: beams, or one row.
+
+    Row w of a step is written at the step's position, row w. Where the W rows are chosen anew after a step, as beams
+    are, `reorder` notes for each row in which row of each position its history lies (`ancestors`); no key is moved.
+
+    batch, rows, capacity: B, W, and how many tokens of a row the cache can hold.
+    memories: what the layers attend to beside their own past.
+    linear: a step's linear maps are called through it.
+    Memory: 2 * B * capacity * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
+
+    On a GPU nothing depends on numbers of the host, so that a CUDA graph can repeat a step: the position is a tensor,
+    the kernels are given all positions, and `lengths` tells what counts. Elsewhere slices say the same for less.
+    """
+
+    def __init__(
+        self, batch: int, rows: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
+    ) -> None:
+        self.batch, self.rows, self.capacity, self.memories = batch, rows, capacity, memories
+        self.on_device = device.type == "cuda"
+        self.length = 0  # tokens decoded so far, of every row
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
+        self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
+        self.ancestors: Tensor | None = None  # (B, W, capacity) int32
+        self.sentences = torch.arange(batch, device=device)  # where each sequence stood in the batch at first
+        self.linear = PreparedLinears()  # for the maps of every step
+        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer
+
+    def attend(
+        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend | None
+    ) -> Tensor:
+        """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its row's whole past.
+
+        Returns (B, W, H, Dv).
+        """
+        if layer not in self._past:
+            self._past[layer] = tuple(
+                t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)
+            )
+        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[layer])  # (B, capacity, W, Hk, D)
+        self.write(keys, k)
+        self.write(values, v)
+        return decode_attention(
+            q, self._so_far(keys, 1), self._so_far(values, 1), self._own_lengths(), self._so_far(self.ancestors, 2),
+            scale=scale, backend=backend,
+        )  # fmt: skip
+
+    def attend_memory(
+        self, layer: nn.Module, q: Tensor, scale: float, backend: Backend | None, which: int = 0
+    ) -> Tensor:
+        """Attention of q (B, W, H, Dk) to the layer's keys of a memory; its rows are queries of one problem."""
+        projected, lengths = self.memories[which]
+        keys, values = (t.transpose(1, 2)[:, :, None] for t in projected[layer])  # (B, Ls, 1, Hk, D)
+        return decode_attention(q, keys, values, lengths, scale=scale, backend=backend)
+
+    def write(self, buffer: Tensor, value: Tensor) -> None:
+        """buffer[:, position] = value, of this step. buffer (B, capacity, ..), value (B, ..)."""
+        if self.on_device:
+            buffer.index_copy_(1, self.position, value[:, None])
+        else:
+            buffer[:, self.length] = value
+
+    def advance(self) -> None:
+        """The step is done: the next one writes behind it."""
+        self.length += 1
+        self.position += 1
+        self.lengths += 1
+
+    def reorder(self, parents: Tensor) -> None:
+        """Row w goes on from what was row parents[b, w]. parents: (B, W) int64. To be called after `advance`."""
+        if self.ancestors is None:
+            self.ancestors = self._own_rows()
+        past = self.ancestors if self.on_device else self.ancestors[:, :, : self.length]
+        past.copy_(past.gather(1, parents[..., None].expand_as(past)))
+        if self.on_device:  # the gather took the future too, where every row is its own ancestor
+            own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
+            future = torch.arange(self.capacity, device=parents.device) >= self.position
+            self.ancestors.copy_(own[:, None].where(future, self.ancestors))
+
+    def select(self, sequences: Tensor) -> None:
+        """Keep these sequences of the batch, (n,) int64, in this order. Earlier tensors stay as they are."""
+        self.batch = len(sequences)
+        self.position = self.position.clone()
+        self.lengths, self.sentences = self.lengths[sequences], self.sentences[sequences]
+        if self.ancestors is not None:
+            self.ancestors = self.ancestors[sequences]
+        self._past = {layer: (k[sequences], v[sequences]) for layer, (k, v) in self._past.items()}
+        self.memories = tuple(
+            Memory({layer: (k[sequences], v[sequences]) for layer, (k, v) in projected.items()}, lengths[sequences])
+            for projected, lengths in self.memories
+        )
+
+    def resume(self, other: DecoderCache) -> None:
+        """Go on from `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""
+        if self.ancestors is not None and other.ancestors is None:
+            other.ancestors = other._own_rows()
+        for mine, new in zip(self._tensors(), other._tensors(), strict=False):  # a new cache has no past
+            mine.copy_(new)
+        self.length = other.length
+        self.linear.refresh()
+
+    def pad_memories(self, multiple: int) -> None:
+        """Pad memories to a multiple of this many keys. Their lengths say which count."""
+        for projected, _ in self.memories:
+            for layer, (k, v) in projected.items():
+                if missing := -k.shape[2] % multiple:
+                    projected[layer] = F.pad(k, (0, 0, 0, missing)), F.pad(v, (0, 0, 0, missing))
+
+    def memory_tensors(self) -> list[Tensor]:
+        return [t for projected, lengths in self.memories for t in (lengths, *chain(*projected.values()))]
+
+    def _tensors(self) -> list[Tensor]:
+        """All that steps read and change, the past last."""
+        ancestors = [] if self.ancestors is None else [self.ancestors]
+        return [
+            self.position, self.lengths, self.sentences, *ancestors, *self.memory_tensors(),
+            *chain(*self._past.values()),
+        ]  # fmt: skip
+
+    def _own_rows(self) -> Tensor:
+        """Ancestors of rows that were never reordered."""
+        own = torch.arange(self.rows, dtype=torch.int32, device=self.position.device)
+        return own[:, None].repeat(self.batch, 1, self.capacity)
+
+    def _so_far(self, t: Tensor | None, dim: int) -> Tensor | None:
+        """What there is up to this step, of a buffer with a position in dimension dim."""
+        return t if t is None or self.on_device else t.narrow(dim, 0, self.length + 1)
+
+    def _own_lengths(self) -> Tensor | None:
+        return self.lengths if self.on_device else None

@@ -1,0 +1,123 @@
+"""Checks and casts that the public ops share. Messages name the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from fastattn._tracing import can_read_values
+
+_AS_IT_IS = nullcontext()
+# Asked once: before torch 2.9 torch.compile cannot trace the question.
+_WITH_AUTOCAST = tuple(t for t in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(t))
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def same_dtype_and_device(first: object, *others: object) -> bool:
+    """Whether all are tensors of one dtype that some backend serves, on one device: nothing to check one by one."""
+    if not isinstance(first, Tensor) or first.dtype not in FLOATS:
+        return False
+    dtype, device = first.dtype, first.device
+    for t in others:
+        if not isinstance(t, Tensor) or t.dtype is not dtype or t.device != device:
+            return False
+    return True
+
+
+def check_float(name: str, t: object) -> None:
+    """t is a Tensor of a floating dtype that some backend serves."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if t.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {t.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+
+
+def check_like(name: str, t: Tensor, like_name: str, like: Tensor, *, dtype: bool = True) -> None:
+    """t lies on the device, and has the dtype, of another argument."""
+    check_float(name, t)
+    if t.device != like.device:
+        raise ValueError(f"{name} is on {t.device}, expected {like.device} as {like_name}")
+    if dtype and t.dtype != like.dtype:
+        raise TypeError(f"{name} has dtype {t.dtype}, expected {like.dtype} as {like_name}")
+
+
+def check_shape(name: str, t: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    if tuple(t.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {meaning} = {shape}")
+
+
+def check_indices(name: str, t: object, like_name: str, like: Tensor) -> None:
+    """t holds int64 or int32 on the device of another argument."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if t.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected int64 or int32")
+    if t.device != like.device:
+        raise ValueError(f"{name} is on {t.device}, expected {like.device} as {like_name}")
+
+
+def check_range(name: str, t: Tensor, end: int, meaning: str) -> None:
+    """0 <= t < end, looked at on a CPU only: on a GPU that would wait for it."""
+    if not can_read_values(t) or t.numel() == 0:
+        return
+    low, high = (int(n) for n in t.aminmax())
+    if low < 0 or high >= end:
+        raise ValueError(f"{name} has the value {low if low < 0 else high}, expected 0 to {end - 1}: {meaning}")
+
+
+def check_number(name: str, value: object) -> None:
+    """A real number of Python or numpy, not a bool."""
+    is_number = isinstance(value, (int, float)) or isinstance(value, numbers.Real)  # the second costs more
+    if not is_number or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def check_finite(name: str, value: object) -> None:
+    check_number(name, value)
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def check_eps(eps: object) -> None:
+    check_number("eps", eps)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and not negative, got {eps}")
+
+
+def check_dropout(dropout_p: float) -> None:
+    check_number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p is the probability of dropping, between 0 and 1, got {dropout_p}")
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """(..., hidden) -> (rows, hidden), contiguous: how kernels take it."""
+    return (x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)).contiguous()
+
+
+def _is_under_autocast(device: torch.device) -> bool:
+    """torch refuses to answer for a device type, such as meta, that has no autocast."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return False  # a tenth of the time
+    return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast asks for on this device, None outside of it."""
+    return torch.get_autocast_dtype(device.type) if _is_under_autocast(device) else None
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """The inputs were cast: below the public op, formulas run in the dtypes they are given."""
+    if _is_under_autocast(device):
+        return torch.autocast(device.type, enabled=False)
+    return _AS_IT_IS
+
+
+def cast(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """t in the autocast dtype; float64 stays, as under torch.autocast."""
+    return t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype)

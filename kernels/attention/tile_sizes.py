@@ -1,0 +1,80 @@
+"""Tile sizes of the attention kernels: a table, read at every launch. Nothing is tuned at call time.
+
+Chosen offline, by compiling for each architecture (tests/codegen): no spilled register in the forward, as few as can be
+in the backward, tensor cores in every product, shared memory within the device's limit.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..common import INTERPRETED
+
+
+class Config(NamedTuple):
+    """Tiles of BLOCK_M queries by BLOCK_N keys, num_warps warps a program, loads num_stages - 1 tiles ahead."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+# In the interpreter a visited tile costs milliseconds whatever its size.
+INTERPRETED_CONFIG = Config(64, 64, 4, 1)
+
+# Which column of the table a device reads. sm_86, 89, 120 and 121 have 99 KiB of shared memory a block, the other
+# devices from sm_80 on at least 163; sm_90 and 100 keep operands of products in shared memory, sm_80 in registers.
+_HOPPER, _AMPERE, _SMALL = range(3)
+_COLUMN = {80: _AMPERE, 87: _AMPERE, 86: _SMALL, 89: _SMALL, 120: _SMALL, 121: _SMALL}
+
+# (kernel, bits of the dtype, head dimension at most) -> one configuration for all devices, or one a column.
+_CONFIGS: dict[tuple[str, int, int], tuple[Config, ...]] = {
+    ("forward", 16, 64): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
+    ("forward", 16, 128): (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 4, 2)),
+    ("forward", 16, 256): (Config(128, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("forward", 32, 64): (Config(64, 32, 8, 1),),
+    ("forward", 32, 128): (Config(32, 32, 8, 1),),
+    ("forward", 32, 256): (Config(16, 16, 8, 1),),
+    ("dq", 16, 64): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 4, 2)),
+    ("dq", 16, 128): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
+    ("dq", 16, 256): (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
+    ("dq", 32, 64): (Config(32, 32, 8, 1),),
+    ("dq", 32, 128): (Config(32, 32, 8, 1),),
+    ("dq", 32, 256): (Config(16, 16, 8, 1),),
+    ("dkv", 16, 64): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 64, 4, 2)),
+    ("dkv", 16, 128): (Config(32, 128, 8, 2), Config(32, 64, 8, 2), Config(32, 64, 8, 1)),
+    ("dkv", 16, 256): (Config(32, 64, 8, 2), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    ("dkv", 32, 64): (Config(32, 32, 8, 1),),
+    ("dkv", 32, 128): (Config(32, 32, 8, 1),),
+    ("dkv", 32, 256): (Config(16, 16, 8, 1),),
+    ("dbias", 16, 64): (Config(64, 64, 8, 1),),
+    ("dbias", 16, 128): (Config(64, 32, 8, 1),),
+    ("dbias", 16, 256): (Config(32, 32, 8, 1),),
+    ("dbias", 32, 64): (Config(32, 32, 8, 1),),
+    ("dbias", 32, 128): (Config(32, 32, 8, 1),),
+    ("dbias", 32, 256): (Config(16, 16, 8, 1),),
+    ("weights", 16, 64): (Config(64, 32, 4, 2),),
+    ("weights", 16, 128): (Config(64, 32, 4, 2),),
+    ("weights", 16, 256): (Config(32, 32, 4, 1),),
+    ("weights", 32, 64): (Config(32, 32, 8, 1),),
+    ("weights", 32, 128): (Config(32, 32, 8, 1),),
+    ("weights", 32, 256): (Config(16, 16, 8, 1),),
+}
+
+
+def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights". arch: 90 for
+    sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the work, Lk for "dkv" and Lq
+    for the others; a short one gets half the block and half the warps."""
+    return INTERPRETED_CONFIG if INTERPRETED else _look_up(kernel, arch, dtype, head_dim, rows <= 64)
+
+
+def _look_up(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, short: bool) -> Config:
+    columns = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    row = _CONFIGS[kernel, dtype.itemsize * 8, columns]
+    c = row[_COLUMN.get(arch, _HOPPER) if len(row) > 1 else 0]
+    owned = "BLOCK_N" if kernel == "dkv" else "BLOCK_M"
+    if short and getattr(c, owned) == 128:
+        return c._replace(**{owned: 64}, num_warps=c.num_warps // 2)
+    return c

@@ -1,0 +1,245 @@
+"""Which backend serves, and what is said about those that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import backends
+from fastattn.backends import cuda
+
+
+def _call(**changes: object) -> dict[str, object]:
+    q = torch.randn(1, 2, 4, 8)
+    return {"query": q, "key": q, "value": q} | changes
+
+
+def _attention(**changes: object) -> torch.Tensor:
+    return fastattn.scaled_dot_product_attention(**_call(**changes))
+
+
+def test_a_cpu_is_served_by_aten() -> None:
+    explanation = fastattn.explain("attention", **_call())
+    assert explanation.chosen == "aten"
+    assert explanation.source == "automatic choice"
+    assert set(explanation.refusals) == set(backends.BACKENDS)
+
+
+def test_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "reference")
+    assert backends.requested(None) == ("reference", "FASTATTN_BACKEND")
+    with fastattn.use_backend("aten"):
+        assert backends.requested(None) == ("aten", "use_backend()")
+        assert backends.requested("triton") == ("triton", "backend=")
+        with fastattn.use_backend("reference"):
+            assert backends.requested(None)[0] == "reference"
+        with fastattn.use_backend(None):
+            assert backends.requested(None)[0] == "reference"  # what the environment asks for
+        assert backends.requested(None)[0] == "aten"
+    monkeypatch.delenv("FASTATTN_BACKEND")
+    assert backends.requested(None) == (None, "automatic choice")
+
+
+def test_use_backend_holds_for_its_thread_alone() -> None:
+    """Also for compiled code: each thread gets the graph of the backend that it asked for."""
+    q, seen, others = torch.randn(1, 2, 8, 8), [], []
+    compiled = torch.compile(lambda q: (q + 1) if backends.requested(None)[0] is None else (q - 1), backend="eager")
+
+    def other() -> None:
+        others.append((backends.requested(None)[0], torch.equal(compiled(q), q + 1)))
+        with fastattn.use_backend("aten"):
+            others.append((backends.requested(None)[0], torch.equal(compiled(q), q - 1)))
+
+    with fastattn.use_backend("reference"):
+        seen.append(torch.equal(compiled(q), q - 1))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        seen.append(backends.requested(None)[0] == "reference")
+    seen.append(torch.equal(compiled(q), q + 1))
+    assert others == [(None, True), ("aten", True)] and all(seen)
+
+
+def test_use_backend_holds_for_its_async_task_alone() -> None:
+    async def ask(name: str) -> None:
+        with fastattn.use_backend(name):
+            for _ in range(3):
+                await asyncio.sleep(0)  # the other task's turn
+                assert backends.requested(None)[0] == name
+        assert backends.requested(None)[0] is None
+
+    async def both() -> None:
+        await asyncio.gather(ask("aten"), ask("reference"))
+
+    asyncio.run(both())
+    assert backends.requested(None)[0] is None and backends._of_thread.name is None
+
+
+def test_use_backend_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), fastattn.use_backend("reference"):
+        raise KeyError
+    assert backends.requested(None)[0] is None
+
+
+@pytest.mark.parametrize("ask", ["argument", "context", "environment"])
+def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="must be one of reference, aten, triton, cuda, got 'cudnn'"):
+        if ask == "argument":
+            _attention(backend="cudnn")
+        elif ask == "context":
+            with fastattn.use_backend("cudnn"):
+                pass
+        else:
+            monkeypatch.setenv("FASTATTN_BACKEND", "cudnn")
+            _attention()
+
+
+def test_a_named_backend_that_cannot_serve_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends._PACKAGES, "cuda", "fastattn.models")
+    monkeypatch.setitem(backends._MODULES, "cuda", SimpleNamespace())  # where there is no backend
+    x, weight = torch.zeros(2, 4), torch.zeros(4, 4)
+    with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) cannot serve this call: there is no cuda kernel"):
+        fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
+    explanation = fastattn.explain("feed_forward", x, weight, None, weight, None, backend="cuda")
+    assert explanation.chosen is None
+    assert str(explanation).startswith("feed_forward on cpu: no backend (backend= asks for cuda)\n")
+    assert "there is no cuda kernel for this op yet" in str(explanation)
+
+
+def test_explain_takes_function_name() -> None:
+    call = _call()
+    texts = {
+        str(fastattn.explain(op, **call))
+        for op in (fastattn.scaled_dot_product_attention, "scaled_dot_product_attention", "attention")
+    }
+    assert len(texts) == 1
+    with pytest.raises(ValueError, match="op must be one of"):
+        fastattn.explain("softmax", **call)
+
+
+def test_explain_checks_arguments_as_the_op_does() -> None:
+    with pytest.raises(TypeError, match="query has dtype torch.int64"):
+        fastattn.explain("attention", **_call(query=torch.ones(1, 2, 4, 8, dtype=torch.int64)))
+    with pytest.raises(TypeError, match="dropout"):
+        fastattn.explain("attention", **_call(dropout=0.1))  # dropout_p is meant
+
+
+def test_every_op_is_known() -> None:
+    assert set(backends.OPS) == {
+        "attention", "decode_attention", "add_layer_norm", "add_rms_norm", "embed_layer_norm", "feed_forward",
+        "linear_cross_entropy",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", ["numpyy", "triton"])
+def test_a_missing_module_is_a_reason_only_if_it_is_triton(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    backends.import_failure("attention", "triton")
+    monkeypatch.delattr(backends._MODULES["triton"], "attention")
+    monkeypatch.setattr(backends.importlib, "import_module", fail)
+    if missing == "triton":
+        assert (
+            backends.import_failure("attention", "triton") == "triton is not installed (it has wheels for Linux only)"
+        )
+    else:
+        with pytest.raises(ModuleNotFoundError, match="numpyy"):
+            backends.import_failure("attention", "triton")
+
+
+def test_torch_compile_follows_use_backend() -> None:
+    """The choice is part of the guards: another backend in force gives another graph, without a graph break."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    compiled = torch.compile(lambda q: fastattn.scaled_dot_product_attention(q, q, q), backend=count, fullgraph=True)
+    q = torch.randn(1, 2, 4, 8)
+    with torch.no_grad():
+        results = [compiled(q)]
+        with fastattn.use_backend("reference"):
+            results.append(compiled(q))
+    torch.testing.assert_close(*results)
+    assert len(graphs) == 2
+    assert any("scaled_dot_product" in target for target in graphs[0])
+    assert not any("scaled_dot_product" in target for target in graphs[1])
+
+
+def _in_new_process(code: str, **environment: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_compile_of_a_model_before_its_first_call() -> None:
+    """One graph, though every backend's module is imported while it is traced."""
+    _in_new_process("""
+import torch
+from fastattn import FusedTransformer
+
+sizes = dict(d_word_vec=16, d_model=16, d_inner=32, n_layers=2, n_head=2, d_k=8, d_v=8)
+model = FusedTransformer(n_src_vocab=9, n_trg_vocab=9, src_pad_idx=0, trg_pad_idx=0, **sizes).eval()  # no dropout
+src, trg = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]), torch.tensor([[1, 2, 3], [4, 0, 0]])
+losses, grads = [], []
+for loss in (torch.compile(model.loss, backend="aot_eager", fullgraph=True), model.loss):
+    losses.append(loss(src, trg[:, :-1], trg[:, 1:]))
+    grads.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+torch.testing.assert_close(*losses)
+torch.testing.assert_close(*grads)
+""")
+
+
+def test_import_needs_neither_triton_nor_the_extension() -> None:
+    code = """
+import sys
+before = set(sys.modules)  # a torch with triton may import it by itself
+sys.modules["triton"] = None
+sys.modules["fastattn._C"] = None
+import torch, fastattn
+q = torch.randn(1, 1, 2, 8)
+print(fastattn.scaled_dot_product_attention(q, q, q).shape)
+print(fastattn.explain("attention", q, q, q).refusals["triton"])
+"""
+    lines = _in_new_process(code).splitlines()
+    assert lines == ["torch.Size([1, 1, 2, 8])", "triton is not installed (it has wheels for Linux only)"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="triton has wheels for Linux only")
+@pytest.mark.parametrize("interpret", [False, True])
+def test_triton_serves_cpu_tensors_only_interpreted(interpret: bool) -> None:
+    code = """
+import torch, fastattn
+q = torch.randn(1, 1, 2, 8)
+print(fastattn.explain("attention", q, q, q))
+"""
+    text = _in_new_process(code, **({"TRITON_INTERPRET": "1"} if interpret else {}))
+    line = next(line for line in text.splitlines() if line.split()[0] == "triton")
+    assert ("can serve (interpreted on the CPU" in line) == interpret
+    assert ("no: " in line) != interpret
+    assert text.splitlines()[0].endswith("aten (automatic choice)")
+
+
+def test_an_installed_extension_that_a_checkout_hides_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Installed:
+        files = [Path("fastattn/__init__.py"), Path("fastattn/_C.cpython-311.so")]
+        locate_file = staticmethod(lambda file: Path("/site") / file)
+
+    monkeypatch.setitem(sys.modules, "fastattn._C", None)
+    monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [Installed])
+    assert cuda._compiled.__wrapped__().startswith("fastattn._C is installed in /site/fastattn, but Python took")
+    monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [])
+    assert "no nvcc" in cuda._compiled.__wrapped__()

@@ -1,0 +1,95 @@
+"""oneDNN's float32 products, asked for as a record would, against PyTorch's in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastattn import feed_forward, linear_cross_entropy
+from fastattn.backends import cpu_matmul, timings
+from fastattn.models import FusedTransformer
+
+pytestmark = pytest.mark.skipif(not cpu_matmul.has_onednn(), reason="this PyTorch has no products by oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def asked_for() -> Iterator[None]:
+    with timings.override_choices({"product": {"float32": "oneDNN"}}):
+        yield
+
+
+def nodes(out: Tensor) -> set[str]:
+    """The names of the autograd nodes behind a result."""
+    todo, found = [out.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return {type(node).__name__ for node in found}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layout", ["matrix", "batch", "transposed"])
+def test_linear(layout: str, bias: bool) -> None:
+    """Results and gradients, of which one comes in as an expanded view, and once more differentiated."""
+    torch.manual_seed(0)
+    x = torch.randn({"matrix": (130, 96), "batch": (2, 65, 96), "transposed": (96, 130)}[layout])
+    given = [x, torch.randn(112, 96), *([torch.randn(112)] if bias else [])]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [t.to(dtype).requires_grad_() for t in given]
+        view = leaves[0].t() if layout == "transposed" else leaves[0]
+        out = cpu_matmul.linear(view, *leaves[1:])
+        if dtype == torch.float32:
+            assert "_LinearBackward" in nodes(out)
+        grads = torch.autograd.grad(out.sum(), leaves, retain_graph=True)  # a gradient of strides 0
+        more = torch.autograd.grad(out, leaves, out.detach().cos(), retain_graph=True)
+        again = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)[0]
+        results.append([out, *grads, *more, *torch.autograd.grad(again.square().sum(), leaves[:2])])
+    for actual, exact in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-4 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_some_ask_for_a_gradient(needs: tuple[bool, ...]) -> None:
+    leaves = [
+        torch.randn(*n, requires_grad=need) for n, need in zip(((128, 96), (112, 96), (112,)), needs, strict=True)
+    ]
+    cpu_matmul.linear(*leaves).sum().backward()
+    assert [t.grad is not None for t in leaves] == list(needs)
+
+
+def test_what_is_left_to_pytorch() -> None:
+    x, weight = torch.randn(128, 96), torch.randn(112, 96)
+    assert cpu_matmul.uses_onednn(x, weight)
+    assert not cpu_matmul.uses_onednn(x[:8], weight)  # a call costs more than it gains
+    assert not cpu_matmul.uses_onednn(x.bfloat16(), weight.bfloat16())  # oneDNN's anyway
+    assert not cpu_matmul.uses_onednn(x, nn.Parameter(weight).as_subclass(type("Other", (Tensor,), {})))
+    with timings.override_choices({"product": {"float32": "PyTorch"}}):
+        assert not cpu_matmul.uses_onednn(x, weight)
+
+
+def test_ops_and_the_model_use_them() -> None:
+    x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((128, 96), (192, 96), (96, 192)))
+    assert "_LinearBackward" in nodes(feed_forward(x, weight1, None, weight2, None))
+    target = torch.randint(0, 192, (128,))
+    options: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 0.3}
+    found = []
+    for backend in ("aten", "reference"):
+        loss = linear_cross_entropy(x, weight1, target, **options, backend=backend)
+        found.append([loss, *torch.autograd.grad(loss, (x, weight1))])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    model = FusedTransformer(50, 50, 0, 0, d_word_vec=64, d_model=64, d_inner=128, n_layers=1, n_head=2, d_k=32, d_v=32)
+    tokens = torch.randint(1, 50, (16, 24))
+    assert "_LinearBackward" in nodes(model(tokens, tokens))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "_LinearBackward" not in nodes(model(tokens, tokens))
+    expected = model.eval()(tokens, tokens)
+    with timings.override_choices({"product": {"float32": "PyTorch"}}):
+        torch.testing.assert_close(model(tokens, tokens), expected, rtol=1e-4, atol=1e-5)

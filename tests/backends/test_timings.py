@@ -1,0 +1,276 @@
+"""`python -m fastattn tune` as a user runs it, and what the dispatcher and explain() make of its record."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastattn
+from fastattn import backends
+from fastattn.backends import cpu_matmul, timings
+from fastattn.backends.aten import attention as aten_attention
+from fastattn.check import tune
+
+CPU = torch.device("cpu")
+Q = torch.randn(1, 2, 200, 16)
+CLASS = "float32, up to 1024 keys"  # of a call with Q, for the dispatcher
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    timings.reload_records()
+    yield
+    timings.reload_records()
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    made = {"format": timings.FORMAT, "device": timings.device_name("cpu"), "versions": timings.versions()}
+    made |= {"threads": torch.get_num_threads(), "choices": {"attention": {CLASS: "reference"}}}
+    return made | changes
+
+
+def write(content: str) -> Path:
+    path = timings.user_path(timings.device_name("cpu"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    timings.reload_records()
+    return path
+
+
+@pytest.mark.full
+def test_the_command_measures_and_its_record_counts(tmp_path: Path) -> None:
+    """In processes of its own, as a user does: first tune, then another program."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> str:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = run("-m", "fastattn", "tune", "--device", "cpu", "--minutes", "0.05")
+    path = timings.user_path(timings.device_name("cpu"))
+    assert f"The record: {path}" in said and "stopped after 0.05 minutes" in said
+    made = json.loads(path.read_text())
+    assert made["device"] == timings.device_name("cpu") and made["versions"] == timings.versions()
+    first = made["rows"][0]
+    assert min(first["ms"].values()) > 0 and made["choices"][first["op"]][first["class"]] in first["ms"]
+    script = "import fastattn, torch; q = torch.randn(1, 2, 200, 16); print(fastattn.explain('attention', q, q, q))"
+    assert f"the record {path} says: " in run("-c", script)
+
+
+def test_out_leaves_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "made" / "here.json"
+    monkeypatch.setattr(tune, "tune", lambda *arguments: record(rows=[]))
+    assert tune.main(["--device", "cpu", "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == record(rows=[])
+    assert not timings.user_path(timings.device_name("cpu")).exists()
+
+
+def once(call: tune.Call, device: torch.device) -> dict[str, float]:
+    """In place of tune.measure."""
+    times = {}
+    for way, context in call.ways.items():
+        with context():
+            call.step()
+        times[way] = 1.0 + len(times)
+    return times
+
+
+def test_every_call_of_the_table_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by interpreted kernels: every op is there, and each class gets a way that was measured."""
+    if fastattn.explain("attention", Q, Q, Q).refusals["triton"] is not None:
+        pytest.skip("Triton cannot be interpreted here")
+    monkeypatch.setattr("fastattn.check.explain._ON_A_CPU", {})
+    monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": True}])
+    monkeypatch.setattr(tune, "measure", once)
+    made = tune.tune(CPU, 5, print, lambda device: tune.calls(device, tiny=True))
+    assert {row["op"] for row in made["rows"]} == {"product", tune.ATEN} | backends.OPS.keys() - {"add_rms_norm"}
+    for row in made["rows"]:
+        assert made["choices"][row["op"]][row["class"]] in row["ms"]
+        assert len(row["ms"]) > 1 and "reference" not in row["ms"]
+
+
+def test_a_record_changes_the_choice_and_explain_names_it() -> None:
+    call = ("attention", Q, Q, Q)
+    assert fastattn.explain(*call).chosen == "aten"
+    path = write(json.dumps(record()))
+    explanation = fastattn.explain(*call)
+    assert explanation.chosen == "reference"
+    assert f"the record {path} says: reference is the fastest backend" in str(explanation)
+    assert fastattn.explain("attention", *[Q[:, :, :100]] * 3).chosen == "aten"  # of another class
+    assert fastattn.explain(*call, backend="aten").chosen == "aten"
+    with fastattn.use_backend("aten"):
+        assert fastattn.explain(*call).chosen == "aten"
+
+
+def test_a_record_chooses_among_the_ways_of_aten() -> None:
+    x, weight = torch.randn(512, 256), torch.randn(256, 256)
+    for way in ("oneDNN", "PyTorch"):
+        of_attention = {"float32, up to 256 keys": aten_attention.BLOCKS if way == "oneDNN" else aten_attention.SINGLE}
+        write(json.dumps(record(choices={"product": {"float32": way}, tune.ATEN: of_attention})))
+        assert cpu_matmul.choice() == way and cpu_matmul.uses_onednn(x, weight) == (way == "oneDNN")
+        with torch.no_grad():
+            assert aten_attention.way(Q, Q, 0.0) == of_attention["float32, up to 256 keys"]
+            expected = fastattn.scaled_dot_product_attention(Q, Q, Q, backend="reference")
+            torch.testing.assert_close(fastattn.scaled_dot_product_attention(Q, Q, Q), expected)
+
+
+def test_a_shipped_record_counts_after_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "shipped" / "some.json"
+    shipped.parent.mkdir()
+    shipped.write_text(json.dumps(record()))
+    monkeypatch.setattr(timings, "SHIPPED", shipped.parent)
+    timings.reload_records()
+    assert timings.load_record("cpu").source == shipped
+    users = write(json.dumps(record(choices={})))
+    assert timings.load_record("cpu").source == users
+
+
+def test_each_gpu_has_the_record_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two kinds in one machine, whichever is the current one."""
+    timings.device_name.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: ("a GPU", "another GPU")[index or 0])
+    path = timings.user_path("another GPU")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record(device="another GPU")))
+    with FakeTensorMode():
+        for index, chosen in enumerate((None, "reference")):
+            q = torch.empty(Q.shape, device=f"cuda:{index}")
+            assert backends.recorded_choice("attention", q.device, (q, q, q, None, 0.0)) == chosen
+    timings.device_name.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (lambda: record(format=0), "has format 0"),
+        (lambda: record(device="another processor"), "was made on another processor"),
+        (lambda: record(versions={"fastattn": "0.0", "torch": "1.0"}), "was made with"),
+        (lambda: record(threads=torch.get_num_threads() + 1), "was made with threads: "),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_record_of_something_else_is_ignored(content: Callable[[], dict[str, Any]], reason: str) -> None:
+    path = write(json.dumps(content()))
+    explanation = fastattn.explain("attention", Q, Q, Q)
+    assert explanation.chosen == "aten"
+    assert f"the record {path} is ignored: it {reason}" in str(explanation)
+
+
+def test_the_number_of_threads_may_change() -> None:
+    write(json.dumps(record()))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert fastattn.explain("attention", Q, Q, Q).chosen == "aten"
+    finally:
+        torch.set_num_threads(threads)
+    assert fastattn.explain("attention", Q, Q, Q).chosen == "reference"
+
+
+def content(text: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (content("{ torn"), "cannot be read"),
+        (content("[" * 100_000), "cannot be read"),  # RecursionError
+        (lambda path: path.write_bytes(b"\xff\xfe{}"), "cannot be read"),
+        (content("[]"), "is damaged"),
+        (content('{"choices": ["attention"]}'), "is damaged"),
+        (os.mkfifo, "is not a file"),
+        (Path.mkdir, "is not a file"),
+    ],
+    ids=["torn", "nested", "bytes", "list", "choices", "pipe", "folder"],
+)
+def test_a_damaged_record_is_ignored_with_one_warning(make: Callable[[Path], Any], reason: str) -> None:
+    path = timings.user_path(timings.device_name("cpu"))
+    path.parent.mkdir()
+    make(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert fastattn.scaled_dot_product_attention(Q, Q, Q).shape == Q.shape
+        explanation = fastattn.explain("attention", Q, Q, Q)
+    assert [f"fastattn ignores the record {path}: it {reason}" in str(w.message) for w in caught] == [True]
+    assert explanation.chosen == "aten" and f"the record {path} is ignored: it {reason}" in str(explanation)
+
+
+def _no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As for a user without a name."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(
+        Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
+    )
+
+
+def _closed_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As root may enter every folder, by what the system would say."""
+    stat = Path.stat
+
+    def closed(path: Path, **options: Any) -> os.stat_result:
+        if tmp_path in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", closed)
+
+
+def _too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [(_no_home, ""), (_closed_home, "Permission denied"), (_too_long, "File name too long")]
+)
+@pytest.mark.filterwarnings("error")
+def test_a_cache_folder_that_cannot_be_used(
+    place: Callable[..., None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(monkeypatch, tmp_path)
+    timings.reload_records()
+    assert fastattn.scaled_dot_product_attention(Q, Q, Q).shape == Q.shape
+    assert reason in str(fastattn.explain("attention", Q, Q, Q))
+
+
+def test_the_processors_name_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*arguments: Any, **options: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", closed)
+    assert timings._cpu_name()
+
+
+def test_a_choice_that_cannot_serve_is_passed_over() -> None:
+    write(json.dumps(record(choices={"attention": {CLASS: "cuda"}})))
+    assert fastattn.explain("attention", Q, Q, Q).chosen == "aten"
+    assert fastattn.scaled_dot_product_attention(Q, Q, Q).shape == Q.shape
+    write(json.dumps(record(choices={"attention": {CLASS: "a backend of the future"}})))
+    assert fastattn.explain("attention", Q, Q, Q).chosen == "aten"
+
+
+def test_a_wrong_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the doctor finds one wrong, and tune says so and leaves it out."""
+    monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": backends != ["cuda"]}])
+    ways = {"cuda": fastattn.use_backend, "aten": fastattn.use_backend}
+    call = tune.Call("attention", "a class", "a call", torch.float32, lambda: None, {}, "aten")
+
+    def table(device: torch.device) -> Iterator[tune.Call]:
+        yield call._replace(ways={name: lambda: fastattn.use_backend(None) for name in ways})
+
+    made = tune.tune(CPU, 1, print, table)
+    assert made["choices"] == {"attention": {"a class": "aten"}} and made["rows"][0]["wrong"] == ["cuda"]

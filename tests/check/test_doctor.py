@@ -1,0 +1,192 @@
+"""The rule by which results are judged, and the command that applies it on a user's machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fastattn
+import fastattn.backends.aten.attention
+import fastattn.backends.aten.feed_forward
+from fastattn.__main__ import main
+from fastattn.check import doctor
+from fastattn.check.tolerance import add_layer_norm_terms, check_error, root_sum_of_squares
+
+INF, NAN = float("inf"), float("nan")
+
+
+def a_product(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(truth, low, terms): a product of matrices in float64 and in dtype, and T."""
+    x = torch.randn(32, 48).to(dtype)
+    return x.double() @ x.double().T, x @ x.T, root_sum_of_squares(x.double(), x.double().T)
+
+
+@pytest.mark.parametrize("dtype", doctor.DTYPES, ids=str)
+def test_judge_passes_twice_the_error_of_the_plain_formula_and_its_roundings(dtype: torch.dtype) -> None:
+    truth, low, terms = a_product(dtype)
+    u, c = torch.finfo(dtype).eps / 2, 1 if dtype.itemsize == 2 else 8
+    bound = 2 * (low.double() - truth).abs().max() + u * truth.abs().max() + c * u * terms.max()
+    assert check_error(low, truth, low, terms).ok
+    assert check_error(truth.to(dtype), truth, low, terms).ok
+    for factor, passes in ((0.9, True), (1.2, False)):
+        moved = truth.clone()
+        moved.view(-1)[truth.abs().argmin()] += factor * bound  # where rounding the result itself counts least
+        assert check_error(moved.to(dtype), truth, low, terms).ok is passes
+
+
+def test_judge_finds_a_small_error_that_is_everywhere() -> None:
+    truth, low, terms = a_product(torch.float32)
+    everywhere = (truth + 1.5 * (low.double() - truth).abs().max()).float()
+    assert (everywhere.double() - truth).abs().max() < 2 * (low.double() - truth).abs().max()
+    assert not check_error(everywhere, truth, low, 0 * terms).ok
+
+
+def test_judge_allows_roundings_where_the_formula_is_exact() -> None:
+    truth = torch.tensor([1.0 + 2.0**-8], dtype=torch.float64)  # half way between two bfloat16 numbers
+    exact = truth.bfloat16()
+    assert check_error(exact, truth, exact, 0 * truth).ok
+    zero = torch.zeros(3)
+    assert check_error(zero, zero.double(), zero, zero).ok
+    assert not check_error(zero + 1e-30, zero.double(), zero, zero).ok
+    assert check_error(zero + 2**-24, zero.double(), zero, zero + 1).ok  # what is left where terms of size 1 cancel
+
+
+def test_judge_never_passes_nan_and_takes_infinities_literally() -> None:
+    truth, low, terms = a_product(torch.float32)
+    for wrong in (NAN, INF, -INF):
+        actual = low.clone()
+        actual[3, 4] = wrong
+        assert not check_error(actual, truth, low, terms).ok
+        assert not check_error(actual, truth, actual, terms).ok  # a formula that overflows is no excuse
+    truth[3, 4], empty = -INF, low.clone()
+    assert not check_error(low, truth, low, terms).ok
+    empty[3, 4] = -INF
+    assert check_error(empty, truth, empty, terms).ok
+    empty[3, 4] = INF
+    assert not check_error(empty, truth, low, terms).ok
+    truth = torch.tensor([1e6, 1.0], dtype=torch.float64)  # over float16's largest number
+    assert check_error(truth.half(), truth, truth.half(), truth).ok
+    assert not check_error(torch.tensor([65504.0, 1.0]).half(), truth, truth.half(), truth).ok
+
+
+def test_judge_refuses_what_cannot_be_compared() -> None:
+    truth, low, terms = a_product(torch.float32)
+    with pytest.raises(ValueError, match="shapes"):
+        check_error(low, truth, low, terms[:1])
+    with pytest.raises(ValueError, match="dtypes"):
+        check_error(low, truth, low.half(), terms)
+    with pytest.raises(ValueError, match="NaN"):
+        check_error(low, truth * NAN, low, terms)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows, hidden", [(1, 33), (12, 300), (300, 7), (4096, 256)])
+@pytest.mark.parametrize("dtype", doctor.DTYPES, ids=str)
+def test_pytorchs_own_operators_keep_the_rule(dtype: torch.dtype, rows: int, hidden: int) -> None:
+    """Layer normalisation, whose backward adds rows one after the other in the tested dtype."""
+    x, weight, bias, dout = (torch.randn(s).to(dtype) for s in ((rows, hidden), (hidden,), (hidden,), (rows, hidden)))
+    terms = add_layer_norm_terms(x, None, weight, bias, None, dout, None, torch.ones(()).double(), 1e-6)
+
+    def solve(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+        out = function(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    def own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (hidden,), weight, bias, 1e-6)
+
+    def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return fastattn.dropout_add_layer_norm(x, None, weight, bias, backend="reference")
+
+    results = (solve(own, dtype), solve(own, torch.float64), solve(reference, dtype))
+    for name, *of_name in zip(("out", "dx", "dweight", "dbias"), *results, strict=True):
+        assert check_error(*of_name, terms[name]).ok, name
+
+
+ON_CPU = ["doctor", "--device", "cpu", "--backend", "reference", "--backend", "aten"]
+
+
+def test_doctor_reports_every_op_backend_and_gradient(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_CPU, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert report["device"] == "cpu"
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["extension"]["built"] or report["versions"]["extension"]["reason"]
+    assert report["devices"][0]["device"] == "cpu"
+    compared = {(c["op"], c["backend"], c["dtype"], c["result"]) for c in report["checks"]}
+    results = {
+        "attention": ["out", "grad of query", "grad of key", "grad of value", "grad of attn_mask"],
+        "add_layer_norm": ["out", "grad of x", "grad of residual", "grad of weight", "grad of bias"],
+        "add_rms_norm": ["out", "out[1]", "grad of x", "grad of residual", "grad of weight"],
+        "embed_layer_norm": ["out", "grad of embedding", "grad of weight", "grad of bias"],
+        "feed_forward": ["out", "grad of x", *(f"grad of {p}" for p in ("weight1", "bias1", "weight2", "bias2"))],
+        "linear_cross_entropy": ["out", "grad of x", "grad of weight", "grad of bias"],
+    }
+    for op, names in results.items():
+        for backend in ("reference", "aten"):
+            for dtype in ("float32", "bfloat16", "float16"):
+                assert {(op, backend, dtype, name) for name in names} <= compared
+    assert all(c["ok"] == (c["error"] <= c["bound"]) for c in report["checks"])
+    assert all(case["refusals"] == {"reference": None, "aten": None} for case in report["cases"])
+
+
+def test_doctor_names_a_backend_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = fastattn.backends.aten.attention.attention
+
+    def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object, **options: object) -> object:
+        return right(q, k, v.roll(1, dims=2), *rest, **options)
+
+    monkeypatch.setattr(fastattn.backends.aten.attention, "attention", wrong)
+    assert main([*ON_CPU, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    bad = [check for check in report["checks"] if not check["ok"]]
+    assert {(check["op"], check["backend"]) for check in bad} == {("attention", "aten")}
+    assert "causal" in {check["case"] for check in bad}
+
+
+def test_doctor_survives_a_backend_that_raises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object, **options: object) -> object:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(fastattn.backends.aten.feed_forward, "feed_forward", broken)
+    assert main(ON_CPU) == 1
+    text = capsys.readouterr().out
+    assert "FAILED  feed_forward, relu, aten, float32: RuntimeError: planted" in text
+    assert "FAILED  attention" not in text and "OUT OF BOUNDS" not in text
+
+
+def test_commands_explain_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "nosuch")
+    for wrong, message in (
+        ([], "NAME"),
+        (["doktor"], "doktor"),
+        (["doctor", "--device", "abacus"], "abacus"),
+        (["doctor"], "FASTATTN_BACKEND must be one of"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(wrong)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_doctor_runs_where_triton_is_missing() -> None:
+    """In a process in which `import triton` fails: the doctor says so and the rest is examined."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from fastattn.__main__ import main\n"
+        "sys.exit(main(['doctor', '--device', 'cpu', '--backend', 'triton']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert "triton is not installed" in result.stdout and "nothing was compared" in result.stdout

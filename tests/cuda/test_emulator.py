@@ -1,0 +1,120 @@
+"""The CPU runner of CUDA sources (csrc/emulator): it computes what CUDA defines, and catches classic errors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import emulator_build
+import pytest
+import torch
+from emulator_build import ELSEWHERE, ORDERS
+from torch import Tensor
+
+THREADS = 128
+Runner = Callable[[str], Tensor]
+
+
+@pytest.fixture(scope="session", params=[(), ELSEWHERE], ids=["as here", "as elsewhere"])
+def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
+    """errors.cu, as this processor and as others compile it."""
+    source = Path(__file__).with_name("errors.cu")
+    library = ctypes.CDLL(str(emulator_build.build("errors", [source], build_folder, *request.param)))
+    library.run_kernel.restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture
+def run(library: ctypes.CDLL) -> Runner:
+    """Runs a kernel of errors.cu by its name: its output, or RuntimeError with what the runner found."""
+
+    def run(name: str) -> Tensor:
+        out = torch.zeros(THREADS)
+        if message := library.run_kernel(name.encode(), ctypes.c_void_p(out.data_ptr())):
+            raise RuntimeError(message.decode())
+        return out
+
+    return run
+
+
+THREAD = torch.arange(THREADS, dtype=torch.float32)
+LANE = torch.arange(THREADS) % 32
+DEFINED = {
+    "neighbour": THREAD.roll(-1),
+    "neighbour again": THREAD.roll(-99),
+    "shuffle": THREAD // 8 * 8 + 5,
+    "shuffle xor": (torch.arange(THREADS) ^ 3).float(),
+    "shuffle down": torch.where(LANE % 16 + 3 < 16, THREAD + 3, THREAD),
+    "ballot": (torch.arange(THREADS) % 3 == 0).float(),
+    "half warps": THREAD.view(-1, 16).sum(1, keepdim=True).expand(-1, 16).flatten(),
+    "count": torch.cat([torch.full((4,), THREADS / 4.0), torch.zeros(THREADS - 4)]),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", DEFINED)
+def test_computes_what_cuda_defines(name: str, order: str, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+    assert torch.equal(run(name), DEFINED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("barrier in a branch", "deadlock: 64 threads have finished, 64 threads wait at __syncthreads"),
+        ("barrier in both branches", "threads of one block meet at different barriers"),
+        ("shuffle with absent lanes", "threads wait at __shfl_xor_sync"),
+        ("shuffle from outside the mask", "reads lane 20, which is not in the mask"),
+        ("shuffle without own lane", "lane 16 is not in its own mask"),
+        ("different collectives", "lanes of one warp meet at different collectives"),
+        ("past the end", "a write past the end of shared memory"),
+        ("before the start", "a write before the start of shared memory"),
+        ("too much shared memory", "167936 bytes of shared memory for a block, of the 166912 of compute capability 80"),
+        ("too many threads", "a block has 1 to 1024 threads"),
+        ("no blocks", "a grid has 1 to"),
+    ],
+)
+def test_reports(name: str, said: str, run: Runner) -> None:
+    """What would hang, or is undefined, on a GPU is an error that says what and where."""
+    with pytest.raises(RuntimeError) as error:
+        run(name)
+    assert said in str(error.value)
+    assert torch.equal(run("neighbour"), DEFINED["neighbour"]), "the runner is unusable after an error"
+
+
+@pytest.mark.parametrize(
+    ("name", "sound"),
+    [
+        ("neighbour without barrier", DEFINED["neighbour"]),
+        ("neighbour again without barrier", DEFINED["neighbour again"]),
+        ("blocks in order", torch.cat([THREAD[:8], torch.zeros(THREADS - 8)])),
+    ],
+)
+def test_orders_expose_races(name: str, sound: Tensor, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on the order in which warps or blocks run is wrong in at least one of the orders that tests use."""
+    wrong = []
+    for order in ORDERS:
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+        if not torch.equal(run(name), sound):
+            wrong.append(order)
+    assert wrong
+
+
+def test_blocks_take_turns(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not run("settings").any()
+    monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", "forward,reverse")
+    monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", "lazy,eager,crossed")
+    assert run("settings")[:6].tolist() == [0, 13, 10, 3, 10, 13]
+
+
+def test_unknown_order(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", "sideways")
+    with pytest.raises(RuntimeError, match="forward, reverse or a number, got sideways"):
+        run("neighbour")
+
+
+def test_unknown_completion(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", "soon")
+    with pytest.raises(RuntimeError, match="lazy, eager or crossed, got soon"):
+        run("neighbour")

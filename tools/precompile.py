@@ -1,0 +1,118 @@
+"""Triton kernels compiled beforehand, in a process a core: nothing runs, Triton's cache is filled.
+
+A launch on a CPU tensor, under `compiling`, compiles what the same launch compiles on the GPU: Triton looks at dtypes,
+at numbers and at the alignment of pointers only. As a program this compiles what the doctor will launch:
+
+    python tools/precompile.py [--capability 90] [--seconds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fastattn.backends import OPS
+from fastattn.check.cases import problems, solve
+from fastattn.check.doctor import DTYPES, positive_number
+
+
+class _NoDriver:
+    """The few answers that Triton's launcher wants from a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)  # Triton makes 90 90a
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # Triton keeps kernels by device, so each architecture is a device of its own
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: None) -> Iterator[None]:
+    """Inside, backend="triton" takes CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running.
+
+    each: what to do with every compiled kernel. For a process that does nothing else: afterwards Triton still believes
+    in a GPU. TRITON_INTERPRET must not be set.
+    """
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        each(compiled)
+        return compiled
+
+    driver.set_active(_NoDriver(capability))
+    with contextlib.ExitStack() as stack:
+        for served_by in {op.served_by for op in OPS.values()}:
+            stack.enter_context(mock.patch(f"fastattn.kernels.{served_by}.unsupported_reason", lambda *_: None))
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        yield
+
+
+def compile_slice(jobs: Sequence[Callable[[], Any]], first: int, step: int, capability: int) -> None:
+    """Compile what every step-th of these calls launches. What cannot be compiled is reported when it is run."""
+    with compiling(capability):
+        for job in jobs[first::step]:
+            with contextlib.suppress(Exception):
+                job()
+
+
+def over_cores(command: Iterable[str], seconds: float) -> None:
+    """`command --slice NUMBER SLICES` in a process a core, ended after so many seconds."""
+    slices, deadline = os.cpu_count() or 1, time.monotonic() + seconds
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    processes = [
+        subprocess.Popen([*command, "--slice", str(number), str(slices)], env=environment) for number in range(slices)
+    ]
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def doctors_jobs() -> list[Callable[[], Any]]:
+    """A call for every problem that the doctor solves on a GPU, forward and backward."""
+
+    def job(problem: Any, dtype: torch.dtype) -> Callable[[], Any]:
+        return lambda: solve(problem, "triton", dtype, dtype)
+
+    return [job(problem, dtype) for problem in problems(torch.device("cpu"), large=True) for dtype in DTYPES]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, metavar="N", help="90 for sm_90; default: the GPU at hand")
+    parser.add_argument("--seconds", type=positive_number, default=300.0, metavar="N", help="stop after this long")
+    parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.capability is None and not torch.cuda.is_available():
+        parser.error("there is no GPU here: --capability says for which to compile")
+    capability = arguments.capability or int("{}{}".format(*torch.cuda.get_device_capability()))
+    if arguments.slice:
+        compile_slice(doctors_jobs(), *arguments.slice, capability)
+    else:
+        over_cores([sys.executable, __file__, "--capability", str(capability)], arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Searches the Triton kernels' tile tables on the GPU at hand and prints the rows to paste beside the launches.
+
+    python tools/search_tiles.py [--only attention ...] [--minutes N] [--out FILE.json]
+    TRITON_INTERPRET=1 python tools/search_tiles.py --quick --device cpu        a rehearsal
+
+Every candidate first solves a small problem and is judged against float64, as by the doctor. One that is wrong, or does
+not compile or launch, is rejected with its reason. The others are timed on a large problem, their samples alternating
+with those of the tile in the table. A row changes only where the new tile's slower quartile beats the old one's faster
+quartile. The candidates are compiled beforehand, in a process a core: they share Triton's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import timing  # before torch: it sets what torch reads when imported
+import torch
+from precompile import compile_slice, over_cores
+
+from fastattn.check.cases import Problem, problems
+from fastattn.check.doctor import check, devices, positive_number, usable_device, versions, writable_file
+
+SEED = 20170612
+BUDGET_S = 0.2  # of a candidate's samples
+Tile = tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """One row of a tile table. `checked` is a small problem with ragged tiles, `timed` the one to be fast at.
+
+    Both have equal flags, head dimensions and widths, and other sizes that Triton specialises alike (multiples of 16,
+    or not), so that what is timed is the compiled kernel that was checked. direction: what is timed, "forward",
+    "backward" or "both". use(tile): inside, launches take this tile. paste(tile): the row for the table.
+    """
+
+    name: str
+    dtype: torch.dtype
+    checked: Callable[[], Problem]
+    timed: Callable[[], Problem]
+    direction: str
+    current: Tile
+    candidates: Sequence[Tile]
+    use: Callable[[Tile], AbstractContextManager]
+    paste: Callable[[Tile], str]
+
+
+def _randn(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(SEED)
+    return {name: torch.randn(shape, generator=generator, device=device) for name, shape in shapes.items()}
+
+
+@functools.cache
+def _problem_of(op_name: str) -> Problem:
+    """One of the doctor's, whose tensors and options are to be replaced."""
+    return next(problem for problem in problems(torch.device("cpu")) if problem.op == op_name)
+
+
+def _numbers(tile: Tile) -> str:
+    return ", ".join(map(str, tile))
+
+
+def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
+    """The table of kernels/attention/tile_sizes.py, by what training spends its time on. "weights" keeps its tiles, as
+    nobody trains with it."""
+    config = importlib.import_module("fastattn.kernels.attention.tile_sizes")  # the package has a function of that name
+
+    head_dims, dtypes = ((64,), (torch.float32,)) if quick else ((64, 128, 256), (torch.bfloat16, torch.float32))
+    for dtype, head_dim, kernel in itertools.product(dtypes, head_dims, ("forward", "dq", "dkv", "dbias")):
+        key = kernel, 8 * dtype.itemsize, head_dim
+        # Exact float32 runs on the GPU's plain cores, from small tiles. Products of 16 bits want 64 rows or columns.
+        sizes, stages = ((16, 32, 64), (1, 2)) if dtype == torch.float32 else ((32, 64, 128), (2, 3, 4))
+        grid = itertools.product(sizes, sizes, (4, 8), stages)
+        candidates = [config.Config(*tile) for tile in grid if max(tile[:2]) > sizes[0]]
+        if quick:
+            candidates = [config.Config(32, 32, 4, 1), config.Config(64, 32, 4, 1)]
+
+        def problem(batch: int, heads: int, length: int, head_dim: int = head_dim, kernel: str = kernel) -> Problem:
+            shape = (batch, heads, length, head_dim)
+            tensors = _randn(device, query=shape, key=shape, value=shape)
+            if kernel == "dbias":
+                tensors |= _randn(device, attn_mask=(1, heads, length, length))
+            return _problem_of("attention")._replace(tensors=tensors, options={"is_causal": True})
+
+        def use(tile: Tile, kernel: str = kernel) -> AbstractContextManager:
+            look_up = config._look_up
+            chosen = lambda name, *rest: tile if name == kernel else look_up(name, *rest)  # noqa: E731
+            return mock.patch.multiple(config, INTERPRETED=False, _look_up=chosen)
+
+        def paste(tile: Tile, key: Any = key) -> str:
+            columns = list(config._CONFIGS[key])
+            columns[config._COLUMN.get(arch, config._HOPPER) if len(columns) > 1 else 0] = tile
+            row = ", ".join(f"Config({_numbers(column)})" for column in columns)
+            return f'    ("{key[0]}", {key[1]}, {key[2]}): ({row}{"," * (len(columns) == 1)}),'
+
+        length = 1024 if dtype == torch.float32 or kernel == "dbias" else 4096
+        yield Row(
+            f"attention {kernel}, {dtype}, D {head_dim}".replace("torch.", ""), dtype,
+            checked=partial(problem, 1, 2, 48) if quick else partial(problem, 2, 2, 336),
+            timed=partial(problem, 1, 2, 48) if quick else partial(problem, 4, 8, length),
+            direction="forward" if kernel == "forward" else "backward",
+            current=config._look_up(kernel, arch, dtype, head_dim, False), candidates=candidates, use=use, paste=paste,
+        )  # fmt: skip
+
+
+def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
+    """tile_for() of kernels/feed_forward/matmul.py: relu is wide in both directions, swiglu in none, so an entry is
+    timed forward and backward together."""
+    from fastattn.kernels.feed_forward import backward, forward, matmul
+
+    d, d_ff = (32, 32) if quick else (512, 2048)
+    for wide, few in [(True, False)] if quick else itertools.product((True, False), (False, True)):
+        dtype = torch.float32 if quick else torch.bfloat16
+        activation, rows = ("relu", d_ff) if wide else ("swiglu", 2 * d_ff)
+        grid = itertools.product((64, 128), (64, 128, 256), (32, 64), (4, 8), (2, 3, 4, 5))
+        tokens = 20 if quick else 160 if few else 8192
+
+        def problem(tokens: int, activation: str = activation, rows: int = rows) -> Problem:
+            tensors = _randn(device, x=(tokens, d), weight1=(rows, d), bias1=(rows,), weight2=(d, d_ff), bias2=(d,))
+            tensors["weight1"] *= d**-0.5
+            tensors["weight2"] *= d_ff**-0.5
+            return _problem_of("feed_forward")._replace(tensors=tensors, options={"activation": activation})
+
+        def paste(tile: Tile, dtype: torch.dtype = dtype, few: bool = few, wide: bool = wide) -> str:
+            tokens = "few" if few else "many"
+            return f"tile_for({dtype}, {tokens} tokens, wide={wide}) at sm_{arch}: Tile({_numbers(tile)})"
+
+        yield Row(
+            f"feed-forward, {activation}, {'few' if few else 'many'} tokens", dtype,
+            checked=partial(problem, min(tokens, 400)), timed=partial(problem, tokens), direction="both",
+            current=matmul.tile_for(dtype, tokens, wide),
+            candidates=[matmul.Tile(*tile) for tile in ([(16, 32, 16, 4, 1), (32, 32, 16, 4, 1)] if quick else grid)],
+            use=lambda tile: _replaced("tile_for", tile, forward, backward), paste=paste,
+        )  # fmt: skip
+
+
+def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
+    """forward_tile() and backward_tile() of kernels/add_layer_norm: rows a program and warps, at each width."""
+    from fastattn.kernels.add_layer_norm import backward, forward
+
+    for hidden, direction in itertools.product((64,) if quick else (512, 1024, 4096), ("forward", "backward")):
+        module, name = (forward if direction == "forward" else backward), f"{direction}_tile"
+        grid = [
+            (rows, hidden, warps, *stages)
+            for rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
+            for stages in ([()] if direction == "forward" else [(1,), (2,), (3,)])
+            if 8 <= rows * hidden / (32 * warps) <= 64  # values of a lane
+        ]
+
+        def problem(rows: int, hidden: int = hidden) -> Problem:
+            tensors = _randn(device, x=(rows, hidden), residual=(rows, hidden), weight=(hidden,), bias=(hidden,))
+            return _problem_of("add_layer_norm")._replace(tensors=tensors, options={"dropout_p": 0.1})
+
+        yield Row(
+            f"layer norm {direction}, hidden {hidden}", torch.bfloat16,
+            checked=partial(problem, 10 if quick else 300),
+            timed=partial(problem, 10 if quick else 32768 if hidden <= 1024 else 8192),
+            direction=direction, current=getattr(module, name)(hidden), candidates=grid[:2] if quick else grid,
+            use=partial(lambda tile, name, module: _replaced(name, tile, module), name=name, module=module),
+            paste=partial(lambda tile, name, hidden: f"{name}({hidden}): ({_numbers(tile)})", name=name, hidden=hidden),
+        )  # fmt: skip
+
+
+def _replaced(name: str, tile: Tile, *modules: Any) -> AbstractContextManager:
+    """The function `name` of these modules gives the tile."""
+    stack = ExitStack()
+    for module in modules:
+        stack.enter_context(mock.patch.object(module, name, lambda *_, **__: tile))
+    return stack
+
+
+TABLES = {"attention": attention, "feed_forward": feed_forward, "add_layer_norm": add_layer_norm}
+
+
+def call(row: Row, tile: Tile, problem: Callable[[], Problem]) -> Callable[[], Any]:
+    """The call to time, with this tile."""
+    given = problem()
+    leaves = {name: t.to(row.dtype).requires_grad_() for name, t in given.tensors.items()}
+
+    def forward() -> torch.Tensor:
+        with row.use(tile):
+            return given.function(**leaves, **given.options, backend="triton")
+
+    if row.direction == "forward":
+        return forward
+    kept = [forward()]
+    dout = torch.randn_like(kept[0])
+
+    def backward() -> Any:
+        out = forward() if row.direction == "both" else kept[0]
+        with row.use(tile):
+            return torch.autograd.grad(out, list(leaves.values()), dout, retain_graph=True)
+
+    return backward
+
+
+def try_tile(row: Row, tile: Tile, device: torch.device) -> dict[str, Any]:
+    """Check a candidate and time it beside the tile in the table: {"tile", "status": "ok", "wrong" or "failed",
+    "reason" or "timing" and "beside", the timing of the table's tile}."""
+    result: dict[str, Any] = {"tile": list(tile)}
+    try:
+        with row.use(tile):
+            bad = [record for record in check(row.checked(), row.dtype, ["triton"]) if not record["ok"]]
+        if bad and "failed" in bad[0]:
+            return result | {"status": "failed", "reason": bad[0]["failed"].splitlines()[0][:200]}
+        if bad:
+            return result | {"status": "wrong", "reason": ", ".join(record["result"] for record in bad)}
+        calls = [call(row, tile, row.timed), call(row, row.current, row.timed)]
+        new, old = timing.measure_in_turn(calls, device, BUDGET_S)
+        return result | {"status": "ok", "timing": new._asdict(), "beside": old._asdict()}
+    except Exception as error:  # a tile that cannot be compiled or launched at the large size
+        return result | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+
+
+def search(row: Row, device: torch.device, deadline: float) -> dict[str, Any]:
+    """All candidates of a row that there is time for, and which to take."""
+    tried = []
+    for tile in row.candidates:
+        if time.monotonic() > deadline:
+            break
+        if tuple(tile) != tuple(row.current):
+            tried.append(try_tile(row, tile, device))
+    faster = [
+        result for result in tried
+        if result["status"] == "ok" and result["timing"]["q3_ms"] < result["beside"]["q1_ms"]
+    ]  # fmt: skip
+    best = min(faster, key=lambda result: result["timing"]["median_ms"] / result["beside"]["median_ms"], default=None)
+    chosen = tuple(best["tile"]) if best else tuple(row.current)
+    return {"row": row.name, "current": list(row.current), "chosen": list(chosen), "changed": best is not None,
+            "paste": row.paste(chosen), "tried": tried}  # fmt: skip
+
+
+def render(found: dict[str, Any]) -> str:
+    """The outcome of a row for people: the measurements, and the line to paste."""
+    lines = [f"\n{found['row']}, in the table: {tuple(found['current'])}"]
+    for result in found["tried"]:
+        if result["status"] == "ok":
+            new, old = result["timing"]["median_ms"], result["beside"]["median_ms"]
+            lines.append(f"  {old / new:6.3f} x the speed  {new:9.4f} ms  {tuple(result['tile'])}")
+        else:
+            lines.append(f"  {result['status']}: {tuple(result['tile'])}: {result['reason']}")
+    return "\n".join([*lines, f"  {'NEW' if found['changed'] else 'stays'}:", found["paste"]])
+
+
+def candidates_jobs(only: Sequence[str], arch: int) -> list[Callable[[], Any]]:
+    """A call for each candidate of these tables that compiles it. The small problem compiles as the large one does."""
+
+    def job(row: Row, tile: Tile) -> Callable[[], Any]:
+        return lambda: call(row, tile, row.checked)()
+
+    rows = [row for name in only for row in TABLES[name](torch.device("cpu"), arch, False)]
+    return [job(row, tile) for row in rows for tile in row.candidates]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), metavar="OP", help=", ".join(TABLES))
+    parser.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
+    minutes = "stop after this long (default 25)"
+    parser.add_argument("--minutes", type=positive_number, default=25.0, metavar="N", help=minutes)
+    parser.add_argument("--quick", action="store_true", help="tiny problems and two candidates, to see that it runs")
+    parser.add_argument("--out", type=writable_file, metavar="FILE.json", help="also write every measurement here")
+    parser.add_argument("--capability", type=int, help=argparse.SUPPRESS)  # both: of a process that compiles
+    parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.slice:
+        compile_slice(candidates_jobs(arguments.only, arguments.capability), *arguments.slice, arguments.capability)
+        return 0
+    device = arguments.device
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("on a CPU Triton only runs with TRITON_INTERPRET=1, and its times mean nothing: see --quick")
+    deadline, arch = time.monotonic() + 60 * arguments.minutes, 0
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events are recorded there
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+        command = [sys.executable, __file__, "--only", *arguments.only, "--capability", str(arch)]
+        over_cores(command, 20 * arguments.minutes)  # seconds: a third of the time at most
+    record: dict[str, Any] = {"versions": versions(), "devices": devices(), "device": str(device), "rows": []}
+    for row in (row for name in arguments.only for row in TABLES[name](device, arch, arguments.quick)):
+        if time.monotonic() > deadline:
+            print(f"\n{row.name}: not reached in {arguments.minutes} minutes")
+            continue
+        record["rows"].append(search(row, device, deadline))
+        print(render(record["rows"][-1]), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(record, indent=1))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises where a candidate has left the device unusable
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
