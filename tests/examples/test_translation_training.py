@@ -7,12 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from matplotlib import pyplot
-from matplotlib.figure import Figure
 from translation.checkpoint import average, load_run, restore, save_run
 from translation.data import Batch, Example
 from translation.decoding import Translation, bleu, exact_match, translate
-from translation.report import plot
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
 from translation.training import (
@@ -26,15 +23,14 @@ from translation.training import (
     training_step,
     validation_loss,
 )
+from translation_options import TINY
 
 from fastattn import FusedTransformer
-
-TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--max-length", "16", "--device", "cpu"]
 
 
 @pytest.fixture
 def settings() -> Settings:
-    return parse_arguments(TINY)[0]
+    return parse_arguments([*TINY, "--max-length", "16"])[0]
 
 
 @pytest.fixture
@@ -92,8 +88,8 @@ def test_graph_steps_learn_as_plain_steps_do(settings: Settings, batch: Batch) -
     """The same losses at the same rates; on a CPU the graph's padded batches run eagerly."""
     losses = []
     for graph in (False, True):
-        model = build_model(settings, vocabulary=10, dropout=0.0).train()
-        step = build_step(model, build_optimizer(model), settings, graph)
+        model = build_model(settings, vocabulary=10).train()
+        step = build_step(model, build_optimizer(model), dataclasses.replace(settings, graph=graph))
         losses.append([step(batch, rate).item() for rate in (0.01, 0.005, 0.02, 0.0)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][3] < 0.9 * losses[0][0]
 
@@ -126,9 +122,9 @@ def test_mixed_precision_stays_near(settings: Settings, batch: Batch) -> None:
 def test_weights_depend_on_the_seed_alone(settings: Settings) -> None:
     first = build_model(settings, 10).state_dict()
     torch.rand(5)
-    again, without = build_model(settings, 10).state_dict(), build_model(settings, 10, dropout=0.0).state_dict()
+    again = build_model(settings, 10).state_dict()
     other = build_model(dataclasses.replace(settings, seed=2), 10).state_dict()
-    assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], without[name]) for name in first)
+    assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["trg_word_prj.weight"], other["trg_word_prj.weight"])
 
 
@@ -156,30 +152,6 @@ def test_a_loss_that_is_not_finite_ends_the_training(settings: Settings, batch: 
     example = Example(np.array([5, EOS]), np.array([BOS, 6, EOS]))
     with pytest.raises(TrainingError, match="validation: the loss is nan"):
         validation_loss(model, [example], settings)
-
-
-@pytest.mark.parametrize(
-    ("options", "labels"),
-    [
-        ([], ["training", "validation"]),
-        (["--dropout", "0.1"], ["training (with dropout)", "validation (without)"]),
-        (
-            ["--dropout", "0.1", "--label-smoothing", "0.1"],
-            ["training (with label smoothing and dropout)", "validation (without)"],
-        ),
-    ],
-)
-def test_curves_say_what_the_training_loss_is(
-    options: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures: list[Figure] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    progress = Progress(step=2, epoch=1, losses=[2.0, 1.0], epochs=[{"step": 2, "val_loss": 1.0}])
-    plot(tmp_path / "curves.png", parse_arguments([*TINY, *options])[0], progress, None, None)
-    monkeypatch.undo()
-    (figure,) = figures
-    pyplot.close(figure)
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == labels
 
 
 def test_average() -> None:
@@ -221,10 +193,10 @@ def test_n_best_and_progress(settings: Settings) -> None:
         scrambled_model(settings, tokenizer.size), tokenizer, ["abc", "f", "ab"], settings, 4, done.append
     )
     assert done == [2, 1]
-    for of_text in found:
-        assert len({tuple(t.ids) for t in of_text}) == 4
-        assert [tokenizer.decode(t.ids) for t in of_text] == texts_of([[t] for t in of_text])
-        assert [t.score for t in of_text] == sorted((t.score for t in of_text), reverse=True)
+    for translations in found:
+        assert len({tuple(t.ids) for t in translations}) == 4
+        assert [tokenizer.decode(t.ids) for t in translations] == [t.text for t in translations]
+        assert [t.score for t in translations] == sorted((t.score for t in translations), reverse=True)
 
 
 def test_translations_come_in_order_and_long_texts_are_cut(settings: Settings) -> None:
