@@ -1,4 +1,4 @@
-"""Beam search and greedy decoding written plainly: one sentence at a time, every prefix decoded anew.
+"""Beam search and greedy decoding written plainly: one sentence at a time, every prefix decoded again.
 
 `log_probabilities(src_seq (1, Ls), prefix list of ids)` gives a list of numbers for the next token.
 """
@@ -96,7 +96,7 @@ def public_translate(
 
 
 class PlainTranslator(torch.nn.Module):
-    """The public implementation's Translator, written from what it does: one sentence, every prefix decoded anew."""
+    """The public implementation's Translator, written from what it does: one sentence, every prefix decoded again."""
 
     def __init__(self, model, beam_size, max_seq_len, src_pad_idx, trg_pad_idx, trg_bos_idx, trg_eos_idx) -> None:
         super().__init__()
