@@ -5,30 +5,28 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import skip_without_triton
+from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB, fused
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastattn import FusedTransformer, use_backend
+from fastattn import use_backend
 from fastattn.nn.recompute import is_recomputing, recomputed
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PAD, VOCAB = 0, 30
 VARIANTS = {"public": {}, "beyond": dict(norm_first=True, activation="swiglu", n_head_kv=1)}
 
 
 def build_model(recompute, **changes):
     torch.manual_seed(5)
-    options = dict(d_word_vec=32, d_model=32, d_inner=128, n_layers=2, n_head=2, d_k=16, d_v=16, n_position=40)
-    options |= dict(dropout=0.2, attn_dropout=0.3) | changes
-    return FusedTransformer(VOCAB, VOCAB, PAD, PAD, recompute=recompute, **options).to(DEVICE)
+    options = dict(d_inner=128, n_head=2, d_k=16, d_v=16, n_position=40, dropout=0.2, attn_dropout=0.3)
+    return fused(recompute=recompute, **options | changes)
 
 
 def random_batch(rows, length):
     """src_seq, trg_seq and gold (rows, length), two of them padded at the end."""
-    tokens = torch.randint(1, VOCAB, (rows, 2 * length + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    tokens = torch.randint(3, VOCAB, (rows, 2 * length + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     src_seq, trg_seq, gold = tokens[:, :length].clone(), tokens[:, length:-1].clone(), tokens[:, length + 1 :].clone()
-    src_seq[1, length - 2 :], trg_seq[2, length - 3 :], gold[2, length - 3 :] = PAD, PAD, PAD
+    src_seq[1, length - 2 :], trg_seq[2, length - 3 :], gold[2, length - 3 :] = PAD_SRC, PAD_TRG, PAD_TRG
     return src_seq, trg_seq, gold
 
 
