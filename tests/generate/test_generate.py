@@ -43,24 +43,13 @@ def test_beam_search(variant: dict[str, Any], length_penalty: float, max_len: in
         assert [h.tokens for h in alone] == [h.tokens for h in found]
 
 
-@pytest.mark.parametrize("max_seq_len", [14, 2])
+@pytest.mark.parametrize("max_seq_len", [2, 3, 14])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_translator(variant: dict[str, Any], max_seq_len: int) -> None:
+    """It finds what the public class finds with an equal model."""
     model, src_seq = make_model(**variant), make_source()
-    translator = Translator(model, 4, max_seq_len, PAD, PAD, BOS, EOS)
-    together = translator.translate(src_seq)
-    unscaled = model.d_model**0.5 if model.scale_prj else 1.0
-    for i, found in enumerate(together):
-        log_probabilities = plain_search.of_model(model, src_seq[i : i + 1], unscaled)
-        assert found == plain_search.public_translate(log_probabilities, 4, max_seq_len, BOS, EOS)
-        assert found == translator.translate_sentence(src_seq[i : i + 1])
-
-
-@pytest.mark.parametrize("max_seq_len", [3, 14])
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "pack_padding" not in variant], ids=str)
-def test_translator_is_the_public_one(variant: dict[str, Any], max_seq_len: int) -> None:
-    """The public class drives the model as it is, and finds the same."""
-    model, src_seq = make_model(**variant), make_source()
-    options = (3, max_seq_len, PAD, PAD, BOS, EOS)
-    public = plain_search.PlainTranslator(model, *options)
-    assert Translator(model, *options).translate(src_seq) == [public.translate_sentence(s[None]) for s in src_seq]
+    options = (4, max_seq_len, PAD, PAD, BOS, EOS)
+    translator, public = Translator(model, *options), plain_search.PlainTranslator(make_model(**variant), *options)
+    found = translator.translate(src_seq)
+    assert found == [public.translate_sentence(sentence[None]) for sentence in src_seq]
+    assert found == [translator.translate_sentence(sentence[None]) for sentence in src_seq]
