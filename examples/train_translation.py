@@ -149,8 +149,8 @@ def write_record(
 
 
 def run(settings: Settings, resume: bool, processes: Processes, until_the_end: contextlib.ExitStack) -> int:
-    """Trains, scores, measures and writes everything to `settings.out`, which is locked `until_the_end`. Returns the
-    exit status."""
+    """Trains, scores and writes everything to `settings.out`, which is locked `until_the_end`. Returns the exit
+    status."""
     out = Path(settings.out)
     state_path = out / "last.pt"
     if settings.data and state_path.exists() and not resume:
@@ -225,7 +225,7 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Exit status 2, with the reason on stderr, where a file, the run or the backend cannot be used."""
+    """The command. Exit status 2, with the reason on stderr, where a file or the run cannot be used."""
     settings, resume = parse_arguments(arguments)
     with processes_of_torchrun(settings.device) as (processes, device), contextlib.ExitStack() as until_the_end:
         try:

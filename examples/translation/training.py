@@ -245,7 +245,7 @@ def train(
                 save()
                 progress.restart_clock()
         bar.close()
-        if progress.position == len(plan):
+        if progress.position >= len(plan):
             progress.settle()
             end_epoch(progress.finish_epoch())
         save()
