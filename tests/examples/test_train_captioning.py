@@ -72,22 +72,6 @@ def test_loss_is_that_of_both_directions() -> None:
     torch.testing.assert_close(train_captioning.loss_of(model, scenes, rows, settings), sum(losses) / 2)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--epochs", "0", "must be at least 1, got 0"),
-        ("--scenes", "nan", "invalid whole_number value: 'nan'"),
-        ("--seed", "99999999999999999999", "must be at most"),
-        ("--device", "meta", "'meta' cannot be used"),
-    ],
-)
-def test_bad_options(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        train_captioning.main([option, value])
-    assert stop.value.code == 2
-    assert f"argument {option}: {message}" in capsys.readouterr().err
-
-
 def test_files_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "captioner.pt").mkdir()
     tiny = ["--epochs", "1", "--scenes", "8", "--beam", "1", "--device", "cpu"]

@@ -249,6 +249,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--epochs", "0"], "must be at least 1"),
         (["--parallel", "fast"], "invalid choice: 'fast'"),
         (["--device", "nowhere"], "'nowhere' cannot be used"),
+        (["--device", "meta"], "'meta' cannot be used"),
         (["--lr-scale", "nan"], "must be above 0 and at most 100, got nan"),
         (["--max-length", "1"], "must be at least 2, got 1"),
         (["--seed", "99999999999999999999"], "must be at most"),
