@@ -1,4 +1,4 @@
-"""What the commands of this folder share: the values that options take, and errors that are one line."""
+"""Shared by the commands of this folder: the types of their options, and errors that are one line."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ class CommandError(Exception):
 
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of an option that takes a whole number."""
+    """The type of an option whose value is a whole number."""
 
     def whole_number(text: str) -> int:
         value = int(text)
@@ -27,7 +27,7 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     return whole_number
 
 
-positive, count, seed_number = at_least(1), at_least(0), at_least(0, 2**63 - 1)
+positive, seed_number = at_least(1), at_least(0, 2**63 - 1)
 
 
 def usable_device(text: str) -> str:
@@ -40,7 +40,7 @@ def usable_device(text: str) -> str:
 
 
 def copy_to(device: torch.device | str, t: Tensor) -> Tensor:
-    """t, which is on the CPU, on the device. Without waiting for a GPU: it copies from pinned memory in its turn."""
+    """Copies t from the CPU to the device. A GPU copies from pinned memory, and nothing waits for it."""
     if torch.device(device).type != "cuda":
         return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
@@ -48,7 +48,7 @@ def copy_to(device: torch.device | str, t: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """CommandError, naming `path` and the reason, where what is done within cannot write it."""
+    """Turns an error of writing `path` into a CommandError with the path and the reason."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -1,7 +1,7 @@
 """Trains a video captioner with a decoder in each direction, with fastattn: `python examples/train_captioning.py`.
 
 It makes its own videos (captioning/scenes.py), so a caption is right or wrong: the score is the share of new videos
-whose whole caption is right. Writes the model, a record and a picture to --out. `--help` lists everything.
+whose whole caption is right. Writes the model and a record to --out. `--help` lists all options.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SHOWN = 6  # captions on the screen
 
 @dataclass(frozen=True)
 class Settings:
-    """Every option, and what makes the model."""
+    """All options, and the sizes of the model."""
 
     epochs: int
     scenes: int
@@ -48,7 +48,7 @@ class Settings:
 
 
 def build_model(settings: Settings, vocabulary: Vocabulary) -> ABDTransformer:
-    """Image and motion features; positions are those in the video, so that what came first can be told."""
+    """A model of image and motion features. It sees the positions of frames, so it knows which motion came first."""
     torch.manual_seed(settings.seed)
     sizes = (settings.d_model, settings.d_ff, settings.heads, settings.layers, settings.dropout)
     widths = (IMAGE_WIDTH, MOTION_WIDTH)
@@ -58,7 +58,7 @@ def build_model(settings: Settings, vocabulary: Vocabulary) -> ABDTransformer:
 
 
 def loss_of(model: ABDTransformer, scenes: Scenes, rows: Tensor, settings: Settings) -> Tensor:
-    """The mean cross-entropy a word of both decoders, padding ignored."""
+    """The mean cross-entropy per word of both decoders, without padding."""
     vocabulary, pad = model.vocab, model.vocab.word2idx[PAD]
     src = scenes.features(rows, settings.device)
     r2l, l2r = (scenes.tokens(rows, vocabulary, settings.device, backwards) for backwards in (True, False))
@@ -72,7 +72,7 @@ def loss_of(model: ABDTransformer, scenes: Scenes, rows: Tensor, settings: Setti
 
 
 def train(model: ABDTransformer, scenes: Scenes, held_out: Scenes, settings: Settings) -> list[dict[str, float]]:
-    """Trains with Adam under a learning rate that rises and falls; returns an entry for each epoch."""
+    """Trains with Adam and a learning rate that rises and falls; returns an entry for each epoch."""
     rows_a_batch = settings.batch
     steps = settings.epochs * -(-len(scenes) // rows_a_batch)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
@@ -121,46 +121,6 @@ def share_right(captions: Sequence[str], scenes: Scenes) -> float:
     return 100 * sum(a == b for a, b in zip(captions, scenes.captions, strict=True)) / len(scenes)
 
 
-def plot(path: Path, epochs: Sequence[dict[str, float]], scenes: Scenes, captions: Sequence[str]) -> None:
-    """The curves of the training, and the paths of some shapes with the captions they were given."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(15, 5.5), layout="constrained")
-    curves, paths = figure.subfigures(1, 2, width_ratios=(1, 2.2))
-    axes = curves.subplots()
-    numbers = [entry["epoch"] for entry in epochs]
-    for name, label in (("train_loss", "training"), ("val_loss", "validation")):
-        axes.plot(numbers, [entry[name] for entry in epochs], "o-", label=label)
-    axes.set(title="Loss per word, and right captions", xlabel="epoch", yscale="log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(loc="center right")
-    right = axes.twinx()
-    right.plot(numbers, [entry["right"] for entry in epochs], "s--", color="tab:red")
-    right.set_ylim(0, 102)
-    right.set_ylabel("right captions, %", color="tab:red")
-
-    markers = {"square": "s", "circle": "o", "triangle": "^", "star": "*", "cross": "P"}
-    for i, axes in enumerate(paths.subplots(2, 3).flat):
-        if i >= len(scenes):
-            axes.axis("off")
-            continue
-        _, colour, shape, *_ = scenes.captions[i].split()
-        x, y = scenes.places[i].numpy().T
-        axes.plot(x, y, color=colour, linewidth=1, alpha=0.5)
-        axes.scatter(x, y, marker=markers[shape], color=colour, s=70, alpha=0.6)
-        axes.set_aspect("equal", "datalim")
-        axes.margins(0.15)
-        verdict = "" if captions[i] == scenes.captions[i] else "  (wrong)"
-        axes.set_title(captions[i].replace(" then ", "\nthen ") + verdict, fontsize=10)
-        axes.tick_params(labelsize=7)
-    with writing(path):
-        figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=positive, default=16, help="passes over the videos (default 16)")
@@ -201,8 +161,7 @@ def run(settings: Settings, out: Path) -> None:
     record = {"settings": dataclasses.asdict(settings), "epochs": epochs, "right": scores}
     with writing(out / "record.json"):
         (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
-    plot(out / "captions.png", epochs, held_out, captions)
-    print(f"wrote captioner.pt, record.json and captions.png to {out}")
+    print(f"wrote captioner.pt and record.json to {out}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

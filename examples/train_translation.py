@@ -1,9 +1,8 @@
 """Trains a Transformer to translate, with fastattn: `python examples/train_translation.py`.
 
 Without options it generates sentence pairs (dates as people write them, to ISO dates), trains on the GPU or the CPU,
-and prints how many held-out dates come out right, how fast the fused and the reference path are, and whether they
-agree. With `--data DIR --source de --target en` it trains on your text. `--help` lists everything; the training loop is
-in translation/training.py.
+and prints how many new dates it translates correctly. With `--data DIR --source de --target en` it trains on your text.
+`--help` lists all options; the training loop is in translation/training.py.
 
 `torchrun --nproc-per-node N examples/train_translation.py` does the same on N GPUs, or in N processes on a CPU.
 """
@@ -11,13 +10,16 @@ in translation/training.py.
 import contextlib
 import copy
 import dataclasses
+import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import torch
 from command_line import CommandError, writing
 from translation.checkpoint import (
     ResumeError,
@@ -33,20 +35,19 @@ from translation.checkpoint import (
 from translation.data import Corpus, DataError, Example, encode, read_corpus
 from translation.dates import date_corpus
 from translation.decoding import Score, bleu, exact_match, translate
-from translation.measure import Agreement, Speed, choose_backends, compare_losses, measure_speed
 from translation.parallel import Processes, processes_of_torchrun
-from translation.report import device_name, plot, write_record
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BpeTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
 from translation.training import Progress, build_model, build_optimizer, train, validation_loss
 
-from fastattn import FusedTransformer, use_backend
+import fastattn
+from fastattn import FusedTransformer
 
 EXAMPLES_SHOWN = 8
 
 
 class StopRequest:
-    """Called within its context: whether Ctrl-C or a termination signal came. A second signal ends the program."""
+    """Within its context a call says whether Ctrl-C or a termination signal came. A second signal ends the program."""
 
     signal_number = 0
 
@@ -80,7 +81,7 @@ def make_tokenizer(corpus: Corpus, settings: Settings) -> Tokenizer:
 
 
 def encode_part(corpus: Corpus, part: str, tokenizer: Tokenizer, settings: Settings) -> list[Example]:
-    """`corpus.train` or `corpus.val`, encoded; prints what was left out."""
+    """Encodes `corpus.train` or `corpus.val`; prints how many pairs are left out."""
     pairs = getattr(corpus, part)
     examples, dropped = encode(pairs, tokenizer, settings.max_length)
     if dropped:
@@ -125,30 +126,36 @@ def show(scores: Sequence[Score], out: Path) -> None:
         print(f"  {source}\n    -> {translation}" + ("" if translation == target else f"\n    not {target}"))
 
 
-def measure(
-    model: FusedTransformer, examples: Sequence[Example], settings: Settings, vocabulary: int
-) -> tuple[Speed | None, Agreement | None]:
-    """Compares the fused path with the reference path, in speed and in result, unless the settings switch it off."""
-    speed = measure_speed(model, examples, settings) if settings.measure_steps else None
-    if speed:
-        rates = f"{speed.fused:,.0f} tokens/s fused, {speed.reference:,.0f} tokens/s reference"
-        print(f"training: {rates} ({speed.fused / speed.reference:.2f} times as fast)")
-    agreement = compare_losses(examples, settings, vocabulary) if settings.compare_steps else None
-    if agreement:
-        difference = f"{agreement.largest_relative_difference:.1e}, relative"
-        print(f"first {agreement.steps} steps without dropout: the losses of both differ by at most {difference}")
-    return speed, agreement
+def write_record(
+    path: Path, settings: Settings, progress: Progress, scores: Sequence[Score], facts: dict[str, Any]
+) -> None:
+    """Writes the settings, losses and scores of the run as JSON. facts: further entries."""
+    cuda = torch.device(settings.device).type == "cuda"
+    record = {
+        "settings": dataclasses.asdict(settings),
+        "device": torch.cuda.get_device_name(settings.device) if cuda else f"{torch.get_num_threads()} CPU threads",
+        "versions": {"fastattn": fastattn.__version__, "torch": torch.__version__},
+        **facts,
+        "steps": progress.step,
+        "epochs": progress.epochs,
+        "scores": [
+            {name: value for name, value in vars(score).items() if name not in ("pairs", "translations")}
+            | {"sentences": len(score.pairs)}
+            for score in scores
+        ],
+    }
+    with writing(path):
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def run(settings: Settings, resume: bool, processes: Processes, until_the_end: contextlib.ExitStack) -> int:
-    """Trains, scores, measures and writes everything to `settings.out`, which is locked `until_the_end`. Returns the
-    exit status."""
+    """Trains, scores and writes everything to `settings.out`, which is locked `until_the_end`. Returns the exit
+    status."""
     out = Path(settings.out)
     state_path = out / "last.pt"
     if settings.data and state_path.exists() and not resume:
         raise ResumeError(f"{out}: holds a run already; continue it with --resume, or choose another --out")
     saved = load_run(state_path, settings) if resume else None
-    backends = choose_backends(settings)
     corpus = make_corpus(settings)
     learned = saved["tokenizer"] if saved else make_tokenizer(corpus, settings).to_json()
     tokenizer = load_tokenizer(processes.gather(learned)[0])  # the first process's in all of them
@@ -164,7 +171,6 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     processes.seed(settings.seed)
     progress = restore(state_path, saved, model, optimizer, settings, data, processes) if saved else Progress()
     parameters = sum(parameter.numel() for parameter in plain.parameters())
-    print(f"{device_name(settings.device)}; {', '.join(f'{op}: {backend}' for op, backend in backends.items())}")
     print(f"{len(examples)} training pairs, vocabulary {tokenizer.size}, {parameters / 1e6:.2f} million parameters")
     if saved:
         print(f"resumed after step {progress.step}, in epoch {progress.epoch + 1}")
@@ -185,7 +191,7 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
         print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
         processes.in_first(lambda: save_epoch(out, weights, progress.epoch, settings.average))
 
-    with use_backend(settings.backend), StopRequest() as stop:
+    with StopRequest() as stop:
 
         def stopped() -> bool:
             return processes.any(stop())
@@ -197,34 +203,29 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
             print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
         return 128 + (stop.signal_number or signal.SIGTERM)
 
-    with use_backend(settings.backend):
-        weights = processes.whole_weights(model)
-        if progress.position:  # an epoch's end has been validated
-            plain.load_state_dict(weights)
-            last_loss = validation_loss(plain, val_examples, settings, processes)
-            print(f"step {progress.step}, within epoch {progress.epoch + 1}: validation {last_loss:.4f}")
-        weights, averaged = averaged_weights(out, weights, progress, settings.average)
-        model = plain
-        model.load_state_dict(weights)
-        final_loss = validation_loss(model, val_examples, settings, processes)
-        scores = score(model, tokenizer, corpus, settings, processes)
+    weights = processes.whole_weights(model)
+    if progress.position:  # the end of an epoch has been validated already
+        plain.load_state_dict(weights)
+        last_loss = validation_loss(plain, val_examples, settings, processes)
+        print(f"step {progress.step}, within epoch {progress.epoch + 1}: validation {last_loss:.4f}")
+    weights, averaged = averaged_weights(out, weights, progress, settings.average)
+    plain.load_state_dict(weights)
+    final_loss = validation_loss(plain, val_examples, settings, processes)
+    scores = score(plain, tokenizer, corpus, settings, processes)
     if not processes.is_first:
         return 0
-    save_model(out / "model.pt", model, settings, tokenizer)
+    save_model(out / "model.pt", plain, settings, tokenizer)
     print(f"\nmean of the last {averaged} checkpoints: validation loss {final_loss:.4f}")
     show(scores, out)
-    speed, agreement = measure(model, examples, settings, tokenizer.size)
-
-    facts = {"backends": backends, "parameters": parameters, "vocabulary": tokenizer.size}
+    facts = {"parameters": parameters, "vocabulary": tokenizer.size}
     facts |= {"val_loss": final_loss, "checkpoints_averaged": averaged}
-    write_record(out / "record.json", settings, progress, scores, speed, agreement, facts)
-    plot(out / "curves.png", settings, progress, speed, agreement)
-    print(f"wrote model.pt, record.json, curves.png and the translations to {out}")
+    write_record(out / "record.json", settings, progress, scores, facts)
+    print(f"wrote model.pt, record.json and the translations to {out}")
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Exit status 2, with the reason on stderr, where a file, the run or the backend cannot be used."""
+    """The command. Exit status 2, with the reason on stderr, where a file or the run cannot be used."""
     settings, resume = parse_arguments(arguments)
     with processes_of_torchrun(settings.device) as (processes, device), contextlib.ExitStack() as until_the_end:
         try:

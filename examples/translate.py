@@ -2,7 +2,7 @@
 
 RUN is the folder of a run, or one of its files. Without sentences it translates the lines of `--input FILE`, or of
 standard input, or asks for them. `--plot FILE` draws which source tokens each token of a translation attended to.
-Each line gives a line, a blank one a blank line; with `--n-best N` each gives N lines.
+Each input line gives one output line, a blank line a blank one; with `--n-best N` it gives N lines.
 """
 
 import argparse
@@ -16,36 +16,23 @@ from command_line import CommandError, positive, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 from translation.checkpoint import load_model
-from translation.data import DataError, decode_lines, read_lines
+from translation.data import decode_lines, read_lines
 from translation.decoding import Translation, encode_source, translate
-from translation.report import plot_alignment
 from translation.settings import Settings
 from translation.tokens import BOS, EOS, UNKNOWN, Tokenizer
 
 from fastattn import FusedTransformer
 
 
-def picture(text: str) -> Path:
-    """A path whose ending is a kind of picture that matplotlib writes."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    path, kinds = Path(text), FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .pdf, .svg or another kind of picture")
-    return path
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sentences", nargs="*", help="sentences to translate")
     parser.add_argument("--model", type=Path, required=True, help="folder of a run (its model.pt), or a file")
-    parser.add_argument("--input", help="file with a sentence a line, plain or .gz; - for standard input")
-    parser.add_argument("--output", type=Path, help="file for the translations; else they are printed")
+    parser.add_argument("--input", help="file with one sentence per line, plain or .gz; - for standard input")
     parser.add_argument("--beam", type=positive, help="hypotheses kept; 1 is greedy (default: the run's --beam)")
     parser.add_argument("--n-best", type=positive, default=1, help="translations of each sentence, with their scores")
-    parser.add_argument("--max-length", type=int, help="longest sentence, in tokens (default: the run's)")
     parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="picture of the first sentence's attention")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the first sentence's attention")
     options = parser.parse_args(arguments)
     if options.sentences and options.input:
         parser.error("give sentences or --input, not both")
@@ -53,19 +40,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def change_settings(settings: Settings, options: argparse.Namespace) -> Settings:
-    """The run's settings with what the options say. CommandError where the model cannot do it."""
+    """The run's settings with the given --beam. CommandError where --n-best needs more."""
     beam = options.beam or max(settings.beam, options.n_best)
     if options.n_best > beam:
         raise CommandError(f"--n-best {options.n_best} needs a beam at least as wide, got --beam {beam}")
-    length = settings.max_length if options.max_length is None else options.max_length
-    if not 2 <= length <= settings.max_length:  # a token and the end
-        raise CommandError(f"--max-length must be from 2 to the model's {settings.max_length}, got {length}")
-    return dataclasses.replace(settings, beam=beam, max_length=length)
+    return dataclasses.replace(settings, beam=beam)
 
 
 @torch.no_grad()
 def attention_weights(model: FusedTransformer, source: Tensor, ids: Sequence[int]) -> Tensor:
-    """(len(ids) + 1, source tokens): where the decoder looked for each token and EOS, mean over layers and heads."""
+    """(len(ids) + 1, source tokens): the cross-attention of each token and EOS, mean over layers and heads."""
     mask = model.src_mask(source)
     target = torch.tensor([[BOS, *ids]], device=source.device)
     enc_output, *_ = model.encoder(source, mask)
@@ -74,19 +58,37 @@ def attention_weights(model: FusedTransformer, source: Tensor, ids: Sequence[int
 
 
 def draw(path: Path, model: FusedTransformer, tokenizer: Tokenizer, text: str, best: Translation, length: int) -> None:
-    """The attention of one translation, into `path`."""
+    """Draws the cross-attention of one translation to the file `path`, with its tokens as labels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     source = encode_source(tokenizer, text, length)
     tokens = torch.from_numpy(source)[None].to(next(model.parameters()).device)
     weights = attention_weights(model, tokens, best.ids)
-    labels = [
+    columns, rows = (
         [tokenizer.decode([i]) if i != EOS else "end" for i in ids] for ids in (source.tolist(), [*best.ids, EOS])
-    ]
-    plot_alignment(path, weights, *labels)
+    )
+    width, height = (1.5 + 0.28 * len(labels) for labels in (columns, rows))
+    figure, axes = pyplot.subplots(figsize=(max(width, 4) + 1, max(height, 3)), layout="constrained")
+    image = axes.imshow(weights.numpy(), cmap="Blues", vmin=0, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, rotation=90 if max(map(len, columns)) > 1 else 0)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(title="Cross-attention, mean over layers and heads", xlabel="source", ylabel="translation")
+    figure.colorbar(image, ax=axes, label="weight")
+    try:
+        with writing(path):
+            figure.savefig(path, dpi=130)
+    except ValueError as error:  # matplotlib does not know the ending
+        raise CommandError(f"{path}: {error}") from error
+    finally:
+        pyplot.close(figure)
     print(f"wrote {path}", file=sys.stderr)
 
 
 def format_translations(found: Sequence[Translation], n_best: int) -> str:
-    """A line a translation; of several with their scores."""
+    """One line per translation; with the scores where there are several."""
     if n_best == 1:
         return found[0].text.replace("\n", " ")
     return "\n".join(f"{t.score:.4f}\t" + t.text.replace("\n", " ") for t in found if t.score is not None)
@@ -95,32 +97,10 @@ def format_translations(found: Sequence[Translation], n_best: int) -> str:
 def read_sentences(options: argparse.Namespace) -> list[str]:
     """From the command line, the file of --input, or standard input. DataError where they cannot be read."""
     if options.sentences:
-        try:
-            "".join(options.sentences).encode()
-        except UnicodeEncodeError as error:
-            raise DataError("the command line: a sentence is not UTF-8") from error
         return options.sentences
     if options.input in (None, "-"):
         return decode_lines(sys.stdin.buffer.read(), "standard input")
     return read_lines(Path(options.input))
-
-
-def check_writable(path: Path) -> None:
-    """CommandError where it cannot be written: told before the work is done, not after it."""
-    existed = path.exists()
-    with writing(path):
-        path.open("ab").close()
-    if not existed:
-        path.unlink()
-
-
-def write_lines(lines: Sequence[str], output: Path | None) -> None:
-    text = "".join(f"{line}\n" for line in lines)
-    with writing(output or "standard output"):
-        if output:
-            output.write_text(text, encoding="utf-8")
-        else:
-            print(text, end="", flush=True)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -128,26 +108,23 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer, settings = load_model(path, options.device)
     settings = change_settings(settings, options)
     asks = not options.sentences and options.input is None and sys.stdin.isatty()
-    if asks and options.output:
-        raise CommandError("--output needs sentences, or --input")
     texts = [] if asks else read_sentences(options)
-    for file in filter(None, (options.output, options.plot)):
-        check_writable(file)
 
     def answer(texts: Sequence[str], show_progress: bool = False) -> None:
         texts = [text.lower() if settings.lowercase else text for text in texts]
-        real = [i for i, text in enumerate(texts) if text.strip()]  # a blank line stays one
+        real = [i for i, text in enumerate(texts) if text.strip()]  # the others stay blank lines
         encoded = tokenizer.encode([texts[i] for i in real])
         if cut := sum(len(ids) >= settings.max_length for ids in encoded):
             print(f"{cut} of {len(texts)} sentences are cut to {settings.max_length} tokens", file=sys.stderr)
-        if strange := sum(UNKNOWN in ids for ids in encoded):
-            print(f"{strange} of {len(texts)} sentences hold characters that the model does not know", file=sys.stderr)
+        if unknown := sum(UNKNOWN in ids for ids in encoded):
+            print(f"{unknown} of {len(texts)} sentences hold characters that the model does not know", file=sys.stderr)
         with tqdm(total=len(real), unit="sentence", disable=not show_progress) as bar:
             found = translate(model, tokenizer, [texts[i] for i in real], settings, options.n_best, bar.update)
         lines = ["\n" * (options.n_best - 1)] * len(texts)
-        for i, of_text in zip(real, found, strict=True):
-            lines[i] = format_translations(of_text, options.n_best)
-        write_lines(lines, options.output)
+        for i, translations in zip(real, found, strict=True):
+            lines[i] = format_translations(translations, options.n_best)
+        with writing("standard output"):
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)
         if options.plot and real:
             draw(options.plot, model, tokenizer, texts[real[0]], found[0][0], settings.max_length)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from fastattn import dropout_add_layer_norm, explain
 from fastattn.backends import BACKENDS, import_failure
 from fastattn.check.tolerance import check_error
 
@@ -22,6 +24,13 @@ def assert_close_as_torch(actual: Tensor, truth: Tensor, low: Tensor, terms: Ten
     assert actual.dtype == low.dtype, f"{what}: dtype {actual.dtype}, expected {low.dtype}"
     judgement = check_error(actual.detach(), truth.detach(), low.detach(), terms.detach())
     assert judgement.ok, f"{what}: error {judgement.error:.3e} is over the bound {judgement.bound:.3e}"
+
+
+def skip_without_triton() -> None:
+    """Skips the test, with the reason, where Triton cannot run; without a GPU its interpreter is used."""
+    x = torch.zeros(1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+    if reason := explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]:
+        pytest.skip(reason)
 
 
 def round_tf32(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 "a red square moves slowly left then stands still"
 
 A caption is determined by its video. Each frame has image features, which mix colour, shape and place, and motion
-features, which mix the two velocities; both with noise. Which frame ends the first motion differs, and so do lengths.
+features, which mix the two velocities; both with noise. The number of frames and the end of the first motion vary.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ STILL = "stands still"
 MOTIONS = {f"moves {speed} {way}": (v * x, v * y) for speed, v in SPEEDS.items() for way, (x, y) in DIRECTIONS.items()}
 MOTIONS[STILL] = (0.0, 0.0)
 
-PAD, ENDS = "<PAD>", "<S>"  # the names that ABDTransformer asks for
+PAD, ENDS = "<PAD>", "<S>"  # the names that ABDTransformer needs
 IMAGE_WIDTH, MOTION_WIDTH = 24, 12
 SHORTEST, LONGEST = 10, 20  # frames
 NOISE = 0.2
 
 
 class Vocabulary:
-    """The words of all captions, as ABDTransformer wants them."""
+    """The words of all captions, with the attributes that ABDTransformer reads."""
 
     def __init__(self, words: list[str] | None = None) -> None:
         if words is None:
@@ -42,14 +42,10 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Scenes:
-    """n videos. image (n, LONGEST, IMAGE_WIDTH), motion (n, LONGEST, MOTION_WIDTH): 0 behind a video's last frame.
-
-    places (n, LONGEST, 2): where the shape is, for pictures; NaN behind the last frame.
-    """
+    """n videos. image (n, LONGEST, IMAGE_WIDTH), motion (n, LONGEST, MOTION_WIDTH): 0 after a video's last frame."""
 
     image: Tensor
     motion: Tensor
-    places: Tensor
     captions: list[str]
 
     def __len__(self) -> int:
@@ -71,7 +67,7 @@ class Scenes:
 
 
 def make_scenes(number: int, seed: int) -> Scenes:
-    """Scenes that depend on the seed alone. How features are mixed is the same for all seeds."""
+    """Scenes that depend only on the seed. Features are mixed in the same way for all seeds."""
     mixing = torch.Generator().manual_seed(0)
     mix_image = torch.randn(len(COLOURS) + len(SHAPES) + 2, IMAGE_WIDTH, generator=mixing)
     mix_motion = torch.randn(3, MOTION_WIDTH, generator=mixing)
@@ -81,11 +77,10 @@ def make_scenes(number: int, seed: int) -> Scenes:
         return int(torch.randint(end, (), generator=generator))
 
     image, motion = torch.zeros(number, LONGEST, IMAGE_WIDTH), torch.zeros(number, LONGEST, MOTION_WIDTH)
-    all_places, captions = torch.full((number, LONGEST, 2), torch.nan), []
-    names = list(MOTIONS)
+    names, captions = list(MOTIONS), []
     for row in range(number):
         colour, shape, first = draw(len(COLOURS)), draw(len(SHAPES)), draw(len(names))
-        second = (first + 1 + draw(len(names) - 1)) % len(names)  # another one
+        second = (first + 1 + draw(len(names) - 1)) % len(names)  # differs from the first
         frames = SHORTEST + draw(LONGEST - SHORTEST + 1)
         change = 4 + draw(frames - 7)  # both motions have at least four frames
         velocity = torch.tensor([MOTIONS[names[first if frame < change else second]] for frame in range(frames)])
@@ -93,10 +88,9 @@ def make_scenes(number: int, seed: int) -> Scenes:
         looks = torch.zeros(len(COLOURS) + len(SHAPES))
         looks[[colour, len(COLOURS) + shape]] = 1
         image[row, :frames] = torch.cat([looks.expand(frames, -1), places], 1) @ mix_image
-        # The constant keeps the speed: the model normalises the features of a frame, whatever their size is.
+        # The constant keeps the speed: the model normalises the features of a frame, whatever their size.
         motion[row, :frames] = torch.nn.functional.pad(velocity, (0, 1), value=1.0) @ mix_motion
         for features in (image, motion):
             features[row, :frames] += NOISE * torch.randn(frames, features.shape[2], generator=generator)
-        all_places[row, :frames] = places
         captions.append(f"a {COLOURS[colour]} {SHAPES[shape]} {names[first]} then {names[second]}")
-    return Scenes(image, motion, all_places, captions)
+    return Scenes(image, motion, captions)

@@ -7,20 +7,21 @@ import io
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from command_line import CommandError, writing
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from fastattn import FusedTransformer
 from translation.data import Example
 from translation.parallel import Processes
 from translation.settings import Settings
 from translation.tokens import Tokenizer, load_tokenizer
-from translation.training import ALONE, Progress, build_model
+from translation.training import ONE_PROCESS, Progress, build_model
 
 try:
     import fcntl
@@ -33,7 +34,7 @@ class ResumeError(CommandError):
 
 
 class ModelError(CommandError):
-    """A file is damaged, or is not what train_translation.py wrote."""
+    """A file is damaged, or train_translation.py did not write it."""
 
 
 @contextlib.contextmanager
@@ -56,7 +57,7 @@ def sole_run(out: Path) -> Iterator[None]:
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    """A hash of the encoded training pairs: a run must be resumed with the text it began with."""
+    """A hash of the encoded training pairs: a run must be resumed with the same text."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(example.source.tobytes())
@@ -68,49 +69,35 @@ def save_atomically(content: dict[str, Any], path: Path) -> None:
     """Writes next to `path` and renames, so that an interruption never leaves half a file. CommandError where it cannot
     be written."""
     partial = path.with_suffix(".partial")
-    try:
-        with writing(path):
-            with partial.open("wb") as file:
-                torch.save(content, file)
-            os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    with writing(path):
+        with partial.open("wb") as file:
+            torch.save(content, file)
+        os.replace(partial, path)
 
 
 def read_file(path: Path) -> Any:
-    """What `save_atomically` wrote. Nothing in the file is executed. ModelError where it cannot be read."""
+    """Reads what `save_atomically` wrote. Nothing in the file is executed. ModelError where it cannot be read."""
     try:
         data = io.BytesIO(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles that others wrote
+            warnings.simplefilter("ignore")  # of pickles that other programs wrote
             return torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a foreign file makes torch raise depends on the file
+    except Exception as error:  # the class depends on the file
         raise ModelError(f"{path}: is cut off, or not a file that train_translation.py wrote") from error
 
 
 @contextlib.contextmanager
 def content_of(path: Path) -> Iterator[None]:
-    """ModelError, naming the file, where what is done within does not find in its content what it expects."""
+    """Turns an error of using the content of `path` into a ModelError that names the file."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ModelError(f"{path}: holds something else than this version of train_translation.py writes") from error
-
-
-def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """ModelError where names or shapes are not the expected ones, or a value is NaN or infinite."""
-    with content_of(path):
-        if {name: t.shape for name, t in found.items()} != {name: t.shape for name, t in expected.items()}:
-            raise ValueError("other names or shapes")
-        broken = [name for name, t in found.items() if not t.isfinite().all()]
-    if broken:
-        raise ModelError(f"{path}: {len(broken)} of {len(found)} tensors hold NaN or infinity, such as {broken[0]}")
 
 
 def save_run(
@@ -121,17 +108,19 @@ def save_run(
     settings: Settings,
     tokenizer: Tokenizer,
     data: str,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> None:
-    """The whole state of a run, in one file whatever the number of processes. data: the fingerprint of its pairs."""
+    """The whole state of a run, in one file for any number of processes. data: the fingerprint of its pairs."""
     cuda = torch.device(settings.device).type == "cuda"
-    of_model, of_optimizer = processes.state(model, optimizer)
+    # By the names of the parameters, as one process would save them; in the first process only.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     content = {
         "settings": dataclasses.asdict(settings),
         "tokenizer": tokenizer.to_json(),
         "data": data,
-        "model": of_model,
-        "optimizer": of_optimizer,
+        "model": model_state,
+        "optimizer": optimizer_state,
         "progress": progress.state(),
         "torch_rng": processes.gather(torch.get_rng_state()),
         "cuda_rng": processes.gather(torch.cuda.get_rng_state(settings.device) if cuda else None),
@@ -141,8 +130,8 @@ def save_run(
 
 
 def load_run(path: Path, settings: Settings) -> dict[str, Any]:
-    """What `save_run` wrote. ResumeError where there is nothing, or the settings have changed; ModelError where the
-    file is damaged, or another."""
+    """Reads what `save_run` wrote. ResumeError where there is no run, or its settings differ; ModelError where the file
+    is damaged."""
     if not path.exists():
         raise ResumeError(f"{path}: no such file, so there is nothing to resume; leave --resume out to begin")
     content = read_file(path)
@@ -161,25 +150,20 @@ def restore(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     data: str,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> Progress:
     """Puts a run that was loaded from `path` into `model`, `optimizer` and the random generators; returns its progress.
 
-    With as many processes as before each draws on where it was; with another number dropout is drawn anew.
+    With as many processes as before each continues its own random numbers; with another number they start again.
     """
     with content_of(path):
         if content["data"] != data:
             raise ResumeError(f"{settings.out}: the training text is not the one this run began with")
-        check_tensors(path, content["model"], model.state_dict())
-        parameters = dict(model.named_parameters())
-        for moment in ("exp_avg", "exp_avg_sq"):
-            states = content["optimizer"]["state"]
-            check_tensors(path, {name: state[moment] for name, state in states.items()}, parameters)
         for saved, group in zip(content["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
             saved["capturable"] = group["capturable"]  # of this device: the run may have begun on another
-        processes.set_state(model, optimizer, content["model"], content["optimizer"])
+        states = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+        set_state_dict(model, optimizer, **states, options=StateDictOptions(full_state_dict=True))
         progress = Progress(**content["progress"])
-        progress.check()
         if len(content["torch_rng"]) == processes.size:
             torch.set_rng_state(content["torch_rng"][processes.rank])
             if (cuda_rng := content["cuda_rng"][processes.rank]) is not None:
@@ -187,7 +171,6 @@ def restore(
         else:
             processes.seed(settings.seed, progress.step)
         random.setstate(content["python_rng"])
-    read_epochs(path.parent, progress.epoch, settings.average, model.state_dict())  # a damaged one is told now
     return progress
 
 
@@ -201,17 +184,6 @@ def save_epoch(out: Path, weights: dict[str, Tensor], epoch: int, keep: int) -> 
     epoch_path(out, epoch - keep).unlink(missing_ok=True)
 
 
-def read_epochs(out: Path, last: int, keep: int, expected: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """What `save_epoch` wrote of the `keep` - 1 epochs up to `last`, where they are there. ModelError where a file is
-    damaged, or of another model than the `expected` weights."""
-    states = []
-    for epoch in range(max(1, last - keep + 2), last + 1):
-        if (path := epoch_path(out, epoch)).is_file():
-            states.append(read_file(path))
-            check_tensors(path, states[-1], expected)
-    return states
-
-
 def average(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of every tensor, summed in float64."""
     return {
@@ -223,17 +195,19 @@ def average(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def averaged_weights(
     out: Path, weights: dict[str, Tensor], progress: Progress, keep: int
 ) -> tuple[dict[str, Tensor], int]:
-    """The mean of the last `keep` checkpoints, of which the present weights are the last; and how many there were.
+    """The mean of the last `keep` checkpoints, the last of which are the present weights; and the number of these.
     ModelError where one of them is damaged."""
     # After a whole number of epochs the present weights are those that the last epoch saved.
     last = progress.epoch if progress.position else progress.epoch - 1
-    states = read_epochs(out, last, keep, weights)
-    states.append({name: value.cpu() for name, value in weights.items()})
-    return average(states), len(states)
+    paths = [epoch_path(out, epoch) for epoch in range(max(1, last - keep + 2), last + 1)]
+    states = [{name: value.cpu() for name, value in weights.items()}]
+    states += [read_file(path) for path in paths if path.is_file()]
+    with content_of(out / "epoch-*.pt"):
+        return average(states), len(states)
 
 
 def save_model(path: Path, model: FusedTransformer, settings: Settings, tokenizer: Tokenizer) -> None:
-    """The trained model: weights, settings and tokenizer, all that translating needs."""
+    """The trained model: weights, settings and tokenizer, all that translation needs."""
     content = {
         "model": model.state_dict(),
         "settings": dataclasses.asdict(settings),
@@ -243,18 +217,12 @@ def save_model(path: Path, model: FusedTransformer, settings: Settings, tokenize
 
 
 def load_model(path: Path, device: str = "cpu") -> tuple[FusedTransformer, Tokenizer, Settings]:
-    """What `save_model` or `save_run` wrote, ready for `decoding.translate`. Nothing in the file is executed.
-
-    ModelError where the file is not there, is damaged, or is something else.
-    """
+    """Reads what `save_model` or `save_run` wrote, ready for `decoding.translate`. Nothing in the file is executed.
+    ModelError where it cannot be read or used."""
     content = read_file(path)
     with content_of(path):
-        if content and all(isinstance(value, Tensor) for value in content.values()):  # what `save_epoch` wrote
-            raise ModelError(f"{path}: holds weights alone; give the model.pt or last.pt of the run")
         settings = dataclasses.replace(Settings(**content["settings"]), device=device)
-        settings.check()
         tokenizer = load_tokenizer(content["tokenizer"])
         model = build_model(settings, tokenizer.size)
-        check_tensors(path, content["model"], model.state_dict())
         model.load_state_dict(content["model"])
     return model.eval(), tokenizer, settings

@@ -13,7 +13,7 @@ from translation.settings import Settings
 from translation.tokens import BOS, EOS, Tokenizer
 
 HYPOTHESES = 128  # translated together: HYPOTHESES // beam sentences
-LENGTHS = 8  # source lengths that have one limit of the translation, and so may be translated together
+LENGTHS = 8  # source lengths are rounded up to this for the limit of a translation, so more can be decoded together
 
 
 class Translation(NamedTuple):
@@ -25,7 +25,7 @@ class Translation(NamedTuple):
 
 
 def longest_translation(source_length: int, max_length: int) -> int:
-    """In tokens. One more than twice as long as its source is a repetition that would never end."""
+    """In tokens. A translation more than twice as long as its source repeats itself and would never end."""
     return min(max_length - 1, 2 * LENGTHS * -(-source_length // LENGTHS) + 10)
 
 
@@ -42,10 +42,10 @@ def translate(
     n_best: int = 1,
     progress: Callable[[int], object] = lambda sentences: None,
 ) -> list[list[Translation]]:
-    """The n_best translations of each text, in the order of the texts; progress is told how many are done.
+    """The n_best translations of each text, in the order of the texts; calls progress with the number of new ones.
 
-    By beam search with settings.beam hypotheses; with 1 by greedy decoding. Texts of similar length are decoded
-    together; what a text gives does not depend on the others. A text of more than --max-length tokens is cut there.
+    Uses beam search with settings.beam hypotheses, or greedy decoding if that is 1. Texts of similar length are decoded
+    together; the result of a text does not depend on the others. A text of more than --max-length tokens is cut.
     """
     max_length, limits = settings.max_length, {"bos_idx": BOS, "eos_idx": EOS}
     encoded = [encode_source(tokenizer, text, max_length) for text in texts]
@@ -64,8 +64,8 @@ def translate(
             else:
                 options = {"beam_size": settings.beam, "n_best": n_best, "max_len": longest}
                 results = generate.beam_search(model, source, **options, **limits)
-            for i, of_sentence in zip(chosen, results, strict=True):
-                found[i] = [Translation(tokenizer.decode(ids), ids, score) for ids, score in of_sentence]
+            for i, translations in zip(chosen, results, strict=True):
+                found[i] = [Translation(tokenizer.decode(ids), ids, score) for ids, score in translations]
             progress(len(chosen))
     return found
 

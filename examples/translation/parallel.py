@@ -1,8 +1,8 @@
-"""Training in several processes, one for each device, as torchrun starts them; without torchrun there is one.
+"""Training in several processes, one for each device, as torchrun starts them; without torchrun it is one.
 
 Every process plans the same batches and computes its share of each. Gradients are averaged over the processes by
-DistributedDataParallel, which keeps the whole model everywhere ("ddp"), or by fully_shard, which keeps a part of every
-weight, gradient and optimizer state in each process and collects a layer when it is needed ("fsdp2").
+DistributedDataParallel, which keeps the whole model in every process ("ddp"), or by fully_shard, which keeps a part of
+every weight, gradient and optimizer state in each process and collects a layer when it is needed ("fsdp2").
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,10 @@ import torch
 import torch.distributed as dist
 from command_line import CommandError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fastattn import FusedTransformer
-
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process would have it, on the first alone
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Processes:
         return self.rank == 0
 
     def wrap(self, model: FusedTransformer, kind: str) -> nn.Module:
-        """What is called in place of the model; with "fsdp2" the model itself, layer by layer in parts."""
+        """Returns the module to call instead of the model. With "fsdp2" this is the model, sharded layer by layer."""
         if self.size == 1:
             return model
         if kind == "ddp":
@@ -51,7 +48,7 @@ class Processes:
 
     @contextlib.contextmanager
     def backward(self, call: nn.Module, last: bool) -> Iterator[None]:
-        """Gradients are exchanged in the last of a step's backwards, when all have been added up."""
+        """Exchanges gradients only in the last backward of a step, when all parts have been added up."""
         if isinstance(call, FSDPModule):
             call.set_requires_gradient_sync(last)
         with contextlib.nullcontext() if last or not isinstance(call, DistributedDataParallel) else call.no_sync():
@@ -92,43 +89,27 @@ class Processes:
             raise error
 
     def share(self, items: list[Any]) -> list[Any]:
-        """This process's part of a list, every size-th."""
+        """This process's part of a list: every size-th item."""
         return items[self.rank :: self.size]
 
     def together(self, mine: list[Any]) -> list[Any]:
-        """The list of which each process has its share. Communicates."""
+        """The whole list, from the shares of all processes. Communicates."""
         shares = self.gather(mine)
         return [shares[n % self.size][n // self.size] for n in range(sum(map(len, shares)))]
 
-    def state(self, model: FusedTransformer, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The states of model and optimizer, by parameters' names, whatever holds them; in the first process.
-        Communicates."""
-        return get_state_dict(model, optimizer, options=_WHOLE)
-
-    def set_state(
-        self,
-        model: FusedTransformer,
-        optimizer: torch.optim.Optimizer,
-        of_model: Mapping[str, Any],
-        of_optimizer: Mapping[str, Any],
-    ) -> None:
-        """What `state` gave, perhaps to another number of processes; each has read it whole. Communicates."""
-        options = StateDictOptions(full_state_dict=True)
-        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
-
     def whole_weights(self, model: FusedTransformer) -> dict[str, Tensor]:
-        """The model's state_dict in full, in every process. Communicates where the model is in parts."""
+        """The whole state_dict of the model, in every process. Communicates where the model is sharded."""
         return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
 
     def seed(self, seed: int, step: int = 0) -> None:
-        """Other dropout in every process; in the first, at the start, that of one process alone."""
+        """Makes dropout differ between the processes. The first one starts as a single process would."""
         if self.rank or step:
             torch.manual_seed(random.Random(f"{seed} {self.rank} {step}").getrandbits(63))
 
 
 @contextlib.contextmanager
 def processes_of_torchrun(device: str) -> Iterator[tuple[Processes, str]]:
-    """The processes that torchrun started, or this one alone; and this one's device: with GPUs one for each process."""
+    """The processes that torchrun started, or only this one; and its device: each process uses its own GPU."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield Processes(), device
         return

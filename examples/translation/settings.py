@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from command_line import at_least, count, positive, seed_number, usable_device
+from command_line import at_least, positive, seed_number, usable_device
 
-GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this many tokens: a graph serves one length
+GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this many tokens: each length needs its own graph
 
 
 def option(
@@ -24,8 +24,8 @@ def option(
 ) -> Any:
     """A field of Settings and an option of the command.
 
-    with_data: the default with --data, if it is another. may_change: a resumed run may have another value, because the
-    steps before do not depend on it.
+    with_data: the default with --data, if that differs. may_change: a resumed run may use another value, because the
+    earlier steps do not depend on it.
     """
     with_data = default if with_data is None else with_data
     metadata = dict(help=help, type=type, default=default, with_data=with_data, choices=choices, may_change=may_change)
@@ -66,7 +66,6 @@ class Settings:
     d_inner: int = option("width inside the feed-forward", positive, 192, 2048)
     heads: int = option("attention heads; must divide --d-model", positive, 4, 8)
     dropout: float = option("dropout everywhere", share, 0.0, 0.1)
-    attn_dropout: float = option("dropout of the attention weights, as --dropout unless given", share)
 
     epochs: int = option("passes over the training text", positive, 6, 20, may_change=True)
     steps: int | None = option("stop after this many steps, even within an epoch", positive, may_change=True)
@@ -80,13 +79,10 @@ class Settings:
     save_every: int = option("steps between saves", positive, 500, may_change=True)
 
     device: str = option(
-        "cpu, cuda or cuda:N; under torchrun cuda is one for each process",
+        "cpu, cuda or cuda:N; under torchrun cuda means one GPU for each process",
         usable_device,
         "cuda" if torch.cuda.is_available() else "cpu",
         may_change=True,
-    )
-    backend: str | None = option(
-        "for every op; the first that can serve it unless given", choices=("reference", "aten", "triton", "cuda")
     )
     amp: bool = option("mixed precision: bfloat16 under torch.autocast", bool, False)
     graph: bool = option(
@@ -103,29 +99,11 @@ class Settings:
     accumulate: int = option(
         "parts of a batch whose gradients are added up, to need less memory", positive, 1, may_change=True
     )
-    measure_steps: int = option("steps timed on either path", count, 10, may_change=True)
-    compare_steps: int = option(
-        "first steps, dropout off, over which both paths' losses are compared; 0 for none", count, 50, may_change=True
-    )
 
     @property
     def length_step(self) -> int:
         """What a batch's padded length is a multiple of."""
         return GRAPH_STEP if self.graph else 1
-
-    def check(self) -> None:
-        """ValueError where a value is not one that the command takes: for settings that were read from a file."""
-        for field in dataclasses.fields(self):
-            value, convert = getattr(self, field.name), field.metadata["type"]
-            try:
-                if convert is bool:
-                    right = isinstance(value, bool)
-                else:
-                    right = (value is None and field.metadata["default"] is None) or convert(str(value)) == value
-            except (ValueError, argparse.ArgumentTypeError):
-                right = False
-            if not right:
-                raise ValueError(f"{flag(field.name)} cannot be {value!r}")
 
     def conflicts_with(self, earlier: dict[str, object]) -> list[str]:
         """The options that differ from an earlier run's and must not: ["--d-model was 128, is 256"]."""
@@ -163,11 +141,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.set_defaults(**{field.name: field.metadata[which] for field in dataclasses.fields(Settings)})
     options = vars(parser.parse_args(arguments))
     resume = options.pop("resume")
-    if options["attn_dropout"] is None:
-        options["attn_dropout"] = options["dropout"]
     settings = Settings(**options)
     if settings.graph and (settings.accumulate > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1):
-        parser.error("--graph takes a whole batch in one process: leave out --accumulate and torchrun")
+        parser.error("--graph needs a whole batch in one process: leave out --accumulate and torchrun")
     if settings.data == "":
         parser.error("--data is empty: name a folder, or leave --data out to train on dates")
     if settings.d_model % settings.heads:

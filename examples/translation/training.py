@@ -18,28 +18,24 @@ from translation.parallel import Processes
 from translation.settings import Settings
 from translation.tokens import PAD
 
-ALONE = Processes()
-READ_STEPS = 20  # steps between two readings of the losses; reading waits for the device
+ONE_PROCESS = Processes()
+READ_STEPS = 20  # steps between two reads of the losses; a read waits for the device
 
 
 class TrainingError(CommandError):
     """Training cannot go on."""
 
 
-def build_model(settings: Settings, vocabulary: int, dropout: float | None = None) -> FusedTransformer:
+def build_model(settings: Settings, vocabulary: int) -> FusedTransformer:
     """The model of `settings`, its weights drawn from `settings.seed`; one embedding matrix for both languages and the
-    output, scaled as in the paper. `dropout` overrides both dropout settings."""
+    output, scaled as in the paper."""
     torch.manual_seed(settings.seed)
-    attn_dropout = settings.attn_dropout if dropout is None else dropout
-    dropout = settings.dropout if dropout is None else dropout
-    head_width = settings.d_model // settings.heads
-    model = FusedTransformer(
-        vocabulary, vocabulary, PAD, PAD,
-        d_word_vec=settings.d_model, d_model=settings.d_model, d_inner=settings.d_inner,
-        n_layers=settings.layers, n_head=settings.heads, d_k=head_width, d_v=head_width,
-        dropout=dropout, attn_dropout=attn_dropout, n_position=settings.max_length, scale_emb_or_prj="emb",
-    )  # fmt: skip
-    # Multiplied by sqrt(d_model), embeddings are as large as the positions from the start, also those of rare words.
+    d_model, head_dim = settings.d_model, settings.d_model // settings.heads
+    widths = {"d_word_vec": d_model, "d_model": d_model, "d_inner": settings.d_inner, "d_k": head_dim, "d_v": head_dim}
+    counts = {"n_layers": settings.layers, "n_head": settings.heads, "n_position": settings.max_length}
+    dropout = {"dropout": settings.dropout, "attn_dropout": settings.dropout}
+    model = FusedTransformer(vocabulary, vocabulary, PAD, PAD, **widths, **counts, **dropout, scale_emb_or_prj="emb")
+    # Multiplied by sqrt(d_model), all embeddings start as large as the positions, also those of rare words.
     torch.nn.init.normal_(model.trg_word_prj.weight, std=settings.d_model**-0.5)
     return model.to(settings.device)
 
@@ -59,7 +55,7 @@ def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> f
 def loss_of(
     model: nn.Module, batch: Batch, settings: Settings, label_smoothing: float, reduction: str = "mean"
 ) -> Tensor:
-    """Cross-entropy a target token, padding ignored: a float32 scalar. model: a FusedTransformer, or what wraps it."""
+    """Cross-entropy per target token, without padding: a float32 scalar. model: a FusedTransformer, or its wrapper."""
     with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.amp):
         return model(batch.source, batch.target_in, batch.target_out, label_smoothing, reduction=reduction)
 
@@ -70,10 +66,10 @@ def training_step(
     batch: Batch | Share,
     rate: float,
     settings: Settings,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> Tensor:
-    """One update of the weights. Returns this process's part of the loss before it, on the device, so that nothing
-    waits for a GPU. model: a FusedTransformer, or what wraps it for several processes."""
+    """Updates the weights once. Returns this process's part of the loss before the update, on the device, so that
+    nothing waits for a GPU. model: a FusedTransformer, or its wrapper for several processes."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
@@ -91,11 +87,10 @@ def build_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
-    graph: bool,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> Callable[[Batch | Share, float], Tensor]:
-    """training_step as a function of the batch and the rate alone; with `graph` it replays CUDA graphs."""
-    if not graph:
+    """training_step as a function of only the batch and the rate; with --graph it replays CUDA graphs."""
+    if not settings.graph:
         return lambda batch, rate: training_step(model, optimizer, batch, rate, settings, processes)
     device, longest, step = torch.device(settings.device), settings.max_length, settings.length_step
     graphed = GraphedStep(
@@ -117,17 +112,17 @@ def build_step(
 
 
 def check_loss(loss: float, where: str) -> None:
-    """TrainingError where it is NaN or infinite: the weights are lost then."""
+    """TrainingError where it is NaN or infinite: then the weights are lost."""
     if not math.isfinite(loss):
         raise TrainingError(f"{where}: the loss is {loss}; begin again with a smaller --lr-scale or more --warmup")
 
 
 @torch.no_grad()
 def validation_loss(
-    model: FusedTransformer, examples: Sequence[Example], settings: Settings, processes: Processes = ALONE
+    model: FusedTransformer, examples: Sequence[Example], settings: Settings, processes: Processes = ONE_PROCESS
 ) -> float:
-    """Cross-entropy a target token over all `examples`, without dropout and label smoothing. TrainingError where it is
-    not finite."""
+    """Cross-entropy per target token over all `examples`, without dropout and label smoothing. TrainingError where it
+    is not finite."""
     model.eval()
     loss_sum, tokens = 0.0, 0
     plan = processes.share(plan_batches(examples, settings.batch_tokens))
@@ -146,17 +141,17 @@ class Progress:
     step: int = 0  # updates made
     epoch: int = 0  # epochs finished
     position: int = 0  # batches of the current epoch done
-    losses: list[float] = field(default_factory=list)  # of every step, a target token
+    losses: list[float] = field(default_factory=list)  # of every step, per target token
     target_tokens: list[int] = field(default_factory=list)  # of every step
     tokens: int = 0  # source and target tokens of the current epoch so far
     seconds: float = 0.0  # of the current epoch so far, saving and validation not counted
     epochs: list[dict[str, float]] = field(default_factory=list)  # one entry a finished epoch
     _unread: list[Tensor] = field(default_factory=list)  # losses still on the device
     _clock: float = field(default_factory=time.perf_counter)
-    _processes: Processes = ALONE
+    _processes: Processes = ONE_PROCESS
 
     def add(self, loss: Tensor, batch: Batch | Share) -> None:
-        """Counts one step. The loss is read later, many at a time: reading waits for the device."""
+        """Counts one step. The loss is read later, together with others: a read waits for the device."""
         self.step += 1
         self.position += 1
         self.target_tokens.append(batch.target_tokens)
@@ -168,8 +163,8 @@ class Progress:
         self._clock = time.perf_counter()
 
     def settle(self) -> None:
-        """Reads the losses and the clock. The parts of all processes are added up here, many at a time. TrainingError
-        where a loss is not finite, so that such a run is not saved."""
+        """Reads the losses and the clock, and adds up the parts of all processes. TrainingError where a loss is not
+        finite, so that such a run is not saved."""
         losses = self._processes.add(torch.stack(self._unread)).tolist() if self._unread else []
         self._unread.clear()
         for step, loss in enumerate(losses, start=len(self.losses) + 1):
@@ -180,7 +175,7 @@ class Progress:
         self._clock = now
 
     def finish_epoch(self) -> dict[str, float]:
-        """Begins the next epoch; returns the new entry of `epochs` for the one that ended."""
+        """Starts the next epoch; returns the entry of `epochs` for the one that ended."""
         steps = self.position
         weights, losses = self.target_tokens[-steps:], self.losses[-steps:]
         entry = {
@@ -193,13 +188,6 @@ class Progress:
         self.epochs.append(entry)
         self.epoch, self.position, self.tokens, self.seconds = self.epoch + 1, 0, 0, 0.0
         return entry
-
-    def check(self) -> None:
-        """ValueError where the counts do not fit together: for a progress that was read from a file."""
-        counts = (self.step, self.epoch, self.position)
-        lengths = (len(self.losses), len(self.target_tokens), len(self.epochs))
-        if any(type(n) is not int or n < 0 for n in counts) or lengths != (self.step, self.step, self.epoch):
-            raise ValueError(f"step, epoch and position {counts} do not fit to {lengths} entries")
 
     def state(self) -> dict[str, object]:
         """Plain values for a checkpoint; `Progress(**state)` gives the progress back."""
@@ -222,36 +210,26 @@ def train(
     end_epoch: Callable[[dict[str, float]], None],
     save: Callable[[], None],
     should_stop: Callable[[], bool] = lambda: False,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> None:
     """Trains from `progress` to `settings.epochs` or `settings.steps`, whichever is first.
 
-    model: a FusedTransformer, or what `processes.wrap` made of it; every process plans and takes the same steps.
+    model: a FusedTransformer, or its wrapper by `processes.wrap`; every process plans and runs the same steps.
 
     `end_epoch` is called after every epoch with its new entry of `progress.epochs`, which it may add to. `save` is
-    called after that, every `settings.save_every` steps, and where training stops. `should_stop` is asked after every
+    called after that, every `settings.save_every` steps, and when training stops. `should_stop` is called after every
     step.
     """
     device = torch.device(settings.device)
-    step = build_step(model, optimizer, settings, settings.graph, processes)
+    step = build_step(model, optimizer, settings, processes)
     share = {"rank": processes.rank, "size": processes.size, "accumulate": settings.accumulate}
     progress._processes = processes
     last_step = settings.steps or sys.maxsize
     while progress.epoch < settings.epochs and progress.step < last_step:
         plan = plan_epoch(examples, settings, progress.epoch)
-        if progress.position > len(plan):
-            done = f"{progress.position} batches of an epoch that has {len(plan)}"
-            raise TrainingError(f"{settings.out}: last.pt is damaged: it counts {done}")
         title, interval = f"epoch {progress.epoch + 1}/{settings.epochs}", 0.2 if sys.stderr.isatty() else 30
-        bar = tqdm(
-            total=len(plan),
-            initial=progress.position,
-            desc=title,
-            unit="step",
-            mininterval=interval,
-            leave=False,
-            disable=not processes.is_first,
-        )
+        options = {"unit": "step", "mininterval": interval, "leave": False, "disable": not processes.is_first}
+        bar = tqdm(total=len(plan), initial=progress.position, desc=title, **options)
         model.train()
         progress.restart_clock()
         for batch in batches_of(examples, plan, device, progress.position, **share):
@@ -267,7 +245,7 @@ def train(
                 save()
                 progress.restart_clock()
         bar.close()
-        if progress.position == len(plan):
+        if progress.position >= len(plan):
             progress.settle()
             end_epoch(progress.finish_epoch())
         save()

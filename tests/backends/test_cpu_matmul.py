@@ -1,4 +1,4 @@
-"""oneDNN's float32 products, asked for as a record would, against PyTorch's in float64."""
+"""oneDNN's float32 products, chosen as a record would, against PyTorch's in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not cpu_matmul.has_onednn(), reason="this PyTorc
 
 
 @pytest.fixture(autouse=True)
-def asked_for() -> Iterator[None]:
+def chosen_onednn() -> Iterator[None]:
     with timings.override_choices({"product": {"float32": "oneDNN"}}):
         yield
 
@@ -36,7 +36,7 @@ def nodes(out: Tensor) -> set[str]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layout", ["matrix", "batch", "transposed"])
 def test_linear(layout: str, bias: bool) -> None:
-    """Results and gradients, of which one comes in as an expanded view, and once more differentiated."""
+    """Results, gradients (one from an expanded view) and second derivatives."""
     torch.manual_seed(0)
     x = torch.randn({"matrix": (130, 96), "batch": (2, 65, 96), "transposed": (96, 130)}[layout])
     given = [x, torch.randn(112, 96), *([torch.randn(112)] if bias else [])]
@@ -56,7 +56,7 @@ def test_linear(layout: str, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
-def test_only_some_ask_for_a_gradient(needs: tuple[bool, ...]) -> None:
+def test_only_some_need_a_gradient(needs: tuple[bool, ...]) -> None:
     leaves = [
         torch.randn(*n, requires_grad=need) for n, need in zip(((128, 96), (112, 96), (112,)), needs, strict=True)
     ]
@@ -64,7 +64,7 @@ def test_only_some_ask_for_a_gradient(needs: tuple[bool, ...]) -> None:
     assert [t.grad is not None for t in leaves] == list(needs)
 
 
-def test_what_is_left_to_pytorch() -> None:
+def test_when_pytorch_is_used() -> None:
     x, weight = torch.randn(128, 96), torch.randn(112, 96)
     assert cpu_matmul.uses_onednn(x, weight)
     assert not cpu_matmul.uses_onednn(x[:8], weight)  # a call costs more than it gains

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import skip_without_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
@@ -50,8 +51,8 @@ def write(content: str) -> Path:
 
 
 @pytest.mark.full
-def test_the_command_measures_and_its_record_counts(tmp_path: Path) -> None:
-    """In processes of its own, as a user does: first tune, then another program."""
+def test_the_command_measures_and_its_record_is_used(tmp_path: Path) -> None:
+    """In new processes, as a user does: first tune, then another program."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def run(*command: str) -> str:
@@ -90,8 +91,7 @@ def once(call: tune.Call, device: torch.device) -> dict[str, float]:
 
 def test_every_call_of_the_table_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, by interpreted kernels: every op is there, and each class gets a way that was measured."""
-    if fastattn.explain("attention", Q, Q, Q).refusals["triton"] is not None:
-        pytest.skip("Triton cannot be interpreted here")
+    skip_without_triton()
     monkeypatch.setattr("fastattn.check.explain._ON_A_CPU", {})
     monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": True}])
     monkeypatch.setattr(tune, "measure", once)
@@ -118,16 +118,16 @@ def test_a_record_changes_the_choice_and_explain_names_it() -> None:
 def test_a_record_chooses_among_the_ways_of_aten() -> None:
     x, weight = torch.randn(512, 256), torch.randn(256, 256)
     for way in ("oneDNN", "PyTorch"):
-        of_attention = {"float32, up to 256 keys": aten_attention.BLOCKS if way == "oneDNN" else aten_attention.SINGLE}
-        write(json.dumps(record(choices={"product": {"float32": way}, tune.ATEN: of_attention})))
+        aten_ways = {"float32, up to 256 keys": aten_attention.BLOCKS if way == "oneDNN" else aten_attention.SINGLE}
+        write(json.dumps(record(choices={"product": {"float32": way}, tune.ATEN: aten_ways})))
         assert cpu_matmul.choice() == way and cpu_matmul.uses_onednn(x, weight) == (way == "oneDNN")
         with torch.no_grad():
-            assert aten_attention.way(Q, Q, 0.0) == of_attention["float32, up to 256 keys"]
+            assert aten_attention.way(Q, Q, 0.0) == aten_ways["float32, up to 256 keys"]
             expected = fastattn.scaled_dot_product_attention(Q, Q, Q, backend="reference")
             torch.testing.assert_close(fastattn.scaled_dot_product_attention(Q, Q, Q), expected)
 
 
-def test_a_shipped_record_counts_after_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_record_is_read_after_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = tmp_path / "shipped" / "some.json"
     shipped.parent.mkdir()
     shipped.write_text(json.dumps(record()))
@@ -139,7 +139,7 @@ def test_a_shipped_record_counts_after_the_users(tmp_path: Path, monkeypatch: py
 
 
 def test_each_gpu_has_the_record_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two kinds in one machine, whichever is the current one."""
+    """With two kinds in one machine, whichever is the current device."""
     timings.device_name.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: ("a GPU", "another GPU")[index or 0])
     path = timings.user_path("another GPU")
@@ -188,14 +188,12 @@ def content(text: str) -> Callable[[Path], Any]:
     ("make", "reason"),
     [
         (content("{ torn"), "cannot be read"),
-        (content("[" * 100_000), "cannot be read"),  # RecursionError
         (lambda path: path.write_bytes(b"\xff\xfe{}"), "cannot be read"),
-        (content("[]"), "is damaged"),
         (content('{"choices": ["attention"]}'), "is damaged"),
         (os.mkfifo, "is not a file"),
         (Path.mkdir, "is not a file"),
     ],
-    ids=["torn", "nested", "bytes", "list", "choices", "pipe", "folder"],
+    ids=["torn", "bytes", "choices", "pipe", "folder"],
 )
 def test_a_damaged_record_is_ignored_with_one_warning(make: Callable[[Path], Any], reason: str) -> None:
     path = timings.user_path(timings.device_name("cpu"))
@@ -211,7 +209,7 @@ def test_a_damaged_record_is_ignored_with_one_warning(make: Callable[[Path], Any
 
 
 def _no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As for a user without a name."""
+    """As for a user without a home folder."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(
         Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
@@ -219,7 +217,7 @@ def _no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def _closed_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As root may enter every folder, by what the system would say."""
+    """root may enter every folder, so Path.stat raises the error of the system."""
     stat = Path.stat
 
     def closed(path: Path, **options: Any) -> os.stat_result:
@@ -230,13 +228,7 @@ def _closed_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "stat", closed)
 
 
-def _too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 5000)
-
-
-@pytest.mark.parametrize(
-    ("place", "reason"), [(_no_home, ""), (_closed_home, "Permission denied"), (_too_long, "File name too long")]
-)
+@pytest.mark.parametrize(("place", "reason"), [(_no_home, ""), (_closed_home, "Permission denied")])
 @pytest.mark.filterwarnings("error")
 def test_a_cache_folder_that_cannot_be_used(
     place: Callable[..., None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +247,7 @@ def test_the_processors_name_without_proc(monkeypatch: pytest.MonkeyPatch) -> No
     assert timings._cpu_name()
 
 
-def test_a_choice_that_cannot_serve_is_passed_over() -> None:
+def test_an_unsupported_choice_is_skipped() -> None:
     write(json.dumps(record(choices={"attention": {CLASS: "cuda"}})))
     assert fastattn.explain("attention", Q, Q, Q).chosen == "aten"
     assert fastattn.scaled_dot_product_attention(Q, Q, Q).shape == Q.shape
@@ -264,7 +256,7 @@ def test_a_choice_that_cannot_serve_is_passed_over() -> None:
 
 
 def test_a_wrong_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the doctor finds one wrong, and tune says so and leaves it out."""
+    """Planted: the doctor finds one wrong. tune reports it and does not measure it."""
     monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": backends != ["cuda"]}])
     ways = {"cuda": fastattn.use_backend, "aten": fastattn.use_backend}
     call = tune.Call("attention", "a class", "a call", torch.float32, lambda: None, {}, "aten")

@@ -8,26 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 import train_captioning
-from captioning.scenes import LONGEST, MOTIONS, Vocabulary, make_scenes
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from captioning.scenes import LONGEST, Vocabulary, make_scenes
 
 from fastattn.models import src_trg_mask
 
 
 def test_scenes() -> None:
-    """They depend on the seed alone, and a caption says what the features show."""
-    scenes, again, others = make_scenes(40, 3), make_scenes(40, 3), make_scenes(40, 4)
+    """They depend only on the seed. Videos whose motion features are most alike have the same first motion."""
+    scenes, again, others = make_scenes(200, 3), make_scenes(200, 3), make_scenes(200, 4)
     assert scenes.captions == again.captions != others.captions
     assert torch.equal(scenes.image, again.image)
     frames = (scenes.image != 0).any(-1).sum(1)
     assert frames.min() < frames.max() <= LONGEST
     assert torch.equal((scenes.image[:, :, 0] != 0).sum(1), frames)  # a frame whose first feature is 0 is padding
-    for row, caption in enumerate(scenes.captions):
-        steps = scenes.places[row, : frames[row]].diff(dim=0)
-        for motion, step in zip(caption.split(" ", 3)[3].split(" then "), (steps[0], steps[-1]), strict=True):
-            torch.testing.assert_close(step, torch.tensor(MOTIONS[motion]) / 5)
+    motions = [caption.split(" ", 3)[3].split(" then ")[0] for caption in scenes.captions]
+    starts = scenes.motion[:, :4].mean(1)  # the first motion has at least four frames
+    nearest = torch.cdist(starts, starts).fill_diagonal_(torch.inf).argmin(1)
+    assert motions == [motions[i] for i in nearest]
 
 
 def test_captions_as_tokens() -> None:
@@ -40,21 +37,13 @@ def test_captions_as_tokens() -> None:
     assert torch.equal(forwards[1][real], backwards[1][real].flip(0))
 
 
-def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    figures: list[Figure] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
     arguments = ["--epochs", "2", "--scenes", "128", "--beam", "2", "--device", "cpu", "--out", str(out)]
     assert train_captioning.main(arguments) == 0
     printed = capsys.readouterr().out
     for phrase in ("epoch  2", "left to right: ", "right to left: ", "of 300 new videos", "videos/s"):
         assert phrase in printed
-    assert (out / "captions.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.undo()
-    (figure,) = figures
-    pyplot.close(figure)
-    (percent,) = [axes for axes in figure.findobj(Axes) if axes.get_ylabel() == "right captions, %"]
-    assert all(tick == int(tick) for tick in percent.get_xticks())
     record = json.loads((out / "record.json").read_text())
     assert record["epochs"][1]["train_loss"] < record["epochs"][0]["train_loss"]
 
@@ -76,28 +65,11 @@ def test_loss_is_that_of_both_directions() -> None:
     src = scenes.features(rows, "cpu")
     r2l, l2r = (scenes.tokens(rows, vocabulary, "cpu", b) for b in (True, False))
     predictions = model(src, r2l[:, :-1], l2r[:, :-1], src_trg_mask(src, r2l[:, :-1], l2r[:, :-1], 0))
-    of_words = []
+    losses = []
     for log_p, tokens in zip(predictions, (r2l, l2r), strict=True):
         places = [(i, t) for i in rows.tolist() for t in range(tokens.shape[1] - 1) if tokens[i, t + 1] != 0]
-        of_words.append(sum(-log_p[i, t, tokens[i, t + 1]] for i, t in places) / len(places))
-    torch.testing.assert_close(train_captioning.loss_of(model, scenes, rows, settings), sum(of_words) / 2)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--epochs", "0", "must be at least 1, got 0"),
-        ("--scenes", "nan", "invalid whole_number value: 'nan'"),
-        ("--seed", "99999999999999999999", "must be at most"),
-        ("--device", "nowhere", "'nowhere' cannot be used"),
-        ("--device", "meta", "'meta' cannot be used"),
-    ],
-)
-def test_bad_options(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        train_captioning.main([option, value])
-    assert stop.value.code == 2
-    assert f"argument {option}: {message}" in capsys.readouterr().err
+        losses.append(sum(-log_p[i, t, tokens[i, t + 1]] for i, t in places) / len(places))
+    torch.testing.assert_close(train_captioning.loss_of(model, scenes, rows, settings), sum(losses) / 2)
 
 
 def test_files_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

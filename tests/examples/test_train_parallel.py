@@ -1,4 +1,4 @@
-"""The command in several processes, as torchrun starts them: the same training, and any number can go on with it."""
+"""The command in several processes, as torchrun starts them: the same training, and any number can continue it."""
 
 import json
 import os
@@ -13,11 +13,10 @@ import pytest
 import torch
 import train_translation
 from translation.data import Batch, Example, share_of
+from translation_options import DATES
 
 COMMAND = Path(train_translation.__file__)
-TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--device", "cpu", "--dates", "60",
-        "--held-out", "5", "--batch-tokens", "256", "--warmup", "10", "--max-length", "48", "--measure-steps", "0",
-        "--compare-steps", "0"]  # fmt: skip
+OPTIONS = [*DATES, "--dates", "60"]
 
 
 def command(processes: int) -> list[str]:
@@ -30,7 +29,7 @@ def command(processes: int) -> list[str]:
 def train(out: Path, processes: int, *options: str) -> list[float]:
     """Runs the command; the losses of all its steps so far."""
     result = subprocess.run(
-        [*command(processes), *TINY, *options, "--out", str(out)],
+        [*command(processes), *OPTIONS, *options, "--out", str(out)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -38,7 +37,7 @@ def train(out: Path, processes: int, *options: str) -> list[float]:
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("training pairs") == 1, "one process talks"
+    assert result.stdout.count("training pairs") == 1, "only one process prints"
     return losses_of(out)
 
 
@@ -68,12 +67,12 @@ def test_fifty_steps(processes: int, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_stopped_run_goes_on_in_another_number_of_processes(kind: str, tmp_path: Path) -> None:
-    """torchrun is told to end: all processes stop at one step, and save. Then one process goes on, then four."""
+def test_a_stopped_run_continues_in_another_number_of_processes(kind: str, tmp_path: Path) -> None:
+    """torchrun gets SIGTERM: all processes stop at the same step and save. Then one process continues, then four."""
     alone = train(tmp_path / "one", 1, "--epochs", "60")
     out = tmp_path / "many"
     running = subprocess.Popen(
-        [*command(2), *TINY, "--parallel", kind, "--epochs", "1000", "--save-every", "5", "--out", str(out)],
+        [*command(2), *OPTIONS, "--parallel", kind, "--epochs", "1000", "--save-every", "5", "--out", str(out)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -94,7 +93,7 @@ def test_a_stopped_run_goes_on_in_another_number_of_processes(kind: str, tmp_pat
 
 
 @pytest.mark.full
-def test_dropout_differs_between_processes_and_goes_on(tmp_path: Path) -> None:
+def test_dropout_differs_between_processes_and_continues(tmp_path: Path) -> None:
     """The same command draws the same; an interruption changes nothing where the number of processes stays."""
     options = ("--dropout", "0.3", "--steps", "12")
     whole = train(tmp_path / "whole", 2, *options)
@@ -105,10 +104,10 @@ def test_dropout_differs_between_processes_and_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_an_error_of_the_first_process_ends_all_of_them(tmp_path: Path) -> None:
-    """A file that it alone writes: one line, and no process is left waiting."""
+    """A file that only it writes: one line, and no process waits for another."""
     (tmp_path / "last.pt").mkdir()
     result = subprocess.run(
-        [*command(2), *TINY, "--steps", "2", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300
+        [*command(2), *OPTIONS, "--steps", "2", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert result.returncode != 0
     assert result.stderr.count(f"error: {tmp_path / 'last.pt'}: cannot be written: Is a directory") == 1
@@ -135,4 +134,4 @@ def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         train_translation.main(["--graph"])
-    assert "--graph takes a whole batch in one process" in capsys.readouterr().err
+    assert "--graph needs a whole batch in one process" in capsys.readouterr().err

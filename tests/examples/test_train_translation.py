@@ -6,12 +6,9 @@ import json
 import math
 import os
 import pickle
-import resource
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +18,14 @@ import train_translation
 from translation import training
 from translation.checkpoint import load_model, sole_run
 from translation.decoding import translate
+from translation_options import DATES, TINY
 
 COMMAND = Path(train_translation.__file__)
-TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--device", "cpu"]
-DATES = [*TINY, "--dates", "40", "--held-out", "5", "--batch-tokens", "256", "--warmup", "10", "--max-length", "48"]
-UNMEASURED = ["--measure-steps", "0", "--compare-steps", "0"]
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A folder of numbers in digits and words."""
+    """A folder of numbers in digits and in words."""
     folder = tmp_path / "text"
     folder.mkdir()
     words = "zero one two three four five six seven eight nine".split()
@@ -50,8 +45,8 @@ def on_text(folder: Path, out: Path) -> list[str]:
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
-    """As a user runs it, from another folder: checkpoint, picture, record and what is printed."""
-    arguments = [*DATES, "--epochs", "2", "--measure-steps", "2", "--compare-steps", "3", "--out", "run"]
+    """As a user runs it, from another folder: checkpoint, record and what is printed."""
+    arguments = [*DATES, "--epochs", "2", "--out", "run"]
     result = subprocess.run(
         [sys.executable, COMMAND, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -61,23 +56,18 @@ def test_the_whole_command(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    for phrase in ("attention: aten", "epoch   2", "held-out: exact match", "->", "tokens/s reference", "at most"):
+    for phrase in ("million parameters", "epoch   2", "held-out: exact match", "->", "tokens/s"):
         assert phrase in result.stdout
 
     run = tmp_path / "run"
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((run / "record.json").read_text())
     assert record["settings"]["dates"] == 40 and record["settings"]["data"] is None
     assert [entry["epoch"] for entry in record["epochs"]] == [1, 2]
-    assert record["steps"] == record["epochs"][-1]["step"] == record["loss_curve"]["step"][-1]
+    assert record["steps"] == record["epochs"][-1]["step"]
     assert {"train_loss", "val_loss", "exact_match", "tokens_per_second"} <= set(record["epochs"][0])
     (score,) = record["scores"]
     assert (score["test"], score["metric"], score["sentences"]) == ("held-out", "exact match", 5)
-    assert score["decoded_tokens_per_second"] > 0
-    assert record["training_tokens_per_second"]["fused"] > 0 < record["training_tokens_per_second"]["reference"]
-    assert record["agreement_with_reference"]["steps"] == 3 == len(record["agreement_with_reference"]["fused"])
-    assert 0 <= record["agreement_with_reference"]["largest_relative_difference"] < 1e-4
-    assert record["versions"]["fastattn"] and record["backends"]["attention"] == "aten"
+    assert score["tokens_per_second"] > 0 and record["versions"]["fastattn"]
 
     model, tokenizer, settings = load_model(run / "model.pt")
     ((translation,),) = translate(model, tokenizer, ["3 March 1998"], settings)
@@ -85,18 +75,17 @@ def test_the_whole_command(tmp_path: Path) -> None:
 
 
 def test_command_with_graphs(tmp_path: Path) -> None:
-    """Trained, resumed, measured and compared; on a CPU without graphs, on the padded batches."""
-    arguments = [*DATES, "--graph", "--measure-steps", "1", "--compare-steps", "3", "--out", str(tmp_path)]
+    """Trained and resumed; on a CPU without graphs, on the padded batches."""
+    arguments = [*DATES, "--graph", "--out", str(tmp_path)]
     assert train_translation.main([*arguments, "--steps", "2"]) == 0
     assert train_translation.main([*arguments, "--steps", "4", "--resume"]) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["settings"]["graph"] and record["steps"] == 4
-    assert 0 <= record["agreement_with_reference"]["largest_relative_difference"] < 1e-4
 
 
 def test_text_is_learned(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    arguments = [*on_text(text, out), "--epochs", "8", "--average", "3", *UNMEASURED]
+    arguments = [*on_text(text, out), "--epochs", "8", "--average", "3"]
     assert train_translation.main(arguments) == 0
     record = json.loads((out / "record.json").read_text())
     assert record["epochs"][-1]["val_loss"] < 0.5 * record["epochs"][0]["val_loss"]
@@ -111,33 +100,14 @@ def test_text_is_learned(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert torch.equal(torch.load(out / "model.pt", weights_only=True)["model"]["trg_word_prj.weight"], mean)
 
 
-def final_state(out: Path) -> dict[str, object]:
+def final_state(out: Path) -> dict[str, Any]:
     """Everything in a finished run that must not depend on interruptions: no clock, no option that may change."""
     state = torch.load(out / "last.pt", weights_only=True)
-    for entry in state["progress"]["epochs"]:
-        del entry["seconds"], entry["tokens_per_second"]
-    del state["settings"], state["progress"]["seconds"]
-    for group in state["optimizer"]["param_groups"]:
-        group["betas"] = tuple(group["betas"])  # a list once it has been loaded
-    state["averaged"] = torch.load(out / "model.pt", weights_only=True)["model"]
-    return state
-
-
-def assert_equal(a: object, b: object, where: str = "") -> None:
-    """Bit for bit, through dicts and sequences."""
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_equal(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_equal(x, y, f"{where}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
+    progress = {name: value for name, value in state["progress"].items() if name not in ("seconds", "epochs")}
+    losses = [[entry["step"], entry["train_loss"], entry["val_loss"]] for entry in state["progress"]["epochs"]]
+    averaged = torch.load(out / "model.pt", weights_only=True)["model"]
+    found = {"progress": progress, "epochs": losses, "averaged": averaged, "optimizer": state["optimizer"]["state"]}
+    return found | {name: state[name] for name in ("model", "torch_rng")}
 
 
 def test_interrupted_run_ends_as_an_uninterrupted_one(
@@ -145,11 +115,11 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(
 ) -> None:
     """Stopped by --steps within an epoch, by a signal within the next, and killed after a save: equal bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train_translation.main([*on_text(text, whole), "--epochs", "4", *UNMEASURED]) == 0
+    assert train_translation.main([*on_text(text, whole), "--epochs", "4"]) == 0
     steps = len(torch.load(whole / "last.pt", weights_only=True)["progress"]["losses"])
-    assert steps % 4 == 0 and steps // 4 > 3, "the interruptions below lie within epochs"
+    assert steps % 4 == 0 and steps // 4 > 3, "the interruptions below must be within epochs"
 
-    part = [*on_text(text, parts), *UNMEASURED]
+    part = [*on_text(text, parts)]
     assert train_translation.main([*part, "--epochs", "4", "--steps", "2"]) == 0
     assert torch.load(parts / "last.pt", weights_only=True)["progress"]["position"] == 2
 
@@ -179,12 +149,12 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(
     monkeypatch.undo()
 
     assert train_translation.main([*part, "--epochs", "4", "--resume"]) == 0
-    assert_equal(final_state(parts), final_state(whole))
+    torch.testing.assert_close(final_state(parts), final_state(whole), rtol=0, atol=0)
 
 
 def test_resume_refuses_another_run(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    arguments = [*on_text(text, out), "--epochs", "1", *UNMEASURED]
+    arguments = [*on_text(text, out), "--epochs", "1"]
     assert train_translation.main([*arguments, "--resume"]) == 2
     assert "nothing to resume" in capsys.readouterr().err
     assert train_translation.main([*arguments, "--steps", "1"]) == 0
@@ -198,73 +168,35 @@ def test_resume_refuses_another_run(text: Path, tmp_path: Path, capsys: pytest.C
     assert "not the one this run began with" in capsys.readouterr().err
 
 
-def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    """What `change` makes of a saved run."""
-
-    def apply(content: bytes) -> bytes:
-        state = torch.load(io.BytesIO(content), weights_only=True)
-        change(state)
-        file = io.BytesIO()
-        torch.save(state, file)
-        return file.getvalue()
-
-    return apply
-
-
-CUT_OFF, ELSE = "is cut off, or not a file that", "holds something else than this version"
-DAMAGES: list[tuple[str, str, Callable[[bytes], bytes]]] = [
-    ("last.pt", CUT_OFF, lambda content: b""),
-    ("last.pt", CUT_OFF, lambda content: content[:5000]),
-    ("last.pt", CUT_OFF, lambda content: b"a sentence\n"),
-    ("last.pt", CUT_OFF, lambda content: pickle.dumps(Path.touch)),
-    ("last.pt", ELSE, edited(lambda state: state.clear())),
-    *(("last.pt", ELSE, edited(lambda state, key=key: state.pop(key))) for key in ("tokenizer", "model", "optimizer")),
-    ("last.pt", ELSE, edited(lambda state: state["model"].update({"trg_word_prj.weight": torch.zeros(3, 4)}))),
-    (
-        "last.pt",
-        ELSE,
-        edited(lambda s: s["optimizer"]["state"]["encoder.layer_norm.bias"].update(exp_avg=torch.ones(3))),
-    ),
-    ("last.pt", "1 of 39 tensors hold NaN", edited(lambda s: s["model"]["encoder.layer_norm.bias"].fill_(math.nan))),
-    ("last.pt", ELSE, edited(lambda state: state["progress"].update(step="1"))),
-    ("last.pt", ELSE, edited(lambda state: state["progress"].update(epoch=7))),
-    ("last.pt is damaged", "it counts 1000 batches", edited(lambda state: state["progress"].update(position=1000))),
-    ("epoch-0001.pt", CUT_OFF, lambda content: content[:2000]),
-    ("epoch-0001.pt", ELSE, edited(lambda state: state.popitem())),
-]
-
-
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one epoch."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    assert train_translation.main([*DATES, *UNMEASURED, "--epochs", "1", "--out", str(out)]) == 0
-    return out
-
-
-@pytest.mark.parametrize(("name", "message", "damage"), DAMAGES)
 def test_resume_refuses_damaged_files(
-    name: str,
-    message: str,
-    damage: Callable[[bytes], bytes],
-    finished_run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a step is taken, in one line."""
-    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / name.split()[0]
-    path.write_bytes(damage(path.read_bytes()))
+    """In one line, before the first step."""
+    arguments, path = [*DATES, "--out", str(tmp_path)], tmp_path / "last.pt"
+    assert train_translation.main([*arguments, "--epochs", "1"]) == 0
+    capsys.readouterr()
     monkeypatch.setattr(training, "training_step", None)  # it would be called
-    assert train_translation.main([*DATES, *UNMEASURED, "--epochs", "2", "--resume", "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert name in error and message in error and error.count("\n") == 1
+
+    def refused(message: str) -> None:
+        assert train_translation.main([*arguments, "--epochs", "2", "--resume"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path}: {message}") and error.count("\n") == 1
+
+    content = path.read_bytes()
+    for damaged in (b"", content[:5000], b"a sentence\n", pickle.dumps(Path.touch)):
+        path.write_bytes(damaged)
+        refused("is cut off, or not a file that")
+    state = torch.load(io.BytesIO(content), weights_only=True)
+    others = [{**state, "model": {**state["model"], "trg_word_prj.weight": torch.zeros(3, 4)}}]
+    others += [{name: state[name] for name in state if name != lost} for lost in ("tokenizer", "model", "optimizer")]
+    for other in others:
+        torch.save(other, path)
+        refused("holds something else than this version")
 
 
 def test_one_run_in_a_folder(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The lock ends with its run. A run that ends within an epoch tells the loss there."""
-    arguments = [*on_text(text, tmp_path / "run"), "--epochs", "1", *UNMEASURED]
+    """The lock ends with its run. A run that ends within an epoch prints its loss there."""
+    arguments = [*on_text(text, tmp_path / "run"), "--epochs", "1"]
     with sole_run(tmp_path / "run"):
         assert train_translation.main(arguments) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: another run is writing there; choose another --out\n"
@@ -276,33 +208,19 @@ def test_one_run_in_a_folder(text: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("last.pt", "Is a directory"), ("model.pt", "File too large"), ("record.json", "Is a directory")],
+    [("last.pt", "Is a directory"), ("model.pt", "No space left on device"), ("record.json", "Is a directory")],
 )
 def test_files_that_cannot_be_written(
-    name: str,
-    reason: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line that names the file and the reason, and no half a file. "Too large" is as a full disk."""
+    """One line that names the file and the reason."""
     if reason == "Is a directory":
         (tmp_path / name).mkdir()
     else:
-        save_model, limits = train_translation.save_model, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-        def on_full_disk(*arguments: Any) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-            try:
-                save_model(*arguments)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-        monkeypatch.setattr(train_translation, "save_model", on_full_disk)
-    assert train_translation.main([*DATES, *UNMEASURED, "--steps", "1", "--out", str(tmp_path)]) == 2
+        (tmp_path / name).with_suffix(".partial").symlink_to("/dev/full")
+    assert train_translation.main([*DATES, "--steps", "1", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.endswith(f"error: {tmp_path / name}: cannot be written: {reason}\n")
-    assert "Traceback" not in error and not list(tmp_path.glob("*.partial"))
+    assert error.endswith(f"error: {tmp_path / name}: cannot be written: {reason}\n") and "Traceback" not in error
 
 
 def test_a_run_whose_loss_turns_nan_stops(
@@ -310,7 +228,7 @@ def test_a_run_whose_loss_turns_nan_stops(
 ) -> None:
     step, losses = training.training_step, itertools.chain([1.0, 1.0, math.nan], itertools.repeat(1.0))
     monkeypatch.setattr(training, "training_step", lambda *arguments: step(*arguments) * next(losses))
-    arguments = [*DATES, *UNMEASURED, "--out", str(tmp_path), "--save-every", "2"]
+    arguments = [*DATES, "--out", str(tmp_path), "--save-every", "2"]
     assert train_translation.main(arguments) == 2
     assert "error: step 3: the loss is nan; begin again with a smaller --lr-scale" in capsys.readouterr().err
     assert torch.load(tmp_path / "last.pt", weights_only=True)["progress"]["step"] == 2, "nothing was saved after it"
@@ -329,14 +247,11 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--heads", "3"], "--heads 3 does not divide --d-model 16"),
         (["--dropout", "1"], "must be at least 0 and below 1"),
         (["--epochs", "0"], "must be at least 1"),
-        (["--backend", "fast"], "invalid choice: 'fast'"),
+        (["--parallel", "fast"], "invalid choice: 'fast'"),
         (["--device", "nowhere"], "'nowhere' cannot be used"),
         (["--device", "meta"], "'meta' cannot be used"),
         (["--lr-scale", "nan"], "must be above 0 and at most 100, got nan"),
-        (["--lr-scale", "1e9"], "must be above 0 and at most 100"),
-        (["--lr-scale", "-1"], "must be above 0 and at most 100"),
         (["--max-length", "1"], "must be at least 2, got 1"),
-        (["--measure-steps", "-1"], "must be at least 0, got -1"),
         (["--seed", "99999999999999999999"], "must be at most"),
         (["--data", ""], "--data is empty"),
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import sys
@@ -15,14 +14,13 @@ from translation.checkpoint import load_model, save_model
 from translation.settings import parse_arguments
 from translation.tokens import CharacterTokenizer
 from translation.training import build_model
-
-TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--max-length", "16", "--device", "cpu"]
+from translation_options import TINY
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run whose model was never trained, but whose translations differ."""
-    settings, tokenizer = parse_arguments([*TINY, "--beam", "2"])[0], CharacterTokenizer("abcdef")
+    settings, tokenizer = parse_arguments([*TINY, "--max-length", "16", "--beam", "2"])[0], CharacterTokenizer("abcdef")
     model = build_model(settings, tokenizer.size)
     with torch.no_grad():
         for weight in (w for w in model.parameters() if w.dim() > 1):
@@ -53,14 +51,12 @@ def test_sentences_and_files_agree(
 ) -> None:
     """In the order of the input, blank lines in their places; words that the model does not know are no error."""
     texts = ["abc", "", "fedfed", "a", "  ", "xyz", "bcdefa"]
-    file, out = run / "input.txt", run / "output.txt"
+    file = run / "input.txt"
     file.write_text("".join(f"{text}\n" for text in texts))
     lines = translated(capsys, "--model", run, "--input", file)
     assert lines[1] == lines[4] == ""
     assert len(set(lines)) > 3
     assert translated(capsys, "--model", run / "model.pt", *texts) == lines
-    assert translated(capsys, "--model", run, "--input", file, "--output", out) == []
-    assert out.read_text().split("\n")[:-1] == lines
     give_stdin(monkeypatch, file.read_bytes())
     assert translated(capsys, "--model", run) == lines
 
@@ -88,10 +84,9 @@ def test_standard_input_is_read_as_a_file(
             assert f"{name}, {lines}" in refused(capsys, "--model", run, *options)
 
 
-def test_unknown_characters_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_characters_are_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert translate.main(["--model", str(run), "--device", "cpu", "xyz", "abc"]) == 0
     assert capsys.readouterr().err == "1 of 2 sentences hold characters that the model does not know\n"
-    assert "is not UTF-8" in refused(capsys, "--model", run, "\udce4")
 
 
 def test_standard_output_that_is_full(
@@ -110,10 +105,9 @@ def test_prompt(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     stdin = io.StringIO("abc\nfed\n")
     stdin.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", stdin)
-    asked = "".join(translated(capsys, "--model", run))
+    answers = "".join(translated(capsys, "--model", run))
     expected = translated(capsys, "--model", run, "abc", "fed")
-    assert asked == f"> {expected[0]}> {expected[1]}> "
-    assert "--output needs sentences" in refused(capsys, "--model", run, "--output", run / "output.txt")
+    assert answers == f"> {expected[0]}> {expected[1]}> "
 
 
 def test_n_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,10 +124,6 @@ def test_long_sentences_are_cut(run: Path, capsys: pytest.CaptureFixture[str]) -
     captured = capsys.readouterr()
     assert captured.err == "1 of 2 sentences are cut to 16 tokens\n"
     assert captured.out.split("\n")[0] == translated(capsys, "--model", run, "a" * 15)[0]
-    for length in (17, 1, -1):
-        message = f"--max-length must be from 2 to the model's 16, got {length}"
-        assert message in refused(capsys, "--model", run, "--max-length", length, "abc")
-    assert len(translated(capsys, "--model", run, "--max-length", 2, "abc")) == 1
 
 
 def test_plot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,29 +135,18 @@ def test_plot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.testing.assert_close(weights.sum(1), torch.ones(3))
 
 
-def test_paths_are_checked_before_the_work_and_drawn_after_it(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/x.png", "cannot be written: No such file or directory"), ("x.xyz", "Format 'xyz' is not supported")],
+)
+def test_a_picture_that_cannot_be_written(
+    name: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run / "folder.png").mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(translate, "translate", None)  # it would be called
-        for option in ("--plot", "--output"):
-            for path, reason in (("no/x.png", "No such file or directory"), ("folder.png", "Is a directory")):
-                message = f"{run / path}: cannot be written: {reason}"
-                assert message in refused(capsys, "--model", run, option, run / path, "abc")
-        with pytest.raises(SystemExit, match="2"):
-            translate.main(["--model", str(run), "--plot", "x.xyz", "abc"])
-        assert "'x.xyz' does not end in .png" in capsys.readouterr().err
-
-    def full_disk(*arguments: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
-    arguments = ["--model", str(run), "--device", "cpu", "--plot", str(run / "x.png"), "abc"]
-    assert translate.main(arguments) == 2
+    """The translation is printed all the same."""
+    assert translate.main(["--model", str(run), "--device", "cpu", "--plot", str(run / name), "abc"]) == 2
     captured = capsys.readouterr()
-    assert captured.out.count("\n") == 1
-    assert captured.err == f"error: {run / 'x.png'}: cannot be written: No space left on device\n"
+    assert captured.out.count("\n") == 1 == captured.err.count("\n")
+    assert f"error: {run / name}: {message}" in captured.err
 
 
 class _Executed:
@@ -181,40 +160,28 @@ class _Executed:
 
 
 def test_files_that_are_no_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in them is executed."""
     good = (run / "model.pt").read_bytes()
     content = torch.load(run / "model.pt", weights_only=True)
     for name, data in {
         "half.pt": good[: len(good) // 2],
         "empty.pt": b"",
         "text.pt": b"a sentence\n",
-        "pickle.pt": pickle.dumps({"model": 1}),
         "code.pt": pickle.dumps(_Executed(run / "executed")),
     }.items():
         (run / name).write_bytes(data)
-        assert "is cut off, or not a file that train_translation.py wrote" in refused(
-            capsys, "--model", run / name, "abc"
-        )
+        message = f"{name}: is cut off, or not a file that train_translation.py wrote"
+        assert message in refused(capsys, "--model", run / name, "abc")
     torch.save({"model": _Executed(run / "executed")}, run / "zipped code.pt")
     assert "is cut off, or not a file" in refused(capsys, "--model", run / "zipped code.pt", "abc")
     assert not (run / "executed").exists()
-    others = [[1, 2], {}, {**content, "model": None}]
-    settings = [("unheard_of", 1), ("d_model", 32), ("beam", "2"), ("beam", 1.5), ("heads", 0), ("steps", [])]
-    settings += [("lr_scale", float("nan")), ("amp", 1)]
-    others += [{**content, "settings": {**content["settings"], name: value}} for name, value in settings]
-    tokenizers = [None, "{}", "[]", "[1]", '{"characters": ["a", 1]}', '{"characters": 1}', "no JSON"]
-    others += [{**content, "tokenizer": tokenizer} for tokenizer in tokenizers]
+    others = [[1, 2], {}, content["model"], {**content, "model": None}]
+    others += [{**content, "settings": {**content["settings"], "unheard_of": 1}}]
+    others += [{**content, "settings": {**content["settings"], "d_model": 32}}]
+    others += [{**content, "tokenizer": tokenizer} for tokenizer in (None, "{}", '{"characters": 1}', "no JSON")]
     for other in others:
         torch.save(other, run / "other.pt")
         message = f"{run / 'other.pt'}: holds something else than this version of train_translation.py writes"
         assert message in refused(capsys, "--model", run / "other.pt", "abc")
-    torch.save(content["model"], run / "epoch-0001.pt")
-    assert "epoch-0001.pt: holds weights alone; give the model.pt or" in refused(
-        capsys, "--model", run / "epoch-0001.pt", "abc"
-    )
-    broken = copy.deepcopy(content)
-    broken["model"]["encoder.layer_norm.bias"][0] = float("nan")
-    torch.save(broken, run / "nan.pt")
-    assert "nan.pt: 1 of" in refused(capsys, "--model", run / "nan.pt", "abc")
     assert "cannot be read: No such file" in refused(capsys, "--model", run / "nothing.pt", "abc")
     assert "nothing.txt: cannot be read" in refused(capsys, "--model", run, "--input", run / "nothing.txt")
-    assert "cannot be written" in refused(capsys, "--model", run, "--output", run / "no" / "folder.txt", "abc")

@@ -78,7 +78,7 @@ def test_bad_folder_and_languages(folder: Path) -> None:
 
 
 def test_very_long_words_are_left_out_of_learning(capsys: pytest.CaptureFixture[str]) -> None:
-    """They would take minutes; the rest of their line is learned from."""
+    """They would need minutes; the rest of their line is used."""
     line, long = TEXTS[1], "x" * 200_000
     tokenizer = BpeTokenizer.train([line, f"{line} {long} {line}", "y" * 1000] * 10, vocabulary=400)
     assert capsys.readouterr().out == ("learning BPE from 30 lines, without 10 words of more than 1000 characters\n")

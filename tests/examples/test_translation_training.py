@@ -4,37 +4,30 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from matplotlib import pyplot
-from matplotlib.figure import Figure
 from translation.checkpoint import average, load_run, restore, save_run
-from translation.data import Batch, Example
+from translation.data import Batch
 from translation.decoding import Translation, bleu, exact_match, translate
-from translation.report import plot
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
 from translation.training import (
     Progress,
-    TrainingError,
     build_model,
     build_optimizer,
     build_step,
     learning_rate,
     loss_of,
     training_step,
-    validation_loss,
 )
+from translation_options import TINY
 
 from fastattn import FusedTransformer
-
-TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--max-length", "16", "--device", "cpu"]
 
 
 @pytest.fixture
 def settings() -> Settings:
-    return parse_arguments(TINY)[0]
+    return parse_arguments([*TINY, "--max-length", "16"])[0]
 
 
 @pytest.fixture
@@ -65,19 +58,6 @@ def test_learning_rate() -> None:
     assert max(range(1, 2000), key=lambda step: learning_rate(step, 128, 300)) == 300
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_is_the_mean_over_real_tokens(settings: Settings, batch: Batch, smoothing: float) -> None:
-    """Against the definition, written out: -sum_v q(v) log p(v) with q = (1 - e) [v = target] + e / V."""
-    model = build_model(settings, vocabulary=10).eval()
-    log_p = model(batch.source, batch.target_in).double().log_softmax(-1).view(2, 3, 10)
-    losses = [
-        -(1 - smoothing) * log_p[b, t, token] - smoothing * log_p[b, t].mean()
-        for b, t, token in [(0, 0, 5), (0, 1, 6), (0, 2, EOS), (1, 0, 7), (1, 1, EOS)]
-    ]
-    expected = sum(losses).item() / 5
-    assert loss_of(model, batch, settings, smoothing).item() == pytest.approx(expected, rel=1e-5)
-
-
 def test_step_sets_the_rate_and_learns(settings: Settings, batch: Batch) -> None:
     model = build_model(settings, vocabulary=10).train()
     optimizer = build_optimizer(model)
@@ -92,13 +72,13 @@ def test_graph_steps_learn_as_plain_steps_do(settings: Settings, batch: Batch) -
     """The same losses at the same rates; on a CPU the graph's padded batches run eagerly."""
     losses = []
     for graph in (False, True):
-        model = build_model(settings, vocabulary=10, dropout=0.0).train()
-        step = build_step(model, build_optimizer(model), settings, graph)
+        model = build_model(settings, vocabulary=10).train()
+        step = build_step(model, build_optimizer(model), dataclasses.replace(settings, graph=graph))
         losses.append([step(batch, rate).item() for rate in (0.01, 0.005, 0.02, 0.0)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][3] < 0.9 * losses[0][0]
 
 
-def test_adam_is_capturable_for_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adam_is_capturable_only_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere PyTorch would warn that it can be slower."""
     monkeypatch.setattr(torch.optim, "Adam", lambda parameters, **options: options["capturable"])
     for on_gpu in (False, True):
@@ -123,15 +103,6 @@ def test_mixed_precision_stays_near(settings: Settings, batch: Batch) -> None:
     assert mixed != full and mixed == pytest.approx(full, rel=2**-7)
 
 
-def test_weights_depend_on_the_seed_alone(settings: Settings) -> None:
-    first = build_model(settings, 10).state_dict()
-    torch.rand(5)
-    again, without = build_model(settings, 10).state_dict(), build_model(settings, 10, dropout=0.0).state_dict()
-    other = build_model(dataclasses.replace(settings, seed=2), 10).state_dict()
-    assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], without[name]) for name in first)
-    assert not torch.equal(first["trg_word_prj.weight"], other["trg_word_prj.weight"])
-
-
 def test_progress_of_an_epoch(batch: Batch) -> None:
     progress = Progress()
     progress.add(torch.tensor(3.0), batch)
@@ -142,44 +113,6 @@ def test_progress_of_an_epoch(batch: Batch) -> None:
     entry = progress.finish_epoch()
     assert entry["train_loss"] == pytest.approx((3 * 5 + 1 * 15) / 20)
     assert (progress.epoch, progress.position, progress.tokens, progress.step) == (1, 0, 0, 2)
-
-
-def test_a_loss_that_is_not_finite_ends_the_training(settings: Settings, batch: Batch) -> None:
-    progress = Progress()
-    progress.add(torch.tensor(3.0), batch)
-    progress.add(torch.tensor(float("nan")), batch)
-    with pytest.raises(TrainingError, match=r"step 2: the loss is nan; begin again with a smaller --lr-scale"):
-        progress.state()
-    model = build_model(settings, vocabulary=10)
-    with torch.no_grad():
-        model.trg_word_prj.weight[4] = float("inf")
-    example = Example(np.array([5, EOS]), np.array([BOS, 6, EOS]))
-    with pytest.raises(TrainingError, match="validation: the loss is nan"):
-        validation_loss(model, [example], settings)
-
-
-@pytest.mark.parametrize(
-    ("options", "labels"),
-    [
-        ([], ["training", "validation"]),
-        (["--dropout", "0.1"], ["training (with dropout)", "validation (without)"]),
-        (
-            ["--dropout", "0.1", "--label-smoothing", "0.1"],
-            ["training (with label smoothing and dropout)", "validation (without)"],
-        ),
-    ],
-)
-def test_curves_say_what_the_training_loss_is(
-    options: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures: list[Figure] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    progress = Progress(step=2, epoch=1, losses=[2.0, 1.0], epochs=[{"step": 2, "val_loss": 1.0}])
-    plot(tmp_path / "curves.png", parse_arguments([*TINY, *options])[0], progress, None, None)
-    monkeypatch.undo()
-    (figure,) = figures
-    pyplot.close(figure)
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == labels
 
 
 def test_average() -> None:
@@ -221,19 +154,10 @@ def test_n_best_and_progress(settings: Settings) -> None:
         scrambled_model(settings, tokenizer.size), tokenizer, ["abc", "f", "ab"], settings, 4, done.append
     )
     assert done == [2, 1]
-    for of_text in found:
-        assert len({tuple(t.ids) for t in of_text}) == 4
-        assert [tokenizer.decode(t.ids) for t in of_text] == texts_of([[t] for t in of_text])
-        assert [t.score for t in of_text] == sorted((t.score for t in of_text), reverse=True)
-
-
-def test_translations_come_in_order_and_long_texts_are_cut(settings: Settings) -> None:
-    tokenizer = CharacterTokenizer("abcdef")
-    model = build_model(settings, tokenizer.size)
-    texts = ["abc", "f" * 100, "", "a"]
-    together = translate(model, tokenizer, texts, settings)
-    assert together == [translate(model, tokenizer, [text], settings)[0] for text in texts]
-    assert together[1] == translate(model, tokenizer, ["f" * 15], settings)[0]
+    for translations in found:
+        assert len({tuple(t.ids) for t in translations}) == 4
+        assert [tokenizer.decode(t.ids) for t in translations] == [t.text for t in translations]
+        assert [t.score for t in translations] == sorted((t.score for t in translations), reverse=True)
 
 
 def test_scores() -> None:

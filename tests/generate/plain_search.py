@@ -1,4 +1,4 @@
-"""Beam search and greedy decoding written plainly: one sentence at a time, every prefix decoded anew.
+"""Beam search and greedy decoding written plainly: one sentence at a time, every prefix decoded again.
 
 `log_probabilities(src_seq (1, Ls), prefix list of ids)` gives a list of numbers for the next token.
 """
@@ -16,7 +16,7 @@ from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subseque
 LogProbabilities = Callable[[list[int]], list[float]]
 
 
-def of_model(model: FusedTransformer, src_seq: Tensor, logit_scale: float = 1.0) -> LogProbabilities:
+def of_model(model: FusedTransformer, src_seq: Tensor) -> LogProbabilities:
     """Of a FusedTransformer in eval mode and one sentence, (1, Ls), by its whole decoder under a causal mask."""
 
     @torch.no_grad()
@@ -25,7 +25,7 @@ def of_model(model: FusedTransformer, src_seq: Tensor, logit_scale: float = 1.0)
         enc_output, *_ = model.encoder(src_seq, src_mask)
         causal = AttentionMask(is_causal=True)
         dec_output, *_ = model.decoder(torch.tensor([prefix]), causal, enc_output, src_mask)
-        return (logit_scale * model.project(dec_output[0, -1])).double().log_softmax(-1).tolist()
+        return model.project(dec_output[0, -1]).double().log_softmax(-1).tolist()
 
     return log_probabilities
 
@@ -75,28 +75,8 @@ def beam_search(
     return found
 
 
-def public_translate(
-    log_probabilities: LogProbabilities, beam_size: int, max_seq_len: int, bos_idx: int, eos_idx: int
-) -> list[int]:
-    """What the public Translator finds: see fastattn/generate/translator.py."""
-    beams = [([bos_idx], 0.0)]
-    for length in range(2, max_seq_len + 1):
-        candidates = []
-        for rank, (prefix, log_p) in enumerate(beams):
-            for token, more in enumerate(log_probabilities(prefix)):
-                candidates.append((-(log_p + more), rank, token))
-        beams = [([*beams[r][0], token], -cost) for cost, r, token in heapq.nsmallest(beam_size, candidates)]
-        if length > 2 and all(eos_idx in prefix for prefix, _ in beams):
-            scores = [log_p / (prefix.index(eos_idx) + 1) ** 0.7 for prefix, log_p in beams]
-            answer = beams[scores.index(max(scores))][0]
-            break
-    else:
-        answer = beams[0][0]
-    return answer[: answer.index(eos_idx) + 1] if eos_idx in answer else answer
-
-
 class PlainTranslator(torch.nn.Module):
-    """The public implementation's Translator, written from what it does: one sentence, every prefix decoded anew."""
+    """The public implementation's Translator, written from what it does: one sentence, every prefix decoded again."""
 
     def __init__(self, model, beam_size, max_seq_len, src_pad_idx, trg_pad_idx, trg_bos_idx, trg_eos_idx) -> None:
         super().__init__()

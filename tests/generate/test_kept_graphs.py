@@ -1,4 +1,4 @@
-"""What decoding on a GPU keeps for the next batch, on a CPU by recorded graphs, and how often it reads the device."""
+"""What decoding on a GPU keeps for the next batch (on a CPU recorded graphs), and how often it reads the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_graph import RecordedGraphs
-from test_generate import BOS, EOS, PAD, make_model, make_source
+from search_cases import BOS, EOS, PAD, make_model, make_source
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +35,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 class Made:
-    """Counts what decoding makes: objects with a stream and a pool, and graphs."""
+    """Counts what decoding creates: objects with a stream and a pool, and graphs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools, self.graphs = 0, 0
@@ -58,7 +58,7 @@ class Made:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
-    """Decoding by graphs. Nothing is kept from one test to the next."""
+    """Counts for decoding by graphs. Nothing is kept from one test to the next."""
     monkeypatch.setattr(kept_graphs, "_shared", {})
     kept_graphs.drop_graphs()
     with use_backend(None if CUDA else "reference"):
@@ -81,7 +81,7 @@ def decode(way: str, model: nn.Module, src_seq: Tensor) -> Any:
 
 
 def plainly(way: str, model: nn.Module, src_seq: Tensor) -> Any:
-    """Without graphs, and on a CPU with a batch that shrinks otherwise."""
+    """Without graphs; on a CPU the batch then shrinks at other steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "WARM_UP", 99)
         patch.setattr(kept_graphs, "KEPT_TOKENS", 0)
@@ -95,7 +95,7 @@ def sources(batch: int = 24) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_batch_of_the_same_shape(way: str, made: Made) -> None:
-    """It decodes without a new stream, pool or graph, and finds what plain steps find. Sources may differ in length."""
+    """It needs no new stream, pool or graph, and finds what plain steps find. Sources may differ in length."""
     model = make_model().to(DEVICE)
     first, second = sources()
     assert decode(way, model, first) == plainly(way, model, first)
@@ -105,7 +105,7 @@ def test_a_second_batch_of_the_same_shape(way: str, made: Made) -> None:
 
 
 def test_changes_of_the_model(made: Made) -> None:
-    """Weights changed in place are read by the same graph; what a graph cannot see needs another one."""
+    """The same graph reads weights that changed in place; other changes need another graph."""
     model = make_model().to(DEVICE)
     src_seq, _ = sources(8)
 
@@ -140,7 +140,7 @@ def test_changes_of_the_model(made: Made) -> None:
 
 
 def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than the limits, nothing of a dead model, and nothing after drop_graphs."""
+    """No more than the limits, nothing of a deleted model, and nothing after drop_graphs."""
     monkeypatch.setattr(kept_graphs, "KEPT_SEARCHES", 2)
     model = make_model().to(DEVICE)
 
@@ -166,7 +166,7 @@ def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_within_a_search(made: Made) -> None:
-    """on_token may decode with the same model, also after the batch has shrunk: a search in use is not taken."""
+    """on_token may decode with the same model, also after the batch has shrunk: a search in use is not used twice."""
     model = make_model().to(DEVICE)
     second, first = sources()
     expected = [plainly("greedy", model, src) for src in (first, second)]
@@ -183,15 +183,15 @@ def test_a_search_within_a_search(made: Made) -> None:
 
 
 def test_how_often_the_device_is_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read a look, and one copy of each tensor where sentences leave the batch; with on_token one read a step."""
+    """One read per check for the end, one copy of each tensor when sentences leave; with on_token a read per step."""
     reads: Counter[str] = Counter()
     for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__"):
         read = getattr(Tensor, name)
 
         def count(self: Tensor, *arguments: Any, name: str = name, read: Any = read) -> Any:
             code = sys._getframe(1).f_code
-            of_host = code.co_name in ("result", "history", "<genexpr>")  # they read what was copied
-            if "/fastattn/generate/" in code.co_filename and not of_host:
+            on_host = code.co_name in ("result", "history", "<genexpr>")  # they read what was copied
+            if "/fastattn/generate/" in code.co_filename and not on_host:
                 reads[name] += 1
             return read(self, *arguments)
 
@@ -203,13 +203,14 @@ def test_how_often_the_device_is_read(made: Made, monkeypatch: pytest.MonkeyPatc
         assert reads["tolist"] <= 3 and reads["cpu"] <= 2 * tensors and set(reads) == {"tolist", "cpu"}, way
     reads.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(WAYS, "told", lambda model, src: generate.greedy(model, src, on_token=lambda *_: None, **LIMITS))
-        decode("told", model, src_seq)
+        listening: dict[str, Any] = LIMITS | {"on_token": lambda *_: None}
+        patch.setitem(WAYS, "listening", lambda model, src: generate.greedy(model, src, **listening))
+        decode("listening", model, src_seq)
     assert reads["tolist"] <= LIMITS["max_len"]
 
 
 def test_casts_of_weights() -> None:
-    """Under autocast the first step of a cache casts them, and no other does, also where they are frozen."""
+    """Under autocast only the first step of a cache casts them, also where they are frozen."""
     model = make_model()
     weights = {p.data_ptr() for p in model.parameters()}
 

@@ -1,4 +1,4 @@
-"""The search itself: ties, limits, what is reported, what is drawn, and what a model that is not well gives."""
+"""The search itself: ties, limits, what on_token gets, sampling, and errors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import numpy as np
 import plain_search
 import pytest
 import torch
-from recorded_graph import RecordedGraphs
-from test_generate import BOS, EOS, PAD, make_model, make_source
+from search_cases import BOS, EOS, PAD, make_model, make_source
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from fastattn import generate, use_backend
-from fastattn.generate import kept_graphs as steps_module
+from fastattn import generate
 from fastattn.generate.beams import topk_of_sums
-from fastattn.graphs import capture as capture_module
 from fastattn.models import Translator
 from fastattn.nn import DecoderCache
 
@@ -81,7 +78,7 @@ def test_topk_of_sums(classes: int, k: int) -> None:
 
 
 def test_sentences_that_are_done_leave_the_batch() -> None:
-    """A model that repeats the source's token t, t times, and then ends: the batch that it is asked about shrinks."""
+    """A model that repeats the source's token t, t times, and then ends: the batch that it gets shrinks."""
 
     class Repeating(Bigrams):
         sizes: list[int] = []
@@ -159,7 +156,7 @@ def test_sample_is_repeatable() -> None:
 
 
 def test_source_without_tokens() -> None:
-    """As a source of padding alone: attention to nothing is 0."""
+    """Like a source of only padding: attention to nothing is 0."""
     model = make_model()
     empty, padding = torch.zeros(2, 0, dtype=torch.long), torch.full((2, 3), PAD)
     assert generate.greedy(model, empty, max_len=9, **LIMITS) == generate.greedy(model, padding, max_len=9, **LIMITS)
@@ -173,27 +170,8 @@ def test_no_sentence() -> None:
     assert generate.beam_search(make_model(), nothing, beam_size=2, max_len=3, **LIMITS) == []
 
 
-def test_one_token() -> None:
-    model, src_seq = make_model(), make_source()
-    for i, tokens in enumerate(generate.greedy(model, src_seq, max_len=1, **LIMITS)):
-        assert tokens == plain_search.greedy(plain_search.of_model(model, src_seq[i : i + 1]), 1, BOS, EOS)
-    options = LIMITS | {"beam_size": 4, "max_len": 1, "n_best": 4, "length_penalty": 0.7}
-    for i, found in enumerate(generate.beam_search(model, src_seq, **options)):
-        expected = plain_search.beam_search(plain_search.of_model(model, src_seq[i : i + 1]), **options)
-        assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
-    assert all(len(found) == 2 for found in Translator(model, 2, 2, PAD, PAD, BOS, EOS).translate(src_seq))
-
-
-def test_beam_wider_than_the_vocabulary() -> None:
-    model, src_seq = make_model(vocabulary=5), make_source(vocabulary=5)
-    options = LIMITS | {"beam_size": 13, "max_len": 4, "n_best": 13, "length_penalty": 0.7}
-    for i, found in enumerate(generate.beam_search(model, src_seq, **options)):
-        expected = plain_search.beam_search(plain_search.of_model(model, src_seq[i : i + 1]), **options)
-        assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
-
-
 def test_the_first_sentences_are_the_same_for_every_n_best() -> None:
-    """So those that ended come before beams that did not, also before better ones."""
+    """So those that ended come before beams that did not, even before better ones."""
     model, src_seq, options = make_model(), make_source(), LIMITS | {"beam_size": 8, "max_len": 3}
     best = generate.beam_search(model, src_seq, n_best=8, **options)
     assert any(a.score < b.score for found in best for a, b in itertools.pairwise(found))
@@ -360,51 +338,3 @@ def test_bad_steps() -> None:
             model.decoder.step(tokens, cache)
         with pytest.raises(ValueError, match="it holds 2 tokens"):
             model.decoder.step(tokens, cache)
-
-
-class OnDevice(nn.Module):
-    """The model with a cache that reads nothing on the host, as a GPU's does not."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.next_logits = model, model.next_logits
-
-    def start_decoding(self, *arguments: Any) -> DecoderCache:
-        cache = self.model.start_decoding(*arguments)
-        cache.on_device = True
-        return cache
-
-
-def _decode(way: str, model: nn.Module, src_seq: Tensor) -> Any:
-    if way == "sample":
-        generator = torch.Generator(src_seq.device)
-        return _sample(model, src_seq, max_len=20, generator=generator, top_k=1)  # what it draws depends on the batch
-    return _greedy(model, src_seq, max_len=20) if way == "greedy" else _beams(model, src_seq, max_len=20, n_best=2)
-
-
-@pytest.mark.parametrize("way", ["greedy", "beams", "sample"])
-def test_as_a_graph(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is captured once for each size of the batch, waits for nothing, and finds what plain steps find."""
-    on_a_gpu, captured = torch.cuda.is_available(), []
-    if not on_a_gpu:
-        monkeypatch.setattr(steps_module, "CudaGraphs", RecordedGraphs)
-    graphs = steps_module.CudaGraphs
-    capture = graphs.captured
-
-    def count(self: Any, *arguments: Any) -> Any:
-        captured.append(1)
-        return capture(self, *arguments)
-
-    monkeypatch.setattr(graphs, "captured", count)
-    device = torch.device("cuda" if on_a_gpu else "cpu")
-    model, src_seq = make_model().to(device), make_source().to(device)
-    with use_backend(None if on_a_gpu else "reference"):
-        found = _decode(way, model if on_a_gpu else OnDevice(model), src_seq)
-        with monkeypatch.context() as patch:
-            patch.setattr(capture_module, "WARM_UP", 99)
-            plainly = _decode(way, model, src_seq)
-    assert captured
-    if way == "beams":
-        assert [[h.tokens for h in hs] for hs in found] == [[h.tokens for h in hs] for hs in plainly]
-    else:
-        assert found == plainly

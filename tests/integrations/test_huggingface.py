@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, on their own eager attention and on fastattn's."""
+"""Tiny models of transformers with random weights, with their eager attention and with fastattn's."""
 
 import pytest
 import torch
@@ -12,13 +12,14 @@ from fastattn.masks import AttentionMask  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = dict(vocab_size=99, pad_token_id=1, bos_token_id=0, eos_token_id=2)
-PAIR = SPECIAL | dict(
-    d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-    encoder_ffn_dim=48, decoder_ffn_dim=48, decoder_start_token_id=2, forced_eos_token_id=None,
-)  # fmt: skip
+SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+PAIR = SPECIAL | {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
+PAIR |= dict(d_model=32, decoder_start_token_id=2, forced_eos_token_id=None)
 STACK = SPECIAL | dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=64
 )
+WHISPER = dict(num_mel_bins=8, max_source_positions=12, max_target_positions=40)
+T5 = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8)
 # name -> the model's class, the config's class, and the config's arguments
 MODELS = {
     "bart": ("BartForConditionalGeneration", "BartConfig", PAIR | dict(max_position_embeddings=64)),
@@ -26,17 +27,18 @@ MODELS = {
     "mbart": ("MBartForConditionalGeneration", "MBartConfig", PAIR | dict(max_position_embeddings=64)),
     "m2m100": ("M2M100ForConditionalGeneration", "M2M100Config", PAIR | dict(max_position_embeddings=64)),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", PAIR | dict(max_position_embeddings=64)),
-    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", PAIR | dict(
-        num_mel_bins=8, max_source_positions=12, max_target_positions=40, suppress_tokens=None,
-        begin_suppress_tokens=None)),
-    "t5": ("T5ForConditionalGeneration", "T5Config", SPECIAL | dict(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
-        decoder_start_token_id=1)),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        PAIR | WHISPER | dict(suppress_tokens=None, begin_suppress_tokens=None),
+    ),
+    "t5": ("T5ForConditionalGeneration", "T5Config", SPECIAL | T5 | dict(decoder_start_token_id=1)),
     "bert": ("BertForMaskedLM", "BertConfig", STACK),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", SPECIAL | dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)),
     "llama": ("LlamaForCausalLM", "LlamaConfig", STACK | dict(num_key_value_heads=2)),
-}  # fmt: skip
-GENERATE = [name for name in MODELS if name != "bert"]
+}
+EVERYDAY = ("marian", "t5", "llama")
+GENERATE = [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in MODELS if n != "bert"]
 LENGTHS = (9, 5, 7)
 
 
@@ -87,10 +89,10 @@ def solve(model, **options):
 
 
 def check(ours, theirs):
-    (logits, grads), (want, want_grads) = ours, theirs
-    torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
-    assert grads.keys() == want_grads.keys()
-    for n, expected in want_grads.items():
+    (logits, grads), (expected_logits, expected_grads) = ours, theirs
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-4)
+    assert grads.keys() == expected_grads.keys()
+    for n, expected in expected_grads.items():
         assert (grads[n] - expected).norm() <= 1e-3 * expected.norm() + 1e-6, n
 
 
@@ -119,21 +121,14 @@ def test_a_padded_batch_equals_its_sentences_alone(name):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("marian", "t5", "llama") else pytest.mark.full)
-                                  for n in GENERATE])  # fmt: skip
+@pytest.mark.parametrize("name", GENERATE)
 def test_generation(name, beams, cache):
     """Greedy and beams; decoder-only models are padded on the left."""
     model = build(name)
     inputs, _ = inputs_for(model, left=not model.config.is_encoder_decoder)
     inputs = {n: t for n, t in inputs.items() if not n.startswith("decoder")}
-    options = dict(
-        max_new_tokens=9,
-        min_new_tokens=9,
-        num_beams=beams,
-        do_sample=False,
-        cache_implementation=cache,
-        disable_compile=True,
-    )
+    options = dict(max_new_tokens=9, min_new_tokens=9, num_beams=beams, do_sample=False)
+    options |= dict(cache_implementation=cache, disable_compile=True)
     expected = model.generate(**inputs, **options)
     found = huggingface.use(model).generate(**inputs, **options)
     assert torch.equal(found, expected) and found.shape[1] > 4
@@ -161,21 +156,21 @@ def test_several_tokens_after_a_cache():
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-def test_a_mask_of_the_users(kind):
-    """A 4-D mask goes to the attention as it is."""
+def test_a_mask_from_the_user(kind):
+    """A 4-D mask reaches the attention unchanged."""
     model, L = build("llama"), max(LENGTHS)
     ids = inputs_for(model)[0]["input_ids"]
     mask = (torch.rand(3, 1, L, L, generator=torch.Generator().manual_seed(1)) < 0.7).tril() | torch.eye(L).bool()
     additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min).to(DEVICE)
     with torch.no_grad():
-        expected = model(ids, attention_mask=additive).logits  # eager takes no other
+        expected = model(ids, attention_mask=additive).logits  # eager accepts no other
         given = mask.to(DEVICE) if kind == torch.bool else additive
         found = huggingface.use(model)(ids, attention_mask=given).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def test_packed_positions():
-    """Two sentences in a row, told apart by position_ids: as each of them alone."""
+    """Two sentences in a row, separated by position_ids: equal to each of them alone."""
     model = huggingface.use(build("llama"))
     ids = inputs_for(model)[0]["input_ids"][:1]
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=DEVICE)
@@ -214,7 +209,7 @@ def test_attention_weights():
 
 
 def test_dropout_is_drawn_by_fastattn():
-    """Equal seeds, equal results; other seeds, others; in training alone."""
+    """Equal seeds give equal results, other seeds other results; only in training."""
     model = huggingface.use(build("bart", attention_dropout=0.4))
     inputs, real = inputs_for(model)
 
@@ -228,8 +223,8 @@ def test_dropout_is_drawn_by_fastattn():
     assert torch.equal(logits(1), logits(1)) and not torch.equal(logits(1), logits(2))
 
 
-def test_backends_are_asked():
-    """It follows use_backend: a backend that cannot serve says so."""
+def test_use_backend_is_followed():
+    """It follows use_backend: an unsupported backend raises."""
     model = huggingface.use(build("bart"))
     expected = solve(model)
     with use_backend("reference"):
@@ -256,8 +251,7 @@ def test_masks_are_structured_and_shared(monkeypatch):
 
 
 def test_use_refuses_what_ignores_the_interface():
-    options = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-                   encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=20, attention_window=4)  # fmt: skip
+    options = PAIR | dict(max_encoder_position_embeddings=16, attention_window=4)
     with pytest.raises(ValueError, match="LED.* by itself, without transformers' AttentionInterface"):
         huggingface.use(transformers.LEDForConditionalGeneration(transformers.LEDConfig(**options)))
     with pytest.raises(TypeError, match="hold a transformers.PreTrainedModel, got Linear"):
@@ -275,19 +269,11 @@ def test_what_changes_the_result_is_refused():
             huggingface.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: q})
 
 
-def test_what_configs_leave_out():
-    """None for an argument is its default, as transformers' own attention functions have it or configs allow it."""
+def test_arguments_that_are_none():
+    """None for an argument means its default, as in transformers' attention functions and configs."""
     q, module = torch.randn(1, 2, 3, 4, device=DEVICE), torch.nn.Linear(1, 1)
-    names = (
-        "dropout",
-        "scaling",
-        "is_causal",
-        "position_bias",
-        "output_attentions",
-        "softcap",
-        "s_aux",
-        "sliding_window",
-    )
+    names = ["dropout", "scaling", "is_causal", "position_bias", "output_attentions"]
+    names += ["softcap", "s_aux", "sliding_window"]
     out, weights = huggingface.attention_forward(module, q, q, q, None, **dict.fromkeys(names))
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
@@ -309,12 +295,12 @@ def test_an_encoder_decoder_of_two_models():
 
 
 TASKS = dict.fromkeys(MODELS, "SEQ_2_SEQ_LM") | dict.fromkeys(("gpt2", "llama"), "CAUSAL_LM")
-TASKS |= {"bert": "FEATURE_EXTRACTION", "whisper": None}  # the classes of tasks pass input_ids, which Whisper has not
+TASKS |= {"bert": "FEATURE_EXTRACTION", "whisper": None}  # Whisper has no input_ids, which the classes of tasks pass
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_lora(name):
-    """With a task type peft's classes hand on output_attentions=None. `use` takes the adapted model too."""
+    """With a task type peft's classes pass output_attentions=None. `use` accepts the adapted model too."""
     peft = pytest.importorskip("peft")
     options = dict(target_modules="all-linear", init_lora_weights=False, task_type=TASKS[name])
     adapted, found = peft.get_peft_model(build(name), peft.LoraConfig(**options)), []
@@ -324,7 +310,7 @@ def test_lora(name):
 
 
 @pytest.mark.full
-def test_use_takes_what_torch_compile_made():
+def test_use_accepts_a_compiled_model():
     """Also after a call."""
     model = build("bert")
     compiled, (inputs, real) = torch.compile(model, backend="eager"), inputs_for(model)

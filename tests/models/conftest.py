@@ -3,10 +3,10 @@
 import emulator_build
 import pytest
 import torch
+from helpers import skip_without_triton
 from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB
 
 import fastattn.backends.cuda
-from fastattn import dropout_add_layer_norm, explain
 
 
 @pytest.fixture
@@ -21,16 +21,12 @@ def batch():
 
 @pytest.fixture
 def triton():
-    """Skips where Triton cannot serve; without a GPU it does in its interpreter."""
-    x = torch.zeros(1, 16, device=DEVICE)
-    reason = explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without_triton()
 
 
 @pytest.fixture
 def cuda():
-    """Skips, with the reason, where the CUDA kernels cannot serve; without a GPU they do through csrc/emulator."""
+    """Skips, with the reason, where the CUDA kernels cannot run; without a GPU csrc/emulator is used."""
     if DEVICE == "cpu":
         if reason := emulator_build.unsupported_reason():
             pytest.skip(reason)

@@ -20,6 +20,29 @@ def plain(**changes):
     return PlainTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL | changes).to(DEVICE)
 
 
+def pair(**options):
+    """A FusedTransformer and a PlainTransformer with the same weights, without dropout."""
+    ours, theirs = fused(**NO_DROPOUT, **options), plain(**NO_DROPOUT, **options)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return ours, theirs
+
+
+def gold_of(trg):
+    """The next token of each target token, and padding at the end."""
+    return F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+
+
+class Doubled(torch.nn.Module):
+    """A wrapper that doubles what a module returns."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return 2 * self.inner(*inputs)
+
+
 def train_step(model, batch):
     """Logits, and each parameter's gradient of the cross entropy over real target tokens."""
     src, trg = batch
@@ -30,15 +53,15 @@ def train_step(model, batch):
 
 def assert_same_gradients(actual, expected, relative):
     assert actual.keys() == expected.keys()
-    for name, want in expected.items():
-        error = (actual[name] - want).norm() / want.norm()
+    for name, grad in expected.items():
+        error = (actual[name] - grad).norm() / grad.norm()
         assert error <= relative, f"{name}: relative error {error:.1e}"
 
 
 TINY = dict(d_word_vec=16, d_model=16, d_inner=24, n_layers=1, n_head=2, d_k=8, d_v=12)
 
 
-def drawing_by_itself(layer, *args, **kwargs):
-    """layer(..) with the dropout that it has under activation checkpointing: its seeds are drawn where it is called."""
+def draw_own_seeds(layer, *args, **kwargs):
+    """layer(..) with the dropout that it has under activation checkpointing: each call draws its own seeds."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         return layer(*args, **kwargs)

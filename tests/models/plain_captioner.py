@@ -185,14 +185,14 @@ class PlainCaptioner(nn.Module):
 
     def masks(self, src, r2l_trg, trg, pad):
         causal = [torch.ones(1, t.size(1), t.size(1), dtype=torch.bool).tril() for t in (r2l_trg, trg)]
-        of = [(f[:, :, 0] != pad).unsqueeze(1) for f in ([src] if self.mode == "one" else src)]
-        src_mask = of[0] if self.mode == "one" else (tuple(of), of[0] & of[1])
+        pads = [(f[:, :, 0] != pad).unsqueeze(1) for f in ([src] if self.mode == "one" else src)]
+        src_mask = pads[0] if self.mode == "one" else (tuple(pads), pads[0] & pads[1])
         r2l_pad, trg_pad = (r2l_trg != pad).unsqueeze(1), (trg != pad).unsqueeze(1)
         return src_mask, r2l_pad, r2l_pad & causal[0], trg_pad & causal[1]
 
     @torch.no_grad()
     def greedy(self, src_mask, memory, max_len):
-        """Every prefix anew. Returns the states of the last one and all tokens."""
+        """Computes every prefix again. Returns the states of the last one and all tokens."""
         tokens = torch.full((memory.size(0), 1), self.vocab.word2idx["<S>"])
         for _ in range(max_len + 1):
             causal = torch.ones(1, tokens.size(1), tokens.size(1), dtype=torch.bool).tril()

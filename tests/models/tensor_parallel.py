@@ -1,4 +1,4 @@
-"""What test_tensor_parallel.py runs in several processes: heads and hidden units divided among them by torch."""
+"""The script of test_tensor_parallel.py: torch divides heads and hidden units among several processes."""
 
 import torch
 import torch.distributed as dist

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, PAD_TRG, TINY, assert_same_gradients, fused
+from model_checks import DEVICE, PAD_TRG, TINY, assert_same_gradients, fused, gold_of
 
 from fastattn import backends, use_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
@@ -21,7 +21,7 @@ CASES = [
 def gradients(model, batch, backend, autocast, by_loss, seed=5):
     """The gradient of each parameter. An equal seed draws equal dropout in every backend."""
     src, trg = batch
-    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    gold = gold_of(trg)
     model.zero_grad()
     torch.manual_seed(seed)
     with use_backend(backend), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
@@ -39,22 +39,22 @@ def gradients(model, batch, backend, autocast, by_loss, seed=5):
 def test_gradients_are_those_of_the_reference(
     backend, variant, pack_padding, autocast, by_loss, batch, request, monkeypatch
 ):
-    """By the loss with dropout, by the logits without. The backend serves every op."""
+    """By the loss with dropout, by the logits without. The backend is used for every op."""
     if backend != "aten":
         request.getfixturevalue(backend)
-    served, choose = set(), backends.choose
+    used, choose = set(), backends.choose
 
     def choose_and_note(op, *arguments):
         name, module = choose(op, *arguments)
-        served.add((op, name))
+        used.add((op, name))
         return name, module
 
     options = dict.fromkeys(("dropout", "attn_dropout"), 0.2 if by_loss else 0.0) | VARIANTS[variant]
     if backend == "aten" and (pack_padding or DEVICE == "cuda"):
-        # It takes each packed sequence alone, or drops inside PyTorch's kernel: not the weights that the formula drops.
+        # It computes each packed sequence alone, or drops inside PyTorch's kernel: other weights than in the formula.
         options["attn_dropout"] = 0.0
     if autocast and variant == "public":
-        # In 16 bits a relu near 0 may be on in one backend and off in the other, which among so few weights is a large
+        # In 16 bits a relu near 0 may be on in one backend and off in another. With so few weights that is a large
         # difference. gelu has no kink.
         options["activation"] = "gelu"
     model = fused(**TINY, pack_padding=pack_padding, **options)
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_reference(
     ops = {"attention", "add_layer_norm", "feed_forward"}
     ops |= {"embed_layer_norm"} if variant == "public" else set()
     ops |= {"linear_cross_entropy"} if by_loss else set()
-    assert served == {(op, backend) for op in ops}
+    assert used == {(op, backend) for op in ops}
     with reference_dropout_rule(backend):
         exact = gradients(model, batch, "reference", False, by_loss)
         low = gradients(model, batch, "reference", True, by_loss)

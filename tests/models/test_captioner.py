@@ -1,14 +1,12 @@
-"""ABDTransformer against plain PyTorch, through one state_dict: forward, gradients, greedy and beam decoding.
-
-Every feature mode.
-"""
+"""ABDTransformer against plain PyTorch with the same state_dict, in every feature mode: forward, gradients, greedy and
+beam decoding."""
 
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from model_checks import assert_same_gradients
+from model_checks import Doubled, assert_same_gradients
 from plain_captioner import PlainCaptioner
 
 import fastattn
@@ -26,7 +24,7 @@ MODES = tuple(WIDTHS)
 
 
 def both(mode, positions="batch", dropout=0.0, seed=3, **more):
-    """The model and its plain rendering with the same random weights, in eval mode."""
+    """The model and the same in plain PyTorch, with the same random weights and names, in eval mode."""
     torch.manual_seed(seed)
     sizes = (WIDTHS[mode], 16, 24, 4, 2, dropout, mode)
     plain = PlainCaptioner(VOCAB, *sizes, 8, positions).eval()
@@ -40,12 +38,11 @@ def both(mode, positions="batch", dropout=0.0, seed=3, **more):
 
 
 def features(mode, dtype=torch.float32):
-    """Three videos of 6 frames at most; padding behind, and in one before what is real."""
+    """Three videos of 6 frames at most; one is padded at its end, one at its start."""
     widths = WIDTHS[mode] if mode != "one" else (WIDTHS[mode],)
     src = tuple(torch.randn(3, 6, width, dtype=dtype) for width in widths)
-    for of_kind in src:
-        of_kind[1, 4:] = PAD
-        of_kind[2, :2] = PAD
+    for t in src:
+        t[1, 4:], t[2, :2] = PAD, PAD
     if len(src) > 1:
         src[1][0, 5:] = PAD
     return src[0] if mode == "one" else src
@@ -66,8 +63,8 @@ def test_forward_and_gradients(mode, positions):
     mask = src_trg_mask(src, r2l_trg, trg, PAD)
     weights = [torch.randn(*t.shape, WORDS, dtype=torch.float64) for t in (r2l_trg, trg)]
     gradients = []
-    for module, of in ((model, mask), (plain, plain.masks(src, r2l_trg, trg, PAD))):
-        results = module(src, r2l_trg, trg, of)
+    for module, masks in ((model, mask), (plain, plain.masks(src, r2l_trg, trg, PAD))):
+        results = module(src, r2l_trg, trg, masks)
         sum((t * w).sum() for t, w in zip(results, weights, strict=True)).backward()
         used = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         gradients.append((results, used))
@@ -76,16 +73,6 @@ def test_forward_and_gradients(mode, positions):
     expected_used = {name: grad for name, grad in expected_used.items() if grad.norm() > 1e-12}
     assert_same_gradients({name: used[name] for name in expected_used}, expected_used, 1e-8)
     assert len(expected_used) > 60
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_single_precision(mode):
-    model, plain = both(mode)
-    src, (r2l_trg, trg) = features(mode), captions()
-    with torch.no_grad():
-        results = model(src, r2l_trg, trg, src_trg_mask(src, r2l_trg, trg, PAD))
-        expected = plain(src, r2l_trg, trg, plain.masks(src, r2l_trg, trg, PAD))
-    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("positions", ["batch", "sequence"])
@@ -114,24 +101,8 @@ def test_beam_search_decode(mode, positions):
             torch.testing.assert_close([h.score for h in hypotheses], [s for _, s in expected], rtol=1e-4, atol=1e-4)
 
 
-def test_names():
-    names = {name for name, _ in both("four")[0].named_parameters()}
-    for name in (
-        "image_src_embed.video_embeddings.0.a_2", "rel_src_embed.video_embeddings.2.weight", "trg_embed.embed.weight",
-        "encoder.encoder_layer.1.attn.linear_query.bias", "encoder_big.encoder_layer.0.feed_forward.w_1.weight",
-        "encoder_no_attention.encoder_layer.0.sublayer_connection.1.layer_norm.b_2",
-        "r2l_decoder.decoder_layer.1.sublayer_connection.2.layer_norm.a_2",
-        "l2r_decoder.decoder_layer.1.sublayer_connection.3.layer_norm.a_2",
-        "l2r_decoder.decoder_layer.0.feed_forward.layer_norm.weight", "generator.linear.bias",
-    ):  # fmt: skip
-        assert name in names
-    assert "r2l_decoder.decoder_layer.0.sublayer_connection.3.layer_norm.a_2" not in names
-    assert "src_embed.video_embeddings.0.a_2" in both("one")[0].state_dict()
-    assert both("one")[0].pos_embed.pe.shape == (5000, 1, 16)
-
-
 def test_dropout():
-    """Of the model's rate; the feed-forwards have their own. Nothing is dropped in eval mode."""
+    """The feed-forwards have their own rate, the rest has that of the model. Nothing is dropped in eval mode."""
     model, _ = both("two", dropout=0.3)
     src, (r2l_trg, trg) = features("two"), captions()
     mask = src_trg_mask(src, r2l_trg, trg, PAD)
@@ -169,11 +140,9 @@ def test_autocast():
         ("d_feat must have 2 widths", {"feature_mode": "two"}),
         ("d_model must be even", {"d_model": 15, "n_heads": 5, "n_heads_big": 3}),
         ("d_model must be a multiple of the number of heads, got 16 and 3", {"n_heads": 3}),
-        ("d_model must be a multiple of the number of heads, got 16 and 128", {"n_heads_big": 128}),
         ("positions must be one of batch, sequence, got 'none'", {"positions": "none"}),
         ("n_layers must be a positive integer, got 0", {"n_layers": 0}),
         ("n_heads must be a positive integer, got 4.0", {"n_heads": 4.0}),
-        ("d_ff must be a positive integer, got -8", {"d_ff": -8}),
         ("d_feat must be a positive integer, got 0", {"d_feat": 0}),
         ("dropout must be a number from 0 to 1, .*got 2", {"dropout": 2}),
     ],
@@ -207,22 +176,13 @@ class Halved(MultiHeadAttention):
         return super().forward(*inputs) / 2
 
 
-def test_what_has_no_step_of_its_own_is_named():
+def test_a_class_without_its_own_step_is_named():
     model, _ = both("one")
     model.r2l_decoder.decoder_layer[1].attn = Halved(4, 16, 0.0)
     message = "decoder_layer.1.attn is a Halved, which overrides forward and not step"
     assert message in str(fastattn.explain(model))
     with pytest.raises(TypeError, match=f"cannot decode by steps: {message}"):
         model.greedy_decode(3, None, torch.zeros(3, 4, 16), 3)
-
-
-class Doubled(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs):
-        return 2 * self.inner(*inputs)
 
 
 @pytest.mark.parametrize(

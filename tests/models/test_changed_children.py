@@ -1,12 +1,12 @@
-"""Children that somebody changed do what they do in plain PyTorch: hooks, adapters, parametrisations, pruning,
-quantisation. Each treatment is given to FusedTransformer and to the public architecture in plain modules."""
+"""Changed children compute the same as in plain PyTorch: hooks, adapters, parametrisations, pruning, quantisation. Each
+treatment is applied to FusedTransformer and to the public architecture in plain modules."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, NO_DROPOUT, PAD_TRG, VOCAB, assert_same_gradients, fused, plain
+from model_checks import DEVICE, PAD_TRG, VOCAB, Doubled, assert_same_gradients, fused, gold_of, pair
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
@@ -17,7 +17,7 @@ LINEARS = ("w_qs", "w_ks", "fc", "w_1", "w_2", "trg_word_prj")
 
 
 class Adapter(nn.Module):
-    """What fine-tuning libraries put in the place of a linear map: base(x) + up(down(x)), with the base's weight."""
+    """The replacement of a linear map in fine-tuning libraries: base(x) + up(down(x)), with the base's weight."""
 
     def __init__(self, base):
         super().__init__()
@@ -33,15 +33,6 @@ class Adapter(nn.Module):
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
-
-
-class Doubled(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs):
-        return 2 * self.inner(*inputs)
 
 
 def replace(model, name, make):
@@ -82,7 +73,7 @@ def norm_without_affine(model, name):
 
 TREATMENTS = {
     "adapter": for_each(lambda model, name: replace(model, name, Adapter), *LINEARS),
-    "adapter on w_1 alone": for_each(lambda model, name: replace(model, name, Adapter), "w_1"),
+    "adapter on w_1 only": for_each(lambda model, name: replace(model, name, Adapter), "w_1"),
     "wrapped norm": for_each(lambda model, name: replace(model, name, Doubled), "layer_norm"),
     "norm without weights": for_each(norm_without_affine, "layer_norm"),
     "rms norm": for_each(
@@ -99,7 +90,7 @@ TREATMENTS = {
     "forward hook": on_module(lambda m: m.register_forward_hook(lambda m, i, out: 1.5 * out), *LINEARS, "layer_norm"),
     "forward pre-hook": on_module(lambda m: m.register_forward_pre_hook(lambda m, i: (0.5 * i[0],)), *LINEARS),
     "backward hook": on_module(backward_hook, "w_1", "w_qs"),
-    "forward of its own": on_module(own_forward, *LINEARS),
+    "own forward": on_module(own_forward, *LINEARS),
     "weight norm": on_module(parametrizations.weight_norm, "w_1", "w_2", "w_qs", "fc"),
     "old weight norm": on_module(old_weight_norm, "w_1", "w_2", "w_qs", "fc"),
     "spectral norm": on_module(lambda m: parametrizations.spectral_norm(m, n_power_iterations=40), "w_1", "fc"),
@@ -107,24 +98,18 @@ TREATMENTS = {
 }
 
 
-def pair(**options):
-    ours, theirs = fused(**NO_DROPOUT, **options), plain(**NO_DROPOUT, **options)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    return ours, theirs
-
-
 def check_equal(ours, theirs, batch):
     """Logits, the loss by `loss` and by logits, and every gradient of it."""
     src, trg = batch
-    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    gold = gold_of(trg)
     torch.manual_seed(7)
-    want_logits = theirs(src, trg)
-    want = F.cross_entropy(want_logits, gold.flatten(), ignore_index=PAD_TRG, label_smoothing=0.1)
-    want.backward()
+    expected_logits = theirs(src, trg)
+    expected_loss = F.cross_entropy(expected_logits, gold.flatten(), ignore_index=PAD_TRG, label_smoothing=0.1)
+    expected_loss.backward()
     torch.manual_seed(7)
-    torch.testing.assert_close(ours(src, trg), want_logits, rtol=0, atol=5e-5)
+    torch.testing.assert_close(ours(src, trg), expected_logits, rtol=0, atol=5e-5)
     loss = ours(src, trg, gold, label_smoothing=0.1)
-    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
     loss.backward()
     expected = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
     assert_same_gradients({name: p.grad for name, p in ours.named_parameters() if p.requires_grad}, expected, 1e-3)
@@ -165,7 +150,7 @@ def test_decoding_calls_a_changed_child(treatment, batch):
         assert likely[: len(tokens)] == tokens
 
 
-def test_explain_of_what_is_not_fastattns():
+def test_explain_of_other_modules():
     assert "fused" not in str(fastattn.explain(nn.Linear(3, 3)))
     assert str(fastattn.explain(nn.Sequential(fused()))) == "Sequential: everything is fused"
 
@@ -187,7 +172,7 @@ def test_explain_names_the_child_and_the_reason():
 
 
 def test_global_hooks_see_every_module(batch):
-    """A hook on all modules of the process, as profilers place it, is called for what ops would have computed."""
+    """A hook on all modules of the process, as profilers use it, is called for modules that the ops would replace."""
     models, seen = pair(), []
     for model in models:
         names = {module: name for name, module in model.named_modules()}
@@ -202,10 +187,10 @@ def test_global_hooks_see_every_module(batch):
 
 
 def test_hooks_see_padded_shapes(batch):
-    """`loss` drops padding by itself on a CPU, but not where a hook would see it."""
+    """`loss` drops padding automatically on a CPU, but not where a hook would see it."""
     model, (src, trg), shapes = fused().eval(), batch, []
     src, trg = src[1:], trg[1:]
-    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    gold = gold_of(trg)
     plain_loss = model.loss(src, trg, gold)
     model.encoder.layer_stack[0].register_forward_hook(lambda m, i, out: shapes.append(out[0].shape))
     torch.testing.assert_close(model.loss(src, trg, gold), plain_loss)
@@ -217,9 +202,9 @@ def test_dynamic_quantisation(batch):
     models = [torch.ao.quantization.quantize_dynamic(m.eval().cpu(), {nn.Linear}, torch.qint8) for m in pair()]
     assert type(models[0].encoder.layer_stack[0].pos_ffn.w_1) is not nn.Linear
     src, trg = (t.cpu() for t in batch)
-    logits, want = (model(src, trg) for model in models)
-    torch.testing.assert_close(logits, want, rtol=0, atol=2e-2 * want.abs().max().item())
-    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    logits, expected = (model(src, trg) for model in models)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-2 * expected.abs().max().item())
+    gold = gold_of(trg)
     by_logits = F.cross_entropy(logits, gold.flatten(), ignore_index=PAD_TRG)
     torch.testing.assert_close(models[0].loss(src, trg, gold), by_logits)
 
@@ -228,7 +213,7 @@ def test_peft_lora_trains_as_on_plain_modules(batch):
     """Every adapter gets its gradient through `loss`, and 20 steps equal those of plain modules."""
     peft = pytest.importorskip("peft")
     src, trg = batch
-    gold, losses = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG), []
+    gold, losses = gold_of(trg), []
     config = peft.LoraConfig(r=3, target_modules=["w_qs", "w_1", "w_2", "fc", "trg_word_prj"], lora_dropout=0.0)
     ours, theirs = (peft.inject_adapter_in_model(copy.deepcopy(config), m) for m in pair())
     ours.load_state_dict(theirs.state_dict())

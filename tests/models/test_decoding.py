@@ -33,7 +33,7 @@ def step_by_step(model, src, trg, on_device=False):
 
 @pytest.fixture
 def sentences():
-    """(4, 11) and (4, 20): padding behind, around and between the words; one source is all padding."""
+    """(4, 11) and (4, 20): padding after, around and between the words; one source is all padding."""
     generator = torch.Generator().manual_seed(5)
     src = torch.randint(3, VOCAB, (4, 11), generator=generator)
     src[1, 7:], src[2, :3], src[2, 5], src[3] = PAD_SRC, PAD_SRC, PAD_SRC, PAD_SRC
@@ -103,8 +103,8 @@ def test_a_layer_of_another_class_decodes(kind, sentences):
     assert not fastattn.explain(model).not_stepped
 
 
-def test_what_has_no_step_of_its_own_is_named(sentences):
-    """By decoding, which would leave it out, and by explain."""
+def test_a_class_without_its_own_step_is_named(sentences):
+    """In the error of decoding, which would ignore its forward, and by explain."""
     message = "which overrides forward and not step: override step too"
     layer, inner, other = with_layer(Halved), fused().eval(), fused().eval()
     inner.decoder.layer_stack[1].pos_ffn = OtherFeedForward(SMALL["d_model"], SMALL["d_inner"]).to(DEVICE).eval()
@@ -120,7 +120,7 @@ def test_what_has_no_step_of_its_own_is_named(sentences):
 @pytest.mark.parametrize("on_device", [False, True])
 @torch.no_grad()
 def test_rows_have_the_logits_of_their_histories(on_device, sentences):
-    """Rows are chosen anew after every step, and sentences leave after the fifth."""
+    """Rows are chosen again after every step, and two sentences leave after the fifth."""
     src, model, generator = sentences[0], fused().eval(), torch.Generator().manual_seed(2)
 
     def draw(high):

@@ -1,4 +1,4 @@
-"""What people do with any nn.Module: each time the same is done to the public architecture in plain modules."""
+"""Common uses of an nn.Module: FusedTransformer gives the same results as the public architecture in plain modules."""
 
 import copy
 import io
@@ -16,12 +16,15 @@ from model_checks import (
     SMALL,
     VOCAB,
     assert_same_gradients,
-    drawing_by_itself,
+    draw_own_seeds,
     fused,
+    gold_of,
+    pair,
     plain,
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
@@ -32,16 +35,10 @@ from fastattn import FusedTransformer
 from fastattn.nn import DecoderLayer, EncoderLayer, PositionalEncoding
 
 
-def pair(**options):
-    ours, theirs = fused(**NO_DROPOUT, **options), plain(**NO_DROPOUT, **options)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    return ours, theirs
-
-
 def loss_of(model, batch, by_loss=True):
     """Of FusedTransformer by a call with gold, of others by their logits."""
     src, trg = batch
-    gold = F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    gold = gold_of(trg)
     if by_loss and isinstance(model, FusedTransformer):
         return model(src, trg, gold, label_smoothing=0.1)
     logits = model(src, trg).float()
@@ -96,7 +93,7 @@ def test_optimizers_accumulation_and_clipping(optimizer, batch):
 
 
 def test_grad_scaler_with_float16(batch):
-    """A scaled loss in float16: the same steps are skipped, the others go down alike."""
+    """A scaled loss in float16: the same steps are skipped, and the losses of the others fall equally."""
 
     def train(model, loss):
         scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**14, growth_interval=4)
@@ -118,21 +115,19 @@ def test_grad_scaler_with_float16(batch):
 
 
 def test_ema_copies(batch):
-    for decay in (0.9,):
-        ours, theirs = pair()
-        averages = []
-        for model in (ours, theirs):
-            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(4):
-                optimise(model, loss_of, batch, optimizer, steps=1)
-                average.update_parameters(model)
-            averages.append(average.module.eval())
-        state, expected = (a.state_dict() for a in averages)
-        for name, t in expected.items():
-            torch.testing.assert_close(state[name], t, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(loss_of(averages[0], batch), loss_of(averages[1], batch))
-        assert averages[0].trg_word_prj.weight is averages[0].decoder.trg_word_emb.weight
+    averages = []
+    for model in pair():
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimise(model, loss_of, batch, optimizer, steps=1)
+            average.update_parameters(model)
+        averages.append(average.module.eval())
+    state, expected = (a.state_dict() for a in averages)
+    for name, t in expected.items():
+        torch.testing.assert_close(state[name], t, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss_of(averages[0], batch), loss_of(averages[1], batch))
+    assert averages[0].trg_word_prj.weight is averages[0].decoder.trg_word_emb.weight
 
 
 def keep_products(ctx, op, *args, **kwargs):
@@ -140,17 +135,17 @@ def keep_products(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("kind", ["plain", "reentrant", "selective"])
-def test_activation_checkpointing(kind, batch):
-    """With dropout: what is recomputed drops the same."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-
+@pytest.mark.parametrize(
+    ("kind", "norm_first"), [("plain", False), ("plain", True), ("reentrant", False), ("selective", False)]
+)
+def test_activation_checkpointing(kind, norm_first, batch):
+    """The recomputed forward drops the same elements."""
     options = {"checkpoint_impl": CheckpointImpl.REENTRANT if kind == "reentrant" else CheckpointImpl.NO_REENTRANT}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
-    found = fused(dropout=0.3, attn_dropout=0.2, pack_padding=False)
+    found = fused(dropout=0.3, attn_dropout=0.2, norm_first=norm_first, pack_padding=False)
     expected = copy.deepcopy(found)
-    for model, wrap in ((found, options), (expected, {"checkpoint_fn": drawing_by_itself})):
+    for model, wrap in ((found, options), (expected, {"checkpoint_fn": draw_own_seeds})):
         apply_activation_checkpointing(
             model, partial(checkpoint_wrapper, **wrap), lambda m: isinstance(m, (EncoderLayer, DecoderLayer))
         )
@@ -179,7 +174,7 @@ def test_cast_as_a_whole(dtype, batch):
 
 
 def test_state_dicts_files_and_memory(batch, tmp_path):
-    """torch.save holds each parameter once; safetensors takes the model; both load into plain modules and back."""
+    """torch.save holds each parameter once; safetensors accepts the model; both load into plain modules and back."""
     safetensors = pytest.importorskip("safetensors.torch")
     ours, theirs = pair()
     with torch.no_grad():
@@ -201,7 +196,7 @@ def test_state_dicts_files_and_memory(batch, tmp_path):
 
 
 def built_on_meta(how):
-    """A model whose parameters are made after it, as loaders of large checkpoints do."""
+    """A model whose parameters get their memory later, as loaders of large checkpoints do it."""
     _, theirs = pair()
     with torch.device("meta"):
         model = FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL, **NO_DROPOUT)
@@ -221,7 +216,7 @@ def built_on_meta(how):
 
 @pytest.mark.parametrize("how", ["assign", "to_empty", "reset"])
 def test_meta_device(how, batch):
-    """The shared weight stays one: three steps go as in a model that was built on its device."""
+    """The shared weight stays one: three steps equal those of a model that was built on its device."""
     model, theirs = built_on_meta(how)
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     assert model.trg_word_prj.weight is model.decoder.trg_word_emb.weight is model.encoder.src_word_emb.weight

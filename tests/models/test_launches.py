@@ -1,4 +1,4 @@
-"""A training step by the kernels asks the device for at most a third of the launches of the plain formula.
+"""A training step by the kernels needs at most a third of the launches of the plain formula.
 
 A launch is an operator that writes memory, as PyTorch dispatches it below autograd, or a Triton kernel. Views,
 allocations and reads of a number by the host are none.
@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, fused
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, fused, gold_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -64,9 +64,9 @@ class Launches(TorchDispatchMode):
 
 def step_launches(batch, backend):
     """Counts of one forward, loss and backward from gradients that are None, as after zero_grad()."""
-    src, trg = (seq[:2, :6].contiguous() for seq in batch)  # counts depend on layers and options alone
+    src, trg = (seq[:2, :6].contiguous() for seq in batch)  # counts depend only on layers and options
     model, launches = fused(pack_padding=False, **NO_DROPOUT), Launches()
-    gold = torch.nn.functional.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    gold = gold_of(trg)
     with use_backend(backend), launches.triton(), launches:
         model.loss(src, trg, gold, 0.1).backward()
     return launches.counts
@@ -80,8 +80,8 @@ def test_a_third_of_the_launches_of_the_reference(triton, batch):
 
 
 def mask_launches(source_length, target_length):
-    """Counts of what a step of two layers each does for its masks: 8 sentence pairs of the longest with these lengths,
-    padded. Neither more layers nor wider ones need more."""
+    """The launches for the masks in a step of 2 + 2 layers and 8 padded sentence pairs of these maximal lengths. More
+    layers or wider ones need no more."""
     model, launches, of_masks = fused(n_layers=2, n_position=200, backend="triton"), Launches(), Counter()
     real = torch.arange(source_length, device=DEVICE) < source_length - 5 * torch.arange(8, device=DEVICE)[:, None]
     src = torch.where(real, 5, PAD_SRC)

@@ -1,9 +1,9 @@
-"""pack_padding: the same numbers on real tokens, from real tokens only."""
+"""pack_padding: equal results for real tokens, and only real tokens are computed."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, SMALL, VOCAB, assert_same_gradients, fused
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, VOCAB, assert_same_gradients, fused, gold_of
 
 from fastattn import FusedTransformer, use_backend
 from fastattn.models.padding import Packed, packing_pays
@@ -48,21 +48,6 @@ def test_only_real_tokens_are_computed(batch):
     assert rows == {int((batch[0] != PAD_SRC).sum()), int((batch[1] != PAD_TRG).sum())}
 
 
-def test_too_long_a_sequence_is_refused():
-    tokens = torch.full((1, SMALL["n_position"] + 1), 5, device=DEVICE)
-    with pytest.raises(ValueError, match="longer than the 30 positions"):
-        fused(pack_padding=True)(tokens, tokens)
-
-
-def test_pack_and_unpack():
-    seq = torch.tensor([[5, 6, PAD_SRC], [PAD_SRC] * 3, [PAD_SRC, 7, 8]])
-    (packed,) = Packed.of((seq, PAD_SRC), device=seq.device)
-    assert packed.tokens.tolist() == [[5, 6, 7, 8]]
-    assert packed.position.tolist() == [[0, 1, 1, 2]]
-    assert packed.cu_seqlens.tolist() == [0, 2, 2, 4]
-    assert packed.unpack(packed.tokens).tolist() == [[5, 6, 0], [0, 0, 0], [0, 7, 8]]
-
-
 @pytest.mark.parametrize("tokens_on", ["meta", "cpu"])
 def test_a_gpu_is_waited_for_once_or_never(tokens_on, batch, monkeypatch):
     """The meta device is the GPU here: it has no values, so nonzero(), item() and the like raise. tolist() is counted,
@@ -98,12 +83,12 @@ def test_packing_by_known_counts_is_the_same(batch):
 
 
 def padded_batch(padding):
-    """Source and target (4, 10) whose rows end in so much padding, and gold, the target's next tokens."""
+    """Source and target (4, 10), the padding at the end of each row, and gold, the target's next tokens."""
     src, trg = (torch.full((4, 10), 7, device=DEVICE) for _ in range(2))
     for seq, pad in ((src, PAD_SRC), (trg, PAD_TRG)):
         for row, count in zip(seq, padding, strict=True):
             row[10 - count :] = pad
-    return src, trg, F.pad(trg[:, 1:], (0, 1), value=PAD_TRG)
+    return src, trg, gold_of(trg)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def tokens(batch, source, target):
 
 
 class Loss(nn.Module):
-    """torch.export calls forward with tensors alone."""
+    """torch.export calls forward, and only with tensors."""
 
     def __init__(self, model):
         super().__init__()
@@ -44,7 +44,7 @@ def test_export_with_a_free_batch_and_free_lengths(what, strict):
         torch.testing.assert_close(loaded(*given), module(*given))
 
 
-@pytest.mark.full  # every op's test_one_graph_for_all_sizes, and a model's one compiled graph, are of the everyday tier
+@pytest.mark.full  # the everyday tier has test_one_graph_for_all_sizes of every op, and one compiled graph of a model
 @pytest.mark.parametrize("what", ["logits", "loss"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_one_compiled_graph_for_all_sizes(dynamic, what):
@@ -67,7 +67,7 @@ def test_one_compiled_graph_for_all_sizes(dynamic, what):
 
 @pytest.mark.full
 def test_compiled_dropout_takes_any_size():
-    """The columns of Philox come in eights, so some lengths are compiled for themselves: a few, not one each."""
+    """The columns of Philox come in eights, so some lengths need their own graph: a few, not one each."""
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
     compiled = torch.compile(fused(**TINY).cpu(), fullgraph=True, dynamic=True, backend=graphs)

@@ -1,7 +1,6 @@
 """FusedTransformer against the public architecture in plain PyTorch (plain_transformer.py), with the same weights."""
 
 import copy
-import io
 import pickle
 from itertools import product
 
@@ -22,7 +21,6 @@ from model_checks import (
 )
 
 from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subsequent_mask, use_backend
-from fastattn.nn import attention as attention_module
 
 SHARING = [
     dict(trg_emb_prj_weight_sharing=a, emb_src_trg_weight_sharing=b) for a, b in product([True, False], repeat=2)
@@ -44,7 +42,7 @@ def test_equals_the_public_architecture(sharing, scale, backend, batch):
 
 
 def test_fifty_steps_agree_with_the_public_architecture(batch):
-    """From the same initial weights, without dropout: the losses of training stay together."""
+    """From the same seed, which gives the same initial weights, and without dropout: the losses stay equal."""
     losses = []
     for kind in (fused, plain):
         torch.manual_seed(5)
@@ -70,16 +68,7 @@ def test_state_dict_loads_strictly_both_ways():
     ours.load_state_dict(theirs.state_dict(), strict=True)
 
 
-def test_initial_weights_are_the_public_ones():
-    torch.manual_seed(5)
-    ours = fused().state_dict()
-    torch.manual_seed(5)
-    theirs = plain().state_dict()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_each_parameter_has_a_storage_of_its_own(batch):
+def test_each_parameter_has_its_own_storage(batch):
     """Also after a training step, a cast and a copy. So a saved model is as large as its parameters."""
     model = fused(**NO_DROPOUT)
     logits, _ = train_step(model, batch)
@@ -89,17 +78,6 @@ def test_each_parameter_has_a_storage_of_its_own(batch):
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
         assert twin.trg_word_prj.weight is twin.encoder.src_word_emb.weight, "sharing is lost"
         assert parameters[0].dtype == torch.float64 or torch.equal(twin(*batch), logits)
-    file = io.BytesIO()
-    torch.save(dict(model.named_parameters()), file)
-    assert file.tell() < 1.1 * sum(p.nbytes for p in model.parameters()) + 1024 * len(parameters)
-
-
-def test_safetensors(tmp_path, batch):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, other = fused().eval(), fused().eval()
-    safetensors.save_model(model, tmp_path / "model.safetensors")
-    assert safetensors.load_model(other, tmp_path / "model.safetensors") == (set(), [])
-    assert torch.equal(other(*batch), model(*batch))
 
 
 @pytest.mark.parametrize("backend", ["reference", None])
@@ -157,19 +135,6 @@ def test_the_encoder_may_be_projected_once(batch):
     assert not torch.allclose(model.decoder(trg_seq, masks[0], encoded, masks[1], enc_projected=other)[0], expected)
 
 
-def test_layers_share_their_masks(batch, monkeypatch):
-    """So what a mask prepares is prepared once: for source tokens and for target tokens, whatever the layers."""
-    masks, op = [], attention_module.scaled_dot_product_attention
-
-    def note_mask(q, k, v, mask, *arguments, **options):
-        masks.append(mask)
-        return op(q, k, v, mask, *arguments, **options)
-
-    monkeypatch.setattr(attention_module, "scaled_dot_product_attention", note_mask)
-    fused(n_layers=3, pack_padding=False)(*batch)
-    assert len(masks) == 9 and len(set(map(id, masks))) == 2
-
-
 @torch.no_grad()
 def test_every_way_of_giving_a_mask_is_the_same(batch):
     model, dtype = fused(**NO_DROPOUT), torch.uint8
@@ -205,8 +170,9 @@ def test_padding_changes_nothing_for_real_tokens(backend, batch):
     torch.testing.assert_close(alone, logits[2, :5], rtol=0, atol=2e-5)
 
 
-def test_a_long_sequence_is_a_clear_error(batch):
-    model, (src, trg) = fused(n_position=10), batch
+@pytest.mark.parametrize("pack_padding", [False, True])
+def test_a_long_sequence_is_a_clear_error(pack_padding, batch):
+    model, (src, trg) = fused(n_position=10, pack_padding=pack_padding), batch
     with pytest.raises(ValueError, match=r"11 tokens .* 10 positions"):
         model(src, trg)
     assert model(src[:, :10], trg).isfinite().all()
@@ -217,15 +183,8 @@ def test_a_long_sequence_is_a_clear_error(batch):
     [
         (dict(scale_emb_or_prj="both"), "scale_emb_or_prj .* 'both'"),
         (dict(d_word_vec=16), "d_word_vec must equal d_model, got 16 and 32"),
-        (dict(n_head_kv=3), "n_head=4 and n_head_kv=3"),
-        (dict(n_head_kv=0), "n_head_kv must be a positive integer, got 0"),
-        (dict(activation="tanh"), "activation .* 'tanh'"),
-        (dict(backend="nosuch"), "backend .* 'nosuch'"),
         (dict(n_layers=0), "n_layers must be a positive integer, got 0"),
-        (dict(d_k=8.0), "d_k must be a positive integer, got 8.0"),
-        (dict(dropout=1.5), "dropout must be a number from 0 to 1, .*got 1.5"),
         (dict(d_model=0, d_word_vec=None), "d_model must be a positive integer, got 0"),
-        (dict(d_inner=-1), "d_inner must be a positive integer, got -1"),
         (dict(n_position=True), "n_position must be a positive integer, got True"),
         (dict(src_pad_idx=VOCAB), f"src_pad_idx .* got {VOCAB}"),
         (dict(trg_pad_idx=None), "trg_pad_idx .* got None"),
@@ -239,7 +198,7 @@ def test_bad_arguments_are_named(changes, message):
     FusedTransformer(**arguments | SMALL | dict(n_trg_vocab=30, emb_src_trg_weight_sharing=False))
 
 
-def test_embeddings_are_as_wide_as_the_stream():
+def test_embeddings_have_the_width_of_the_model():
     model = FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, d_model=24, d_inner=8, n_layers=1, n_head=2, d_k=4, d_v=4)
     assert model.encoder.src_word_emb.weight.shape == (VOCAB, 24)
 
@@ -252,7 +211,7 @@ def test_bad_inputs_are_named(norm_first, batch):
         ((src - VOCAB, trg), ValueError, "src_seq has the value -"),
     ]
     for inputs, error, message in (
-        *(values if DEVICE == "cpu" else ()),  # nobody waits for a GPU to look at them
+        *(values if DEVICE == "cpu" else ()),  # on a GPU a check of values would have to wait
         ((src.tolist(), trg), TypeError, "src_seq must be a Tensor, got list"),
         ((src, trg[0]), ValueError, r"trg_seq has shape .* expected \(B, L\)"),
         ((src, trg[:1]), ValueError, "src_seq holds 3 sequences and trg_seq 1"),

@@ -2,7 +2,6 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from model_checks import (
     PAD_SRC,
     PAD_TRG,
     assert_same_gradients,
-    drawing_by_itself,
     fused,
     plain,
     train_step,
@@ -39,31 +37,6 @@ def test_dropout_is_repeatable_fresh_and_off_in_eval(batch):
     no_dropout = fused(**NO_DROPOUT)
     no_dropout.load_state_dict(model.state_dict())
     torch.testing.assert_close(no_dropout(*batch), evaluated, rtol=0, atol=1e-6)
-
-
-class Layer(torch.nn.Module):
-    """A layer that is called by `call`."""
-
-    def __init__(self, layer, call):
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, *args, **kwargs):
-        return self.call(self.layer, *args, **kwargs)
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_activation_checkpointing_draws_the_same_dropout(norm_first, batch):
-    # Wrapped layers keep the model from dropping padding.
-    model, results = fused(dropout=0.2, norm_first=norm_first, pack_padding=False), []
-    for call in (drawing_by_itself, partial(checkpoint, use_reentrant=False)):
-        wrapped = copy.deepcopy(model)
-        for stack in (wrapped.encoder, wrapped.decoder):
-            stack.layer_stack = torch.nn.ModuleList(Layer(layer, call) for layer in stack.layer_stack)
-        torch.manual_seed(7)
-        results.append(train_step(wrapped, batch))
-    assert torch.equal(results[1][0], results[0][0])
-    assert_same_gradients(results[1][1], results[0][1], 1e-6)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -96,7 +69,7 @@ def test_a_step_draws_all_seeds_at_once(backend, batch):
     assert 1 <= draws.count <= 4
 
 
-def test_who_draws_seeds_for_itself():
+def test_what_draws_its_own_seeds():
     """Within a forward: another thread, what is compiled, and transforms of torch.func."""
 
     def draw(*_):
@@ -143,7 +116,7 @@ def test_autocast_is_as_accurate_as_plain_pytorch(batch):
 
 
 def plain_norm_first(model, src, trg):
-    """The logits of a model with norm_first, grouped heads and a gated activation, from its weights alone."""
+    """The logits of a model with norm_first, grouped heads and a gated activation, from its weights only."""
 
     def attend(sub, q, k, v, keep):
         q, k, v = (

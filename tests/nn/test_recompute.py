@@ -1,33 +1,32 @@
-"""recompute=True: the same step with less saved between forward and backward."""
+"""recompute=True: the same step, and less is saved between forward and backward."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers import skip_without_triton
+from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB, fused
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastattn import FusedTransformer, dropout_add_layer_norm, explain, use_backend
+from fastattn import use_backend
 from fastattn.nn.recompute import is_recomputing, recomputed
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PAD, VOCAB = 0, 30
 VARIANTS = {"public": {}, "beyond": dict(norm_first=True, activation="swiglu", n_head_kv=1)}
 
 
 def build_model(recompute, **changes):
     torch.manual_seed(5)
-    options = dict(d_word_vec=32, d_model=32, d_inner=128, n_layers=2, n_head=2, d_k=16, d_v=16, n_position=40)
-    options |= dict(dropout=0.2, attn_dropout=0.3) | changes
-    return FusedTransformer(VOCAB, VOCAB, PAD, PAD, recompute=recompute, **options).to(DEVICE)
+    options = dict(d_inner=128, n_head=2, d_k=16, d_v=16, n_position=40, dropout=0.2, attn_dropout=0.3)
+    return fused(recompute=recompute, **options | changes)
 
 
 def random_batch(rows, length):
     """src_seq, trg_seq and gold (rows, length), two of them padded at the end."""
-    tokens = torch.randint(1, VOCAB, (rows, 2 * length + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    tokens = torch.randint(3, VOCAB, (rows, 2 * length + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     src_seq, trg_seq, gold = tokens[:, :length].clone(), tokens[:, length:-1].clone(), tokens[:, length + 1 :].clone()
-    src_seq[1, length - 2 :], trg_seq[2, length - 3 :], gold[2, length - 3 :] = PAD, PAD, PAD
+    src_seq[1, length - 2 :], trg_seq[2, length - 3 :], gold[2, length - 3 :] = PAD_SRC, PAD_TRG, PAD_TRG
     return src_seq, trg_seq, gold
 
 
@@ -46,9 +45,7 @@ def train_step(model, batch, backend, autocast=False):
 def test_equal_bit_for_bit(backend, variant, packing):
     options = VARIANTS[variant]
     if backend == "triton":
-        x = torch.zeros(1, 16, device=DEVICE)
-        if reason := explain(dropout_add_layer_norm, x, x, x[0], x[0]).refusals["triton"]:
-            pytest.skip(reason)
+        skip_without_triton()
         options = dict(n_layers=1, n_head=1, d_k=32, d_v=32) | options
     (loss, grads), (same_loss, same_grads) = (
         train_step(build_model(recompute, pack_padding=packing, **options), random_batch(3, 7), backend)
@@ -57,16 +54,6 @@ def test_equal_bit_for_bit(backend, variant, packing):
     assert torch.equal(loss, same_loss)
     for name, grad in grads.items():
         assert torch.equal(grad, same_grads[name]), name
-
-
-def test_another_thread_is_left_alone():
-    asked = []
-    with recomputed():
-        thread = threading.Thread(target=lambda: asked.append(is_recomputing()))
-        thread.start()
-        thread.join()
-        assert is_recomputing()
-    assert asked == [False]
 
 
 def test_autocast_is_as_exact():
@@ -118,9 +105,10 @@ def test_less_is_saved(variant, share):
     assert saved_bytes(True, **VARIANTS[variant]) < share * saved_bytes(False, **VARIANTS[variant])
 
 
-def test_the_context_ends():
+def test_the_context_holds_for_its_thread_until_its_end():
+    with recomputed(), ThreadPoolExecutor(1) as pool:
+        assert is_recomputing() and not pool.submit(is_recomputing).result()
     with pytest.raises(KeyError), recomputed():
-        assert is_recomputing()
         raise KeyError
     with recomputed(False):
         assert not is_recomputing()
