@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import result_files
-import targets
 from result_files import (
     KEPT,
     OWN_LOSS,
@@ -166,7 +165,7 @@ def write_report(record: Record, out: Path) -> Path:
     lines = ["# fastattn: benchmark report", "", *provenance(record)]
     if record["missing"]:
         lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
-    lines += ["", "## Summary", "", how_to_read(), *_targets(record), *summary(record)]
+    lines += ["", "## Summary", "", how_to_read(), *summary(record)]
     try:
         import report_plots  # a machine that measures need not be able to draw
 
@@ -242,12 +241,8 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
     lines += [] if any(_on_gpu(record) for _, record in found) else [NO_GPU]
     for path, record in found:
         lines += ["", f"## [{path.name}](results/{path.name})", "", *provenance(record)]
-        lines += [*_targets(record), *summary(record)]
+        lines += summary(record)
     return "\n".join(lines) + "\n"
-
-
-def _targets(record: Record) -> list[str]:
-    return ["", "**Targets**", "", *targets.table(record)] if _on_gpu(record) else []
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:

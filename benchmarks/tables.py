@@ -106,7 +106,7 @@ CPU = [
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CUDA = [
-    # What targets.py asks for, one of each kind first.
+    # One case of each kind first.
     StepCase(256, 32, *BASE, BF16),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16),
     attention(8192, 128, "full"),
