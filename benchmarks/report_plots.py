@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # files only, no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import LogLocator
 from result_files import Record, Row, case_rows, median
 
 DEFAULT = "fastattn (default)"
@@ -36,6 +36,8 @@ def draw(record: Record, out: Path) -> list[str]:
                 axes.set_ylabel(label)
                 axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
                 _length_axis(axes, [x for x, _, _ in curves[DEFAULT]])
+                if draw_curve is _draw_speed:
+                    axes.set_ylim(bottom=0)
             figure.savefig(out / name, dpi=110)
             plt.close(figure)
             made.append(name)
@@ -74,13 +76,13 @@ def _panels(titles: Sequence[str]) -> tuple[Any, list[Axes]]:
 def _draw_speed(axes: Axes, curve: Curve, **style: Any) -> None:
     points = [(x, case["work"]["both"]["flop"] / median(row, "both") / 1e9) for x, case, row in curve]
     axes.plot(*zip(*points, strict=True), **style)
-    axes.set_ylim(bottom=0)
 
 
 def _draw_memory(axes: Axes, curve: Curve, **style: Any) -> None:
     axes.plot([x for x, _, _ in curve], [row["peak_mib"] for _, _, row in curve], **style)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(EngFormatter())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _length_axis(axes: Axes, lengths: list[int]) -> None:
