@@ -118,29 +118,13 @@ class Report:
         return record
 
 
-def record_path(text: str) -> Path:
-    path = Path(text)
-    if not (path / "record.json" if path.is_dir() else path).is_file():
-        raise argparse.ArgumentTypeError(f"there is no record at {path}")
-    return path
-
-
-def folder(text: str) -> Path:
-    """A folder that exists or can be made."""
-    try:
-        Path(text).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be a folder: {error.strerror}") from error
-    return Path(text)
-
-
 def parser() -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = made.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=folder, metavar="DIR", help="measure, and write everything here")
-    action.add_argument("--render", type=record_path, metavar="RECORD", help="write report.md and plots of this record")
-    action.add_argument("--compare", type=record_path, nargs=2, metavar=("A", "B"), help="records, or their folders")
+    action.add_argument("--out", type=Path, metavar="DIR", help="measure, and write everything here")
+    action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and plots of this record")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="records, or their folders")
     action.add_argument("--readme", action="store_true", help="write the tables from the committed records")
     minutes = "stop after this long (default 8)"
     made.add_argument("--minutes", type=positive_number, default=8.0, metavar="N", help=minutes)
@@ -163,6 +147,7 @@ def main(argv: Sequence[str] | None = None, tables: str = "tables") -> int:
         report_markdown.write_results()
         return 0
     start, device = time.monotonic(), arguments.device
+    arguments.out.mkdir(parents=True, exist_ok=True)
     names = {benchmark.name for benchmark, _ in importlib.import_module(tables).plan("quick")}
     if unknown := set(arguments.only or ()) - names:
         parser().error(f"--only: no benchmark {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -14,10 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import attention_rivals
-import bench_add_layer_norm
 import bench_attention
-import bench_feed_forward
-import bench_linear_cross_entropy
 import bench_transformer
 import cases
 import gpu_clock
@@ -176,10 +172,29 @@ def test_a_step_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert harness.measure_provider(checked, bench_transformer.provider("x"), 0.01)["status"] == "wrong result"
 
 
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:
+    """q (B, Lq, H, D), k and v (B, Lk, Hk, D)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, enable_gqa=True).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *lengths: int, **options: Any
+) -> tuple[Tensor, None]:
+    """q (all queries, H, D), k and v (all keys, Hk, D); offsets int32. Returns (out, lse), as some versions do."""
+    longest = [options.pop(name) for name in ("max_seqlen_q", "max_seqlen_k") if name in options] or list(lengths)
+    assert longest == [cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    spans = zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True)
+    outs = [flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for a, b, c, d in spans]
+    return torch.cat(outs), None
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mask", MASKS)
 def test_attentions_rivals_have_the_same_problem(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the part that is compared, with grouped heads; FlexAttention uncompiled and without its GPU-only backward."""
+    """On the part that is compared, with grouped heads. FlexAttention is not compiled and has no backward on a CPU;
+    what needs a GPU is replaced by a function with the same signature."""
     case = AttentionCase(2, 4, 128, 128, 16, mask, n_head_kv=None if mask == "bias" else 2)
     checked = harness.Checked(bench_attention.BENCHMARK, case, CPU)
     for provider in (checked.providers[0], attention_rivals.torch_sdpa(None, None)):
@@ -195,76 +210,20 @@ def test_attentions_rivals_have_the_same_problem(mask: str, monkeypatch: pytest.
         else:
             torch.testing.assert_close(provider.make(case, inputs, 0.0).timed["forward"](), expected)
 
-
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:
-    """q (B, Lq, H, D), k and v (B, Lk, Hk, D)."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, enable_gqa=True).transpose(1, 2)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """q (all queries, H, D), k and v (all keys, Hk, D); offsets int32. Returns (out, lse), as some versions do."""
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
-    spans = zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True)
-    outs = [flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for a, b, c, d in spans]
-    return torch.cat(outs), None
-
-
-LIGER = SimpleNamespace(
-    liger_layer_norm=lambda X, W, B, eps: F.layer_norm(X, W.shape, W, B, eps),
-    liger_swiglu=lambda a, b: F.silu(a) * b,
-    liger_fused_linear_cross_entropy=lambda input, weight, target, **options: F.cross_entropy(
-        input @ weight.T, target, **options
-    ),
-)
-FLASH = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
-
-
-@pytest.mark.full
-def test_rivals_that_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By functions on the CPU with their signatures."""
-    monkeypatch.setitem(sys.modules, "flash_attn", FLASH)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", LIGER)
-    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(cross_entropy=F.cross_entropy))
-    torch_varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 has it")
-    signature = inspect.signature(torch_varlen.varlen_attn)
-
-    def varlen_attn(*given: Any, **options: Any) -> Tensor:
-        q, k, v, *rest = signature.bind(*given, **options).arguments.values()
-        return flash_attn_varlen_func(q, k, v, *rest)[0]
-
-    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
-    attention = bench_attention.BENCHMARK
-    flash, varlen = attention_rivals.flash_attention(2), attention_rivals.torch_varlen()
-    padding, causal = AttentionCase(3, 2, 24, 40, 16, "padding"), AttentionCase(2, 4, 40, 40, 16, "causal")
-    found = [(attention, flash, case) for case in (AttentionCase(2, 4, 40, 72, 16), causal, padding)]
-    found.append((attention, varlen, padding))
-    for name, module, case in (
-        ("liger", bench_add_layer_norm, cases.NormCase(40, 96)),
-        ("liger", bench_feed_forward, cases.FeedForwardCase(40, 48, 96, "swiglu")),
-        ("liger", bench_linear_cross_entropy, cases.CrossEntropyCase(40, 32, 60)),
-        ("quack", bench_linear_cross_entropy, cases.CrossEntropyCase(40, 32, 60, smoothing=0.0)),
-    ):
-        found.append((module.BENCHMARK, harness.rival(name, getattr(module, name)), case))
-    for benchmark, provider, case in found:
-        assert harness.Checked(benchmark, case, CPU).error_over_bound(provider) <= 1, case
-    for refused in (AttentionCase(2, 4, 40, 72, 16, "causal"), AttentionCase(2, 4, 72, 72, 16, "blocks")):
-        with pytest.raises(harness.Refused):
-            harness.Checked(attention, refused, CPU).error_over_bound(flash)
-        with pytest.raises(harness.Refused, match="only for packed"):
-            varlen.make(refused, None, 0.0)
-    with pytest.raises(harness.Refused, match="cannot be imported"):
-        harness.imported("no_such_module_anywhere")
+    flash = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    varlen = SimpleNamespace(varlen_attn=lambda *given: flash_attn_varlen_func(*given)[0])
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
+    runs = {"full": (True, False), "causal": (True, False), "padding": (True, True)}.get(mask, (False, False))
+    if mask != "alibi":  # FlashAttention computes it inside
+        for provider, can_run in zip(
+            (attention_rivals.flash_attention(2), attention_rivals.torch_varlen()), runs, strict=True
+        ):
+            if can_run:
+                assert checked.error_over_bound(provider) <= 1, provider.name
+            else:
+                with pytest.raises(harness.Refused):
+                    checked.error_over_bound(provider)
 
 
 def test_a_pinned_kernel_that_did_not_run_is_refused() -> None:

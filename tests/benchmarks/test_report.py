@@ -52,15 +52,9 @@ def test_a_report_of_one_op_goes_on_and_is_compared(
     assert "| 40x96 fp32 |" in (tmp_path / "report.md").read_text()
     assert "11 measurements, 11 of them done before" in run(*options)
     assert "10 measurements in both; of fastattn, 0 got slower" in run("--compare", str(tmp_path), str(tmp_path))
-    record_file = str(tmp_path / "record.json")
-    for wrong, message in (
-        (("--out", str(tmp_path), "--only", "atention"), "no benchmark atention"),
-        (("--out", record_file), "record.json cannot be a folder"),
-        (("--compare", record_file, str(tmp_path / "none")), "there is no record at"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            report.main(wrong)
-        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report.main(["--out", str(tmp_path), "--only", "atention"])
+    assert "no benchmark atention; there are add_layer_norm, " in capsys.readouterr().err
 
 
 @pytest.mark.full
