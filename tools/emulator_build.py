@@ -108,7 +108,7 @@ def extension_sources(kernels: Path = CSRC) -> list[Path]:
 
 
 def _make(target: Path, command: list[str], root: Path) -> None:
-    """Makes a missing target by `command -o target` in the folder root; other processes that want it wait for it."""
+    """Makes a missing target by `command -o target` in the folder root; other processes that need it wait for it."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():

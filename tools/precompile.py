@@ -37,7 +37,7 @@ class _NoDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # Triton keeps kernels by device, so each architecture is a device of its own
+        return self.target.arch  # Triton keeps kernels by device, so each architecture is another device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -45,7 +45,7 @@ class _NoDriver:
 
 @contextlib.contextmanager
 def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: None) -> Iterator[None]:
-    """Inside, backend="triton" takes CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running.
+    """Inside, backend="triton" accepts CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running.
 
     each: is called with every compiled kernel. The process can do nothing else afterwards, because Triton still sees a
     GPU. TRITON_INTERPRET must not be set.
