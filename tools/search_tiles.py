@@ -224,7 +224,7 @@ def try_tile(row: Row, tile: Tile, device: torch.device) -> dict[str, Any]:
         active, steps = SimpleNamespace(step=None), {}
         for name, used in (("new", tile), ("table", row.current)):
             steps[name] = partial(mock.patch.object, active, "step", make_step(row, used, row.timed))
-        ms = tune.measure(tune.Call(row.name, "", "", row.dtype, lambda: active.step(), steps, "table"), device)
+        ms = tune.measure(SimpleNamespace(step=lambda: active.step(), ways=steps), device)
         return result | {"status": "ok", "ms": ms["new"], "table_ms": ms["table"]}
     except Exception as error:  # a tile that cannot be compiled or launched at the large size
         error = error.__cause__ if isinstance(error, tune.WayFailed) else error
