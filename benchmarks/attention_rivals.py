@@ -1,13 +1,12 @@
-"""Attention by others: torch's kernels each pinned, FlexAttention, and FlashAttention 2, 3 and 4, also inside torch.
+"""Attention by others: each of torch's kernels pinned, FlexAttention, and FlashAttention 2, 3 and 4.
 
-All take what `bench_attention.make_inputs` makes. What a rival has no argument for, it refuses; FlashAttention and
-torch's varlen_attn are given padding as packed keys, whose indices are made before the clock starts.
+Their inputs are those of `bench_attention.make_inputs`. A rival refuses what it has no argument for. FlashAttention and
+torch's varlen_attn get padding as packed keys, whose indices are made before the timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,11 @@ import timing
 import torch
 import torch.nn.functional as F
 from cases import AttentionCase
-from harness import Inputs, Provider, Refused, Run, imported, run_of
+from harness import Inputs, Provider, Refused, Run, fresh_compile, function_run, imported
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# The autograd node that each of torch's kernels leaves on its result: what shows which one ran.
+# The autograd node on the result shows which of torch's kernels ran.
 NODES = {
     "flash": "ScaledDotProductFlashAttentionBackward0",
     "flash (CPU)": "ScaledDotProductFlashAttentionForCpuBackward0",
@@ -44,11 +43,11 @@ def torch_kernels(device: torch.device) -> list[Provider]:
 
 
 def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
-    """torch's function with one kernel pinned, or with torch's own choice. A structured mask is given to it dense."""
+    """torch's function with one kernel pinned, or with torch's own choice. Every mask is dense."""
 
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
         options = {"is_causal": case.mask == "causal", "dropout_p": dropout_p}
-        options |= {"enable_gqa": case.heads_k is not None}
+        options |= {"enable_gqa": case.n_head_kv is not None}
         if case.mask == "alibi":
             hidden = ~case.dense().to(inputs.leaves["query"].device)
             options["attn_mask"] = inputs.fixed["bias"].masked_fill(hidden, float("-inf"))
@@ -70,40 +69,14 @@ def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
         ran = next((known for known, expected in NODES.items() if node == expected), "math")
         if name is not None and ran != name:
             raise Refused(f"pinned, but {ran} ran ({node})")
-        return run_of(attend, inputs, ran=ran)
+        return function_run(attend, inputs, ran=ran)
 
     return Provider("sdpa" if name is None else f"sdpa {name}", make, ours=False)
 
 
-@contextmanager
-def active(implementation: str) -> Iterator[None]:
-    """torch's flash kernels are those of "FA3" or "FA4". Torch registers them at each entry, which costs the host."""
-    attention = torch.nn.attention
-    try:
-        attention.activate_flash_attention_impl(implementation)
-    except (AttributeError, ImportError, RuntimeError, ValueError) as error:  # AttributeError: torch before 2.10
-        raise Refused(f"cannot be activated: {error}") from error
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl()
-
-
-def torch_flash(implementation: str) -> Provider:
-    """torch's function with the flash kernel pinned, while this implementation is active: in forward and backward, as
-    one's results are not the other's, and not in what else is measured in this process."""
-
-    def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
-        switched = active(implementation)  # a decorator too
-        run = switched(torch_sdpa("flash", SDPBackend.FLASH_ATTENTION).make)(case, inputs, dropout_p)
-        return Run(switched(run.results), {name: switched(call) for name, call in run.timed.items()}, run.notes)
-
-    return Provider(f"sdpa flash, {implementation}", make, ours=False)
-
-
 def flex(count_mask: bool) -> Provider:
-    """FlexAttention, compiled. count_mask: its BlockMask is made within the forward, as for a batch of new masks; how
-    long that takes by itself is noted."""
+    """FlexAttention, compiled. count_mask: its BlockMask is made in the forward, as for a new mask in every batch. The
+    time of the mask alone is noted."""
 
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
         module = imported("torch.nn.attention.flex_attention")
@@ -113,13 +86,11 @@ def flex(count_mask: bool) -> Provider:
         if count_mask and mask_mod is None:
             raise Refused("no mask to build")
         device = inputs.leaves["query"].device
-        torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = False  # as for every compiled rival: see harness.rival
-        attention = torch.compile(module.flex_attention, dynamic=False)
+        attention = fresh_compile(module.flex_attention)
         build = torch.compile(module.create_block_mask, dynamic=False)
 
         def block_mask() -> Any:
-            return None if mask_mod is None else build(mask_mod, *sizes, case.length_q, case.length_k, device=device)
+            return None if mask_mod is None else build(mask_mod, *sizes, case.seqlen_q, case.seqlen_k, device=device)
 
         made = block_mask()
         notes = {"mask_ms": timing.measure(block_mask, device, 0.05).median_ms} if count_mask else {}
@@ -135,9 +106,9 @@ def flex(count_mask: bool) -> Provider:
 
         def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
             mask = block_mask() if count_mask else made
-            return attention(query, key, value, score_mod, mask, enable_gqa=case.heads_k is not None)
+            return attention(query, key, value, score_mod, mask, enable_gqa=case.n_head_kv is not None)
 
-        return run_of(attend, inputs, **notes)
+        return function_run(attend, inputs, **notes)
 
     return Provider("flex + mask building" if count_mask else "flex", make, ours=False, later=12)
 
@@ -161,7 +132,7 @@ def flash_attention(version: int) -> Provider:
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
         module = imported({2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}[version])
         options: dict[str, Any] = {"causal": case.mask in ("causal", "alibi")}
-        if options["causal"] and case.length_q != case.length_k:
+        if options["causal"] and case.seqlen_q != case.seqlen_k:
             raise Refused("its causal mask is aligned to the last query")
         if case.mask in ("bias", "blocks"):
             raise Refused(f"no argument for the mask {case.mask!r}")
@@ -173,13 +144,13 @@ def flash_attention(version: int) -> Provider:
             options["alibi_slopes"] = inputs.fixed["slopes"]
         if case.mask == "padding":
             varlen = partial(module.flash_attn_varlen_func, **options)
-            return run_of(_of_packed_keys(varlen, case, inputs), inputs)
+            return function_run(packed_attention(varlen, case, inputs), inputs)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             out = module.flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), **options)
             return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # some versions also return the lse
 
-        return run_of(attend, inputs)
+        return function_run(attend, inputs)
 
     return Provider(f"FlashAttention-{version}", make, ours=False)
 
@@ -194,38 +165,30 @@ def torch_varlen() -> Provider:
         if dropout_p:
             raise Refused("no argument for dropout")
 
-        def in_torchs_words(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-            return varlen(q, k, v, *(given[name] for name in names))
+        def by_position(q: Tensor, k: Tensor, v: Tensor, **lengths: Any) -> Tensor:
+            return varlen(q, k, v, *lengths.values())
 
-        return run_of(_of_packed_keys(in_torchs_words, case, inputs), inputs)
+        return function_run(packed_attention(by_position, case, inputs), inputs)
 
     return Provider("torch varlen_attn", make, ours=False)
 
 
-def _of_packed_keys(varlen: Callable[..., Any], case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor]:
-    """Attention by a function of packed q, k, v (tokens, H, D) with FlashAttention's names for the rest."""
-    index, offsets = _packed_keys(case, inputs)
+def packed_attention(varlen: Callable[..., Any], case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor]:
+    """Attention with padding by a function of packed q, k, v (tokens, H, D) with FlashAttention's argument names."""
+    device = inputs.leaves["query"].device
+    real = case.lengths.to(device)
+    index = inputs.fixed["key_padding"].flatten().nonzero()[:, 0]  # of the real keys among batch * seqlen_k
+    lengths = {
+        "cu_seqlens_q": (torch.arange(case.batch + 1, device=device) * case.seqlen_q).int(),
+        "cu_seqlens_k": torch.cat([real.new_zeros(1), real.cumsum(0)]).int(),
+        "max_seqlen_q": case.seqlen_q,
+        "max_seqlen_k": int(real.max()),
+    }
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        key, value = (t.flatten(0, 1)[index] for t in (key, value))
-        out = varlen(query.flatten(0, 1), key, value, **offsets)
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        out = varlen(query, key[index], value[index], **lengths)
         out = out[0] if isinstance(out, tuple) else out  # some versions also return the lse
-        return out.view(query.shape).transpose(1, 2)
+        return out.unflatten(0, (case.batch, case.seqlen_q)).transpose(1, 2)
 
     return attend
-
-
-def _packed_keys(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, dict[str, Any]]:
-    """Where the real keys stand among the batch * length_k, and the offsets of queries and keys, for a varlen call."""
-    device = inputs.leaves["query"].device
-    lengths = case.lengths.to(device)
-    zero = lengths.new_zeros(1)
-    offsets = {
-        "cu_seqlens_q": torch.arange(case.batch + 1, device=device) * case.length_q,
-        "cu_seqlens_k": torch.cat([zero, lengths.cumsum(0)]),
-    }
-    numbers = {"max_seqlen_q": case.length_q, "max_seqlen_k": int(case.lengths.max())}
-    index = inputs.fixed["key_padding"].flatten().nonzero()[:, 0]
-    return index, {name: t.int() for name, t in offsets.items()} | numbers

@@ -3,8 +3,8 @@
     pytest benchmarks/bench_attention.py --benchmark-only            the quick cases
     python benchmarks/report.py --out DIR --only attention
 
-Masks are made before the clock starts, as a training step makes them once for all its layers; "default, new mask"
-prepares its mask in every forward.
+Masks are made before the timing, as a training step makes them once for all its layers. "default, new mask" prepares
+its mask in every forward.
 """
 
 from __future__ import annotations
@@ -16,36 +16,30 @@ import harness
 import torch
 from cases import AttentionCase
 from harness import Inputs, Provider, Refused, Run
-from tables import cases_of
 
 from fastattn import AttentionMask, scaled_dot_product_attention
 
 
 def make_inputs(case: AttentionCase, device: torch.device) -> Inputs:
-    generator = torch.Generator(device).manual_seed(harness.SEED)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
-
-    heads_k = case.heads_k or case.heads
+    randn = harness.seeded_randn(device, case.dtype)
+    n_head_kv = case.n_head_kv or case.n_head
     leaves = {
-        "query": randn(case.batch, case.heads, case.length_q, case.dim),
-        "key": randn(case.batch, heads_k, case.length_k, case.dim),
-        "value": randn(case.batch, heads_k, case.length_k, case.dim),
+        "query": randn(case.batch, case.n_head, case.seqlen_q, case.head_dim),
+        "key": randn(case.batch, n_head_kv, case.seqlen_k, case.head_dim),
+        "value": randn(case.batch, n_head_kv, case.seqlen_k, case.head_dim),
     }
     fixed: dict[str, Any] = {}
     if case.mask == "bias":
-        leaves["attn_mask"] = randn(1, case.heads, case.length_q, case.length_k)
+        leaves["attn_mask"] = randn(1, case.n_head, case.seqlen_q, case.seqlen_k)
     if case.mask == "blocks":
         fixed["attn_mask"] = case.dense().to(device)
     if case.mask == "padding":
-        fixed["key_padding"] = torch.arange(case.length_k, device=device) < case.lengths.to(device)[:, None]
+        fixed["key_padding"] = torch.arange(case.seqlen_k, device=device) < case.lengths.to(device)[:, None]
     if case.mask == "alibi":
         fixed["slopes"] = case.slopes.to(device)
-        distance = torch.arange(case.length_k) - torch.arange(case.length_q)[:, None]  # j - i
+        distance = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None]  # j - i
         fixed["bias"] = (case.slopes[:, None, None] * distance)[None].to(device)  # float32: 16 bits are too few
-    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
-    return Inputs(leaves, fixed, randn(case.batch, case.heads, case.length_q, case.dim))
+    return Inputs(leaves, fixed, randn(case.batch, case.n_head, case.seqlen_q, case.head_dim))
 
 
 def part(case: AttentionCase, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,28 +49,28 @@ def part(case: AttentionCase, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:1]
     if name == "key_padding":
         return tensor[:batch]
-    group = case.heads // (case.heads_k or case.heads)
+    group = case.n_head // (case.n_head_kv or case.n_head)
     return tensor[:batch, : group if name in ("query", "out", "bias") else 1]
 
 
 def arguments(case: AttentionCase, inputs: Inputs, dropout_p: float) -> dict[str, Any]:
-    """For scaled_dot_product_attention, beside query, key, value and a learned bias."""
-    given: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": case.heads_k is not None}
+    """Of scaled_dot_product_attention, except query, key, value and a learned bias."""
+    given: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": case.n_head_kv is not None}
     given["is_causal"] = case.mask in ("causal", "alibi")
     tensors = mask_tensors(inputs)
     return given | ({"attn_mask": AttentionMask(**tensors)} if tensors else {})
 
 
 def mask_tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """For AttentionMask."""
+    """The arguments of AttentionMask."""
     tensors = {name: tensor for name, tensor in inputs.fixed.items() if name != "slopes"}
-    if "bias" in tensors and inputs.leaves["query"].dtype == torch.float64:  # the checker's
+    if "bias" in tensors and inputs.leaves["query"].dtype == torch.float64:  # for the check
         tensors["bias"] = tensors["bias"].double()
     return tensors
 
 
 def new_mask(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
-    """The default path with a new mask at every call: what a single layer pays."""
+    """The default path with a new mask at every call, as a single layer uses it."""
     if not inputs.fixed:
         raise Refused("no mask to prepare")
     given = arguments(case, inputs, dropout_p)
@@ -84,11 +78,11 @@ def new_mask(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
     def attend(**leaves: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(**leaves | given | {"attn_mask": AttentionMask(**mask_tensors(inputs))})
 
-    return harness.run_of(attend, inputs)
+    return harness.function_run(attend, inputs)
 
 
 def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Any:
-    """torch.compile of the reference path. It is given its mask made, as the others are."""
+    """torch.compile of the reference path. Its mask is made before the timing, as for the others."""
     options = arguments(case, inputs, dropout_p)
     return lambda **leaves: scaled_dot_product_attention(**leaves, **options, backend="reference")
 
@@ -98,7 +92,7 @@ def providers(device: torch.device) -> list[Provider]:
     found += attention_rivals.torch_kernels(device)
     found.append(harness.rival("torch.compile of reference", compiled_formula, compiled=True))
     if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel
-        found += [attention_rivals.torch_varlen(), *map(attention_rivals.torch_flash, ("FA3", "FA4"))]
+        found.append(attention_rivals.torch_varlen())
         found += [attention_rivals.flash_attention(version) for version in (2, 3, 4)]
         found += [attention_rivals.flex(count_mask) for count_mask in (False, True)]
     return found
@@ -106,13 +100,12 @@ def providers(device: torch.device) -> list[Provider]:
 
 BENCHMARK = harness.Benchmark(
     name="attention",
-    cases=cases_of(AttentionCase),
-    directions=("forward", "backward", "both"),
+    case_type=AttentionCase,
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
     part=part,
-    terms=harness.terms_of(
+    terms=harness.op_terms(
         "attention",
         arguments,
         lambda inputs: {"attn_mask": inputs.fixed["bias"].double()} if "bias" in inputs.fixed else {},

@@ -13,30 +13,25 @@ import torch
 import torch.nn.functional as F
 from cases import DecodeAttentionCase
 from harness import Inputs, Provider
-from tables import cases_of
 from torch import Tensor
 
 from fastattn import decode_attention
 
 
 def make_inputs(case: DecodeAttentionCase, device: torch.device) -> Inputs:
-    generator = torch.Generator(device).manual_seed(harness.SEED)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
-
+    randn = harness.seeded_randn(device, case.dtype)
     rows = 1 if case.keys == "shared" else case.queries
-    leaves = {"query": randn(case.batch, case.queries, case.heads, case.dim)}
-    leaves |= {name: randn(case.batch, case.length, rows, case.heads, case.dim) for name in ("key", "value")}
+    leaves = {"query": randn(case.batch, case.queries, case.n_head, case.head_dim)}
+    leaves |= {name: randn(case.batch, case.length, rows, case.n_head, case.head_dim) for name in ("key", "value")}
     fixed = {"lengths": case.lengths.int().to(device)} if case.keys == "shared" else {}
     fixed |= {"ancestors": case.ancestors.to(device)} if case.keys == "of beams" else {}
     return Inputs(leaves, fixed)
 
 
 def torch_sdpa(case: DecodeAttentionCase, inputs: Inputs, dropout_p: float) -> Any:
-    """A batch entry for each beam: keys and values (batch * queries, heads, length, dim), made before the clock starts.
+    """A batch entry for each beam: keys and values (batch * queries, n_head, length, head_dim), made before the timing.
 
-    At every step beams move to where they go on, by index_select. Shared keys were repeated once, for all steps.
+    At every step index_select moves the beams that go on. Shared keys were repeated once, for all steps.
     """
     query, lengths = inputs.leaves["query"], inputs.fixed.get("lengths")
     ancestors = inputs.fixed.get("ancestors")
@@ -48,19 +43,19 @@ def torch_sdpa(case: DecodeAttentionCase, inputs: Inputs, dropout_p: float) -> A
     if ancestors is not None:
         moved = torch.arange(rows, device=query.device).view(case.batch, case.queries).roll(1, dims=1).flatten()
 
-    def kept(t: Tensor) -> Tensor:
+    def cached(t: Tensor) -> Tensor:
         """What the cache holds before beams move."""
         if ancestors is not None:
             place = ancestors.long().transpose(1, 2)[..., None, None].expand(*t.shape)
             t = t.gather(2, place).roll(-1, dims=2)
-        t = t.expand(-1, -1, case.queries, -1, -1)  # (batch, length, queries, heads, dim)
+        t = t.expand(-1, -1, case.queries, -1, -1)  # (batch, length, queries, n_head, head_dim)
         return t.permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
 
-    cache = kept(inputs.leaves["key"]), kept(inputs.leaves["value"])
+    cache = cached(inputs.leaves["key"]), cached(inputs.leaves["value"])
 
     def attend(query: Tensor, **leaves: Tensor) -> Tensor:
         k, v = cache if moved is None else (t.index_select(0, moved) for t in cache)
-        out = F.scaled_dot_product_attention(query.reshape(rows, case.heads, 1, case.dim), k, v, mask)
+        out = F.scaled_dot_product_attention(query.reshape(rows, case.n_head, 1, case.head_dim), k, v, mask)
         return out.view_as(query)
 
     return attend
@@ -76,12 +71,12 @@ def providers(device: torch.device) -> list[Provider]:
 
 BENCHMARK = harness.Benchmark(
     name="decode_attention",
-    cases=cases_of(DecodeAttentionCase),
-    directions=("forward",),
+    case_type=DecodeAttentionCase,
     rates=("byte",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.terms_of("decode_attention", arguments),
+    directions=("forward",),
+    terms=harness.op_terms("decode_attention", arguments),
 )
 
 

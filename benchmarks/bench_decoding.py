@@ -1,11 +1,11 @@
-"""Translation with the whole encoder-decoder, greedy and by beam search, against what a user would pick instead.
+"""Translation with the whole encoder-decoder, greedy and by beam search, against what a user would use instead.
 
     pytest benchmarks/bench_decoding.py --benchmark-only            the quick cases
     python benchmarks/report.py --out DIR --only decoding
 
-Every sentence gets the same number of tokens, whatever is predicted. tokens/s counts those of the best translations.
-What is compared are the logits of the next token at every step of a prefix that is given. Hugging Face's Marian and
-CTranslate2 have the same shape, but random weights of their own: only their speed is compared.
+Every sentence gets the same number of tokens. tokens/s counts those of the best translations. The logits of the next
+token are compared at every step of a given prefix. Hugging Face's Marian and CTranslate2 have the same shape but other
+random weights: only their speed is compared.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 
 import harness
 import marian
-import models
+import models  # before plain_search: it extends sys.path
+import plain_search
 import torch
 from cases import DecodingCase, label
 from harness import Inputs, Provider, Refused, Run
-from tables import cases_of
 from torch import Tensor, nn
 
-from fastattn import AttentionMask, generate, get_pad_mask, get_subsequent_mask, use_backend
+from fastattn import generate, get_pad_mask, get_subsequent_mask, use_backend
 
 BOS = 2
 NEVER = -1  # as the index of EOS: no sentence ends
-MOST_ROWS = 64  # sentences times beams that are decoded without a cache; more take minutes
+MAX_ROWS = 64  # sentences times beams that are decoded without a cache; more take minutes
 
 
 def make_inputs(case: DecodingCase, device: torch.device) -> Inputs:
     inputs = models.make_inputs(case, device, _positions(case))
-    generator = torch.Generator().manual_seed(harness.SEED)
-    prefix = torch.randint(1, case.n_vocab, (case.batch, case.new_tokens), generator=generator).to(device)
+    shape = case.batch, case.new_tokens
+    prefix = torch.randint(1, case.n_vocab, shape, generator=harness.seeded("cpu")).to(device)
     leaves = {name: weight.to(case.dtype) for name, weight in inputs.leaves.items()}
     return Inputs(leaves, {"src_seq": inputs.fixed["src_seq"], "prefix": prefix})
 
@@ -76,68 +76,42 @@ def incremental(name: str, backend: str | None, **notes: Any) -> Provider:
     return Provider(name, make)
 
 
-Masks = tuple[Any, Callable[[Tensor], Any]]  # of the source, and of a prefix by its tokens
+def whole_prefix(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
+    """The public model, which has no cache, so each step decodes the whole prefix again: greedily the batch at once,
+    with beams one sentence at a time, as the public implementation's Translator does it."""
+    if case.batch * case.beam > MAX_ROWS:
+        raise Refused(f"without a cache {case.batch} sentences with {case.beam} beams take minutes")
+    model, src_seq, prefix = _load(models.plain, case, inputs), inputs.fixed["src_seq"], inputs.fixed["prefix"]
+    scale = case.d_model**-0.5  # of the logits; the projection shares its weight with the embedding
+    options = (models.PAD, models.PAD, BOS, NEVER)
+    translator = plain_search.PlainTranslator(model, case.beam, case.new_tokens + 1, *options).to(src_seq.device)
 
+    def decoder() -> Callable[[Tensor], Tensor]:
+        """Encodes the source. Returns the function from tokens to the logits of the next token."""
+        src_mask = get_pad_mask(src_seq, models.PAD)
+        encoded, *_ = model.encoder(src_seq, src_mask)
 
-def fused_masks(model: nn.Module, src_seq: Tensor) -> Masks:
-    return model.src_mask(src_seq), lambda tokens: AttentionMask(is_causal=True)
-
-
-def plain_masks(model: nn.Module, src_seq: Tensor) -> Masks:
-    return get_pad_mask(src_seq, models.PAD), get_subsequent_mask
-
-
-def without_cache(
-    name: str, build: models.Build, masks: Callable[[nn.Module, Tensor], Masks], **notes: Any
-) -> Provider:
-    """The whole prefix decoded at each step: greedily the batch at once, with beams sentence by sentence, as the public
-    implementation's Translator does it."""
-
-    def make(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
-        if case.batch * case.beam > MOST_ROWS:
-            raise Refused(f"without a cache {case.batch} sentences with {case.beam} beams take minutes")
-        model, src_seq, prefix = _load(build, case, inputs), inputs.fixed["src_seq"], inputs.fixed["prefix"]
-        scale = case.d_model**-0.5  # of the logits; both models share the projection with the embedding
-
-        def logits(tokens: Tensor, encoded: Tensor, of: Masks) -> Tensor:
-            decoded, *_ = model.decoder(tokens, of[1](tokens), encoded, of[0])
+        def logits(tokens: Tensor) -> Tensor:
+            decoded, *_ = model.decoder(tokens, get_subsequent_mask(tokens), encoded, src_mask)
             return model.trg_word_prj(decoded[:, -1]) * scale
 
-        @torch.no_grad()
-        def results() -> dict[str, Tensor]:
-            of = masks(model, src_seq)
-            encoded, *_ = model.encoder(src_seq, of[0])
-            return {"logits": torch.stack([logits(prefix[:, : t + 1], encoded, of) for t in range(case.new_tokens)])}
+        return logits
 
-        def greedy() -> Tensor:
-            of = masks(model, src_seq)
-            encoded, *_ = model.encoder(src_seq, of[0])
-            tokens = torch.full_like(src_seq[:, :1], BOS)
-            for _ in range(case.new_tokens):
-                tokens = torch.cat([tokens, logits(tokens, encoded, of).argmax(-1, keepdim=True)], 1)
-            return tokens
+    @torch.no_grad()
+    def results() -> dict[str, Tensor]:
+        logits = decoder()
+        return {"logits": torch.stack([logits(prefix[:, : t + 1]) for t in range(case.new_tokens)])}
 
-        def beams(sentence: Tensor) -> Tensor:
-            of = masks(model, sentence)
-            encoded, *_ = model.encoder(sentence, of[0])
-            of, encoded = masks(model, sentence.expand(case.beam, -1)), encoded.expand(case.beam, -1, -1)
-            tokens = sentence.new_full((case.beam, 1), BOS)
-            log_p = torch.full((case.beam, 1), -torch.inf, device=sentence.device)
-            log_p[0] = 0
-            for _ in range(case.new_tokens):
-                sums = log_p + logits(tokens, encoded, of).float().log_softmax(-1)
-                best, place = sums.flatten().topk(case.beam)
-                log_p, classes = best[:, None], sums.shape[1]
-                tokens = torch.cat([tokens[place // classes], (place % classes)[:, None]], 1)
-            return tokens[0]
+    @torch.no_grad()
+    def decode() -> Any:
+        if case.beam > 1:
+            return [translator.translate_sentence(sentence[None]) for sentence in src_seq]
+        logits, tokens = decoder(), torch.full_like(src_seq[:, :1], BOS)
+        for _ in range(case.new_tokens):
+            tokens = torch.cat([tokens, logits(tokens).argmax(-1, keepdim=True)], 1)
+        return tokens
 
-        @torch.no_grad()
-        def decode() -> Any:
-            return greedy() if case.beam == 1 else [beams(sentence[None]) for sentence in src_seq]
-
-        return Run(results, {"decode": decode}, notes)
-
-    return Provider(name, make, ours=build is models.fused)
+    return Run(results, {"decode": decode})
 
 
 def _words(src_seq: Tensor) -> list[list[int]]:
@@ -162,18 +136,17 @@ def ctranslate2(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[label(case.dtype)]
     task = (_words(src_seq), case.beam, case.new_tokens, src_seq.device.type, dtype, torch.get_num_threads())
     try:
-        served = marian.Served(marian.build(case), *task)
-    except RuntimeError as error:
+        translate = marian.ctranslate2_process(marian.build(case), *task)
+    except (RuntimeError, ValueError) as error:
         raise Refused(f"cannot translate here: {error}") from error
-    return Run(dict, {"decode": served.translate})
+    return Run(dict, {"decode": translate})
 
 
 def providers(device: torch.device) -> list[Provider]:
     return [
         incremental("reference", "reference"),
         incremental("default", None, default=True),
-        without_cache("default, whole prefix", models.fused, fused_masks, without="the cache"),
-        without_cache("plain PyTorch", models.plain, plain_masks),
+        Provider("plain PyTorch", whole_prefix, ours=False),
         Provider("Hugging Face Marian", hugging_face, ours=False, compared=False),
         Provider("CTranslate2", ctranslate2, ours=False, compared=False),
     ]
@@ -181,11 +154,11 @@ def providers(device: torch.device) -> list[Provider]:
 
 BENCHMARK = harness.Benchmark(
     name="decoding",
-    cases=cases_of(DecodingCase),
-    directions=("decode",),
+    case_type=DecodingCase,
     rates=("token",),
     inputs=make_inputs,
     providers=providers,
+    directions=("decode",),
     hide_host=False,
 )
 

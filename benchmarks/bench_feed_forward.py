@@ -12,8 +12,7 @@ import harness
 import torch
 import torch.nn.functional as F
 from cases import FeedForwardCase
-from harness import Inputs, Provider, Refused, imported
-from tables import cases_of
+from harness import Inputs, Provider, Refused
 from torch import Tensor
 
 from fastattn import feed_forward
@@ -22,19 +21,14 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 
 
 def make_inputs(case: FeedForwardCase, device: torch.device) -> Inputs:
-    generator = torch.Generator(device).manual_seed(harness.SEED)
-
-    def randn(*shape: int, scale: float = 1.0) -> Tensor:
-        return scale * torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
-
+    randn = harness.seeded_randn(device, case.dtype)
     leaves = {
         "x": randn(case.tokens, case.d_model),
         "weight1": randn(case.d_up, case.d_model, scale=case.d_model**-0.5),
         "bias1": randn(case.d_up, scale=0.1),
-        "weight2": randn(case.d_model, case.d_ff, scale=case.d_ff**-0.5),
+        "weight2": randn(case.d_model, case.d_inner, scale=case.d_inner**-0.5),
         "bias2": randn(case.d_model, scale=0.1),
     }
-    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
     return Inputs(leaves, {}, randn(case.tokens, case.d_model))
 
 
@@ -47,7 +41,7 @@ def torch_operators(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> 
 
     def network(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
         hidden = F.linear(x, weight1, bias1)
-        if case.d_up != case.d_ff:
+        if case.d_up != case.d_inner:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = act(gate) * up
         else:
@@ -58,9 +52,9 @@ def torch_operators(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> 
 
 
 def liger(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
-    """Its silu(gate) * up between torch's products. (Its backward overwrites what it saved: timed, it repeats the same
-    work on other numbers.)"""
-    swiglu = imported("liger_kernel.transformers.functional").liger_swiglu
+    """Its silu(gate) * up between torch's matrix products. Its backward overwrites what it saved: when it is timed, it
+    repeats the same work on other numbers."""
+    swiglu = harness.imported("liger_kernel.transformers.functional").liger_swiglu
     if case.activation != "swiglu":
         raise Refused(f"no fused {case.activation}")
 
@@ -72,19 +66,19 @@ def liger(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
 
 
 def providers(device: torch.device) -> list[Provider]:
-    found = [*harness.ours(feed_forward, arguments), harness.rival("torch", torch_operators)]
-    found.append(harness.rival("torch.compile", torch_operators, compiled=True))
-    return found + ([harness.rival("Liger-Kernel", liger)] if device.type == "cuda" else [])
+    return [
+        *harness.ours(feed_forward, arguments),
+        *harness.rivals(device, torch_operators, {"Liger-Kernel": liger}),
+    ]
 
 
 BENCHMARK = harness.Benchmark(
     name="feed_forward",
-    cases=cases_of(FeedForwardCase),
-    directions=("forward", "backward", "both"),
+    case_type=FeedForwardCase,
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.terms_of("feed_forward", arguments),
+    terms=harness.op_terms("feed_forward", arguments),
 )
 
 

@@ -1,22 +1,23 @@
-"""What can be measured: a class for each kind of case, with the formula of the work that it must do.
+"""What can be measured: one class for each kind of case, with the work that the case needs.
 
-`work` gives, for each direction, the FLOPs and the bytes of main memory that any implementation needs, not what one
-happens to use: products of masked pairs do not count, every tensor is read or written once. Rates come from them, and
-so does the bound: no implementation is faster than max(flop / matrix product rate, byte / copy rate). (Tensors that fit
-into a cache can be: their bytes never reach main memory.) Which cases are measured where, tables.py says.
+`work` gives the FLOPs and the bytes of main memory that any implementation needs, for each direction. Products of
+masked pairs do not count, and every tensor is read or written once. Rates and the bound follow from it: no
+implementation is faster than max(flop / rate of matrix products, byte / rate of copies), except where tensors stay in a
+cache. tables.py says which cases are measured on which device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whole models, "token"}
 
 MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 English training sentences
-WITHIN_BATCH = 0.17  # there, of log(words) of the sources whose targets are equally long
+WITHIN_BATCH = 0.17  # the same of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
 BLOCK = 64  # rows and columns of a block of the mask "blocks"
 
@@ -24,9 +25,8 @@ BLOCK = 64  # rows and columns of a block of the mask "blocks"
 def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> torch.Tensor:
     """(batch,) int64: lengths whose logarithms are normally distributed with standard deviation `spread`.
 
-    A typical batch rather than a drawn one: its sorted lengths are what those of many batches are on average (expected
-    normal order statistics by Blom 1958). They come in an order drawn from `seed`, and scaled so that the longest is
-    `longest`, as a batch is padded to its longest sequence.
+    This is a typical batch: its sorted lengths are the average over many batches (expected normal order statistics,
+    Blom 1958). `seed` gives their order. They are scaled so that the longest is `longest`.
     """
     rank = torch.randperm(batch, generator=torch.Generator().manual_seed(seed)).double()
     logs = spread * torch.special.ndtri((rank + 0.625) / (batch + 0.25))
@@ -35,6 +35,11 @@ def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> torc
 
 def label(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def _suffix(case: Any) -> str:
+    """The end of a case's name: dropout and dtype."""
+    return f"{f' dropout {case.dropout_p}' if case.dropout_p else ''} {label(case.dtype)}"
 
 
 def _directions(forward: dict[str, float], backward: dict[str, float]) -> Work:
@@ -53,31 +58,30 @@ class Case:
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
-    """q: (batch, heads, length_q, dim); k, v: (batch, heads_k, length_k, dim).
+    """q: (batch, n_head, seqlen_q, head_dim); k, v: (batch, n_head_kv, seqlen_k, head_dim).
 
-    mask: "full"; "causal"; "padding", keys beyond draw_lengths(batch, length_k, spread) masked; "blocks", a dense bool
+    mask: "full"; "causal"; "padding", keys beyond draw_lengths(batch, seqlen_k, spread) masked; "blocks", a dense bool
     mask for all heads with the share `masked` of each row's 64 x 64 blocks masked; "alibi", causal with the fixed bias
-    -slope_h * (i - j); "bias", a learned bias (1, heads, length_q, length_k) that gets its gradient.
+    -slope_h * (i - j); "bias", a learned bias (1, n_head, seqlen_q, seqlen_k) that gets its gradient.
     """
 
     batch: int
-    heads: int
-    length_q: int
-    length_k: int
-    dim: int
+    n_head: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
     mask: str = "full"
     dtype: torch.dtype = torch.float32
-    heads_k: int | None = None
+    n_head_kv: int | None = None
     dropout_p: float = 0.0
     spread: float = MULTI30K
     masked: float = 0.5
 
-    formula = "FLOPs: 4 x batch x heads x visible pairs x dim forward, x 2.5 backward (five products for two)"
+    formula = "FLOPs: 4 x batch x n_head x visible pairs x head_dim forward, x 2.5 backward (five products for two)"
 
     def __str__(self) -> str:
-        heads = f"{self.heads}" if self.heads_k is None else f"{self.heads}/{self.heads_k}"
-        dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
-        return f"b{self.batch} h{heads} {self.length_q}x{self.length_k} {self._kind}{dropout} {label(self.dtype)}"
+        heads = f"{self.n_head}" if self.n_head_kv is None else f"{self.n_head}/{self.n_head_kv}"
+        return f"b{self.batch} h{heads} {self.seqlen_q}x{self.seqlen_k} {self._kind}{_suffix(self)}"
 
     @property
     def _kind(self) -> str:
@@ -86,67 +90,67 @@ class AttentionCase(Case):
             mask = {MULTI30K: "padding", LONG_TAIL: "long-tailed padding"}[self.spread]
         elif mask == "blocks":
             mask = f"blocks {self.masked:.0%} masked"
-        return f"d{self.dim} {mask}"
+        return f"d{self.head_dim} {mask}"
 
     @property
     def series(self) -> tuple[str, int] | None:
         """Square problems over their length; those of one series have equally many tokens."""
-        if self.length_q != self.length_k or self.heads_k is not None or self.dropout_p:
+        if self.seqlen_q != self.seqlen_k or self.n_head_kv is not None or self.dropout_p:
             return None
-        return f"attention {self._kind} {label(self.dtype)}", self.length_q
+        return f"attention {self._kind} {label(self.dtype)}", self.seqlen_q
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """(batch,) real keys of each sequence; all of them unless the mask is "padding"."""
         if self.mask != "padding":
-            return torch.full((self.batch,), self.length_k)
-        return draw_lengths(self.batch, self.length_k, self.spread)
+            return torch.full((self.batch,), self.seqlen_k)
+        return draw_lengths(self.batch, self.seqlen_k, self.spread)
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """(batch, ceil(length_q / 64), ceil(length_k / 64)) bool: the visible blocks, equally many in each row."""
-        shape = (self.batch, -(-self.length_q // BLOCK), -(-self.length_k // BLOCK))
+        """(batch, ceil(seqlen_q / 64), ceil(seqlen_k / 64)) bool: the visible blocks, equally many in each row."""
+        shape = (self.batch, -(-self.seqlen_q // BLOCK), -(-self.seqlen_k // BLOCK))
         rank = torch.rand(shape, generator=torch.Generator().manual_seed(0)).argsort(-1).argsort(-1)
         return rank < max(1, round(shape[2] * (1 - self.masked)))
 
     def dense(self) -> torch.Tensor | None:
-        """(batch or 1, 1, length_q, length_k) bool, the visible pairs, or None when all are."""
+        """(batch or 1, 1, seqlen_q, seqlen_k) bool, the visible pairs, or None when all are."""
         if self.mask in ("causal", "alibi"):
-            return torch.ones(1, 1, self.length_q, self.length_k, dtype=torch.bool).tril()
+            return torch.ones(1, 1, self.seqlen_q, self.seqlen_k, dtype=torch.bool).tril()
         if self.mask == "padding":
-            keys = torch.arange(self.length_k) < self.lengths[:, None]
-            return keys[:, None, None].expand(-1, 1, self.length_q, -1)
+            keys = torch.arange(self.seqlen_k) < self.lengths[:, None]
+            return keys[:, None, None].expand(-1, 1, self.seqlen_q, -1)
         if self.mask == "blocks":
             full = self.blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-            return full[:, None, : self.length_q, : self.length_k].contiguous()
+            return full[:, None, : self.seqlen_q, : self.seqlen_k].contiguous()
         return None
 
     @property
     def slopes(self) -> torch.Tensor:
-        """(heads,) float32: ALiBi's slopes. Source: Press et al. 2022, arXiv:2108.12409."""
-        return 2.0 ** (-8.0 * torch.arange(1, self.heads + 1) / self.heads)
+        """(n_head,) float32: ALiBi's slopes. Source: Press et al. 2022, arXiv:2108.12409."""
+        return 2.0 ** (-8.0 * torch.arange(1, self.n_head + 1) / self.n_head)
 
     @property
     def pairs(self) -> int:
         """Visible pairs of a query and a key, over the batch, for one head."""
         if self.mask in ("causal", "alibi"):
-            return self.batch * int((torch.arange(self.length_q) + 1).clamp_max(self.length_k).sum())
+            return self.batch * int((torch.arange(self.seqlen_q) + 1).clamp_max(self.seqlen_k).sum())
         if self.mask == "blocks":
             heights, widths = (
                 (length - BLOCK * torch.arange(-(-length // BLOCK))).clamp_max(BLOCK)
-                for length in (self.length_q, self.length_k)
+                for length in (self.seqlen_q, self.seqlen_k)
             )
             return int((self.blocks * heights[:, None] * widths).sum())
-        return self.length_q * int(self.lengths.sum())
+        return self.seqlen_q * int(self.lengths.sum())
 
     @cached_property
     def work(self) -> Work:
-        flop = 4 * self.heads * self.pairs * self.dim
+        flop = 4 * self.n_head * self.pairs * self.head_dim
         size = self.dtype.itemsize
-        q = self.batch * self.heads * self.length_q * self.dim * size
-        kv = 2 * self.batch * (self.heads_k or self.heads) * self.length_k * self.dim * size
-        bias = self.heads * self.length_q * self.length_k * size if self.mask == "bias" else 0
-        mask = self.batch * self.length_q * self.length_k if self.mask == "blocks" else 0
+        q = self.batch * self.n_head * self.seqlen_q * self.head_dim * size
+        kv = 2 * self.batch * (self.n_head_kv or self.n_head) * self.seqlen_k * self.head_dim * size
+        bias = self.n_head * self.seqlen_q * self.seqlen_k * size if self.mask == "bias" else 0
+        mask = self.batch * self.seqlen_q * self.seqlen_k if self.mask == "blocks" else 0
         forward = {"flop": flop, "byte": 2 * q + kv + bias + mask}  # q, k, v, bias, mask; out
         # q, k, v, bias, mask, out, dout; dq, dk, dv, dbias
         backward = {"flop": 2.5 * flop, "byte": 4 * q + 2 * kv + 2 * bias + mask}
@@ -155,17 +159,17 @@ class AttentionCase(Case):
 
 @dataclass(frozen=True)
 class DecodeAttentionCase(Case):
-    """A step of decoding: q (batch, queries, heads, dim), k and v (batch, length, rows, heads, dim).
+    """A step of decoding: q (batch, queries, n_head, head_dim), k and v (batch, length, rows, n_head, head_dim).
 
-    keys: "own", of each query; "of beams" that were chosen anew, at random, at every position, so that most of their
-    history is common; "shared" by all queries, of draw_lengths(batch, length, MULTI30K), as an encoder's output is.
+    keys: "own", each query has its own; "of beams", the beams are chosen again at random at every position, so most of
+    their history is common; "shared", all queries read the same keys, of draw_lengths(batch, length, MULTI30K).
     """
 
     batch: int
     queries: int
     length: int
-    heads: int
-    dim: int
+    n_head: int
+    head_dim: int
     keys: str = "own"
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
@@ -173,8 +177,8 @@ class DecodeAttentionCase(Case):
     formula = "bytes: each visible key and value once, however many queries attend to it, q and out"
 
     def __str__(self) -> str:
-        shape = f"b{self.batch} w{self.queries} h{self.heads}"
-        return f"{shape} {self.length} keys {self.keys} d{self.dim} {label(self.dtype)}"
+        shape = f"b{self.batch} w{self.queries} h{self.n_head}"
+        return f"{shape} {self.length} keys {self.keys} d{self.head_dim} {label(self.dtype)}"
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -201,31 +205,30 @@ class DecodeAttentionCase(Case):
         read = visible  # pairs of a position and a row that some query attends to
         if self.keys != "shared":
             read = int((self.ancestors[..., None] == torch.arange(self.queries)).any(dim=1).sum())
-        width = self.heads * self.dim
+        width = self.n_head * self.head_dim
         byte = 2 * (read + self.batch * self.queries) * width * self.dtype.itemsize
         return {"forward": {"flop": 4 * width * self.queries * visible, "byte": byte}}
 
 
 @dataclass(frozen=True)
 class NormCase(Case):
-    """x, residual: (rows, width)."""
+    """x, residual: (rows, d_model)."""
 
     rows: int
-    width: int
+    d_model: int
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
 
     formula = (
-        "bytes: rows x width x (x, residual, sum, out) forward, (dout, sum, dresidual and, with dropout, dx) backward"
+        "bytes: rows x d_model x (x, residual, sum, out) forward, (dout, sum, dresidual and, with dropout, dx) backward"
     )
 
     def __str__(self) -> str:
-        dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
-        return f"{self.rows}x{self.width}{dropout} {label(self.dtype)}"
+        return f"{self.rows}x{self.d_model}{_suffix(self)}"
 
     @cached_property
     def work(self) -> Work:
-        tensor = self.rows * self.width
+        tensor = self.rows * self.d_model
         forward = {"flop": 8 * tensor, "byte": 4 * tensor * self.dtype.itemsize}
         passes = 4 if self.dropout_p else 3
         return _directions(forward, {"flop": 16 * tensor, "byte": passes * tensor * self.dtype.itemsize})
@@ -233,27 +236,26 @@ class NormCase(Case):
 
 @dataclass(frozen=True)
 class EmbedCase(Case):
-    """tokens: (batch, length), uniformly drawn; embedding: (n_vocab, width)."""
+    """tokens: (batch, length), uniformly drawn; embedding: (n_vocab, d_model)."""
 
     batch: int
     length: int
-    width: int
+    d_model: int
     n_vocab: int
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
 
     formula = (
-        "bytes: tokens x width (the embedding's rows, out) forward, (dout, the embedding's rows) backward, "
+        "bytes: tokens x d_model (the embedding's rows, out) forward, (dout, the embedding's rows) backward, "
         "and the embedding's gradient"
     )
 
     def __str__(self) -> str:
-        dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
-        return f"{self.batch}x{self.length}x{self.width} v{self.n_vocab}{dropout} {label(self.dtype)}"
+        return f"{self.batch}x{self.length}x{self.d_model} v{self.n_vocab}{_suffix(self)}"
 
     @cached_property
     def work(self) -> Work:
-        out, row = self.batch * self.length * self.width, self.width * self.dtype.itemsize
+        out, row = self.batch * self.length * self.d_model, self.d_model * self.dtype.itemsize
         words = min(self.batch * self.length, self.n_vocab) * row  # a row that several tokens share is read once
         forward = {"flop": 8 * out, "byte": words + out * self.dtype.itemsize}
         return _directions(forward, {"flop": 16 * out, "byte": forward["byte"] + self.n_vocab * row})
@@ -261,28 +263,27 @@ class EmbedCase(Case):
 
 @dataclass(frozen=True)
 class FeedForwardCase(Case):
-    """x: (tokens, d_model); the hidden layer has d_ff units, and weight1 twice as many rows for a gated activation."""
+    """x: (tokens, d_model). weight1 has d_inner rows, and twice as many for a gated activation."""
 
     tokens: int
     d_model: int
-    d_ff: int
+    d_inner: int
     activation: str = "relu"
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
 
-    formula = "FLOPs: 2 x tokens x d_model x (rows of weight1 + d_ff) forward, x 2 backward"
+    formula = "FLOPs: 2 x tokens x d_model x (rows of weight1 + d_inner) forward, x 2 backward"
 
     def __str__(self) -> str:
-        dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
-        return f"{self.tokens}x{self.d_model}x{self.d_ff} {self.activation}{dropout} {label(self.dtype)}"
+        return f"{self.tokens}x{self.d_model}x{self.d_inner} {self.activation}{_suffix(self)}"
 
     @property
     def d_up(self) -> int:
-        return 2 * self.d_ff if self.activation.endswith("glu") else self.d_ff
+        return 2 * self.d_inner if self.activation.endswith("glu") else self.d_inner
 
     @cached_property
     def work(self) -> Work:
-        weights = self.d_model * (self.d_up + self.d_ff)
+        weights = self.d_model * (self.d_up + self.d_inner)
         flop, x, size = 2 * self.tokens * weights, self.tokens * self.d_model, self.dtype.itemsize
         forward = {"flop": flop, "byte": (2 * x + weights) * size}
         return _directions(forward, {"flop": 2 * flop, "byte": (3 * x + 2 * weights) * size})
@@ -315,10 +316,10 @@ class CrossEntropyCase(Case):
 
 @dataclass(frozen=True)
 class ModelCase(Case):
-    """An encoder-decoder on (batch, length) source and target. Lengths are drawn apart for source and target.
+    """An encoder-decoder on (batch, length) source and target. Source and target have different lengths.
 
-    by_length: a batch of sentences that were sorted by the length of their targets, as the training example sorts them:
-        targets are equally long, sources nearly.
+    by_length: the sentences were sorted by the length of their targets, as in the training example: all targets are
+        equally long, sources nearly.
     """
 
     batch: int
@@ -354,8 +355,8 @@ class ModelCase(Case):
 
     @property
     def layer(self) -> int:
-        """Weights that a source token meets in one encoder layer and, by its keys and values, one decoder layer: four
-        and two d x d and the feed-forward's. A target token meets as many in a decoder layer."""
+        """Weights that are multiplied with a source token in an encoder layer (four d x d and the feed-forward) and in
+        a decoder layer (keys and values, two d x d). A target token needs as many in a decoder layer."""
         return 6 * self.d_model**2 + 2 * self.d_model * self.d_inner
 
 
@@ -381,7 +382,7 @@ class StepCase(ModelCase):
 
 @dataclass(frozen=True)
 class MemoryCase(StepCase):
-    """The memory of one training step beyond weights and Adam's state. No padding: what grows, grows with length."""
+    """The memory of one training step beyond weights and Adam's state, without padding."""
 
     spread: float = 0.0
 
@@ -400,16 +401,16 @@ class MemoryCase(StepCase):
 
 @dataclass(frozen=True)
 class DecodingCase(ModelCase):
-    """Translation of a batch by beam search, greedy with one beam: `new_tokens` for each sentence, whatever is
-    predicted. All of it in `dtype`."""
+    """Translation of a batch by beam search, or greedily with one beam. Every sentence gets `new_tokens` tokens. All of
+    it is in `dtype`."""
 
     dropout_p: float = 0.0
     new_tokens: int = 32
     beam: int = 1
 
     formula = (
-        "FLOPs: each new token of each beam meets the decoder's weights once, each source token the encoder's; "
-        "bytes: the decoder's weights, the keys and values of each beam so far and those of the source, once a step"
+        "FLOPs: each new token of each beam is multiplied with the decoder's weights once, each source token with the "
+        "encoder's; bytes: at each step the decoder's weights, and the keys and values of all beams and of the source"
     )
 
     def __str__(self) -> str:

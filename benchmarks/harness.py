@@ -1,18 +1,18 @@
-"""What the benchmarks share: providers are checked, then timed. timing.py measures, report.py runs and writes.
+"""What the benchmarks share: each provider is checked, then timed. timing.py measures, report.py runs and writes.
 
-A benchmark fills in `Benchmark`. For each case it makes the inputs, and each provider turns them into a `Run`. A
-provider that cannot serve a case says why. One whose result is outside the bound of `fastattn.check.tolerance.check_error` is not
-timed: "wrong result". Backends and rivals are held to the same bound, and all are checked without dropout.
+A benchmark fills in `Benchmark`. It makes the inputs of each case, and each provider turns them into a `Run`. A
+provider that cannot run a case says why. A result outside the bound of `fastattn.check.tolerance.check_error` is not
+timed: "wrong result". The bound is the same for backends and rivals. All are checked without dropout.
 
 Directions. forward: with inputs that require gradients, so what the backward needs is saved; backward:
-`torch.autograd.grad` on a kept graph; both: one after the other. Inputs are normally distributed.
+`torch.autograd.grad` on a saved graph; both: one after the other. Inputs are normally distributed.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,17 +26,17 @@ from fastattn.check.cases import problems
 from fastattn.check.tolerance import check_error
 
 SEED = 20170612
-PERTURBATION = 2.0**-40  # relative; float64 leaves 12 bits of its effect, and no relu opens or closes for it
+PERTURBATION = 2.0**-40  # relative; float64 leaves 12 bits of its effect, and it moves no relu across 0
 DRAWS = 2  # of random signs
 
 
 class Refused(Exception):
-    """A provider cannot serve a case; the message says why."""
+    """A provider cannot run a case; the message says why."""
 
 
 class Inputs(NamedTuple):
-    """leaves: float tensors, with a gradient where the op has one. fixed: what else a provider may need. dout: the
-    gradient of the result."""
+    """leaves: float tensors, with a gradient where the op has one. fixed: other inputs. dout: the gradient of the
+    result."""
 
     leaves: dict[str, Tensor]
     fixed: dict[str, Any]
@@ -48,9 +48,23 @@ class Inputs(NamedTuple):
         return self._replace(leaves=leaves, dout=None if self.dout is None else change(self.dout))
 
 
+def seeded(device: torch.device | str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(SEED)
+
+
+def seeded_randn(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """randn(*shape, scale=1.0): the next normally distributed tensor of this sequence."""
+    generator = seeded(device)
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    return randn
+
+
 class Run(NamedTuple):
-    """One provider on one case. results: what is checked, by name. timed: the calls to time, by direction. notes: what
-    else belongs in the row: "default", this is fastattn's own choice here; "ran", what served the call."""
+    """One provider on one case. results: what is checked, by name. timed: the calls to time, by direction. notes: more
+    entries of the row: "default", this is fastattn's own choice here; "ran", the kernel that ran."""
 
     results: Callable[[], dict[str, Tensor]]
     timed: dict[str, Callable[[], Any]]
@@ -60,9 +74,9 @@ class Run(NamedTuple):
 class Provider(NamedTuple):
     """make(case, inputs, dropout_p) -> Run, or raises Refused.
 
-    ours: a backend of fastattn, whose failure fails the report; that of a rival is only recorded. later: it takes long
-    to get ready, as torch.compile does; it is measured this many cases after the others, and quick runs leave it out.
-    compared: False where its weights are its own, so that only its speed can be compared.
+    ours: a backend of fastattn, whose failure fails the report; the failure of a rival is only recorded. later: it
+    needs long preparation, as torch.compile does; it is measured this many cases after the others, and never in quick
+    runs. compared: False where it has its own weights, so only its speed can be compared.
     """
 
     name: str
@@ -76,47 +90,49 @@ class Provider(NamedTuple):
 class Benchmark:
     """Its first provider is the reference path: the specification.
 
-    cases: by table, "quick", "cpu" and "cuda". directions: what is timed; none where only the peak memory of a Run's
-    last call is of interest. inputs: (case, device) -> Inputs. rates: units shown in the tables.
-    part: (case, name, tensor) -> the part that is compared of an input, the result "out" or a gradient, where all of it
-    would be too much. terms: (case, Inputs in float64) -> T of each result, see fastattn/check/tolerance.py; where there is
-    none, T is measured. hide_host: see timing.measure_in_turn; False where the host is part of what a user waits for.
+    case_type: the class of its cases. inputs: (case, device) -> Inputs. rates: units shown in the tables. directions:
+    what is timed; none where only the peak memory of a Run's last call matters. part: (case, name, tensor) -> the part
+    of an input, of the result "out" or of a gradient that is compared, where all of it would be too much. terms: (case,
+    Inputs in float64) -> T of each result, see fastattn/check/tolerance.py; without it, T is measured. hide_host: see
+    timing.measure_in_turn; False where the user waits for the host too.
     """
 
     name: str
-    cases: dict[str, Sequence[Any]]
-    directions: tuple[str, ...]
+    case_type: type
     rates: tuple[str, ...]
     inputs: Callable[[Any, torch.device], Inputs]
     providers: Callable[[torch.device], list[Provider]]
+    directions: tuple[str, ...] = ("forward", "backward", "both")
     part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
     terms: Callable[[Any, Inputs], dict[str, Tensor]] | None = None
     hide_host: bool = True
 
 
+Arguments = Callable[[Any, Inputs, float], dict[str, Any]]  # (case, inputs, dropout_p) -> arguments besides the leaves
+Function = Callable[[Any, Inputs, float], Callable[..., Tensor]]  # (case, inputs, dropout_p) -> function of the leaves
+
+
 @functools.cache
-def _op_terms() -> dict[str, Callable[..., dict[str, Tensor]]]:
+def _doctor_terms() -> dict[str, Callable[..., dict[str, Tensor]]]:
     return {problem.op: problem.terms for problem in problems(torch.device("cpu"))}
 
 
-def terms_of(
-    op_name: str,
-    arguments: Callable[[Any, Inputs, float], dict[str, Any]],
-    more: Callable[[Inputs], dict[str, Tensor]] = lambda inputs: {},
+def op_terms(
+    op_name: str, arguments: Arguments, more: Callable[[Inputs], dict[str, Tensor]] = lambda inputs: {}
 ) -> Callable[[Any, Inputs], dict[str, Tensor]]:
-    """T of an op's results as the doctor has it. arguments: see `ours`; more: tensors beside the leaves."""
+    """T of an op's results, as the doctor computes it. more: tensors besides the leaves."""
 
     def terms(case: Any, inputs: Inputs) -> dict[str, Tensor]:
         tensors = {name: leaf.detach() for name, leaf in inputs.leaves.items()} | more(inputs)
         options = arguments(case, inputs, 0.0) | {"dtype": case.dtype}
-        return _op_terms()[op_name](tensors, options, [inputs.dout])
+        return _doctor_terms()[op_name](tensors, options, [inputs.dout])
 
     return terms
 
 
-def run_of(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run:
+def function_run(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run:
     """The Run of a plain function of the leaves: result and gradients are checked; forward, backward and both timed.
-    Of inputs without dout there are no gradients."""
+    Without dout there are no gradients."""
     leaves = list(inputs.leaves.values())
 
     def forward() -> Tensor:
@@ -127,15 +143,15 @@ def run_of(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run
         return out, torch.autograd.grad(out, leaves, inputs.dout)
 
     def backward() -> tuple[Tensor, ...]:
-        if not kept:
-            kept.append(forward())
-        return torch.autograd.grad(kept[0], leaves, inputs.dout, retain_graph=True)
+        if not saved:
+            saved.append(forward())
+        return torch.autograd.grad(saved[0], leaves, inputs.dout, retain_graph=True)
 
     def results() -> dict[str, Tensor]:
         out, grads = both()
         return {"out": out} | {f"grad of {name}": grad for name, grad in zip(inputs.leaves, grads, strict=True)}
 
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     if inputs.dout is None:
         return Run(lambda: {"out": forward()}, {"forward": forward}, notes)
     return Run(results, {"forward": forward, "backward": backward, "both": both}, notes)
@@ -143,13 +159,10 @@ def run_of(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run
 
 def ours(
     function: Callable[..., Tensor],
-    arguments: Callable[[Any, Inputs, float], dict[str, Any]],
+    arguments: Arguments,
     finish: Callable[[Tensor, dict[str, Tensor]], Tensor] = lambda out, leaves: out,
 ) -> list[Provider]:
-    """A provider for each backend of a public op. arguments(case, inputs, dropout_p): those beside the leaves.
-
-    finish(out, leaves): what becomes of its result.
-    """
+    """A provider for each backend of a public op. finish(out, leaves) is applied to its result."""
 
     def provider(backend: str) -> Provider:
         def make(case: Any, inputs: Inputs, dropout_p: float) -> Run:
@@ -158,35 +171,46 @@ def ours(
             if reason := explanation.refusals[backend] or explanation.notes.get(backend):
                 raise Refused(reason)  # a note: a kernel can check on a CPU, but its speed there means nothing
             default = {"default": True} if backend == explanation.chosen else {}
-            return run_of(
-                lambda **leaves: finish(function(**leaves | options, backend=backend), leaves), inputs, **default
-            )
+
+            def call(**leaves: Tensor) -> Tensor:
+                return finish(function(**leaves | options, backend=backend), leaves)
+
+            return function_run(call, inputs, **default)
 
         return Provider(backend, make)
 
     return [provider(backend) for backend in BACKENDS]
 
 
-Function = Callable[[Any, Inputs, float], Callable[..., Tensor]]
-
-
 def rival(name: str, function: Function, compiled: bool = False) -> Provider:
-    """A provider of something else than fastattn. function(case, inputs, dropout_p): a plain function of the leaves.
+    """A provider that is not part of fastattn.
 
-    compiled: by torch.compile, for these shapes alone; what it compiled before is forgotten, so that it never falls
-    back to eager for having compiled too often. Its backward may not reuse the saved tensors' memory: the timed one is
+    compiled: by torch.compile, for these shapes alone. What it compiled before is dropped, so it never falls back to
+    eager after many recompilations. Its backward may not reuse the memory of saved tensors: the timed backward is
     repeated on one graph.
     """
 
     def make(case: Any, inputs: Inputs, dropout_p: float) -> Run:
         call = function(case, inputs, dropout_p)
-        if compiled:
-            torch._dynamo.reset()
-            torch._functorch.config.donated_buffer = False
-            call = torch.compile(call, dynamic=False)
-        return run_of(call, inputs)
+        return function_run(fresh_compile(call) if compiled else call, inputs)
 
     return Provider(name, make, ours=False, later=12 * compiled)
+
+
+def fresh_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile as `rival` describes it."""
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
+
+
+def rivals(
+    device: torch.device, torch_operators: Function, on_gpu: dict[str, Function] | None = None
+) -> list[Provider]:
+    """PyTorch's operators one after the other and compiled; on a GPU also other libraries."""
+    others = (on_gpu or {}) if device.type == "cuda" else {}
+    found = [rival("torch", torch_operators), rival("torch.compile", torch_operators, compiled=True)]
+    return found + [rival(name, function) for name, function in others.items()]
 
 
 def imported(module: str) -> Any:
@@ -198,24 +222,26 @@ def imported(module: str) -> Any:
 
 
 class Checked:
-    """One case, whose providers are compared with the reference formula in float64, by the one rule for error.
+    """One case. Its providers are compared with the reference formula in float64, by the one rule for error.
 
-    T, the size of the terms that are summed up in a result, is the op's; of whole models it is measured: the result's
-    own size, and how far it moves, in float64, when each input moves by a small relative amount of random sign (the
-    root mean square of some draws).
+    T, the size of the terms that are summed up in a result, comes from the op. Of whole models it is measured: the size
+    of the result, and how far it moves, in float64, when each input moves by a small relative amount of random sign
+    (the root mean square of some draws).
     """
 
     def __init__(self, benchmark: Benchmark, case: Any, device: torch.device) -> None:
         self.benchmark, self.case, self.device = benchmark, case, device
         self.inputs = benchmark.inputs(case, device)
+        if self.inputs.dout is not None:
+            for leaf in self.inputs.leaves.values():
+                leaf.requires_grad_()
         self.providers = benchmark.providers(device)
-        self._bound: tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def error_over_bound(self, provider: Provider) -> float:
         """The largest error of a provider's results as a share of its bound; over 1 is wrong. May raise Refused."""
         results = _results(provider.make(self.case, self.inputs, 0.0))
         actual = {name: self._part(name.removeprefix("grad of "), value) for name, value in results.items()}
-        truth, low, terms = self._bound = self._bound or self._reference()
+        truth, low, terms = self._reference
         return max(check_error(actual[name], truth[name], low[name], terms[name]).ratio for name in truth)
 
     def default(self) -> Run | None:
@@ -230,6 +256,7 @@ class Checked:
                     return run
         return None
 
+    @functools.cached_property
     def _reference(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Truth, the plain formula's results at the case's dtype, and T."""
         leaves = {name: self._part(name, value) for name, value in self.inputs.leaves.items()}
@@ -245,7 +272,7 @@ class Checked:
         return _results(self.providers[0].make(self.case, inputs, 0.0))
 
     def _measured_terms(self, exact: Inputs, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-        signs = torch.Generator(self.device).manual_seed(SEED)
+        signs = seeded(self.device)
 
         def moved(t: Tensor) -> Tensor:
             sign = torch.randint(0, 2, t.shape, generator=signs, device=t.device) * 2 - 1
@@ -266,7 +293,7 @@ def _results(run: Run) -> dict[str, Tensor]:
 
 
 def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> dict[str, Any]:
-    """What came of one provider on one case: {"status": "ok", "timings": ...} or {"status": why not, "reason": ...}.
+    """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": ..., "reason": ...}.
 
     Samples alternate with those of fastattn's default; "speed" is how many times that fits into the provider's time.
     """
@@ -278,9 +305,9 @@ def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> d
         run = provider.make(case, checked.inputs, case.dropout_p)
         row = {"status": "ok", "error_over_bound": ratio, "timings": {}}
         alone = run.notes.get("default") or not checked.benchmark.directions
-        beside = None if alone else checked.default()
+        default_run = None if alone else checked.default()
         for direction in checked.benchmark.directions:
-            calls = [run.timed[direction], *([beside.timed[direction]] if beside else [])]
+            calls = [run.timed[direction], *([default_run.timed[direction]] if default_run else [])]
             timed, *default = timing.measure_in_turn(calls, device, budget_s, checked.benchmark.hide_host)
             row["timings"][direction] = timed._asdict()
             if device.type == "cuda" and direction == "step":
@@ -290,13 +317,10 @@ def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> d
         *_, last = run.timed.values()
         if not checked.benchmark.directions:
             last()  # what only the first call allocates, an optimizer's state, does not count
-        row["peak_mib"] = timing.peak_mib(last, device)
-        if device.type == "cuda":
-            row["clocks"] = timing.nvidia_smi(device, "clocks.sm", "clocks.mem", "power.draw")
-        return row | run.notes
+        return row | {"peak_mib": timing.peak_mib(last, device)} | run.notes
     except Refused as refused:
         return {"status": "refused", "reason": str(refused)}
-    except Exception as error:  # a rival or a backend that breaks is a finding; the others are still measured
+    except Exception as error:  # recorded: the other providers are still measured
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             return {"status": "out of memory", "reason": first_line}

@@ -1,20 +1,16 @@
-"""Marian models of Hugging Face with random weights, of the shape of a case, and their conversion for CTranslate2.
-
-python benchmarks/marian.py FOLDER DEVICE THREADS     serves a converted model, see `Served`
-"""
+"""Hugging Face's Marian models with random weights, in the shape of a case, and their conversion for CTranslate2."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
-import warnings
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
-EOS, BOS = 1, 2  # the padding is the vocabulary's last word, as CTranslate2 wants it
+EOS, BOS = 1, 2  # the padding is the vocabulary's last word: CTranslate2 needs it there
 
 
 def build(case: Any) -> Any:
@@ -22,20 +18,29 @@ def build(case: Any) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    layers, heads = case.n_layers, case.n_head
+    sizes = {
+        f"{stack}_{name}": size
+        for stack in ("encoder", "decoder")
+        for name, size in (("layers", case.n_layers), ("attention_heads", case.n_head), ("ffn_dim", case.d_inner))
+    }
+    pad = case.n_vocab - 1
+    tokens = {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": EOS, "bos_token_id": BOS}
     config = transformers.MarianConfig(
-        vocab_size=case.n_vocab, d_model=case.d_model, scale_embedding=True, activation_function="relu",
-        encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads, decoder_attention_heads=heads,
-        encoder_ffn_dim=case.d_inner, decoder_ffn_dim=case.d_inner,
+        vocab_size=case.n_vocab,
+        d_model=case.d_model,
+        scale_embedding=True,
+        activation_function="relu",
         max_position_embeddings=max(case.length, case.new_tokens + 1) + 1,
-        pad_token_id=case.n_vocab - 1, decoder_start_token_id=case.n_vocab - 1, eos_token_id=EOS, bos_token_id=BOS,
-        forced_eos_token_id=None, share_encoder_decoder_embeddings=True,
-    )  # fmt: skip
+        forced_eos_token_id=None,
+        share_encoder_decoder_embeddings=True,
+        **sizes,
+        **tokens,
+    )
     return transformers.MarianMTModel(config).eval()
 
 
-def convert(model: Any, folder: Path) -> None:
-    """Write the model as CTranslate2 reads it. Its words are w0, w1, .."""
+def convert(model: Any, folder: str) -> None:
+    """Write the model in CTranslate2's format. Its words are w0, w1, .."""
     from ctranslate2.converters.transformers import MarianMTLoader
 
     spec = MarianMTLoader().get_model_spec(model)
@@ -47,63 +52,45 @@ def convert(model: Any, folder: Path) -> None:
     spec.config.add_source_eos = False
     spec.validate()
     spec.optimize()
-    spec.save(str(folder))
+    spec.save(folder)
 
 
-class Served:
-    """A converted model in a process of its own, whose idle threads then take no time from other providers.
+def ctranslate2_process(
+    model: Any, sources: list[list[int]], beam: int, new_tokens: int, device: str, dtype: str, threads: int
+) -> Callable[[], None]:
+    """A function that translates the sources once, in another process: the idle threads of CTranslate2 spin there for a
+    short time only, so other providers do not become slower. The process ends with the function.
 
-    translate() has it translate once and waits; the process ends with the object.
+    RuntimeError or ValueError where CTranslate2 cannot translate them.
     """
+    words = [[f"w{i}" for i in source] for source in sources]
+    options = {"compute_type": dtype, "inter_threads": 1, "intra_threads": threads}
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, KMP_BLOCKTIME="1"):
+        convert(model, folder)
+        pool.submit(_load, folder, device, options, words, beam, new_tokens).result()
 
-    def __init__(
-        self, model: Any, sources: list[list[int]], beam: int, new_tokens: int, device: str, dtype: str, threads: int
-    ) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        folder = Path(self.folder.name)
-        (folder / "model").mkdir()
-        convert(model, folder / "model")
-        words = [[f"w{i}" for i in source] for source in sources]
-        task = {"words": words, "beam": beam, "new_tokens": new_tokens, "dtype": dtype}
-        (folder / "task.json").write_text(json.dumps(task))
-        command = [sys.executable, __file__, str(folder), device, str(threads)]
-        environment = os.environ | {"KMP_BLOCKTIME": "1"}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        self.translate()
+    def translate() -> None:
+        pool.submit(_translate).result()
 
-    def translate(self) -> None:
-        """RuntimeError with the process's reason where it cannot."""
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline().strip()
-        if answer != "done":
-            raise RuntimeError(answer or "the process ended")
-
-    def __del__(self) -> None:
-        if hasattr(self, "process"):
-            self.process.stdin.close()
-            self.process.wait()
+    translate()
+    return translate
 
 
-def serve(folder: Path, device: str, threads: int) -> None:
-    """Translate the task for each line of standard input."""
+_task: dict[str, Any] = {}  # of the other process
+
+
+def _load(
+    folder: str, device: str, options: dict[str, Any], words: list[list[str]], beam: int, new_tokens: int
+) -> None:
     import ctranslate2
 
-    task = json.loads((folder / "task.json").read_text())
-    options = {"compute_type": task["dtype"], "inter_threads": 1, "intra_threads": threads}
-    limits = {"min_decoding_length": task["new_tokens"], "max_decoding_length": task["new_tokens"]}
-    translator = None
-    for _ in sys.stdin:
-        try:
-            translator = translator or ctranslate2.Translator(str(folder / "model"), device, **options)
-            found = translator.translate_batch(task["words"], beam_size=task["beam"], max_batch_size=0, **limits)
-            short = any(len(result.hypotheses[0]) != task["new_tokens"] for result in found)
-            print("some translations are shorter" if short else "done", flush=True)
-        except (RuntimeError, ValueError) as error:
-            print(str(error).splitlines()[0], flush=True)
+    limits = {"beam_size": beam, "min_decoding_length": new_tokens, "max_decoding_length": new_tokens}
+    _task["translator"] = ctranslate2.Translator(folder, device, **options)
+    _task["arguments"] = {"source": words, "max_batch_size": 0, **limits}
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+def _translate() -> None:
+    found, arguments = _task["translator"].translate_batch(**_task["arguments"]), _task["arguments"]
+    if any(len(result.hypotheses[0]) != arguments["max_decoding_length"] for result in found):
+        raise RuntimeError("some translations are shorter")

@@ -1,28 +1,28 @@
-"""The models that are measured whole, with equal weights: fastattn's, and what a user of PyTorch would have instead.
+"""The models that are measured whole, with equal weights: fastattn's, and what a user of PyTorch would use instead.
 
-Those are the public architecture as in tests/models/plain_transformer.py, the same with torch's attention inside, and
-torch.nn's Transformer layers.
+The rivals are the public architecture as in tests/models/plain_transformer.py, the same with torch's attention inside,
+and torch.nn's Transformer layers.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import harness
 import torch
 import torch.nn.functional as F
 from cases import ModelCase
-from harness import Inputs, Refused
+from harness import Inputs
 from torch import Tensor, nn
 
-from fastattn import backends
 from fastattn.models import FusedTransformer
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path += [str(TESTS / "models"), str(TESTS / "generate")]  # generate: bench_decoding imports plain_search
+import plain_transformer  # noqa: E402
 
 PAD = 0
 SMOOTHING = 0.1  # of labels, as in the paper
@@ -31,10 +31,10 @@ Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # of a model, (B, 
 
 
 def make_inputs(case: ModelCase, device: torch.device, longest: int) -> Inputs:
-    """leaves: the weights all models start from; fixed: src_seq (batch, length), trg_seq (batch, length + 1)."""
+    """leaves: the initial weights of all models; fixed: src_seq (batch, length), trg_seq (batch, length + 1)."""
     torch.manual_seed(harness.SEED)
     model = fused(case, 0.0, longest).to(device)
-    generator = torch.Generator().manual_seed(harness.SEED)
+    generator = harness.seeded("cpu")
 
     def draw(length: int, lengths: torch.Tensor) -> torch.Tensor:
         words = torch.randint(1, case.n_vocab, (case.batch, length), generator=generator)
@@ -46,13 +46,11 @@ def make_inputs(case: ModelCase, device: torch.device, longest: int) -> Inputs:
 
 
 def _arguments(case: ModelCase, dropout_p: float, longest: int) -> dict[str, Any]:
-    width = case.d_model // case.n_head
-    return {
-        "n_src_vocab": case.n_vocab, "n_trg_vocab": case.n_vocab, "src_pad_idx": PAD, "trg_pad_idx": PAD,
-        "d_word_vec": case.d_model, "d_model": case.d_model, "d_inner": case.d_inner, "n_layers": case.n_layers,
-        "n_head": case.n_head, "d_k": width, "d_v": width, "n_position": longest,
-        "dropout": dropout_p, "attn_dropout": dropout_p,
-    }  # fmt: skip
+    d_model, head_dim = case.d_model, case.d_model // case.n_head
+    sizes = {"d_word_vec": d_model, "d_model": d_model, "d_inner": case.d_inner, "d_k": head_dim, "d_v": head_dim}
+    counts = {"n_src_vocab": case.n_vocab, "n_trg_vocab": case.n_vocab, "n_layers": case.n_layers}
+    counts |= {"n_head": case.n_head, "n_position": longest}
+    return sizes | counts | {"src_pad_idx": PAD, "trg_pad_idx": PAD, "dropout": dropout_p, "attn_dropout": dropout_p}
 
 
 def fused(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
@@ -60,25 +58,24 @@ def fused(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
 
 
 def padded(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
-    """The same, with padding in all its work, also where it would drop it by itself."""
+    """The same, but it always computes the padding."""
     return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=False)
 
 
 def packed(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
-    """The same, working on real tokens only."""
+    """The same, but it always drops the padding."""
     return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=True)
 
 
 def plain(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     """The public model as it is."""
-    return _plain_module().PlainTransformer(**_arguments(case, dropout_p, longest))
+    return plain_transformer.PlainTransformer(**_arguments(case, dropout_p, longest))
 
 
 def plain_sdpa(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     """The public model with torch's scaled_dot_product_attention inside."""
-    Attention = _plain_module().Attention
 
-    class SdpaAttention(Attention):
+    class SdpaAttention(plain_transformer.Attention):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, None]:
             heads = self.heads(self.w_qs(q)), self.heads(self.w_ks(k)), self.heads(self.w_vs(v))
             dropout = self.attn_dropout.p if self.training else 0.0
@@ -88,23 +85,14 @@ def plain_sdpa(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
 
     model = plain(case, dropout_p, longest)
     for module in model.modules():
-        if type(module) is Attention:
+        if type(module) is plain_transformer.Attention:
             module.__class__ = SdpaAttention
     return model
 
 
-def _plain_module() -> Any:
-    folder = Path(__file__).resolve().parents[1] / "tests" / "models"
-    if not folder.exists():
-        raise Refused("tests/models is not here")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    return importlib.import_module("plain_transformer")
-
-
 class TorchTransformer(nn.Module):
-    """torch.nn's encoder and decoder layers between the public model's embedding and projection. Its layers have biases
-    that the public model has not; they start at 0."""
+    """torch.nn's encoder and decoder layers between the public model's embedding and projection. Its layers have
+    biases, the public model's have none; they start at 0."""
 
     def __init__(self, case: ModelCase, dropout_p: float, longest: int) -> None:
         super().__init__()
@@ -131,7 +119,7 @@ class TorchTransformer(nn.Module):
         return norm(self.dropout(self.embedding(tokens) + self.position[:, : tokens.shape[1]]))
 
     def load_state_dict(self, weights: dict[str, Tensor]) -> None:
-        """Of the public model."""
+        """Weights of the public model."""
         with torch.no_grad():
             for name, bias in self.named_parameters():
                 if name.endswith(("in_proj_bias", "out_proj.bias")):
@@ -141,7 +129,7 @@ class TorchTransformer(nn.Module):
             self.position.copy_(weights["encoder.position_enc.pos_table"])
 
     def gradients(self) -> dict[str, Tensor]:
-        """By the public model's names."""
+        """With the public model's names."""
         return {name: parameter.grad[rows] for name, parameter, rows in self._public_parameters()}
 
     def _public_parameters(self) -> Iterator[tuple[str, Tensor, slice]]:
@@ -173,26 +161,11 @@ class TorchTransformer(nn.Module):
 
 
 def plain_loss(model: nn.Module, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
-    """As a user of plain PyTorch takes it."""
+    """The loss as a user of plain PyTorch computes it."""
     logits = model(src_seq, trg_seq)
     return F.cross_entropy(logits, gold.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING)
 
 
 def fused_loss(model: nn.Module, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
-    """As a user of FusedTransformer takes it."""
+    """The loss as a user of FusedTransformer computes it."""
     return model.loss(src_seq, trg_seq, gold, label_smoothing=SMOOTHING)
-
-
-@contextmanager
-def by_reference(op_name: str | None) -> Iterator[None]:
-    """Every call of this one op is served by the reference path; all others as they would be."""
-    if op_name is None:
-        yield
-        return
-    choose = backends.choose
-
-    def switched(op: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
-        return choose(op, device, arguments, "reference" if op == op_name else backend)
-
-    with patch.object(backends, "choose", switched):
-        yield

@@ -1,6 +1,6 @@
-"""Records as Markdown: the report of one run, RESULTS.md of all committed records, and the README's few figures.
+"""Records as Markdown: the report of one run, RESULTS.md of all committed records, and the README's figures.
 
-Nothing in these files is typed: `report.py --readme` writes them from benchmarks/results/report_*.json.
+`report.py --readme` writes RESULTS.md and the README's figures from benchmarks/results/report_*.json.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import result_files
-import targets
 from result_files import (
-    KEPT,
-    OWN_LOSS,
+    LOSS_FROM_LOGITS,
+    WITH_PADDING,
     Record,
     Row,
     bound_ms,
-    by_medians,
+    case_rows,
     default_row,
     machine,
     median,
-    named,
+    provider_row,
     rate,
-    rows_of,
     slowdown,
 )
 
@@ -42,11 +40,11 @@ def brief(row: Row) -> str:
         return f"{row['status']}: {row['reason']}" if "reason" in row else row["status"]
     if not row["timings"]:
         return f"{row['peak_mib']:.1f} MiB"
-    return ", ".join(f"{direction} {ms_of(timed)} ms" for direction, timed in row["timings"].items())
+    return ", ".join(f"{direction} {format_ms(timed)} ms" for direction, timed in row["timings"].items())
 
 
-def ms_of(timed: Row, quartiles: bool = False) -> str:
-    """A median, and on a GPU what else HOW_TIMED names."""
+def format_ms(timed: Row, quartiles: bool = False) -> str:
+    """A median; on a GPU also the other times of HOW_TIMED."""
     text = f"{timed['median_ms']:.3g}"
     if quartiles:
         text = f"{timed['median_ms']:.4g} [{timed['q1_ms']:.4g}, {timed['q3_ms']:.4g}]"
@@ -63,16 +61,16 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]
         yield "| " + " | ".join(cells) + " |"
 
 
-def _times(ratio: float | None) -> str:
+def format_times(ratio: float | None) -> str:
     return f"{ratio:.2f}x" if ratio else "-"
 
 
-def _share(bound: float | None, ms: float | None) -> str:
+def format_share(bound: float | None, ms: float | None) -> str:
     return f"{bound / ms:.0%}" if bound and ms else "-"
 
 
 def fastest_other(rows: Sequence[Row], direction: str) -> tuple[float, str] | None:
-    """How often fastattn's default fits into the time of its fastest rival, and which that is."""
+    """The fastest rival's time divided by that of fastattn's default, and the rival's name."""
     found = [(slowdown(rows, row, direction), row["provider"]) for row in rows if not row["ours"]]
     return min(((ratio, name) for ratio, name in found if ratio), default=None)
 
@@ -80,7 +78,7 @@ def fastest_other(rows: Sequence[Row], direction: str) -> tuple[float, str] | No
 def summary(record: Record) -> Iterator[str]:
     """A line for each case: fastattn's default against the others."""
     for name, op in record["ops"].items():
-        cases = [case for case in record["cases"] if case["op"] == name and rows_of(record, case)]
+        cases = [case for case in record["cases"] if case["op"] == name and case_rows(record, case)]
         if not cases:
             continue
         if op["directions"]:
@@ -106,37 +104,37 @@ def summary(record: Record) -> Iterator[str]:
 
 
 def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
-    rows = rows_of(record, case)
+    rows = case_rows(record, case)
     ms = median(default_row(rows), direction)
     other = fastest_other(rows, direction)
-    ours = ms_of(default_row(rows)["timings"][direction]) if ms else "-"
-    cells = [case["case"], ours, f"{_times(other[0])} {other[1]}" if other else "-"]
+    ours = format_ms(default_row(rows)["timings"][direction]) if ms else "-"
+    cells = [case["case"], ours, f"{format_times(other[0])} {other[1]}" if other else "-"]
     if direction == "step":
-        own_loss = slowdown(rows, named(rows, OWN_LOSS), direction)
-        cells.append(_times(other[0] / own_loss if other and own_loss else None))
-        cells.append(_times(slowdown(rows, named(rows, KEPT), direction)))
+        own_loss = slowdown(rows, provider_row(rows, LOSS_FROM_LOGITS), direction)
+        cells.append(format_times(other[0] / own_loss if other and own_loss else None))
+        cells.append(format_times(slowdown(rows, provider_row(rows, WITH_PADDING), direction)))
     if direction == "decode":
-        cells.append(_times(slowdown(rows, named(rows, HUGGING_FACE), direction)))
-    reference = slowdown(rows, named(rows, "reference"), direction)
-    return [*cells, _share(bound_ms(record, case, direction), ms), _times(reference)]
+        cells.append(format_times(slowdown(rows, provider_row(rows, HUGGING_FACE), direction)))
+    reference = slowdown(rows, provider_row(rows, "reference"), direction)
+    return [*cells, format_share(bound_ms(record, case, direction), ms), format_times(reference)]
 
 
 def _memory_cells(record: Record, case: Row) -> list[str]:
-    rows = rows_of(record, case)
-    found = (default_row(rows), named(rows, PLAIN), named(rows, "reference"))
+    rows = case_rows(record, case)
+    found = (default_row(rows), provider_row(rows, PLAIN), provider_row(rows, "reference"))
     ours, *others = (row["peak_mib"] if row and row["status"] == "ok" else None for row in found)
-    ratios = [_times(mib / ours) if mib and ours else "-" for mib in others]
+    ratios = [format_times(mib / ours) if mib and ours else "-" for mib in others]
     return [case["case"], f"{ours:.1f}" if ours else "-", *ratios]
 
 
 def how_to_read() -> str:
     return (
-        "Over 1x: fastattn's default is faster, or takes less memory, than the column's name.\n"
-        "Fastest other: the fastest of what a user would pick instead. With their own loss: the gain of a user who\n"
-        "only changes the import and takes the loss from the logits, without `loss`. By dropping padding: how much\n"
-        "longer fastattn takes when it keeps the padding, which is that part of its gain. Of the bound: the share of\n"
-        "the least time that the FLOPs and bytes of the case can take at this machine's ceilings. The reference path\n"
-        "is the specification, not a rival."
+        "Over 1x: fastattn's default is faster, or needs less memory, than the column's name.\n"
+        "Fastest other: the fastest of what a user would use instead. With their own loss: the gain of a user who\n"
+        "only changes the import and computes the loss from the logits. By dropping padding: how much longer\n"
+        "fastattn needs when it computes the padding too, which is that part of its gain. Of the bound: the least\n"
+        "time that the FLOPs and bytes of the case need at this machine's ceilings, as a share of the measured time.\n"
+        "The reference path is the specification, not a rival."
     )
 
 
@@ -166,9 +164,9 @@ def write_report(record: Record, out: Path) -> Path:
     lines = ["# fastattn: benchmark report", "", *provenance(record)]
     if record["missing"]:
         lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
-    lines += ["", "## Summary", "", how_to_read(), *_targets(record), *summary(record)]
+    lines += ["", "## Summary", "", how_to_read(), *summary(record)]
     try:
-        import report_plots  # a machine that measures need not be able to draw
+        import report_plots  # matplotlib may be missing where the report is made
 
         lines += [line for name in report_plots.draw(record, out) for line in ("", f"![{name}]({name})")]
     except ImportError as error:
@@ -177,16 +175,15 @@ def write_report(record: Record, out: Path) -> Path:
         "",
         "## Everything measured",
         "",
-        "Medians; in brackets the quartiles. Speed: how many times fastattn's default fits into the time, by samples",
-        "that alternate with its own; where the medians say something else, that too: then measure again. Error: share",
-        "of the bound of `fastattn.check.tolerance.check_error`. Memory: the peak of the last direction beyond what was allocated",
-        "before.",
+        "Medians; in brackets the quartiles. Speed: the time divided by that of fastattn's default, by samples that",
+        "alternate with its own. Error: share of the bound of `fastattn.check.tolerance.check_error`. Memory: the peak",
+        "of the last direction beyond what was allocated before.",
     ]
     for name, op in record["ops"].items():
-        cases = [case for case in record["cases"] if case["op"] == name and rows_of(record, case)]
+        cases = [case for case in record["cases"] if case["op"] == name and case_rows(record, case)]
         lines += ["", f"## {name}", "", f"{op['formula']}."] if cases else []
         for case in cases:
-            lines += ["", f"### {case['case']}", "", *_details(record, case, op, rows_of(record, case))]
+            lines += ["", f"### {case['case']}", "", *_details(record, case, op, case_rows(record, case))]
     path = out / "report.md"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -204,15 +201,11 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
         notes = f" ({row['ran']} ran)" if row.get("ran", row["provider"]) not in row["provider"] else ""
         notes += f" (mask alone {row['mask_ms']:.3g} ms)" if "mask_ms" in row else ""
         notes += " (default)" if row.get("default") and row["provider"] != "default" else ""
-        cells = [row["provider"] + notes]
-        for timed in row["timings"].values():
-            cells.append(ms_of(timed, quartiles=True))
+        cells = [row["provider"] + notes, *(format_ms(timed, quartiles=True) for timed in row["timings"].values())]
         for last in op["directions"][-1:]:
             ms = median(row, last)
             cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
-            medians = by_medians(rows, row, last)
-            speed = _times(slowdown(rows, row, last)) + (f" (medians {_times(medians)})" if medians else "")
-            cells += [_share(bound_ms(record, case, last), ms), speed]
+            cells += [format_share(bound_ms(record, case, last), ms), format_times(slowdown(rows, row, last))]
         ratio = row["error_over_bound"]
         body.append([*cells, "-" if ratio is None else f"{ratio:.2f}", f"{row['peak_mib']:.1f}"])
     if body:
@@ -242,20 +235,16 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
     lines += [] if any(_on_gpu(record) for _, record in found) else [NO_GPU]
     for path, record in found:
         lines += ["", f"## [{path.name}](results/{path.name})", "", *provenance(record)]
-        lines += [*_targets(record), *summary(record)]
+        lines += summary(record)
     return "\n".join(lines) + "\n"
 
 
-def _targets(record: Record) -> list[str]:
-    return ["", "**Targets**", "", *targets.table(record)] if _on_gpu(record) else []
-
-
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
-    """What stands between the README's markers: the first training steps of the first record."""
+    """The README's table: the first training steps of the first record."""
     if not found:
         return NO_GPU + "\n"
     path, record = found[0]
-    cases = [case for case in record["cases"] if "step" in case["work"] and rows_of(record, case)][:README_ROWS]
+    cases = [case for case in record["cases"] if "step" in case["work"] and case_rows(record, case)][:README_ROWS]
     body = [_speed_cells(record, case, "step")[:5] for case in cases]
     lines = [] if _on_gpu(record) else [NO_GPU, ""]
     lines += [f"On {machine(record)}, {record['environment']['date'][:10]}"]

@@ -1,6 +1,8 @@
-"""The process that measures, apart from the one that keeps the results: a provider may crash, hang or eat all memory.
+"""The process that measures. It is separate from the process that keeps the results, because a provider may crash, hang
+or use all memory.
 
-One worker serves many jobs, since importing torch takes seconds; it is replaced when it dies or a job takes too long.
+One worker runs many jobs, since importing torch takes seconds. It is replaced when it dies or a job takes too long. A
+ProcessPoolExecutor cannot end a job that hangs, nor tell by which signal a process died.
 """
 
 from __future__ import annotations
@@ -19,13 +21,11 @@ import harness
 import timing
 import torch
 
-START_S = 180.0  # to import torch and find the device, on a slow disk
-
 
 class Task(NamedTuple):
-    """What a worker must know before its first job. catalogue: the module with the function `plan(table)`."""
+    """What a worker must know before its first job. tables: the module with the function `plan(table)`."""
 
-    catalogue: str
+    tables: str
     table: str
     device: str
     log: Path
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Worker:
-    """`ask` gives a job's result, whatever happens to the process that works on it."""
+    """`ask` returns a job's result, whatever happens to the process that runs it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -63,33 +63,31 @@ class Worker:
             return row
         except (EOFError, OSError):  # the other end is closed: the process has ended, or is ending
             self.process.join(10)
-            how = self.process.exitcode
+            status = self.process.exitcode
             self.stop()
-            name = f"signal {signal.Signals(-how).name}" if how and how < 0 else f"exit status {how}"
+            name = f"signal {signal.Signals(-status).name}" if status and status < 0 else f"exit status {status}"
             return {"status": "crashed", "reason": f"the process ended with {name}"}
 
     def _start(self) -> None:
-        # A worker that is killed may leave semaphores, of torch.compile for one, which are then removed: no news.
+        # A worker that is killed may leave semaphores, for instance of torch.compile. That they are removed is no news.
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, self.task))
+        self.process = context.Process(target=run_jobs, args=(theirs, self.task))
         self.process.start()
         theirs.close()
         try:
-            ready = self.connection.poll(START_S) and self.connection.recv()
-        except EOFError:
-            ready = False
-        if not ready:
+            self.connection.recv()
+        except EOFError as error:
             self.stop()
-            raise RuntimeError(f"the measuring process did not start; its output is in {self.task.log}")
+            raise RuntimeError(f"the measuring process did not start; its output is in {self.task.log}") from error
 
     def stop(self) -> None:
         """End the process and everything it started."""
         if self.process is None:
             return
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a group of its own
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads its own group
         except ProcessLookupError:
             self.process.kill()
         self.process.join()
@@ -97,19 +95,19 @@ class Worker:
         self.process = None
 
 
-def serve(connection: Connection, task: Task) -> None:
+def run_jobs(connection: Connection, task: Task) -> None:
     """The worker: answers each Job with (row, is this process still usable), until the other end closes."""
     os.setsid()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    plan = importlib.import_module(task.catalogue).plan(task.table)
+    plan = importlib.import_module(task.tables).plan(task.table)
     device = torch.device(task.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events are recorded there
-    current: tuple[int | None, Any] = (None, None)  # a case is kept while its providers take turns
-    connection.send(True)
+    current: tuple[int | None, Any] = (None, None)  # all providers of a case share one Checked
+    connection.send("ready")
     while True:
         try:
             index, name = connection.recv()
@@ -135,8 +133,8 @@ def serve(connection: Connection, task: Task) -> None:
 
 
 def _empty_cache(device: torch.device) -> bool:
-    """So that one provider's leftovers are not another's lack of memory. False where the device no longer works: after
-    an illegal access nothing does, in this process."""
+    """Frees what the last provider left. False where the device no longer works: after an illegal access nothing does,
+    in this process."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -147,7 +145,7 @@ def _empty_cache(device: torch.device) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """A worker whose report was killed has nobody to work for."""
+    """A worker ends when its report was killed."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Records: what was measured where, as JSON, and what follows from it: rates, shares of the bound, comparisons.
+"""Records, as JSON, and what is computed from them: rates, shares of the bound, comparisons.
 
 {"environment": {...}, "ceilings": {...} or None, "ops": {op: {"formula", "directions", "rates"}},
  "cases": [{"op", "case", "dtype", "series", "work": {direction: {"flop", "byte", ...}}}], in the table's order,
@@ -22,9 +22,8 @@ from cases import label
 from fastattn.check.doctor import devices, versions
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = "default, padding kept"  # the provider that shows what dropping padding gains in a training step
-OWN_LOSS = "default, own loss"  # likewise: only the import is changed, and the loss is taken from forward's logits
-DISAGREE = 1.25  # times: a ratio that the medians do not confirm within this is marked
+WITH_PADDING = "default, padding kept"  # providers of bench_transformer
+LOSS_FROM_LOGITS = "default, own loss"
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -57,7 +56,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def sources() -> str:
-    """A digest of all code that a figure may depend on: it names the version also without git, or with changes."""
+    """A digest of all code that a figure may depend on: it names the version without git, too."""
     digest = hashlib.sha256()
     for folder in ("fastattn", "kernels", "csrc", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -67,7 +66,7 @@ def sources() -> str:
 
 
 def described(plan: Sequence[tuple[Any, Any]]) -> Record:
-    """The part of a record that follows from the plan, a list of (benchmark, case), alone: "ops" and "cases"."""
+    """The part of a record that depends only on the plan, a list of (benchmark, case): "ops" and "cases"."""
     benchmarks = {benchmark.name: benchmark for benchmark, _ in plan}
     ops = {
         name: {
@@ -85,7 +84,7 @@ def described(plan: Sequence[tuple[Any, Any]]) -> Record:
 
 
 def save(record: Record, path: Path) -> None:
-    """Whole or not at all, one row a line, numbers to six digits."""
+    """The file is complete or not there. One row a line, numbers with six digits."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
@@ -106,11 +105,15 @@ def save(record: Record, path: Path) -> None:
 
 
 def load(path: Path) -> Record:
-    """A record from its file, or from the folder that the report wrote it to."""
+    """A record from its file or its folder."""
     return json.loads((path / "record.json" if path.is_dir() else path).read_text())
 
 
-def rows_of(record: Record, case: Row) -> list[Row]:
+def row_key(row: Row) -> tuple[str, str, str]:
+    return row["op"], row["case"], row["provider"]
+
+
+def case_rows(record: Record, case: Row) -> list[Row]:
     return [row for row in record["rows"] if (row["op"], row["case"]) == (case["op"], case["case"])]
 
 
@@ -119,12 +122,12 @@ def median(row: Row | None, direction: str) -> float | None:
     return row["timings"][direction]["median_ms"] if row and row["status"] == "ok" else None
 
 
-def named(rows: Sequence[Row], provider: str) -> Row | None:
+def provider_row(rows: Sequence[Row], provider: str) -> Row | None:
     return next((row for row in rows if row["provider"] == provider), None)
 
 
 def default_row(rows: Sequence[Row]) -> Row | None:
-    """What fastattn does here unless told otherwise."""
+    """The row of fastattn's default."""
     return next((row for row in rows if row.get("default")), None)
 
 
@@ -151,7 +154,7 @@ def rate(amount: float, ms: float, unit: str) -> str:
 
 
 def machine(record: Record) -> str:
-    """One line: the device, and what else decides how fast it is."""
+    """One line: the device, and the versions."""
     environment, device = record["environment"], record["environment"]["device"]
     if device["device"] == "cpu":
         device = f"{device['name']} (CPU), {environment['threads']} thread{'s' * (environment['threads'] != 1)}"
@@ -163,33 +166,24 @@ def machine(record: Record) -> str:
 
 
 def slowdown(rows: Sequence[Row], row: Row | None, direction: str) -> float | None:
-    """How many times fastattn's default fits into a provider's time: by alternating samples, else by the medians."""
+    """A provider's time, divided by that of fastattn's default: by alternating samples, else by the medians."""
     ms, default_ms = median(row, direction), median(default_row(rows), direction)
     if ms is None or default_ms is None:
         return None
     return row.get("speed", {}).get(direction, ms / default_ms)
 
 
-def by_medians(rows: Sequence[Row], row: Row | None, direction: str) -> float | None:
-    """`slowdown` by the medians alone, where samples that alternate strongly disagree with them, else None."""
-    ratio = slowdown(rows, row, direction)
-    if ratio is None:
-        return None
-    medians = median(row, direction) / median(default_row(rows), direction)
-    return medians if max(ratio / medians, medians / ratio) > DISAGREE else None
-
-
 def compare(a: Path, b: Path) -> int:
-    """Prints what got slower or faster from a to b by more than the quartiles of both. Returns 1 when something of
-    fastattn got slower or larger, or no longer works, else 0."""
+    """Prints what got slower or faster from a to b, if the quartiles do not overlap. Returns 1 when a part of fastattn
+    got slower or larger, or no longer works, else 0."""
     before, after = load(a), load(b)
     print(f"A: {a}: {machine(before)}\nB: {b}: {machine(after)}")
     if machine(before) != machine(after):
         print("Not the same machine or versions: differences are not the code's alone.")
-    earlier = {(row["op"], row["case"], row["provider"]): row for row in before["rows"]}
+    earlier = {row_key(row): row for row in before["rows"]}
     worse = shared = 0
     for row in after["rows"]:
-        old = earlier.get((row["op"], row["case"], row["provider"]))
+        old = earlier.get(row_key(row))
         if old is None:
             continue
         shared += 1
@@ -200,7 +194,7 @@ def compare(a: Path, b: Path) -> int:
         if old["status"] != "ok" or row["status"] != "ok":
             continue
         if not row["timings"]:
-            found = "more" * (row["peak_mib"] > 1.02 * old["peak_mib"])  # a tensor more; two runs need not be equal
+            found = "more" * (row["peak_mib"] > 1.02 * old["peak_mib"])  # two equal runs may differ a little
             print(f"{name}, memory: {old['peak_mib']:.1f} -> {row['peak_mib']:.1f} MiB {found}".rstrip())
             worse += row["ours"] and bool(found)
         for direction, timed in row["timings"].items():
@@ -209,5 +203,5 @@ def compare(a: Path, b: Path) -> int:
             ratio = timed["median_ms"] / then["median_ms"]
             print(f"{name}, {direction}: {then['median_ms']:.4g} -> {timed['median_ms']:.4g} ms, {ratio:.2f}x {found}")
             worse += row["ours"] and found == "slower"
-    print(f"{shared} measurements in both; of fastattn, {worse} got slower beyond the quartiles or larger, or broke")
+    print(f"{shared} measurements in both; of fastattn, {worse} got slower or larger, or broke")
     return int(worse > 0)

@@ -1,8 +1,7 @@
-"""The one table of cases: what is measured where, the most valuable first.
+"""All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
-quick: seconds on one core, for tests. cpu: about an hour on two cores, the most of it for torch.compile, which comes
-last; ten minutes reach the rest.
-cuda: a data-centre GPU; as far as the time goes.
+quick: seconds on one core, for tests. cpu: about an hour on two cores. Most of it is torch.compile, which comes last:
+ten minutes are enough for the rest. cuda: a data-centre GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import bench_add_layer_norm
+import bench_attention
+import bench_decode_attention
+import bench_decoding
+import bench_embed_layer_norm
+import bench_feed_forward
+import bench_linear_cross_entropy
+import bench_transformer
 import torch
 from cases import (
     LONG_TAIL,
@@ -24,18 +31,19 @@ from cases import (
     NormCase,
     StepCase,
 )
+from harness import Benchmark
 
 F32, BF16 = torch.float32, torch.bfloat16
-BASE = (6, 512, 2048, 8, 32000)  # the paper's models: layers, d_model, d_inner, heads; and a vocabulary
+BASE = (6, 512, 2048, 8, 32000)  # the paper's models: n_layers, d_model, d_inner, n_head; and n_vocab
 BIG = (6, 1024, 4096, 16, 32000)
 
 
-def attention(length: int, dim: int, mask: str, tokens: int = 16384, **options: object) -> AttentionCase:
-    """Self-attention in bfloat16 on `tokens` tokens of width 2048, as in FlashAttention's papers."""
-    return AttentionCase(tokens // length, 2048 // dim, length, length, dim, mask, BF16, **options)
+def attention(length: int, head_dim: int, mask: str, tokens: int = 16384, **options: object) -> AttentionCase:
+    """Self-attention in bfloat16 on `tokens` tokens with d_model 2048, as in FlashAttention's papers."""
+    return AttentionCase(tokens // length, 2048 // head_dim, length, length, head_dim, mask, BF16, **options)
 
 
-# Sentences in a batch, and new tokens of each: long enough for a step to count, short enough for beams to be timed.
+# (sentences in a batch, new tokens of each): enough steps to time one, few enough for beam search.
 _BATCHES = ((1, 64), (32, 32), (256, 16))
 
 
@@ -106,7 +114,7 @@ CPU = [
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CUDA = [
-    # What targets.py asks for, one of each kind first.
+    # One case of each kind first.
     StepCase(256, 32, *BASE, BF16),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16),
     attention(8192, 128, "full"),
@@ -119,7 +127,7 @@ CUDA = [
     CrossEntropyCase(8192, 512, 32000, BF16),
     EmbedCase(256, 32, 512, 32000, BF16, 0.1),
     *_decode_attention(BF16),
-    # What else training and decoding are made of.
+    # The other parts of training and decoding.
     StepCase(1024, 64, *BASE, BF16),
     attention(1024, 64, "padding"),
     *(case for case in _decoding(*BASE, BF16) if (case.batch, case.beam) != (1, 5)),
@@ -136,7 +144,7 @@ CUDA = [
     attention(2048, 64, "blocks", masked=0.9),
     attention(2048, 64, "blocks", masked=0.25),
     attention(2048, 64, "alibi"),
-    AttentionCase(4, 32, 4096, 4096, 128, "causal", BF16, heads_k=8),
+    AttentionCase(4, 32, 4096, 4096, 128, "causal", BF16, n_head_kv=8),
     AttentionCase(2, 16, 8192, 8192, 64, "padding", BF16, spread=LONG_TAIL),
     *(MemoryCase(8192 // length, length, *BASE, BF16) for length in (128, 512, 2048, 4096)),
     # The other steps: 4k tokens, 64k tokens of the big model, long sequences, a long tail.
@@ -164,6 +172,20 @@ CUDA = [
 TABLES: dict[str, list[Case]] = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}
 
 
-def cases_of(kind: type[Case]) -> dict[str, list[Case]]:
-    """The cases of one kind in each table."""
-    return {name: [case for case in table if type(case) is kind] for name, table in TABLES.items()}
+BENCHMARKS: tuple[Benchmark, ...] = (
+    bench_transformer.BENCHMARK,
+    bench_transformer.MEMORY,
+    bench_attention.BENCHMARK,
+    bench_add_layer_norm.BENCHMARK,
+    bench_feed_forward.BENCHMARK,
+    bench_linear_cross_entropy.BENCHMARK,
+    bench_embed_layer_norm.BENCHMARK,
+    bench_decode_attention.BENCHMARK,
+    bench_decoding.BENCHMARK,
+)
+
+
+def plan(table: str) -> list[tuple[Benchmark, Case]]:
+    """Every case of this table with the benchmark that measures it."""
+    benchmarks = {benchmark.case_type: benchmark for benchmark in BENCHMARKS}
+    return [(benchmarks[type(case)], case) for case in TABLES[table]]

@@ -1,9 +1,9 @@
-"""How a call is measured: time, memory and clocks; and what the machine can do at best.
+"""How the time and memory of a call are measured, and the ceilings of the machine.
 
-GPU: CUDA events around each call, the L2 cache overwritten before it. An op is timed while the host is ahead: the GPU
-is kept busy until the host has queued the call, so the events measure the GPU, and the host's time is a figure of its
-own. A whole model's step is timed as its user waits for it, on the GPU or on the host. CPU: `time.perf_counter`, as
-many threads as torch takes. Warm-up is outside; median and quartiles are kept.
+GPU: CUDA events around each call, after the L2 cache was overwritten. When an op is timed, the GPU is kept busy until
+the host has queued the call, so the events measure the GPU alone; the host's time is a second figure. A whole model's
+step is timed as its user waits for it. CPU: `time.perf_counter`, with torch's number of threads. Warm-up is not
+counted; median and quartiles are recorded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ Call = Callable[[], Any]
 
 
 class Timing(NamedTuple):
-    """Quartiles in milliseconds, of `samples` calls, and the fastest: on a busy machine the steadiest figure.
+    """Quartiles in milliseconds of `samples` calls, and the fastest, which varies least on a busy machine.
 
     host_us: microseconds that the host of a GPU takes for a call, the median of a few; None on a CPU.
     """
@@ -46,9 +45,9 @@ def measure(call: Call, device: torch.device, budget_s: float, hide_host: bool =
 
 
 def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float, hide_host: bool = True) -> list[Timing]:
-    """Time several calls whose samples alternate, so that what slows the machine down for a while slows all of them.
+    """Time several calls. Their samples alternate, so that a disturbance of the machine slows all of them.
 
-    hide_host: on a GPU, its time alone. Otherwise a call begins on an idle GPU, and takes as long as a user waits.
+    hide_host: measure the GPU's time alone. Otherwise a call begins on an idle GPU, and the time is what a user waits.
     """
     for call in itertools.chain(calls, calls):
         call()
@@ -105,8 +104,8 @@ def _sample_on_gpu(calls: list[Call], busy_s: list[float], device: torch.device,
 def peak_mib(call: Call, device: torch.device) -> float:
     """Memory that a call needs beyond what was allocated before it.
 
-    On a CPU: the running sum of the allocations and releases that torch's profiler reports, which are those of tensors;
-    what a library takes for itself behind torch's back is not in it.
+    On a CPU it is the running sum of the allocations and releases that torch's profiler reports: those of tensors, not
+    those inside other libraries.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -123,21 +122,10 @@ def peak_mib(call: Call, device: torch.device) -> float:
     return peak / 2**20
 
 
-def nvidia_smi(device: torch.device, *fields: str) -> str | None:
-    """What nvidia-smi says of this GPU, or None where it says nothing. By its uuid: nvidia-smi counts all GPUs, torch
-    those that it is shown."""
-    uuid = torch.cuda.get_device_properties(device).uuid
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def ceilings(device: torch.device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """The best that this device gave now: bytes/s of a large copy (read and written), FLOP/s of a large square product.
+    """The best of this device: bytes/s of a large copy (read and written), FLOP/s of a large square matrix product.
 
-    Returns {"byte_per_s": ..., "flop_per_s": {dtype's label: ...}}. The fastest of the samples: a ceiling is no median.
+    Returns {"byte_per_s": ..., "flop_per_s": {dtype's label: ...}}, by the fastest sample.
     """
     on_gpu = device.type == "cuda"
     source = torch.empty(2**30 if on_gpu else 2**28, dtype=torch.int8, device=device)

@@ -1,15 +1,14 @@
-"""Every CUDA kernel on small problems, on the CPU through csrc/emulator and on the GPU: one set of sources, one answer.
+"""Runs every CUDA kernel on small problems, on the CPU through csrc/emulator and on the GPU, and compares the results.
 
-    python tools/compare_emulator.py                     both, compared
+    python tools/compare_emulator.py                     both sides
     python tools/compare_emulator.py --only device       the GPU alone: short enough for compute-sanitizer
-    ... --backend cuda triton                            after the CUDA kernels, those Triton kernels whose warps meet
-                                                         in shared memory; on a CPU in Triton's interpreter
+    ... --backend cuda triton                            also the Triton kernels whose warps share data in shared
+                                                         memory; on a CPU in Triton's interpreter
     ... --without-sm90                                   for racecheck, which does not see what wgmma and TMA read
 
-Each side is judged against the reference formula in float64, as by the doctor. "bits equal" says in how many results
-the device and the host differ nowhere: expected where a kernel only adds and multiplies, not where the CPU's exp or
-square root rounds another way. Without a GPU the host's half runs. Exit status 1 if anything is out of bounds or
-fails.
+Each side is compared with the reference formula in float64, as in the doctor. "bits equal" counts the results that are
+equal on device and host. They are expected to be equal where a kernel only adds and multiplies, not where it needs exp
+or a square root. Without a GPU only the host's side runs. Exit status 1 if a result is out of bounds or a kernel fails.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from unittest import mock
 
+import emulator_build
 import torch
 
 import fastattn
@@ -29,23 +28,21 @@ from fastattn.backends import OPS
 from fastattn.check.cases import Problem, problems, solve
 from fastattn.check.doctor import DTYPES, check
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cuda"))  # emulator_build.py
-
 RNG_STATE = (0x1234_5678_9ABC_DEF0, 0x1_0000_002A)  # seed and offset of the dropout, on both sides
-# Beside the doctor's problems, where the kernels switch: chunks and warps of a row, vectors or single elements.
+# Sizes at which the kernels switch: chunks and warps of a row, vectors or single elements.
 WIDTHS = (7, 64, 100, 264, 520, 1040, 4104, 16384)
 HEAD_DIMS = (16, 40, 128, 256)
 CLASSES = (7, 1000, 2061, 50257)
-# Of Triton, the doctor's problems in these: sums over rows by several warps and programs, and logits that gradients
-# replace. Elsewhere a program's warps meet in tl.dot alone.
+# Triton ops whose warps share data outside tl.dot: sums over rows by several warps and programs, and logits that
+# gradients replace.
 SHARED_BY_WARPS = ("add_layer_norm", "add_rms_norm", "embed_layer_norm", "linear_cross_entropy")
 
 
 def all_problems(device: torch.device) -> Iterator[Problem]:
     """Small problems, with equal numbers on every device."""
-    of_op = {}
+    last = {}  # op -> its last problem
     for problem in problems(device, large=False):
-        of_op[problem.op] = problem
+        last[problem.op] = problem
         yield problem
     generator = torch.Generator().manual_seed(0)
 
@@ -56,43 +53,46 @@ def all_problems(device: torch.device) -> Iterator[Problem]:
         rows = 19 if width < 4096 else 3
         tensors = {"x": randn(rows, width), "residual": randn(rows, width)}
         tensors |= {"weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
-        norm = of_op["add_layer_norm"]._replace(case=f"width {width}")
+        norm = last["add_layer_norm"]._replace(case=f"width {width}")
         yield norm._replace(tensors=tensors, options={"dropout_p": 0.2})
     for dim in HEAD_DIMS:
         tensors = {"query": randn(1, 2, 70, dim), "key": randn(1, 2, 150, dim), "value": randn(1, 2, 150, dim)}
         mask = fastattn.AttentionMask(is_causal=True, align="bottom_right")
-        attention = of_op["attention"]._replace(case=f"head dimension {dim}")
+        attention = last["attention"]._replace(case=f"head dimension {dim}")
         yield attention._replace(tensors=tensors, options={"attn_mask": mask, "dropout_p": 0.2})
         cache = {"query": randn(2, 3, 4, dim), "key": randn(2, 600, 3, 2, dim), "value": randn(2, 600, 3, 2, dim)}
-        decoding = of_op["decode_attention"]._replace(case=f"head dimension {dim}")
+        decoding = last["decode_attention"]._replace(case=f"head dimension {dim}")
         yield decoding._replace(tensors=cache, options={})
     for classes in CLASSES:
         tensors = {"x": randn(3, 16), "weight": 0.5 * randn(classes, 16), "bias": 0.1 * randn(classes)}
         options = {"target": torch.arange(3).to(device), "ignore_index": 1, "label_smoothing": 0.1}
         options |= {"reduction": "none", "logit_scale": 1.0}
-        cross_entropy = of_op["linear_cross_entropy"]._replace(case=f"{classes} classes")
+        cross_entropy = last["linear_cross_entropy"]._replace(case=f"{classes} classes")
         yield cross_entropy._replace(tensors=tensors, options=options)
 
 
 def triton_problems(device: torch.device) -> list[Problem]:
-    """With the sizes of the doctor on this device, whose kernels precompile.py has compiled."""
+    """The doctor's problems on this device, whose kernels precompile.py has compiled."""
     return [p for p in problems(device) if p.op in SHARED_BY_WARPS or (p.op, p.case) == ("attention", "bias")]
 
 
 @contextlib.contextmanager
 def fixed_dropout() -> Iterator[None]:
-    """The rng_state is RNG_STATE: a device's own generator would draw another one on each."""
+    """The rng_state is RNG_STATE on every device; their own generators would differ."""
+
+    def rng_state(device: torch.device, backend: str | None = None) -> torch.Tensor:
+        return torch.tensor(RNG_STATE, dtype=torch.int64, device=device)
+
     with contextlib.ExitStack() as stack:
         for op in OPS.values():
             module = sys.modules[op.function.__module__]
             if hasattr(module, "draw_rng_state"):
-                fixed = lambda device, backend=None: torch.tensor(RNG_STATE, dtype=torch.int64, device=device)  # noqa: E731
-                stack.enter_context(mock.patch.object(module, "draw_rng_state", fixed))
+                stack.enter_context(mock.patch.object(module, "draw_rng_state", rng_state))
         yield
 
 
 def compare(dtype: torch.dtype, sides: dict[str, Problem], backend: str = "cuda") -> tuple[str, bool]:
-    """What to say of one problem, given on each side's device, and whether all is well."""
+    """The outcome of one problem, in words, and whether it is right. sides: the problem on each side's device."""
     for side, problem in sides.items():
         tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
         if reason := fastattn.explain(problem.op, **tensors, **problem.options).refusals[backend]:
@@ -113,47 +113,39 @@ def compare(dtype: torch.dtype, sides: dict[str, Problem], backend: str = "cuda"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("host", "device"), help="one side")
-    parser.add_argument(
-        "--backend", nargs="+", choices=("cuda", "triton"), default=["cuda"], help="whose kernels (cuda)"
-    )
-    parser.add_argument("--without-sm90", action="store_true", help="take the GPU for an sm_80")
+    backends = ("cuda", "triton")
+    parser.add_argument("--backend", nargs="+", choices=backends, default=["cuda"], help="whose kernels (cuda)")
+    parser.add_argument("--without-sm90", action="store_true", help="use the kernels of sm_80")
     arguments = parser.parse_args(argv)
     devices = {"host": torch.device("cpu")}
     if torch.cuda.is_available():
         devices["device"] = torch.device("cuda")
     else:
-        print("there is no GPU: the device's half is left out")
+        print("there is no GPU: only the host's side runs")
     if arguments.only:
         devices = {side: device for side, device in devices.items() if side == arguments.only}
         if not devices:
             parser.error("--only device: there is no GPU")
     if "host" in devices and "cuda" in arguments.backend:
-        import emulator_build
-
         if reason := emulator_build.unsupported_reason():
             parser.error(reason)
-        fastattn.backends.cuda.load_emulator(
-            emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
-        )
+        library = emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
+        fastattn.backends.cuda.load_emulator(library)
     if arguments.without_sm90:
-        fastattn.backends.cuda._gpu_capability = lambda index: 80  # of this process, which does nothing else
-    served = failed = 0
+        fastattn.backends.cuda._gpu_capability = lambda index: 80
+    solved = failed = 0
     with fixed_dropout():
         for backend in arguments.backend:
-            sides = {
-                side: (all_problems if backend == "cuda" else triton_problems)(device)
-                for side, device in devices.items()
-            }
-            for given in zip(*sides.values(), strict=True):
+            make_problems = all_problems if backend == "cuda" else triton_problems
+            for given in zip(*map(make_problems, devices.values()), strict=True):
                 for dtype in DTYPES:
-                    outcome, well = compare(dtype, dict(zip(sides, given, strict=True)), backend)
-                    failed += not well
-                    served += not outcome.startswith("refused")
+                    outcome, right = compare(dtype, dict(zip(devices, given, strict=True)), backend)
+                    failed += not right
+                    solved += not outcome.startswith("refused")
                     print(f"{given[0].op}, {given[0].case}, {backend}, {str(dtype)[6:]}: {outcome}", flush=True)
-    kernels = " and ".join(arguments.backend)
-    where = " and ".join(devices)
-    print(f"{served} problems solved by the kernels of {kernels} on {where}, {failed} not as they should be")
-    return int(failed > 0 or served == 0)
+    kernels, where = " and ".join(arguments.backend), " and ".join(devices)
+    print(f"{solved} problems solved by the kernels of {kernels} on {where}, {failed} of them wrong")
+    return int(failed > 0 or solved == 0)
 
 
 if __name__ == "__main__":

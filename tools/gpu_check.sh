@@ -2,28 +2,26 @@
 # gpu_check.sh DIR [STAGE ...] - check and measure this checkout on a machine with a GPU; needs no network.
 #
 #   build      the CUDA extension, in place
-#   precompile the doctor's Triton kernels, in a process a core
-#   probes     on Hopper, what its kernels are made of: TMA, barriers, the layouts of wgmma
-#   tests      every other test file (the everyday tier; with FULL=1 the full one), each in a process of its own,
-#              because a crash leaves a process without its GPU; those of the ops, which compile most, in 32 (96) parts
-#   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel and of Triton's kernels whose
-#              warps meet in shared memory; races of these except the CUDA kernels of sm_90
+#   precompile the doctor's Triton kernels, in one process for each core
+#   probes     on Hopper, the building blocks of its kernels: TMA, barriers, the layouts of wgmma
+#   tests      every other test file (the everyday tier; with FULL=1 the full one), each in its own process, because a
+#              crash leaves a process without its GPU; the tests of the ops, which compile most, in 32 (96) parts
+#   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel, and of the Triton kernels
+#              whose warps share data in shared memory; races of the same kernels, except the CUDA kernels of sm_90
 #   compare    the same shapes on the CPU through csrc/emulator and on the GPU
 #   doctor     every backend against float64: DIR/doctor.json
 #   report     the benchmarks: DIR/report/
-#   tune       `python -m fastattn tune`: which backend is fastest for which calls: DIR/record.json
+#   tune       `python -m fastattn tune`, which measures the fastest backend for each call: DIR/record.json
 #
-# All of them by default. Each stage has a time limit and a log in DIR and runs whatever happened to the others; the
-# summary comes last, and is DIR/summary.txt. Exit status 1 if a stage failed. Without a GPU it is a rehearsal: stages
-# that need one are skipped, the others run with four times the time.
+# Default: all stages. Each has a time limit and a log in DIR, and runs even if another failed. The summary comes last,
+# also as DIR/summary.txt. Exit status 1 if a stage failed. Without a GPU this is a rehearsal: stages that need one are
+# skipped, the others have four times the time.
 #
-# The limits are for 16 cores and an empty Triton cache. build, precompile and probes run together, 150 s at most; then
-# tests, sanitizer, compare and doctor, 300 s (with FULL=1 570 s); then report, 205 s, and tune, 60 s: 12 minutes in
-# all. Where a command may take ten minutes, name the stages, for instance in two calls:
+# The limits are for 16 cores and an empty Triton cache, with about 1,100 kernels to compile. build, precompile and
+# probes run together, 150 s at most; then tests, sanitizer, compare and doctor, 300 s (with FULL=1 570 s); then report,
+# 205 s, and tune, 60 s: 12 minutes in all. For a limit of ten minutes use two calls:
 #   gpu_check.sh DIR build precompile probes tests sanitizer compare doctor
 #   gpu_check.sh DIR report tune
-#
-# The everyday tier compiles about 1,100 Triton kernels: a core takes 15 to 25 minutes for them, 16 cores 1 to 2.
 #
 # PYTHON names the interpreter (python). PYTHONPATH is kept, so packages may come from a folder:
 #   python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
@@ -40,7 +38,7 @@ STAGES=${*:-$ALL}
 for name in $STAGES; do
   [[ " $ALL " == *" $name "* ]] || { echo "no such stage: $name" >&2; usage; }
 done
-export PYTHON=${PYTHON:-python} PYTHONPATH=$ROOT:$ROOT/tools:$ROOT/benchmarks${PYTHONPATH:+:$PYTHONPATH} DIR
+export PYTHON=${PYTHON:-python} PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} DIR
 export PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin
 cd "$ROOT" || exit 2
 GPU=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')") || exit 2
@@ -62,7 +60,7 @@ precompile() {
 
 test_limit() { [ -z "${FULL:-}" ] && echo 300 || echo 570; }
 
-one_test_run() { # FILE or FOLDER, I/N. A test that takes 100 seconds says where it is
+one_test_run() { # FILE or FOLDER, I/N; a test that runs for 100 seconds prints its stack
   local log=$DIR/tests/${1//\//_}.${2/\//_of_}.log status
   mkdir -p "$DIR/tests"
   local pytest=("$PYTHON" -m pytest -q -o faulthandler_timeout=100 ${FULL:+--full} --part "$2")
@@ -100,7 +98,7 @@ one_tool() {
 sanitizer() {
   needs_gpu
   command -v compute-sanitizer > /dev/null || skip "compute-sanitizer is not installed"
-  export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor its own allocation, so that a step outside is noticed
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor has its own allocation, so an access outside is found
   printf '%s\n' memcheck racecheck synccheck | xargs -P 3 -I{} bash -c 'one_tool {} || exit 1'
 }
 
@@ -114,7 +112,7 @@ tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes $([ -n "$
 
 export -f skip needs_gpu test_limit one_test_run one_tool build precompile probes tests sanitizer compare doctor report tune
 
-# run STAGE SECONDS: its output into DIR/STAGE.log, what came of it into DIR/STAGE.outcome
+# run STAGE SECONDS: its output goes to DIR/STAGE.log, its outcome to DIR/STAGE.outcome
 run() {
   [[ " $STAGES " == *" $1 "* ]] || return 0
   local start=$SECONDS outcome limit=$(($2 * PATIENCE))
@@ -130,7 +128,7 @@ run() {
 }
 
 echo "fastattn on ${GPU:-a machine without a GPU}: $STAGES -> $DIR"
-# Compiling needs cores and hardly a GPU. Then come those that share both; the report has the machine to itself.
+# First what needs cores and hardly a GPU. Then the stages that share both. The report has the machine to itself.
 run build 150 &
 run precompile 120 &
 run probes 120 &

@@ -1,7 +1,7 @@
-"""Triton kernels compiled beforehand, in a process a core: nothing runs, Triton's cache is filled.
+"""Compiles Triton kernels into Triton's cache, in one process for each core. Nothing runs.
 
-A launch on a CPU tensor, under `compiling`, compiles what the same launch compiles on the GPU: Triton looks at dtypes,
-at numbers and at the alignment of pointers only. As a program this compiles what the doctor will launch:
+A launch on a CPU tensor, under `compiling`, compiles the same kernel as a launch on the GPU: Triton only reads dtypes,
+numbers and the alignment of pointers. As a program this compiles the kernels of the doctor:
 
     python tools/precompile.py [--capability 90] [--seconds N]
 """
@@ -26,7 +26,7 @@ from fastattn.check.doctor import DTYPES, positive_number
 
 
 class _NoDriver:
-    """The few answers that Triton's launcher wants from a driver before it compiles."""
+    """What Triton's launcher asks a driver before it compiles."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -37,7 +37,7 @@ class _NoDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # Triton keeps kernels by device, so each architecture is a device of its own
+        return self.target.arch  # Triton keeps kernels by device, so each architecture is another device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -45,10 +45,10 @@ class _NoDriver:
 
 @contextlib.contextmanager
 def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: None) -> Iterator[None]:
-    """Inside, backend="triton" takes CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running.
+    """Inside, backend="triton" accepts CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running.
 
-    each: what to do with every compiled kernel. For a process that does nothing else: afterwards Triton still believes
-    in a GPU. TRITON_INTERPRET must not be set.
+    each: is called with every compiled kernel. The process can do nothing else afterwards, because Triton still sees a
+    GPU. TRITON_INTERPRET must not be set.
     """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -69,7 +69,7 @@ def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: No
 
 
 def compile_slice(jobs: Sequence[Callable[[], Any]], first: int, step: int, capability: int) -> None:
-    """Compile what every step-th of these calls launches. What cannot be compiled is reported when it is run."""
+    """Compile the kernels of every step-th of these calls. A kernel that cannot be compiled fails when it is run."""
     with compiling(capability):
         for job in jobs[first::step]:
             with contextlib.suppress(Exception):
@@ -77,7 +77,7 @@ def compile_slice(jobs: Sequence[Callable[[], Any]], first: int, step: int, capa
 
 
 def over_cores(command: Iterable[str], seconds: float) -> None:
-    """`command --slice NUMBER SLICES` in a process a core, ended after so many seconds."""
+    """Run `command --slice NUMBER SLICES` in one process for each core, and end them after these seconds."""
     slices, deadline = os.cpu_count() or 1, time.monotonic() + seconds
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     processes = [
@@ -90,7 +90,7 @@ def over_cores(command: Iterable[str], seconds: float) -> None:
             process.kill()
 
 
-def doctors_jobs() -> list[Callable[[], Any]]:
+def doctor_jobs() -> list[Callable[[], Any]]:
     """A call for every problem that the doctor solves on a GPU, forward and backward."""
 
     def job(problem: Any, dtype: torch.dtype) -> Callable[[], Any]:
@@ -101,15 +101,15 @@ def doctors_jobs() -> list[Callable[[], Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, metavar="N", help="90 for sm_90; default: the GPU at hand")
+    parser.add_argument("--capability", type=int, metavar="N", help="90 for sm_90; default: the GPU of this machine")
     parser.add_argument("--seconds", type=positive_number, default=300.0, metavar="N", help="stop after this long")
     parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.capability is None and not torch.cuda.is_available():
-        parser.error("there is no GPU here: --capability says for which to compile")
+        parser.error("there is no GPU here: --capability must name one")
     capability = arguments.capability or int("{}{}".format(*torch.cuda.get_device_capability()))
     if arguments.slice:
-        compile_slice(doctors_jobs(), *arguments.slice, capability)
+        compile_slice(doctor_jobs(), *arguments.slice, capability)
     else:
         over_cores([sys.executable, __file__, "--capability", str(capability)], arguments.seconds)
 

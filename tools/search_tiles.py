@@ -1,12 +1,12 @@
-"""Searches the Triton kernels' tile tables on the GPU at hand and prints the rows to paste beside the launches.
+"""Searches the tile tables of the Triton kernels on the GPU of this machine, and prints the rows to paste.
 
-    python tools/search_tiles.py [--only attention ...] [--minutes N] [--out FILE.json]
+    python tools/search_tiles.py [--only attention ...] [--minutes N]
     TRITON_INTERPRET=1 python tools/search_tiles.py --quick --device cpu        a rehearsal
 
-Every candidate first solves a small problem and is judged against float64, as by the doctor. One that is wrong, or does
-not compile or launch, is rejected with its reason. The others are timed on a large problem, their samples alternating
-with those of the tile in the table. A row changes only where the new tile's slower quartile beats the old one's faster
-quartile. The candidates are compiled beforehand, in a process a core: they share Triton's cache.
+Every candidate first solves a small problem and is compared with float64, as in the doctor. A candidate that is wrong,
+or does not compile or launch, is rejected with its reason. The others are timed on a large problem, as in
+`python -m fastattn tune`, in samples that alternate with those of the tile in the table. A row changes only where the
+new tile is faster by 3 %. The candidates are compiled first, in one process for each core, into Triton's cache.
 """
 
 from __future__ import annotations
@@ -15,36 +15,33 @@ import argparse
 import functools
 import importlib
 import itertools
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import timing  # before torch: it sets what torch reads when imported
 import torch
 from precompile import compile_slice, over_cores
 
+from fastattn.check import tune
 from fastattn.check.cases import Problem, problems
-from fastattn.check.doctor import check, devices, positive_number, usable_device, versions, writable_file
+from fastattn.check.doctor import check, positive_number, usable_device
 
 SEED = 20170612
-BUDGET_S = 0.2  # of a candidate's samples
 Tile = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """One row of a tile table. `checked` is a small problem with ragged tiles, `timed` the one to be fast at.
+    """One row of a tile table. `checked` is a small problem with ragged tiles, `timed` a large one.
 
-    Both have equal flags, head dimensions and widths, and other sizes that Triton specialises alike (multiples of 16,
-    or not), so that what is timed is the compiled kernel that was checked. direction: what is timed, "forward",
-    "backward" or "both". use(tile): inside, launches take this tile. paste(tile): the row for the table.
+    Both have equal flags, head dimensions and widths. Their other sizes are multiples of 16 in both or in neither, so
+    Triton compiles one kernel for both. direction: what is timed, "forward", "backward" or "both". use(tile): a context
+    in which launches use this tile. paste(tile): the row for the table.
     """
 
     name: str
@@ -64,8 +61,8 @@ def _randn(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.T
 
 
 @functools.cache
-def _problem_of(op_name: str) -> Problem:
-    """One of the doctor's, whose tensors and options are to be replaced."""
+def _doctor_problem(op_name: str) -> Problem:
+    """A problem of the doctor, whose tensors and options are replaced here."""
     return next(problem for problem in problems(torch.device("cpu")) if problem.op == op_name)
 
 
@@ -74,14 +71,14 @@ def _numbers(tile: Tile) -> str:
 
 
 def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
-    """The table of kernels/attention/tile_sizes.py, by what training spends its time on. "weights" keeps its tiles, as
-    nobody trains with it."""
+    """The table of kernels/attention/tile_sizes.py, on problems as in training. "weights" keeps its tiles, because
+    training does not use it."""
     config = importlib.import_module("fastattn.kernels.attention.tile_sizes")  # the package has a function of that name
 
     head_dims, dtypes = ((64,), (torch.float32,)) if quick else ((64, 128, 256), (torch.bfloat16, torch.float32))
     for dtype, head_dim, kernel in itertools.product(dtypes, head_dims, ("forward", "dq", "dkv", "dbias")):
         key = kernel, 8 * dtype.itemsize, head_dim
-        # Exact float32 runs on the GPU's plain cores, from small tiles. Products of 16 bits want 64 rows or columns.
+        # Exact float32 has no tensor cores and needs small tiles. 16-bit matrix products need 64 rows or columns.
         sizes, stages = ((16, 32, 64), (1, 2)) if dtype == torch.float32 else ((32, 64, 128), (2, 3, 4))
         grid = itertools.product(sizes, sizes, (4, 8), stages)
         candidates = [config.Config(*tile) for tile in grid if max(tile[:2]) > sizes[0]]
@@ -93,7 +90,7 @@ def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             tensors = _randn(device, query=shape, key=shape, value=shape)
             if kernel == "dbias":
                 tensors |= _randn(device, attn_mask=(1, heads, length, length))
-            return _problem_of("attention")._replace(tensors=tensors, options={"is_causal": True})
+            return _doctor_problem("attention")._replace(tensors=tensors, options={"is_causal": True})
 
         def use(tile: Tile, kernel: str = kernel) -> AbstractContextManager:
             look_up = config._look_up
@@ -108,17 +105,21 @@ def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
 
         length = 1024 if dtype == torch.float32 or kernel == "dbias" else 4096
         yield Row(
-            f"attention {kernel}, {dtype}, D {head_dim}".replace("torch.", ""), dtype,
+            f"attention {kernel}, {dtype}, D {head_dim}".replace("torch.", ""),
+            dtype,
             checked=partial(problem, 1, 2, 48) if quick else partial(problem, 2, 2, 336),
             timed=partial(problem, 1, 2, 48) if quick else partial(problem, 4, 8, length),
             direction="forward" if kernel == "forward" else "backward",
-            current=config._look_up(kernel, arch, dtype, head_dim, False), candidates=candidates, use=use, paste=paste,
-        )  # fmt: skip
+            current=config._look_up(kernel, arch, dtype, head_dim, False),
+            candidates=candidates,
+            use=use,
+            paste=paste,
+        )
 
 
 def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
-    """tile_for() of kernels/feed_forward/matmul.py: relu is wide in both directions, swiglu in none, so an entry is
-    timed forward and backward together."""
+    """tile_for() of kernels/feed_forward/matmul.py. relu is wide in both directions, swiglu in none, so forward and
+    backward are timed together."""
     from fastattn.kernels.feed_forward import backward, forward, matmul
 
     d, d_ff = (32, 32) if quick else (512, 2048)
@@ -132,19 +133,23 @@ def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             tensors = _randn(device, x=(tokens, d), weight1=(rows, d), bias1=(rows,), weight2=(d, d_ff), bias2=(d,))
             tensors["weight1"] *= d**-0.5
             tensors["weight2"] *= d_ff**-0.5
-            return _problem_of("feed_forward")._replace(tensors=tensors, options={"activation": activation})
+            return _doctor_problem("feed_forward")._replace(tensors=tensors, options={"activation": activation})
 
         def paste(tile: Tile, dtype: torch.dtype = dtype, few: bool = few, wide: bool = wide) -> str:
             tokens = "few" if few else "many"
             return f"tile_for({dtype}, {tokens} tokens, wide={wide}) at sm_{arch}: Tile({_numbers(tile)})"
 
         yield Row(
-            f"feed-forward, {activation}, {'few' if few else 'many'} tokens", dtype,
-            checked=partial(problem, min(tokens, 400)), timed=partial(problem, tokens), direction="both",
+            f"feed-forward, {activation}, {'few' if few else 'many'} tokens",
+            dtype,
+            checked=partial(problem, min(tokens, 400)),
+            timed=partial(problem, tokens),
+            direction="both",
             current=matmul.tile_for(dtype, tokens, wide),
             candidates=[matmul.Tile(*tile) for tile in ([(16, 32, 16, 4, 1), (32, 32, 16, 4, 1)] if quick else grid)],
-            use=lambda tile: _replaced("tile_for", tile, forward, backward), paste=paste,
-        )  # fmt: skip
+            use=lambda tile: _replaced("tile_for", tile, forward, backward),
+            paste=paste,
+        )
 
 
 def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
@@ -162,20 +167,23 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
 
         def problem(rows: int, hidden: int = hidden) -> Problem:
             tensors = _randn(device, x=(rows, hidden), residual=(rows, hidden), weight=(hidden,), bias=(hidden,))
-            return _problem_of("add_layer_norm")._replace(tensors=tensors, options={"dropout_p": 0.1})
+            return _doctor_problem("add_layer_norm")._replace(tensors=tensors, options={"dropout_p": 0.1})
 
         yield Row(
-            f"layer norm {direction}, hidden {hidden}", torch.bfloat16,
+            f"layer norm {direction}, hidden {hidden}",
+            torch.bfloat16,
             checked=partial(problem, 10 if quick else 300),
             timed=partial(problem, 10 if quick else 32768 if hidden <= 1024 else 8192),
-            direction=direction, current=getattr(module, name)(hidden), candidates=grid[:2] if quick else grid,
+            direction=direction,
+            current=getattr(module, name)(hidden),
+            candidates=grid[:2] if quick else grid,
             use=partial(lambda tile, name, module: _replaced(name, tile, module), name=name, module=module),
             paste=partial(lambda tile, name, hidden: f"{name}({hidden}): ({_numbers(tile)})", name=name, hidden=hidden),
-        )  # fmt: skip
+        )
 
 
 def _replaced(name: str, tile: Tile, *modules: Any) -> AbstractContextManager:
-    """The function `name` of these modules gives the tile."""
+    """A context in which the function `name` of these modules returns the tile."""
     stack = ExitStack()
     for module in modules:
         stack.enter_context(mock.patch.object(module, name, lambda *_, **__: tile))
@@ -185,32 +193,27 @@ def _replaced(name: str, tile: Tile, *modules: Any) -> AbstractContextManager:
 TABLES = {"attention": attention, "feed_forward": feed_forward, "add_layer_norm": add_layer_norm}
 
 
-def call(row: Row, tile: Tile, problem: Callable[[], Problem]) -> Callable[[], Any]:
+def make_step(row: Row, tile: Tile, problem: Callable[[], Problem]) -> Callable[[], Any]:
     """The call to time, with this tile."""
-    given = problem()
+    given, saved = problem(), []
     leaves = {name: t.to(row.dtype).requires_grad_() for name, t in given.tensors.items()}
 
     def forward() -> torch.Tensor:
         with row.use(tile):
             return given.function(**leaves, **given.options, backend="triton")
 
-    if row.direction == "forward":
-        return forward
-    kept = [forward()]
-    dout = torch.randn_like(kept[0])
-
     def backward() -> Any:
-        out = forward() if row.direction == "both" else kept[0]
+        out = saved[0] if saved and row.direction == "backward" else forward()
+        saved[:] = saved or [out, torch.randn_like(out)]
         with row.use(tile):
-            return torch.autograd.grad(out, list(leaves.values()), dout, retain_graph=True)
+            return torch.autograd.grad(out, list(leaves.values()), saved[1], retain_graph=True)
 
-    return backward
+    return forward if row.direction == "forward" else backward
 
 
 def try_tile(row: Row, tile: Tile, device: torch.device) -> dict[str, Any]:
-    """Check a candidate and time it beside the tile in the table: {"tile", "status": "ok", "wrong" or "failed",
-    "reason" or "timing" and "beside", the timing of the table's tile}."""
-    result: dict[str, Any] = {"tile": list(tile)}
+    """Check a candidate and time it: {"tile", "status": "ok", "wrong" or "failed", "reason" or "ms" and "table_ms"}."""
+    result: dict[str, Any] = {"tile": tuple(tile)}
     try:
         with row.use(tile):
             bad = [record for record in check(row.checked(), row.dtype, ["triton"]) if not record["ok"]]
@@ -218,51 +221,45 @@ def try_tile(row: Row, tile: Tile, device: torch.device) -> dict[str, Any]:
             return result | {"status": "failed", "reason": bad[0]["failed"].splitlines()[0][:200]}
         if bad:
             return result | {"status": "wrong", "reason": ", ".join(record["result"] for record in bad)}
-        calls = [call(row, tile, row.timed), call(row, row.current, row.timed)]
-        new, old = timing.measure_in_turn(calls, device, BUDGET_S)
-        return result | {"status": "ok", "timing": new._asdict(), "beside": old._asdict()}
+        active, steps = SimpleNamespace(step=None), {}
+        for name, used in (("new", tile), ("table", row.current)):
+            steps[name] = partial(mock.patch.object, active, "step", make_step(row, used, row.timed))
+        ms = tune.measure(SimpleNamespace(step=lambda: active.step(), ways=steps), device)
+        return result | {"status": "ok", "ms": ms["new"], "table_ms": ms["table"]}
     except Exception as error:  # a tile that cannot be compiled or launched at the large size
+        error = error.__cause__ if isinstance(error, tune.WayFailed) else error
         return result | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
 
-def search(row: Row, device: torch.device, deadline: float) -> dict[str, Any]:
-    """All candidates of a row that there is time for, and which to take."""
+def search(row: Row, device: torch.device, deadline: float) -> tuple[Tile, list[dict[str, Any]]]:
+    """The tile to use, and the results of all candidates that there is time for."""
     tried = []
     for tile in row.candidates:
         if time.monotonic() > deadline:
             break
         if tuple(tile) != tuple(row.current):
             tried.append(try_tile(row, tile, device))
-    faster = [
-        result for result in tried
-        if result["status"] == "ok" and result["timing"]["q3_ms"] < result["beside"]["q1_ms"]
-    ]  # fmt: skip
-    best = min(faster, key=lambda result: result["timing"]["median_ms"] / result["beside"]["median_ms"], default=None)
-    chosen = tuple(best["tile"]) if best else tuple(row.current)
-    return {"row": row.name, "current": list(row.current), "chosen": list(chosen), "changed": best is not None,
-            "paste": row.paste(chosen), "tried": tried}  # fmt: skip
+    faster = [result for result in tried if result["status"] == "ok" and result["table_ms"] >= tune.GAIN * result["ms"]]
+    best = min(faster, key=lambda result: result["ms"] / result["table_ms"], default={"tile": tuple(row.current)})
+    return best["tile"], tried
 
 
-def render(found: dict[str, Any]) -> str:
-    """The outcome of a row for people: the measurements, and the line to paste."""
-    lines = [f"\n{found['row']}, in the table: {tuple(found['current'])}"]
-    for result in found["tried"]:
+def render(row: Row, chosen: Tile, tried: list[dict[str, Any]]) -> str:
+    """The measurements of a row, and the line to paste."""
+    lines = [f"\n{row.name}, in the table: {tuple(row.current)}"]
+    for result in tried:
+        said = f"{result['status']}: {result['tile']}"
         if result["status"] == "ok":
-            new, old = result["timing"]["median_ms"], result["beside"]["median_ms"]
-            lines.append(f"  {old / new:6.3f} x the speed  {new:9.4f} ms  {tuple(result['tile'])}")
-        else:
-            lines.append(f"  {result['status']}: {tuple(result['tile'])}: {result['reason']}")
-    return "\n".join([*lines, f"  {'NEW' if found['changed'] else 'stays'}:", found["paste"]])
+            said += f"  {result['table_ms'] / result['ms']:.3f} x the speed  {result['ms']:.4f} ms"
+        lines.append(f"  {said}{': ' + result['reason'] if 'reason' in result else ''}")
+    return "\n".join([*lines, f"  {'unchanged' if chosen == tuple(row.current) else 'NEW'}:", row.paste(chosen)])
 
 
 def candidates_jobs(only: Sequence[str], arch: int) -> list[Callable[[], Any]]:
-    """A call for each candidate of these tables that compiles it. The small problem compiles as the large one does."""
-
-    def job(row: Row, tile: Tile) -> Callable[[], Any]:
-        return lambda: call(row, tile, row.checked)()
+    """A call for each candidate of these tables that compiles it. The small problem compiles the large one's kernel."""
 
     rows = [row for name in only for row in TABLES[name](torch.device("cpu"), arch, False)]
-    return [job(row, tile) for row in rows for tile in row.candidates]
+    return [lambda row=row, tile=tile: make_step(row, tile, row.checked)() for row in rows for tile in row.candidates]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -273,8 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     minutes = "stop after this long (default 25)"
     parser.add_argument("--minutes", type=positive_number, default=25.0, metavar="N", help=minutes)
     parser.add_argument("--quick", action="store_true", help="tiny problems and two candidates, to see that it runs")
-    parser.add_argument("--out", type=writable_file, metavar="FILE.json", help="also write every measurement here")
-    parser.add_argument("--capability", type=int, help=argparse.SUPPRESS)  # both: of a process that compiles
+    parser.add_argument("--capability", type=int, help=argparse.SUPPRESS)  # of a process that compiles
     parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.slice:
@@ -289,16 +285,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor
         command = [sys.executable, __file__, "--only", *arguments.only, "--capability", str(arch)]
-        over_cores(command, 20 * arguments.minutes)  # seconds: a third of the time at most
-    record: dict[str, Any] = {"versions": versions(), "devices": devices(), "device": str(device), "rows": []}
+        over_cores(command, 20 * arguments.minutes)  # a third of the time, in seconds
     for row in (row for name in arguments.only for row in TABLES[name](device, arch, arguments.quick)):
         if time.monotonic() > deadline:
             print(f"\n{row.name}: not reached in {arguments.minutes} minutes")
             continue
-        record["rows"].append(search(row, device, deadline))
-        print(render(record["rows"][-1]), flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(record, indent=1))
+        print(render(row, *search(row, device, deadline)), flush=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # raises where a candidate has left the device unusable
     return 0

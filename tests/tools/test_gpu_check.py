@@ -1,5 +1,4 @@
-"""gpu_check.sh without a GPU: what it skips and why, and what it does where it believes in one. And the comparison of a
-kernel on the CPU runner with the same kernel on a device."""
+"""gpu_check.sh without a GPU, and with a pretended one; and compare_emulator.py, with the emulator as the device."""
 
 from __future__ import annotations
 
@@ -7,10 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import compare_emulator
 import emulator_build
 import pytest
 import torch
@@ -33,7 +32,7 @@ def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 def test_says_what_it_skips_and_fails_with_a_stage(tmp_path: Path) -> None:
-    """With no GPU in sight, and a doctor that must fail: the other stages still have their say, the summary is last."""
+    """Without a GPU, and with a doctor that must fail: the other stages still run, and the summary is last."""
     stages = ("doctor", "precompile", "tests", "sanitizer")
     done = gpu_check(tmp_path, *stages, CUDA_VISIBLE_DEVICES="", FASTATTN_BACKEND="abacus")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -46,7 +45,7 @@ def test_says_what_it_skips_and_fails_with_a_stage(tmp_path: Path) -> None:
 
 
 def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
-    """The interpreter says that it has a GPU and only notes what it is asked; one stage and one test file fail."""
+    """`python` claims a GPU and only notes its arguments; one stage and one test file fail."""
     tools, asked = tmp_path / "tools", tmp_path / "asked"
     tools.mkdir()
     broken = "tests/masks/test_attention_mask.py"
@@ -80,10 +79,10 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="uses Triton's interpreter")
 def test_tritons_reductions_for_the_sanitizer(
-    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All norms, cross-entropy and the gradient of a bias; and every GPU taken for one of sm_80 where that is asked."""
-    module = load("compare_emulator")
+    """All norms, cross-entropy and the gradient of a bias; with --without-sm90 every GPU counts as sm_80."""
+    module = compare_emulator
     chosen = module.triton_problems(torch.device("cpu"))
     assert {p.op for p in chosen} == {*module.SHARED_BY_WARPS, "attention"}
     assert [p.case for p in chosen if p.op == "attention"] == ["bias"]
@@ -95,7 +94,7 @@ def test_tritons_reductions_for_the_sanitizer(
         return module.main(["--only", "host", "--backend", "triton", "--without-sm90"])
 
     assert main(dropped) == 0
-    assert "3 problems solved by the kernels of triton on host, 0 not as they should be" in capsys.readouterr().out
+    assert "3 problems solved by the kernels of triton on host, 0 of them wrong" in capsys.readouterr().out
     assert fastattn.backends.cuda._gpu_capability(0) == 80
 
     def shifted(*, backend: str, **named: Any) -> torch.Tensor:
@@ -103,39 +102,33 @@ def test_tritons_reductions_for_the_sanitizer(
         return out if backend == "reference" else out + 0.1
 
     assert main(dropped._replace(function=shifted)) == 1
-    assert "3 not as they should be" in capsys.readouterr().out
-
-
-@pytest.fixture
-def compare_emulator(load: Any) -> Iterator[Any]:
-    """tools/compare_emulator.py, with the CUDA kernels on the CPU, from the folder that tests/cuda builds in."""
-    if reason := emulator_build.unsupported_reason():
-        pytest.skip(reason)
-    fastattn.backends.cuda.load_emulator(
-        emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
-    )
-    module = load("compare_emulator")
-    with module.fixed_dropout():
-        yield module
-    fastattn.backends.cuda.load_emulator(None)
+    assert "3 of them wrong" in capsys.readouterr().out
 
 
 @pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the host runner stands in for the device")
-def test_host_and_device_are_compared(compare_emulator: Any) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator replaces the device")
+def test_host_and_device_are_compared() -> None:
+    if reason := emulator_build.unsupported_reason():
+        pytest.skip(reason)
+    library = emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
     problem = next(p for p in compare_emulator.all_problems(torch.device("cpu")) if p.case == "width 64")
     both = {"host": problem, "device": problem}
-    assert compare_emulator.compare(torch.bfloat16, both) == ("ok, bits equal in 5 of 5 results", True)
 
     def shifted(*, backend: str, **named: Any) -> torch.Tensor:
         out = problem.function(**named, backend=backend)
         return out if backend == "reference" else out + 1e-4
 
-    said, well = compare_emulator.compare(torch.float32, both | {"device": problem._replace(function=shifted)})
-    assert not well and said == "device: out is out of bounds"
-    wide = {"x": (2, 20000), "residual": (2, 20000), "weight": (20000,), "bias": (20000,)}
-    problem = problem._replace(tensors={name: torch.zeros(shape) for name, shape in wide.items()})
-    said, well = compare_emulator.compare(torch.float32, {"host": problem})
-    assert well and said.startswith("refused by the host: ") and "20000" in said
+    fastattn.backends.cuda.load_emulator(library)
+    try:
+        with compare_emulator.fixed_dropout():
+            assert compare_emulator.compare(torch.bfloat16, both) == ("ok, bits equal in 5 of 5 results", True)
+            wrong = both | {"device": problem._replace(function=shifted)}
+            assert compare_emulator.compare(torch.float32, wrong) == ("device: out is out of bounds", False)
+            wide = {"x": (2, 20000), "residual": (2, 20000), "weight": (20000,), "bias": (20000,)}
+            refused = problem._replace(tensors={name: torch.zeros(shape) for name, shape in wide.items()})
+            said, right = compare_emulator.compare(torch.float32, {"host": refused})
+            assert right and said.startswith("refused by the host: ") and "20000" in said
+    finally:
+        fastattn.backends.cuda.load_emulator(None)
     with pytest.raises(SystemExit):
         compare_emulator.main(["--only", "device"])

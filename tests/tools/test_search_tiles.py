@@ -1,9 +1,8 @@
-"""tune.py takes the fastest tile that is right, says why it rejects others, and leaves the table alone otherwise."""
+"""search_tiles.py chooses the fastest tile that is right, and says why it rejects others."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import search_tiles
 import torch
 
 from fastattn import dropout_add_layer_norm
@@ -23,7 +23,7 @@ SLOW, TABLE, FAST, WRONG, BROKEN = ((i,) for i in range(5))
 SECONDS = {SLOW: 0.02, TABLE: 0.01, FAST: 0.002, WRONG: 0.0, BROKEN: 0.0}
 
 
-def planted_row(tune: Any, candidates: list[tuple[int]]) -> Any:
+def planted_row(candidates: list[tuple[int]]) -> Any:
     """A layer norm whose tile decides how long it takes, and whether it is right."""
     used: list[tuple[int, ...]] = []
 
@@ -45,55 +45,47 @@ def planted_row(tune: Any, candidates: list[tuple[int]]) -> Any:
 
     def problem() -> Any:
         tensors = {"x": torch.randn(10, 8), "weight": torch.ones(8), "bias": torch.zeros(8)}
-        return tune._problem_of("add_layer_norm")._replace(function=function, tensors=tensors, options={})
+        return search_tiles._doctor_problem("add_layer_norm")._replace(function=function, tensors=tensors, options={})
 
-    return tune.Row(
-        "planted", torch.float32, problem, problem, "forward", TABLE, candidates, use, lambda tile: f"tile = {tile}"
+    paste = lambda tile: f"tile = {tile}"  # noqa: E731
+    return search_tiles.Row("planted", torch.float32, problem, problem, "forward", TABLE, candidates, use, paste)
+
+
+def test_the_fastest_right_tile_is_chosen_and_the_others_are_explained() -> None:
+    row = planted_row([SLOW, TABLE, WRONG, BROKEN, FAST])
+    chosen, tried = search_tiles.search(row, CPU, time.monotonic() + 100)
+    status = {result["tile"]: result["status"] for result in tried}
+    assert status == {FAST: "ok", SLOW: "ok", WRONG: "wrong", BROKEN: "failed"} and chosen == FAST
+    text = search_tiles.render(row, chosen, tried)
+    assert (
+        text.endswith("NEW:\ntile = (2,)") and "wrong: (3,): out" in text and "out of resource: shared memory" in text
     )
+    row = planted_row([SLOW, WRONG])
+    chosen, tried = search_tiles.search(row, CPU, time.monotonic() + 100)
+    assert search_tiles.render(row, chosen, tried).endswith("unchanged:\ntile = (1,)")
 
 
-def test_the_fastest_right_tile_is_taken_and_the_others_are_explained(load: Any) -> None:
-    tune = load("search_tiles")
-    found = tune.search(planted_row(tune, [SLOW, TABLE, WRONG, BROKEN, FAST]), CPU, time.monotonic() + 100)
-    status = {tuple(result["tile"]): result["status"] for result in found["tried"]}
-    assert status == {FAST: "ok", SLOW: "ok", WRONG: "wrong", BROKEN: "failed"}
-    assert found["chosen"] == list(FAST) and found["changed"] and found["paste"] == "tile = (2,)"
-    text = tune.render(found)
-    assert "NEW" in text and "wrong: (3,): out" in text and "out of resource: shared memory" in text
-    found = tune.search(planted_row(tune, [SLOW, WRONG]), CPU, time.monotonic() + 100)
-    assert found["chosen"] == list(TABLE) and not found["changed"] and "stays" in tune.render(found)
-
-
-def test_a_row_is_pasted_into_its_column(load: Any) -> None:
-    row = next(load("search_tiles").attention(CPU, 80, False))
+def test_a_row_is_pasted_into_its_column() -> None:
+    row = next(search_tiles.attention(CPU, 80, False))
     line = row.paste((1, 2, 3, 4))
     assert line == '    ("forward", 16, 64): (Config(128, 64, 8, 3), Config(1, 2, 3, 4), Config(128, 64, 8, 2)),'
 
 
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a rehearsal, for machines without a GPU")
-def test_a_rehearsal_runs_from_end_to_end(tmp_path: Path) -> None:
-    """As a user would start it; every candidate is right in the interpreter."""
-    command = [
-        sys.executable,
-        TOOLS / "search_tiles.py",
-        "--quick",
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path / "found.json",
-    ]
+def test_a_rehearsal_runs_from_end_to_end() -> None:
+    """As a user starts it. Every candidate is right in the interpreter."""
+    command = [sys.executable, TOOLS / "search_tiles.py", "--quick", "--device", "cpu"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert [row["row"].split(",")[0] for row in rows] == [
-        *(f"attention {kernel}" for kernel in ("forward", "dq", "dkv", "dbias")),
-        "feed-forward",
-        *(f"layer norm {direction}" for direction in ("forward", "backward")),
-    ]
-    for row in rows:
-        assert row["tried"] and all(result["status"] == "ok" for result in row["tried"]), row
+    for row in (
+        *(f"attention {kernel}, float32, D 64" for kernel in ("forward", "dq", "dkv", "dbias")),
+        "feed-forward, relu, many tokens",
+        *(f"layer norm {direction}, hidden 64" for direction in ("forward", "backward")),
+    ):
+        found = done.stdout.split(f"\n{row}, in the table: ")[1].split("\n\n")[0]
+        assert "  ok: " in found and "wrong" not in found and "failed" not in found, found
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pybind11
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 BUILD_DIR = CSRC.parent / "build" / "emulator"  # where tests and benchmarks share what is built
 CXX = os.environ.get("CXX", "g++")
 CCACHE = shutil.which("ccache")
