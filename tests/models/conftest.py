@@ -1,6 +1,5 @@
 """Fixtures of the model tests."""
 
-import emulator_build
 import pytest
 import torch
 from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB
@@ -29,15 +28,9 @@ def triton():
 
 
 @pytest.fixture
-def cuda():
-    """Skips, with the reason, where the CUDA kernels cannot serve; without a GPU they do through csrc/emulator."""
+def cuda(request):
+    """Skips, with the reason, where the CUDA kernels cannot run. Without a GPU they run through csrc/emulator."""
     if DEVICE == "cpu":
-        if reason := emulator_build.unsupported_reason():
-            pytest.skip(reason)
-        fastattn.backends.cuda.load_emulator(
-            emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
-        )
+        request.getfixturevalue("emulator")
     if reason := fastattn.backends.cuda.refuse_device(torch.empty(0, device=DEVICE)):
         pytest.skip(reason)
-    yield
-    fastattn.backends.cuda.load_emulator(None)
