@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from add_layer_norm_checks import BACKENDS, EPS, Results, backend_call, check, make, plain, solve
-from helpers import backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_rms_norm
 from fastattn.backends.reference import philox
 
-KERNELS = backends_of("add_layer_norm", kernels_only=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Several blocks, a ragged last one, several turns of a persistent one; narrow rows that share a warp; rows wider than a

@@ -13,9 +13,7 @@ from helpers import backends_of
 from fastattn import decode_attention
 
 BACKENDS = backends_of("decode_attention")
-KERNELS = backends_of("decode_attention", kernels_only=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
 
 EVERYDAY: list[dict[str, Any]] = [
     {"ancestors": True, "lengths": [37, 20]},

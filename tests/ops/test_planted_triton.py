@@ -47,7 +47,7 @@ GROUPED = attention, attention.make(B=1, H=4, Hk=2, Lq=13, Lk=18, D=16, mask="at
 LONG = attention, attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
 LONG = attention, LONG[1].but(v=LONG[1].v + 1)  # a sum that grows with every tile
 
-FORWARD, BACKWARD, NORM = "add_layer_norm.forward", "add_layer_norm.backward", "common.norm"
+BACKWARD, NORM = "add_layer_norm.backward", "common.norm"
 EMBED, EMBED_BACKWARD = "embed_layer_norm.forward", "embed_layer_norm.backward"
 HIDDEN, HIDDEN_BACKWARD = "feed_forward.forward", "feed_forward.backward"
 ROWS = "linear_cross_entropy.rows"
