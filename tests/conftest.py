@@ -1,5 +1,7 @@
-"""Fixtures and the two tiers of all tests. Without a GPU, Triton kernels run in Triton's interpreter; the flag precedes
-any import."""
+"""Fixtures and the two tiers of all tests.
+
+Without a GPU, Triton kernels run in Triton's interpreter, and CUDA kernels through csrc/emulator.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,23 @@ import tempfile
 
 import torch
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# A record that `python -m fastattn tune` has left on this machine must not decide what the tests see.
+# Tests must not read the record that `python -m fastattn tune` may have written on this machine.
 os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/fastattn-tests"
 
 import importlib
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import emulator_build
 import pytest
+from emulator_build import ORDERS, SM90_COMPLETIONS
+
+import fastattn.backends.cuda
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +53,40 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(scope="session")
+def build_folder() -> Path:
+    """Where builds of csrc/ for the CPU are kept between sessions."""
+    if reason := emulator_build.unsupported_reason():
+        pytest.skip(reason)
+    return emulator_build.BUILD_DIR
+
+
+@pytest.fixture(scope="session")
+def emulator_library(build_folder: Path) -> Path:
+    """fastattn._C, built for the CPU."""
+    return emulator_build.build("_C", emulator_build.extension_sources(), build_folder)
+
+
+@pytest.fixture
+def emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, emulator_library: Path) -> Iterator[None]:
+    """CUDA kernels run on the CPU during a test.
+
+    A race may show in one order of warps or one completion of asynchronous work only. Every test in every setting would
+    take twelve times as long. So in each launch the blocks use the settings in turn. The first one follows from the
+    test's id: it differs between tests, and a failure repeats. A setting from the environment is used as it is.
+    """
+    settings = {"FASTATTN_EMULATOR_ORDER": ORDERS, "FASTATTN_EMULATOR_ASYNC": SM90_COMPLETIONS}
+    if not any(name in os.environ for name in settings):
+        for name, values in settings.items():
+            first = zlib.crc32(request.node.nodeid.encode()) % len(values)
+            monkeypatch.setenv(name, ",".join(values[first:] + values[:first]))
+        said = " ".join(f"{name}={os.environ[name]}" for name in settings)
+        request.node.add_report_section("setup", "settings of csrc/emulator", said)
+    fastattn.backends.cuda.load_emulator(emulator_library)
+    yield
+    fastattn.backends.cuda.load_emulator(None)
+
+
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """A function that imports a module of benchmarks/, as a script there would."""
@@ -55,9 +96,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty and its kind give NaN (integers: the largest), so an output that a kernel forgot to write is seen.
+    """torch.empty and its variants return NaN (integers: the largest), which shows an output that no kernel wrote.
 
-    torch does so itself in its deterministic mode, which tests must not run in: users do not.
+    torch's deterministic mode does the same, but users do not run in it.
     """
 
     @torch.no_grad()

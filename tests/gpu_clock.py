@@ -46,7 +46,7 @@ class GpuClock:
         monkeypatch.setattr(tune, "_cycles_per_second", tune._cycles_per_second.__wrapped__)
 
     def run(self, host: float, device: float) -> None:
-        """A call that the host needs so many seconds to launch, and the GPU so many to run."""
+        """A call that takes `host` seconds to launch and `device` seconds to run."""
         self.now += host
         self.free = max(self.now, self.free) + device
 

@@ -26,18 +26,14 @@ BUILD_DIR = CSRC.parent / "build" / "emulator"  # where tests and benchmarks sha
 CXX = os.environ.get("CXX", "g++")
 CCACHE = shutil.which("ccache")
 EMULATOR_SOURCES = tuple(sorted((CSRC / "emulator").glob("*.cpp")))
-ORDERS = (
-    "forward",
-    "reverse",
-    "1",
-    "2",
-)  # of warps, lanes and blocks, for FASTATTN_EMULATOR_ORDER: csrc/emulator/block.h
+# Of warps, lanes and blocks, for FASTATTN_EMULATOR_ORDER: csrc/emulator/block.h.
+ORDERS = ("forward", "reverse", "1", "2")
 COMPLETIONS = ("lazy", "eager")  # of asynchronous work, for FASTATTN_EMULATOR_ASYNC: csrc/emulator/async.h
 SM90_COMPLETIONS = (*COMPLETIONS, "crossed")  # where work also reads shared memory
 # Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/emulator/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_EMULATOR")
 FLAGS += ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi")
-# As other processors have it: no switch of csrc/emulator/fiber.cpp, aarch64's unsigned char, and pages of 64 KiB on some.
+# As on other processors: no switch of csrc/emulator/fiber.cpp, aarch64's unsigned char, and pages of 64 KiB on some.
 ELSEWHERE = ("-DFASTATTN_EMULATOR_UCONTEXT", "-funsigned-char", "-DLARGE_PAGES")
 
 
@@ -112,7 +108,7 @@ def extension_sources(kernels: Path = CSRC) -> list[Path]:
 
 
 def _make(target: Path, command: list[str], root: Path) -> None:
-    """Makes a missing target by `command -o target` in the folder root; other processes that want it wait for it."""
+    """Makes a missing target by `command -o target` in the folder root; other processes that need it wait."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():

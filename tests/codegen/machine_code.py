@@ -41,7 +41,7 @@ class Kernel(NamedTuple):
 
     @property
     def serialized(self) -> bool:
-        """Whether each wgmma has a fence and a wait of its own: ptxas does that where it cannot prove them needless."""
+        """Whether each wgmma has its own fence and wait. ptxas adds them where it cannot prove them needless."""
         fences, waits = (sum(f"WARPGROUP.{name}" in line for line in self.code) for name in ("ARRIVE", "DEPBAR"))
         return 1 < self.count("HGMMA") <= min(fences, waits)
 

@@ -116,7 +116,7 @@ def problems_of(kernel: Kernel) -> list[str]:
 def problems_of_forward_order(kernel: Kernel) -> list[str]:
     """A step starts Q K^T and the last tile's P V in its turn and has all exponentials between the waits for the two.
 
-    ptxas may move the wait for a product to before the work that was meant to be done beside it, and says nothing.
+    ptxas may move the wait for a product to before the work that should run at the same time, and does not report it.
     """
     head_dim = int(re.search(r"Tiles<(\d+)", kernel.name)[1])
     keys = 64 if head_dim == 256 else 128

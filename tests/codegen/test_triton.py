@@ -56,6 +56,7 @@ def compiled(group: str) -> list[tuple[str, Kernel, int, int, int]]:
     """(case, kernel, columns of tensor memory, products, products on tensor cores) of every kernel that the cases of a
     group launch."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, Path(__file__).with_name("triton_cases.py"), group]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]

@@ -4,7 +4,9 @@ A case calls a public op with backend="triton" under `precompile.compiling`, so 
 arguments are those of a real launch. Tensors lie on the CPU: only dtype, strides and alignment are looked at.
 
 Triton decides between compiler and interpreter when @triton.jit runs, and a test session on a CPU is interpreted. So
-this is a program, `python triton_cases.py GROUP`, which prints a JSON line for every kernel of the group's cases.
+this is a program, which prints a JSON line for every kernel of the group's cases:
+
+    PYTHONPATH=.:tools python tests/codegen/triton_cases.py GROUP
 """
 
 from __future__ import annotations
@@ -21,10 +23,7 @@ from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import fastattn  # noqa: E402
+import fastattn
 
 MULTIPROCESSORS = 132  # of the GPU that launches believe in
 LARGE = (2, 4, 1024, 1024)  # batch, heads, queries, keys: long enough for the largest tiles

@@ -16,7 +16,7 @@ from fastattn.backends.cuda.feed_forward import Route, products_by
 
 
 @contextmanager
-def held_to(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forced_route(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this context products take this route, if it can take them at all."""
     if device.type == "cpu":
         monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "90")

@@ -1,6 +1,6 @@
 """Known bugs in a copy of csrc/, all compiled at once: planted_bug, a variable of the library, says which is there.
 
-A bug is a text of a file, `right`, and what stands in its place. What is compiled, for bug 7:
+A bug replaces one text of a file, `right`, by `wrong`. What is compiled, for bug 7:
     expressions          (planted_bug == 7 ? (wrong) : (right))
     statements           if (planted_bug == 7) { wrong } else { right }, if there is a semicolon in `right`
     BUG is in `wrong`    wrong, where BUG is (planted_bug == 7): for texts that are neither
@@ -32,7 +32,7 @@ def plant(copy: Path, changes: Iterable[tuple[str, str, str]], bugs: Iterable[tu
     for file, right, wrong in changes:
         _replace(copy / file, right, wrong)
     numbered = dict(enumerate(bugs, start=1))
-    # What contains another bug's text comes first; until all are there, @7@ stands for what bug 7 writes.
+    # What contains another bug's text comes first; until then @7@ marks the place of bug 7.
     for number, (file, right, wrong) in sorted(numbered.items(), key=lambda bug: -len(bug[1][1])):
         _replace(copy / file, right, f"@{number}@" if _by_hand(wrong) else _choice(number, right))
     for file in {file for file, _, _ in numbered.values()}:

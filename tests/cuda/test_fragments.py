@@ -40,7 +40,7 @@ def run(library: ctypes.CDLL, name: str, *tensors: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ROUND)
 def test_products(name: str, library: ctypes.CDLL) -> None:
-    """a b^T from two tiles, and its product with a third, the first result taken from the accumulators as it lies."""
+    """a b^T from two tiles, and its product with a third, which reads the first result from the accumulators."""
     a, b, c = torch.randn(16, DEPTH), torch.randn(KEYS, DEPTH), torch.randn(KEYS, COLUMNS)
     scores, out = torch.full((16, KEYS), torch.nan), torch.full((16, COLUMNS), torch.nan)
     run(library, name, a, b, c, scores, out)
@@ -51,7 +51,7 @@ def test_products(name: str, library: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("mode", ASYNC)
 def test_copies(mode: str, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was waited for is there; what lies outside is zero and is not read."""
+    """After the wait the values are there. Those outside are zero and are not read."""
     monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", mode)
     values, out, unused = torch.randn(256), torch.zeros(256), torch.zeros(1)
     values[:32] = torch.nan

@@ -83,7 +83,7 @@ def products(
     library: ctypes.CDLL, name: str, dtype: torch.dtype, D: int, keys: int = 300, margin: int = 0, device: str = "cpu"
 ) -> float:
     """Runs a kernel of hopper.cu: its largest error, NaN included. RuntimeError with what the runner found."""
-    heads, guard = 2, 24  # columns behind each row, that must stay as they are
+    heads, guard = 2, 24  # columns after each row, which must not change
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(heads, rows, D + guard, generator=g).to(device, dtype) for rows in (64, keys, keys))
     for t in (q, k, v):
@@ -92,7 +92,7 @@ def products(
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out))
     if message := library.run_products(name.encode(), *pointers, heads, keys, D, margin, D + guard):
         raise RuntimeError(message.decode())
-    assert out[..., D:].isnan().all(), "wrote behind a row"
+    assert out[..., D:].isnan().all(), "wrote after the end of a row"
     q, k, v, out = (t[..., :D].double() for t in (q, k, v, out))
     expected = (q @ k.mT).to(dtype).double() @ v
     error = (out - expected).abs().max() / expected.abs().max()
@@ -106,7 +106,7 @@ COLUMNS = {"bf16 64 64": 40, "bf16 96 64": 72, "bf16 96 64 in two": 72, "fp16 25
 @pytest.mark.parametrize("name", KERNELS)
 def test_products(name: str, place: Place, setting: Setting) -> None:
     """TMA with zeros outside, both kinds of wgmma, stmatrix and the TMA store, in every order and completion; boxes
-    partly and wholly before and behind the keys, and partly and wholly beside the columns."""
+    partly and wholly outside the keys and the columns."""
     kind, D, *_ = name.split()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     cases = [(int(D), 0), (int(D), 70), (COLUMNS.get(name, int(D)), 0)]
@@ -152,7 +152,7 @@ def test_refuses_a_tensor_that_tma_cannot_read(library: ctypes.CDLL) -> None:
 
 
 def test_refuses_tensor_maps_without_a_context(library: ctypes.CDLL) -> None:
-    """As the driver does, on a thread that has not used CUDA. The next call brings a context, and is served."""
+    """As the driver does, on a thread that has not used CUDA. The next call makes a context and succeeds."""
     said = []
 
     def run() -> None:

@@ -1,5 +1,8 @@
-"""What is special about the CUDA attention: its kernels' sizes, memory orders, races and launches. What every backend
-must do is in tests/ops. On the CPU through csrc/emulator, as an A100 and as an H100, and on a GPU where there is one."""
+"""What is special about the CUDA attention: its kernels' sizes, memory orders, races and launches.
+
+It runs on the CPU through csrc/emulator, as an A100 and as an H100, and on a GPU where there is one. What every backend
+must do: tests/ops.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
-from fastattn.backends import load_backend
 from fastattn.backends.cuda import _attention_arguments, _attention_sm90
 from fastattn.backends.cuda import attention as backend
-from fastattn.backends.reference.philox import draw_rng_state
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 full = pytest.mark.full
@@ -40,7 +41,7 @@ def kernels(request: pytest.FixtureRequest, device: torch.device, monkeypatch: p
     return device
 
 
-def held(device: torch.device) -> Callable[..., Any]:
+def cuda_attention(device: torch.device) -> Callable[..., Any]:
     return backend_call("cuda", device, weights=False)
 
 
@@ -49,18 +50,22 @@ def held(device: torch.device) -> Callable[..., Any]:
 )
 def test_several_tiles(kind: str, kernels: torch.device) -> None:
     """The last of them ragged, some full, some empty; and everything at once."""
-    check(make(B=2, H=1, Lq=201, Lk=269, D=64, mask=kind, dtype=BFLOAT16, device=kernels), held(kernels))
+    check(make(B=2, H=1, Lq=201, Lk=269, D=64, mask=kind, dtype=BFLOAT16, device=kernels), cuda_attention(kernels))
     options = dict(mask=kind, bias=(1, 2, 37, 141), dropout_p=0.3, dlse=False, device=kernels)
-    check(make(B=2, H=2, Hk=1, Lq=37, Lk=141, D=8, dtype=FLOAT16, **options), held(kernels))
+    check(make(B=2, H=2, Hk=1, Lq=37, Lk=141, D=8, dtype=FLOAT16, **options), cuda_attention(kernels))
 
 
 @pytest.mark.parametrize("kind", ["none", "window", "key_padding_holes", "attn_mask", "decoder", "segments_causal"])
 def test_short_sequences(kind: str, kernels: torch.device) -> None:
     """Up to 128 queries and keys: kernels of their own in 16 bits; float32 and wide heads take the general ones."""
     options = dict(B=2, mask=kind, dropout_p=0.2, device=kernels)
-    check(make(H=2, Hk=1, Lq=100, Lk=100, D=40, dtype=BFLOAT16, bias=(2, 1, 1, 100), **options), held(kernels))
-    check(make(H=1, Lq=120, Lk=100, D=72, dtype=FLOAT16, bias=(2, 1, 120, 100), **options), held(kernels))
-    check(make(H=2, Lq=110, Lk=100, D=256 if kind == "decoder" else 96, dtype=FLOAT32, **options), held(kernels))
+    check(
+        make(H=2, Hk=1, Lq=100, Lk=100, D=40, dtype=BFLOAT16, bias=(2, 1, 1, 100), **options), cuda_attention(kernels)
+    )
+    check(make(H=1, Lq=120, Lk=100, D=72, dtype=FLOAT16, bias=(2, 1, 120, 100), **options), cuda_attention(kernels))
+    check(
+        make(H=2, Lq=110, Lk=100, D=256 if kind == "decoder" else 96, dtype=FLOAT32, **options), cuda_attention(kernels)
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_short_sequences(kind: str, kernels: torch.device) -> None:
 def test_head_dims(D: int, Dv: int, kernels: torch.device) -> None:
     for dtype in (BFLOAT16, FLOAT32):
         p = make(B=1, H=2, Lq=70, Lk=140, D=D, Dv=Dv, mask="causal_bottom_right", dtype=dtype, device=kernels)
-        check(p, held(kernels))
+        check(p, cuda_attention(kernels))
 
 
 @full
@@ -78,7 +83,7 @@ def test_head_dims(D: int, Dv: int, kernels: torch.device) -> None:
 )
 def test_lengths_at_tile_edges(Lq: int, Lk: int, kernels: torch.device) -> None:
     for mask in ({}, {"is_causal": True, "align": "bottom_right"}, {"key_padding": prefix([Lk], Lk).to(kernels)}):
-        check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, mask=mask, dtype=BFLOAT16, device=kernels), held(kernels))
+        check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, mask=mask, dtype=BFLOAT16, device=kernels), cuda_attention(kernels))
 
 
 def test_dimensions_of_size_1(kernels: torch.device) -> None:
@@ -87,7 +92,7 @@ def test_dimensions_of_size_1(kernels: torch.device) -> None:
         p = make(B=B, H=H, Lq=Lq, Lk=Lk, D=64, bias=(1, H, Lq, Lk), dtype=BFLOAT16, device=kernels)
         by_position = {name: getattr(p, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
         for problem in (p, p.but(**by_position)):
-            check(problem, held(kernels))
+            check(problem, cuda_attention(kernels))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 70, 150), (1, 2, 70, 150), (2, 1, 70, 150), (2, 2, 1, 150), (2, 1, 70, 1)])
@@ -95,7 +100,7 @@ def test_bias(shape: tuple[int, ...], kernels: torch.device) -> None:
     """Every way in which a bias is broadcast, and its gradient, of two dtypes."""
     for bias_dtype, kind in ((FLOAT32, "none"), (FLOAT16, "everything")):
         options = dict(mask=kind, bias=shape, bias_dtype=bias_dtype, dtype=BFLOAT16, device=kernels)
-        check(make(Lq=70, Lk=150, D=64, **options), held(kernels))
+        check(make(Lq=70, Lk=150, D=64, **options), cuda_attention(kernels))
 
 
 def views(p: Problem) -> dict[str, Problem]:
@@ -122,17 +127,17 @@ def views(p: Problem) -> dict[str, Problem]:
 
 @pytest.mark.parametrize("mask", ["causal", "attn_mask"])
 def test_memory_orders(mask: str, kernels: torch.device) -> None:
-    """Strides are served in place; what Hopper's kernels cannot read, the others do, without the former's lists."""
+    """Strided tensors are not copied. Those that Hopper's kernels cannot read are read by the other kernels."""
     p = make(B=2, H=2, Lq=150, Lk=150, D=16, dtype=BFLOAT16, mask=mask, device=kernels)
     for name, other in views(p).items():
-        result = check(other, held(kernels))
+        result = check(other, cuda_attention(kernels))
         assert result.out.stride() == torch.empty_like(other.q).stride() or name in ("off a boundary", "rows apart")
 
 
 @full
 @pytest.mark.parametrize("D", [40, 128])
 def test_nothing_is_written_elsewhere(D: int, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results lie inside wider rows, with rows and heads to spare; what is around them stays as it was."""
+    """Results are views of larger tensors. Nothing around them changes."""
     around: list[tuple[Tensor, tuple[slice, ...]]] = []
 
     def inside(x: Tensor, head_dim: int) -> Tensor:
@@ -143,7 +148,7 @@ def test_nothing_is_written_elsewhere(D: int, kernels: torch.device, monkeypatch
         return whole[place].fill_(torch.nan)
 
     monkeypatch.setattr(_attention_arguments, "empty_like", inside)
-    check(make(B=2, H=2, Lq=70, Lk=140, D=D, mask="causal", dtype=BFLOAT16, device=kernels), held(kernels))
+    check(make(B=2, H=2, Lq=70, Lk=140, D=D, mask="causal", dtype=BFLOAT16, device=kernels), cuda_attention(kernels))
     assert len(around) == 4  # out, dq, dk, dv
     for whole, place in around:
         rest = whole.detach().clone()
@@ -164,7 +169,7 @@ def in_every_setting(p: Problem, device: torch.device, monkeypatch: pytest.Monke
     for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS):
         monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
         monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", completion)
-        yield solve(p, held(device))
+        yield solve(p, cuda_attention(device))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "masked" else full) for n in RACES])
@@ -193,17 +198,17 @@ def test_dq_as_a_sum(D: int, kind: str, kernels: torch.device, monkeypatch: pyte
     far = p.but(
         q=-4 * p.k.mean(2, keepdim=True).expand_as(p.q).sign(), k=8 * p.k.mean(2, keepdim=True).sign() + p.k / 8
     )
-    result = solve(far, held(kernels))
+    result = solve(far, cuda_attention(kernels))
     assert result.lse.min() < -11 and result.dq.isfinite().all()
 
 
 def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch allows tf32, the inputs are rounded to it, and so are the weights before they meet v."""
     p = make(Lq=70, Lk=90, D=40, mask="everything", device=device)
-    before = solve(p, held(device), needs="")
+    before = solve(p, cuda_attention(device), needs="")
     monkeypatch.setattr(_attention_arguments, "_tf32", lambda: True)
     rounded = p.but(q=round_tf32(p.q), k=round_tf32(p.k), v=round_tf32(p.v))
-    result = solve(p, held(device), needs="")
+    result = solve(p, cuda_attention(device), needs="")
     assert not torch.equal(result.out, before.out)
     compare(rounded, result, ("lse",))
     low = (plain(rounded).weights.bfloat16().float() @ rounded.v).float()  # 8 bits of weight where tf32 has 11
@@ -211,49 +216,26 @@ def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @full
-@pytest.mark.parametrize("kind", ["none", "decoder", "attn_mask", "segments_and_padding"])
-def test_forward_of_one_backend_backward_of_another(kind: str, kernels: torch.device) -> None:
-    """Masks, dropout and lse mean the same in CUDA and in Triton, both ways."""
-    backend_call("triton", kernels)
-    p = make(B=2, H=1, Lq=21, Lk=40, D=16, mask=kind, dtype=BFLOAT16, dropout_p=0.2, device=kernels)
-    mask, modules = AttentionMask(**p.mask), [load_backend("attention", name) for name in ("cuda", "triton")]
-    torch.manual_seed(p.seed)
-    options = (p.scale, p.dropout_p, draw_rng_state(kernels))
-    for forward, backward in (modules, modules[::-1]):
-        first, *_ = (mask.prepare(21, 40, layout, kernels) for layout in forward.mask_layouts(p.q, p.k, p.v, None))
-        _, *others = (mask.prepare(21, 40, layout, kernels) for layout in backward.mask_layouts(p.q, p.k, p.v, None))
-        out, lse = forward.attention_fwd(p.q, p.k, p.v, None, first, *options)
-        given = (p.dout, p.dlse, p.q, p.k, p.v, out, lse, None, tuple(others), *options, False)
-        compare(p, Results(out, lse, None, *backward.attention_bwd(*given)), ("out", "lse", "dq", "dk", "dv"))
-
-
-@full
 def test_a_thread_that_has_not_used_cuda(kernels: torch.device) -> None:
-    """Tensor maps want a context: the runner refuses to make them without."""
+    """Tensor maps need a context: the emulator refuses to make them without one."""
     p, found = make(Lq=70, Lk=140, D=64, dtype=BFLOAT16, device=kernels), []
-    thread = threading.Thread(target=lambda: found.append(solve(p, held(kernels))))
+    thread = threading.Thread(target=lambda: found.append(solve(p, cuda_attention(kernels))))
     thread.start()
     thread.join()
     compare(p, found[0])
 
 
 def test_explained_and_refused(device: torch.device) -> None:
-    """It serves where it is asked for by name, as no GPU has timed it yet. Each limit is refused with what was got."""
-    q, wide = torch.empty(1, 1, 4, 16, device=device), torch.empty(1, 1, 4, 257, device=device)
+    """A call must name it, because no GPU has timed it yet."""
+    q = torch.empty(1, 1, 4, 16, device=device)
     explanation = explain("attention", q, q, q, is_causal=True)
     assert explanation.refusals["cuda"] is None and explanation.chosen != "cuda"
-    bias = AttentionMask(bias=torch.zeros(4, 4, device=device, dtype=torch.float64))
-    for arguments, said in (
-        ((q.double(), q.double(), q.double(), None), "float64"),
-        ((wide, wide, q, None), "got 257 and 16"),
-        ((q, q, wide, None), "got 16 and 257"),
-        ((q, q, q, bias), "bias in float32, bfloat16 or float16, got torch.float64"),
-        ((q.to("meta"), q, q, None), "meta"),
-    ):
-        assert said in backend.unsupported_reason(*arguments, 0.0)
+    bias = torch.zeros(4, 4, device=device, dtype=torch.float64)
+    said = explain("attention", q, q, q, bias).refusals["cuda"]
+    assert "bias in float32, bfloat16 or float16, got torch.float64" in said
 
 
-# --- launches, noted by csrc/emulator in place of running them -----------------------------------------------------------
+# --- launches, which csrc/emulator records and does not run -----------------------------------------------------------
 
 
 class NoWait(TorchDispatchMode):
@@ -305,13 +287,13 @@ def launches(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_too_few_registers(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another nvcc may give a kernel fewer than it shares out. It would wait for ever; an exception comes instead."""
+    """Another nvcc may give a kernel fewer than it redistributes. That would hang; it raises instead."""
     fastattn.backends.cuda.load_emulator(shutil.copy(emulator_library, tmp_path))  # it asks about each kernel once
     monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "90")
 
     def run(registers: int, D: int = 64, **options: Any) -> None:
         monkeypatch.setenv("FASTATTN_EMULATOR_REGISTERS", str(registers))
-        solve(make(B=1, H=1, Lq=5, Lk=130, D=D, dtype=BFLOAT16, **options), held(torch.device("cpu")))
+        solve(make(B=1, H=1, Lq=5, Lk=130, D=D, dtype=BFLOAT16, **options), cuda_attention(torch.device("cpu")))
 
     def refused(kernel: str, registers: int, needed: int, **options: Any) -> None:
         said = f"{kernel} starts with {registers} registers a thread and needs {needed}, .* another nvcc, .*triton"
@@ -343,7 +325,7 @@ def test_short_sequences_take_one_launch_each_way(capability: str, launches: Cal
 
 
 def test_99_kib_of_shared_memory(launches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is what sm_86, sm_89 and sm_120 have: every kernel fits, or another one serves."""
+    """That is what sm_86, sm_89 and sm_120 have: every kernel fits, or another one is used."""
     largest = 0
     for dtype, D, L in itertools.product(DTYPES, (64, 128, 256), (64, 128, 200)):
         for bias in (None, (1, 2, L, L), (1, 1, L, L)):

@@ -74,11 +74,3 @@ def test_splits_follow_from_shapes_alone(device: torch.device) -> None:
     assert splits(1, 1, 1, 1, 4096, False, 0) > 1
     assert splits(1, 1, 1, 1, 10**6, False, 0) <= 64
     assert splits(4096, 5, 8, 8, 4096, False, 0) == 1
-
-
-def test_refusals(device: torch.device) -> None:
-    inputs = make(device)
-    assert backend.unsupported_reason(*inputs) is None
-    assert "float64" in backend.unsupported_reason(*inputs.to(torch.float64))
-    assert "up to 256, got 264 and 32" in backend.unsupported_reason(*make(device, head_dim=264, value_dim=32))
-    assert "meta" in backend.unsupported_reason(*(None if t is None else t.to("meta") for t in inputs))

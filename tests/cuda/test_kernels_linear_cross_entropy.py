@@ -77,16 +77,3 @@ def test_nan_is_kept(classes: int, dtype: torch.dtype, device: torch.device) -> 
     backend.cross_entropy_rows(logits, None, target, losses, None, None, 0.1, IGNORED, 1.0, True)
     assert losses.isnan().tolist() == logits.isnan().all(1).tolist() == [False, True, True, False]
     assert logits.isnan().any(1).tolist() == [False, True, True, False] and not logits[3].any()
-
-
-def test_no_rows(device: torch.device) -> None:
-    nothing = torch.empty(0, device=device)
-    backend.cross_entropy_rows(nothing.view(0, 5), None, nothing.long(), nothing, None, None, 0.0, -100, 1.0, True)
-
-
-def test_refusals(device: torch.device) -> None:
-    x = torch.empty(2, 8, device=device)
-    call = (x, None, x[:, 0].long(), 0.0, -100, 1.0, "mean")
-    assert backend.unsupported_reason(x, *call) is None
-    assert "float64" in backend.unsupported_reason(x.double(), *call)
-    assert "meta" in backend.unsupported_reason(x.to("meta"), *call)

@@ -21,7 +21,7 @@ import mutations
 import pytest
 import torch
 from emulator_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
-from feed_forward_routes import cuda, held_to
+from feed_forward_routes import cuda, forced_route
 
 import fastattn.backends.cuda
 from fastattn.backends.cuda.feed_forward import Route
@@ -172,7 +172,7 @@ PLANTS = {
             Bug("no barrier before the groups meet", DECODE,
                 "  __syncthreads();\n\n  const int64_t rows", "  if (!BUG) __syncthreads();\n\n  const int64_t rows"),
             Bug("lanes of a key left out", DECODE, "int step = lanes / 2", "int step = lanes / (BUG ? 4 : 2)"),
-            Bug("read behind the length", DECODE, "min(begin + span, length)", "begin + span"),
+            Bug("read after the length", DECODE, "min(begin + span, length)", "begin + span"),
             Bug("ancestors of another query", DECODE, "first_query * p.ancestors_stride_w", "0"),
             Bug("a total kept when the peak rises", DECODE, "      total[i] *= rescale;\n", ""),
             Bug("a group left out", DECODE, "int g = 0; g < groups; g++) {", "int g = BUG; g < groups; g++) {"),
@@ -188,7 +188,7 @@ PLANTS = {
             Bug("no barrier before a row's sums", ROWS, "    __syncthreads();\n", "    if (!BUG) __syncthreads();\n"),
             Bug("a sum kept when the peak rises", ROWS,
                 "    total *= power(before);\n", "    if (!BUG) total *= power(before);\n"),
-            Bug("classes behind the chunks left out", ROWS,
+            Bug("classes after the chunks left out", ROWS,
                 "int col = chunks * kChunk + threadIdx.x;", "int col = (chunks + BUG) * kChunk + threadIdx.x;"),
             Bug("rows too near", ROWS, "index_of_row * p.stride", "index_of_row * (p.stride - 8 * BUG)"),
             Bug("the target of another chunk", ROWS, "label / kChunk == index", "label / kChunk == index + BUG"),
@@ -222,7 +222,7 @@ def fails(library: Path, op: str, bug: int, route: Route | None, monkeypatch: py
     """Does a check fail, in one of the orders and completions? bug: from 1 on, 0 is none."""
     fastattn.backends.cuda.load_emulator(library)
     mutations.choose(library, bug)
-    held = nullcontext if route is None else partial(held_to, route, CPU, monkeypatch)
+    held = nullcontext if route is None else partial(forced_route, route, CPU, monkeypatch)
     try:
         for environment in settings(route):
             for name, value in environment.items():

@@ -1,7 +1,7 @@
 """sm_86, sm_89 and sm_120 run the kernels of sm_80 with 99 KiB of shared memory a block, where an A100 has 163.
 
-csrc/emulator notes the launches in place of running them, and refuses one that asks for more than its compute capability
-has. Attention's forward and backward: test_kernels_attention.py.
+csrc/emulator records the launches and does not run them. It refuses a launch that asks for more than its compute
+capability has. Attention's forward and backward: test_kernels_attention.py.
 """
 
 from __future__ import annotations

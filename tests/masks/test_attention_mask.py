@@ -64,74 +64,10 @@ def test_and_takes_packed_segments_with_a_band_where_both_mean_the_same() -> Non
     assert torch.equal(both.dense(1, 1, 7, 7, CPU), brute_force({**packed, "is_causal": True}, 1, 1, 7, 7))
 
 
-def test_and_of_many_equals_one_constructor() -> None:
-    shape = (2, 3, 7, 10)
-    parts = mask_kinds(*shape)["decoder"]
-    one = AttentionMask(**parts)
-    many = AttentionMask(is_causal=True)
-    for name in ("key_padding", "query_padding"):
-        many = many & AttentionMask(**{name: parts[name]})
-    assert torch.equal(one.dense(*shape, CPU), many.dense(*shape, CPU))
-
-
 def test_and_adds_biases() -> None:
     a, b = torch.randn(1, 2, 3, 4), torch.randn(5, 1, 1, 4)
     assert torch.equal((AttentionMask(bias=a) & AttentionMask(bias=b)).bias, a + b)
     assert torch.equal((AttentionMask(bias=a) & AttentionMask(is_causal=True)).bias, a)
-
-
-def same_meaning(*masks: AttentionMask, shape: tuple[int, int, int, int] = (2, 2, 5, 8)) -> None:
-    for mask in masks[1:]:
-        assert torch.equal(mask.dense(*shape, CPU), masks[0].dense(*shape, CPU))
-
-
-def test_equal_meaning_causal() -> None:
-    tril = torch.ones(5, 8, dtype=torch.bool).tril()
-    same_meaning(
-        AttentionMask(is_causal=True),
-        AttentionMask(window=(None, 0)),
-        AttentionMask(tril),
-        AttentionMask(tril[None, None]),
-        AttentionMask(is_causal=True, cu_seqlens_q=offsets(5), cu_seqlens_k=offsets(8)),
-        AttentionMask(is_causal=True) & AttentionMask(is_causal=True),
-        AttentionMask(window=(None, 0)) & AttentionMask(window=(8, 1)),
-    )
-    same_meaning(
-        AttentionMask(is_causal=True, align="bottom_right"),
-        AttentionMask(torch.ones(5, 8, dtype=torch.bool).tril(3)),
-        AttentionMask(window=(None, 3)),
-    )
-    subsequent = get_subsequent_mask(torch.zeros(2, 5))
-    same_meaning(AttentionMask(is_causal=True), AttentionMask(subsequent), shape=(2, 2, 5, 5))
-
-
-def test_equal_meaning_padding() -> None:
-    tokens = torch.tensor([[4, 5, 6, 7, 8, 9, 1, 1], [4, 5, 1, 1, 1, 1, 1, 1]])
-    keys = tokens != 1
-    same_meaning(
-        AttentionMask(key_padding=keys),
-        AttentionMask(keys[:, None, None]),
-        AttentionMask(get_pad_mask(tokens, 1)[:, None]),
-        AttentionMask(keys[:, None, None].expand(2, 2, 5, 8)),
-    )
-    queries = prefix([5, 3], 5)
-    same_meaning(AttentionMask(query_padding=queries), AttentionMask(queries[:, None, :, None]))
-
-
-def test_equal_meaning_segments() -> None:
-    block = torch.zeros(5, 8, dtype=torch.bool)
-    block[:2, :3], block[2:, 3:] = True, True
-    same_meaning(
-        AttentionMask(cu_seqlens_q=offsets(2, 3), cu_seqlens_k=offsets(3, 5)),
-        AttentionMask(cu_seqlens_q=offsets(2, 3).long(), cu_seqlens_k=offsets(3, 5).long()),
-        AttentionMask(cu_seqlens_q=offsets(0, 2, 0, 3, 0), cu_seqlens_k=offsets(0, 3, 0, 5, 0)),
-        AttentionMask(block),
-    )
-    same_meaning(
-        AttentionMask(cu_seqlens_q=offsets(2, 3)),
-        AttentionMask(cu_seqlens_q=offsets(2, 3), cu_seqlens_k=offsets(2, 3)),
-        shape=(1, 1, 5, 5),
-    )
 
 
 def test_and_with_packed_segments() -> None:

@@ -1,4 +1,4 @@
-"""The kernel that prepares masks, kernels/mask/, against its specification, fastattn/masks/kernel_format.py: equal results.
+"""The kernel that prepares masks, kernels/mask/, returns what fastattn/masks/kernel_format.py specifies.
 
 Outputs start as the largest integer (conftest.py), so what the kernel forgets to write is seen.
 """

@@ -1,6 +1,5 @@
 """Fixtures of the model tests."""
 
-import emulator_build
 import pytest
 import torch
 from helpers import skip_without_triton
@@ -25,15 +24,9 @@ def triton():
 
 
 @pytest.fixture
-def cuda():
-    """Skips, with the reason, where the CUDA kernels cannot run; without a GPU csrc/emulator is used."""
+def cuda(request):
+    """Skips, with the reason, where the CUDA kernels cannot run. Without a GPU they run through csrc/emulator."""
     if DEVICE == "cpu":
-        if reason := emulator_build.unsupported_reason():
-            pytest.skip(reason)
-        fastattn.backends.cuda.load_emulator(
-            emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
-        )
+        request.getfixturevalue("emulator")
     if reason := fastattn.backends.cuda.refuse_device(torch.empty(0, device=DEVICE)):
         pytest.skip(reason)
-    yield
-    fastattn.backends.cuda.load_emulator(None)

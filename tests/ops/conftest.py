@@ -1,42 +1,28 @@
-"""Without a GPU, the tests of every op hold the CUDA backends to their checks as well, by way of csrc/emulator."""
+"""What every test of an op's backend needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-import emulator_build
 import pytest
 import torch
-from emulator_settings import take_turns
 
-import fastattn.backends.cuda
 from fastattn.backends.reference import philox
 
 
-@pytest.fixture(scope="session")
-def emulator_library() -> Path | None:
-    """fastattn._C, built for the CPU; None where it cannot be."""
-    if emulator_build.unsupported_reason() is not None:
-        return None
-    return emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
+def backend_of(request: pytest.FixtureRequest) -> str | None:
+    return request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
 
 
 @pytest.fixture(autouse=True)
-def the_reference_drops_alike(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test computes by the formula, with draw_rng_state or the reference path, drops what its backend drops."""
-    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    with philox.reference_dropout_rule(parameters.get("backend") or "reference"):
+def match_dropout_rule(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test computes with the reference drops the same elements as the tested backend."""
+    with philox.reference_dropout_rule(backend_of(request) or "reference"):
         yield
 
 
 @pytest.fixture(autouse=True)
-def cuda_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if parameters.get("backend") != "cuda" or torch.cuda.is_available():
-        yield
-        return
-    take_turns(request.node, monkeypatch)
-    fastattn.backends.cuda.load_emulator(request.getfixturevalue("emulator_library"))
-    yield
-    fastattn.backends.cuda.load_emulator(None)
+def cuda_on_a_cpu(request: pytest.FixtureRequest) -> None:
+    """Without a GPU, the CUDA backend runs through csrc/emulator."""
+    if backend_of(request) == "cuda" and not torch.cuda.is_available():
+        request.getfixturevalue("emulator")

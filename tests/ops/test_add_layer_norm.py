@@ -6,18 +6,14 @@ import importlib
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from add_layer_norm_checks import BACKENDS, EPS, Results, backend_call, check, make, plain, solve
-from helpers import backends_of
 from torch import Tensor
 
-from fastattn import dropout_add_layer_norm, dropout_add_rms_norm, explain
-from fastattn.backends import unsupported_reason
+from fastattn import dropout_add_rms_norm
 from fastattn.backends.reference import philox
 
-KERNELS = backends_of("add_layer_norm", kernels_only=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Several blocks, a ragged last one, several turns of a persistent one; narrow rows that share a warp; rows wider than a
@@ -66,7 +62,7 @@ def test_against_float64(backend: str, case: dict[str, Any], device: torch.devic
     p = make(**case, device=device)
     got = check(p, backend_call(backend, device))
     assert got.dweight.dtype == p.weight.dtype and got.out.dtype == p.x.dtype
-    if case.get("dtype", FP32) != FP32 and p.x_bias is not None:  # in float32: a type of its own
+    if case.get("dtype", FP32) != FP32 and p.x_bias is not None:  # in float32, another dtype
         assert check(p.but(x_bias=p.x_bias.float()), backend_call(backend, device)).dx_bias.dtype == FP32
 
 
@@ -93,41 +89,16 @@ def test_float64_and_gradcheck(
     assert torch.autograd.gradcheck(with_one_draw, list(given.values()))
 
 
-def philox_lane(seed: int, offset: int, row: int, col: int) -> int:
-    """One element's 16-bit number, from the written rule, in Python's own integers."""
-    c = [col // 8, row & 0xFFFFFFFF, row >> 32, offset & 0xFFFFFFFF]
-    k = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
-    for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF
-
-
-def generator_lane(seed: int, index: int) -> int:
-    """Likewise by the rule of the backend aten on a CPU."""
-    words = torch.empty(index // 4 + 1, dtype=torch.int64)
-    words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
-    return ((int(words[-1]) >> 16 * (index % 4)) + 2**15) & 0xFFFF
-
-
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mask_is_the_written_rule(backend: str, dropout_p: float, device: torch.device) -> None:
-    """x = 1: what is kept is 1 / (1 - dropout_p), in z and, for a gradient of 1, in dx; element for element."""
+    """x = 1: what is kept is 1 / (1 - dropout_p), in z and, for a gradient of 1, in dx; element for element. The rule
+    itself: test_attention_dropout.py."""
     call, (rows, hidden) = backend_call(backend, device), (11, 77)
     if backend == "aten" and device.type == "cuda":
         pytest.skip("PyTorch's rule, not ours")
     torch.manual_seed(3)
-    seed, *offset = philox.draw_rng_state(device).tolist()
-    threshold = round(dropout_p * 65536)
-
-    def lane(row: int, col: int) -> int:
-        return philox_lane(seed, *offset, row, col) if offset else generator_lane(seed, row * hidden + col)
-
-    rule = [[lane(row, col) >= threshold for col in range(hidden)] for row in range(rows)]
-    kept = 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)
-    expected = torch.tensor(rule, device=device) * torch.tensor(kept, dtype=torch.float32, device=device)
+    expected = philox.keep_factor(philox.draw_rng_state(device), rows, hidden, dropout_p, torch.float32)
     x = torch.ones(rows, hidden, device=device, requires_grad=True)
     ones = torch.ones(hidden, device=device)
     torch.manual_seed(3)
@@ -135,58 +106,6 @@ def test_mask_is_the_written_rule(backend: str, dropout_p: float, device: torch.
     z.sum().backward()
     assert torch.equal(z, expected)
     assert torch.equal(x.grad, expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_draws(backend: str, device: torch.device) -> None:
-    """A new mask at every call; the same one under the same seed; the same in every backend."""
-    p, call = make(8, 64, 0.5, device=device), backend_call(backend, device)
-    inputs = (p.x, p.residual, p.weight, p.bias, EPS, 0.5)
-    torch.manual_seed(1)
-    first, second = call(*inputs)[1], call(*inputs)[1]
-    torch.manual_seed(1)
-    again = call(*inputs)[1]
-    torch.manual_seed(1)
-    reference = backend_call("reference", device)(*inputs)[1]
-    assert not torch.equal(first, second)
-    assert torch.equal(first, again)
-    torch.testing.assert_close(first, reference, rtol=1e-6, atol=1e-6)  # one dropped element more would be off by 1
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_strides_and_shapes(backend: str, device: torch.device) -> None:
-    """Leading dimensions, transposed, sliced and unaligned inputs give the bits of plain rows; gradients that are
-    expanded (stride 0, as from out.sum()), transposed and sliced are judged."""
-    p, call = make(12, 40, 0.3, device=device), backend_call(backend, device)
-
-    def run(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        return call(x, residual, p.weight, p.bias, EPS, 0.3)
-
-    expected = run(p.x, p.residual)
-    unaligned = torch.empty(12 * 40 + 1, device=device)[1:].view(12, 40).copy_(p.residual)
-    wide = torch.cat([p.x, p.x], 1)[:, :40]
-    for x, residual in (
-        (p.x.view(3, 4, 40), p.residual.view(3, 4, 40)),
-        (p.x.t().contiguous().t(), unaligned),
-        (wide, p.residual.repeat_interleave(2, 0)[::2]),
-    ):
-        for got, want in zip(run(x, residual), expected, strict=True):
-            assert got.shape == x.shape
-            assert torch.equal(got.reshape(12, 40), want)
-    row, one = p.dout[:1], torch.ones((), device=device)
-    for dout in (row.expand(12, 40), one.expand(12, 40), p.dout.t().contiguous().t(), p.dout.repeat(1, 2)[:, ::2]):
-        check(p.but(dout=dout, dz=dout), call)
-
-
-@pytest.mark.parametrize("needs", ["x", "r", "wb", "i"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_frozen_inputs(backend: str, needs: str, device: torch.device) -> None:
-    """Only those get a gradient that ask for one, and it is the one they get among all."""
-    p, call = make(6, 40, 0.3, has_x_bias=True, device=device), backend_call(backend, device)
-    everything, some = solve(p, call), solve(p, call, needs)
-    for name, letter, a, b in zip(Results._fields[2:], "xrwbi", everything[2:], some[2:], strict=True):
-        assert torch.equal(a, b) if letter in needs else b is None, name
 
 
 @pytest.mark.parametrize("unused", ["out", "z"])
@@ -229,21 +148,6 @@ def test_everything_dropped(backend: str, dtype: torch.dtype, device: torch.devi
             assert torch.equal(got.out, torch.zeros_like(p.x) if p.bias is None else p.bias.expand_as(p.x))
 
 
-@pytest.mark.parametrize("rms, dtype", [(False, FP32), (True, BF16)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_equal_bits_run_to_run(backend: str, rms: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """And in several backwards of one forward, which leave what it kept as it was."""
-    p, call = make(20, 130, 0.3, has_x_bias=True, rms=rms, dtype=dtype, device=device), backend_call(backend, device)
-    first = solve(p, call)
-    for _ in range(1 if device.type == "cpu" else 30):
-        for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
-            assert a is b is None or torch.equal(a, b), name
-    weight = p.weight.detach().requires_grad_()
-    out, _ = call(p.x, p.residual, weight, p.bias, EPS, 0.3)
-    grads = [torch.autograd.grad(out, weight, p.dout, retain_graph=True)[0] for _ in range(3)]
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("multiprocessors, hidden", [(8, 1030), (8, 264), (9, 264)])
 def test_triton_weight_gradients_of_many_programs(
@@ -275,7 +179,7 @@ def test_rms_norm(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_eps_on_std(backend: str, device: torch.device) -> None:
-    """eps counts beside the standard deviation; a row of equal elements gives the bias, and its gradient is
+    """eps is added to the standard deviation; a row of equal elements gives the bias, and its gradient is
     (g - mean(g)) / eps, not NaN; a single element has no standard deviation."""
     p, call = make(12, 40, eps_on_std=True, device=device), backend_call(backend, device)
     x = p.x.clone()
@@ -290,104 +194,3 @@ def test_eps_on_std(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(dx[3], (g - g.mean()) / 0.5)
     with pytest.raises(ValueError, match="x has shape.*eps_on_std.*hidden must be at least 2"):
         call(x[:, :1], None, p.weight[:1], p.bias[:1], EPS, 0.0, eps_on_std=True)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_the_sum(backend: str, device: torch.device) -> None:
-    p, call = make(6, 40, device=device), backend_call(backend, device)
-    out = dropout_add_layer_norm(p.x, p.residual, p.weight, p.bias, backend=backend)
-    assert torch.equal(out, call(p.x, p.residual, p.weight, p.bias, 1e-6, 0.0)[0])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast(backend: str, device: torch.device) -> None:
-    """Under autocast x and residual arrive in its dtype; float32 weights stay float32, their gradients too."""
-    p, call = make(6, 40, has_x_bias=True, device=device), backend_call(backend, device)
-    with torch.autocast(device.type, torch.bfloat16):
-        got = solve(p.but(dout=p.dout.bfloat16(), dz=p.dz.bfloat16()), call)
-    cast = {name: vars(p)[name].bfloat16() for name in ("x", "residual", "dout", "dz")}
-    want = solve(p.but(**cast), call)
-    assert got.out.dtype == got.z.dtype == torch.bfloat16
-    assert got.dx.dtype == got.dweight.dtype == got.dx_bias.dtype == torch.float32
-    for name, a, b in zip(Results._fields, got, want, strict=True):
-        assert torch.equal(a, b.to(a.dtype)), name
-
-
-@pytest.mark.parametrize(
-    "variant, has_residual, dropout_p",
-    [({}, True, 0.3), ({"rms": True}, False, 0.0), ({"eps_on_std": True}, True, 0.0)],
-)
-@pytest.mark.parametrize("backend", KERNELS)
-def test_library_operators(
-    backend: str, variant: dict[str, bool], has_residual: bool, dropout_p: float, device: torch.device
-) -> None:
-    backend_call(backend, device)
-    p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=not has_residual, **variant, device=device)
-    rng_state = philox.draw_rng_state(device) if dropout_p else None
-    inputs = [None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias, p.x_bias)]
-    operator = importlib.import_module("fastattn.ops.add_layer_norm")._AddLayerNorm._traced
-    torch.library.opcheck(operator, (*inputs, EPS, dropout_p, rng_state, p.eps_on_std, backend))
-
-
-def test_triton_refusals(device: torch.device) -> None:
-    backend_call("triton", device)
-    wide, x = torch.zeros(1, 16385, device=device), torch.zeros(1, 8, device=device, dtype=torch.float64)
-    assert "16384" in unsupported_reason("add_layer_norm", "triton", (wide, None, wide[0], wide[0], 0.0))
-    assert "float64" in unsupported_reason("add_layer_norm", "triton", (x, None, x[0], x[0], 0.0))
-    assert explain("dropout_add_rms_norm", x, None, x[0]).op == "dropout_add_rms_norm"
-    with pytest.raises(RuntimeError, match="dropout_add_rms_norm: backend 'triton'.*float64"):
-        dropout_add_rms_norm(x, None, x[0], backend="triton")
-
-
-@pytest.mark.parametrize(
-    "name, value, error",
-    [
-        ("x", torch.zeros(4, 8, dtype=torch.int64), TypeError),
-        ("x", [1.0], TypeError),
-        ("x", torch.zeros(()), ValueError),
-        ("x", torch.zeros(4, 0), ValueError),
-        ("residual", torch.zeros(3, 8), ValueError),
-        ("residual", torch.zeros(4, 8, dtype=torch.bfloat16), TypeError),
-        ("residual", torch.zeros(4, 8, device="meta"), ValueError),
-        ("weight", torch.zeros(7), ValueError),
-        ("weight", torch.zeros(8, dtype=torch.bfloat16), TypeError),
-        ("bias", torch.zeros(4, 8), ValueError),
-        ("bias", torch.zeros(8, dtype=torch.float64), TypeError),
-        ("bias", None, TypeError),
-        ("x_bias", torch.zeros(4, 8), ValueError),
-        ("x_bias", torch.zeros(8, dtype=torch.bfloat16), TypeError),
-        ("x_bias", torch.zeros(8, device="meta"), ValueError),
-        ("x_bias", 0.0, TypeError),
-        ("eps", -1.0, ValueError),
-        ("eps", float("nan"), ValueError),
-        ("eps", float("inf"), ValueError),
-        ("eps", "1e-5", TypeError),
-        ("eps", True, TypeError),
-        ("dropout_p", 1.5, ValueError),
-        ("dropout_p", float("nan"), ValueError),
-        ("dropout_p", "0.1", TypeError),
-        ("backend", "fast", ValueError),
-    ],
-)
-def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) -> None:
-    good = {"x": torch.zeros(4, 8), "residual": torch.zeros(4, 8), "weight": torch.zeros(8), "bias": torch.zeros(8)}
-    with pytest.raises(error, match=name):
-        dropout_add_layer_norm(**(good | {name: value}))
-    if name != "bias":
-        del good["bias"]
-        with pytest.raises(error, match=name):
-            dropout_add_rms_norm(**(good | {name: value}))
-
-
-def test_options_are_named() -> None:
-    """flash-attention's function of this name has dropout_p before eps: by position neither is taken."""
-    x, one = torch.randn(4, 8), torch.ones(8)
-    for call in (lambda: dropout_add_layer_norm(x, x, one, one, 0.1), lambda: dropout_add_rms_norm(x, x, one, 0.1)):
-        with pytest.raises(TypeError, match="positional"):
-            call()
-
-
-def test_numbers_of_numpy() -> None:
-    x, one = torch.randn(4, 8), torch.ones(8)
-    out = dropout_add_layer_norm(x, x, one, one, eps=np.float32(0.5), dropout_p=np.float64(0))
-    assert torch.equal(out, dropout_add_layer_norm(x, x, one, one, eps=0.5))

@@ -1,4 +1,4 @@
-"""Attention by blocks of heads (fastattn/backends/aten/_blocks.py), which serves calls on a CPU that ask for nothing but out."""
+"""Attention by blocks of heads, fastattn/backends/aten/_blocks.py: used on a CPU for calls that return out alone."""
 
 from __future__ import annotations
 

@@ -75,32 +75,20 @@ POISONED: dict[str, dict[str, Any]] = {
     },
     "decoder, bfloat16": {"H": 1, "D": 16, "mask": "decoder", "dtype": torch.bfloat16},
     "more queries than keys": {"H": 1, "Lq": 37, "Lk": 21, "D": 16, "mask": "causal_bottom_right"},
-    "everything, grouped": {
-        "B": 1,
-        "H": 4,
-        "Hk": 2,
-        "D": 16,
-        "mask": "everything",
-        "bias": (1, 4, 21, 37),
-        "dropout_p": 0.3,
-    },
+    "everything, grouped": dict(B=1, H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 21, 37), dropout_p=0.3),
     "long, padded": {**LONG, "mask": {"key_padding": prefix([70, 0], 140), "query_padding": prefix([60, 70], 70)}},
     "long, window": {**LONG, "mask": {"window": (3, 0)}},
     "long, packed": {**LONG, "mask": {"cu_seqlens_q": offsets(20, 0, 50), "cu_seqlens_k": offsets(70, 5, 65)}},
 }
 EVERYDAY_POISON = (
-    "segments_and_padding",
-    "more queries than keys",
-    "everything, grouped",
-    "long, padded",
-    "long, window",
+    *("segments_and_padding", "more queries than keys", "everything, grouped", "long, padded", "long, window"),
 )
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in EVERYDAY_POISON else full) for c in POISONED])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_structure_excludes_may_be_nan(backend: str, case: str, device: torch.device) -> None:
-    """Behind lengths, key and query padding, packing and bands anything may lie: it reaches nothing, bit for bit."""
+    """What lengths, key and query padding, packing and bands exclude may be anything: it changes no bit of a result."""
     attend = backend_call(backend, device)
     p = make(**POISONED[case])
     moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in p.mask.items()}
@@ -238,12 +226,10 @@ def test_scores_far_from_zero(backend: str, shift: float, device: torch.device) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_rows_keep_float32_sums(backend: str, device: torch.device) -> None:
-    """The softmax's sums run in float32: the planted 16-bit accumulator fails here."""
+    """The sums of the softmax and of the values run in float32."""
     for dtype in (torch.bfloat16, torch.float16):
-        check(
-            make(B=1, H=1, Lq=16, Lk=1024, D=16, dtype=dtype, device=device),
-            backend_call(backend, device, weights=False),
-        )
+        p = make(B=1, H=1, Lq=16, Lk=1024, D=16, dtype=dtype, device=device)
+        check(p.but(v=p.v + 1), backend_call(backend, device, weights=False))
 
 
 def spread(t: torch.Tensor, stride: int) -> torch.Tensor:
@@ -290,33 +276,13 @@ def q(*shape: int, **options: Any) -> torch.Tensor:
 
 # bad call -> error, the argument it must name
 BAD_CALLS: list[tuple[tuple, dict[str, Any], type[Exception], str]] = [
-    (([[1.0]], q(), q()), {}, TypeError, "query"),
-    ((q(), None, q()), {}, TypeError, "key"),
-    ((q(), q(), 3.0), {}, TypeError, "value"),
-    ((q(dtype=torch.int64), q(), q()), {}, TypeError, "query"),
-    ((q(), q(dtype=torch.bfloat16), q()), {}, TypeError, "key"),
-    ((q(), q(), q(dtype=torch.float64)), {}, TypeError, "value"),
-    ((q(8), q(), q()), {}, ValueError, "query"),
-    ((q(), q(8), q()), {}, ValueError, "key"),
     ((q(4, 5, 8),) * 3, {"attn_mask": q(2, 1, 4, 5, 5)}, ValueError, "attn_mask"),
     ((q(2, 3, 4, 5, 8),) * 3, {"attn_mask": q(2, 2, 4, 5, 5)}, ValueError, "attn_mask"),
     ((q(), q(3, 4, 5, 8), q()), {}, ValueError, "key"),
-    ((q(), q(2, 4, 5, 16), q()), {}, ValueError, "key"),
-    ((q(), q(), q(2, 4, 6, 8)), {}, ValueError, "value"),
     ((q(), q(), q(2, 2, 5, 8)), {}, ValueError, "value"),
     ((q(), q(2, 2, 5, 8), q(2, 2, 5, 8)), {}, ValueError, "enable_gqa"),
     ((q(), q(2, 3, 5, 8), q(2, 3, 5, 8)), {"enable_gqa": True}, ValueError, "key"),
     ((q(2, 4, 5, 0), q(2, 4, 5, 0), q()), {}, ValueError, "query"),
-    ((q(), q(device="meta"), q()), {}, ValueError, "key"),
-    ((q(), q(), q()), {"dropout_p": 1.5}, ValueError, "dropout_p"),
-    ((q(), q(), q()), {"dropout_p": -0.1}, ValueError, "dropout_p"),
-    ((q(), q(), q()), {"dropout_p": float("nan")}, ValueError, "dropout_p"),
-    ((q(), q(), q()), {"dropout_p": "0.1"}, TypeError, "dropout_p"),
-    ((q(), q(), q()), {"scale": float("nan")}, ValueError, "scale"),
-    ((q(), q(), q()), {"scale": "1"}, TypeError, "scale"),
-    ((q(), q(), q()), {"scale": True}, TypeError, "scale"),
-    ((q(), q(), q()), {"attn_mask": [[True]]}, TypeError, "attn_mask"),
-    ((q(), q(), q()), {"attn_mask": q(5, 5, dtype=torch.int64)}, TypeError, "attn_mask|bias"),
     ((q(), q(), q()), {"attn_mask": q(5, 6, dtype=torch.bool)}, ValueError, "attn_mask"),
     ((q(), q(), q()), {"attn_mask": q(3, 1, 5, 5, dtype=torch.bool)}, ValueError, "attn_mask"),
     ((q(), q(), q()), {"attn_mask": q(4, 2, 5, 5)}, ValueError, "attn_mask|bias"),
@@ -328,7 +294,6 @@ BAD_CALLS: list[tuple[tuple, dict[str, Any], type[Exception], str]] = [
     ((q(), q(), q()), {"attn_mask": q(2, 1, 5, dtype=torch.bool)}, ValueError, r"mask\[:, None\]"),
     ((q(), q(), q()), {"attn_mask": q(2, 5, dtype=torch.bool)}, ValueError, "key_padding="),
     ((q(2, 5, 4, 8), q(2, 7, 4, 8), q(2, 7, 4, 8)), {}, ValueError, r"layout \(B, H, L, D\)"),
-    ((q(), q(), q()), {"backend": "flash"}, ValueError, "backend"),
 ]
 
 
@@ -339,16 +304,6 @@ def test_bad_calls_name_the_argument(args: tuple, kwargs: dict[str, Any], error:
         scaled_dot_product_attention(*args, **kwargs)
     with pytest.raises(error, match=name):
         explain("attention", *args, **kwargs)
-
-
-def test_a_named_backend_refuses_with_its_reason() -> None:
-    for backend in ("triton", "cuda"):
-        t = q(dtype=torch.float64)
-        reason = explain("attention", t, t, t).refusals[backend]
-        assert reason
-        with pytest.raises(RuntimeError) as refused:
-            scaled_dot_product_attention(t, t, t, backend=backend)
-        assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize(

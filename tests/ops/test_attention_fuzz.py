@@ -14,29 +14,14 @@ import random
 import pytest
 import torch
 from attention_checks import BACKENDS, Problem, backend_call, check, make
+from layouts import every_second, reversed_dims, sliced, swapped_dims
 from mask_cases import KINDS, scattered
-from torch import Tensor
 
 PROBLEMS = int(os.environ.get("FASTATTN_FUZZ", 60))
 FIRST = int(os.environ.get("FASTATTN_FUZZ_FIRST", 0))
 PART = 20  # problems a test
 SCORES = 60_000  # of all heads of a problem, so that many fit into minutes
-
-
-def laid_out(t: Tensor, layout: str) -> Tensor:
-    """t (B, H, L, D) with other strides."""
-    if layout == "positions before heads":
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "offset by one":
-        return torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape)
-    if layout == "rows of odd length":
-        return torch.cat([t, t[..., :1]], -1)[..., :-1]
-    if layout == "every second":
-        return t.repeat_interleave(2, 2)[:, :, ::2]
-    return t
-
-
-LAYOUTS = ("contiguous", "positions before heads", "offset by one", "rows of odd length", "every second")
+LAYOUTS = (torch.clone, swapped_dims, reversed_dims, sliced, every_second)
 
 
 def draw(number: int, device: torch.device) -> tuple[str, Problem]:
@@ -60,10 +45,10 @@ def draw(number: int, device: torch.device) -> tuple[str, Problem]:
     }
     p = make(B, H, Lq, Lk, D, Hk=Hk, Dv=Dv, mask=mask, device=device, seed=number, may_be_empty=True, **options)
     layouts = [rng.choice(LAYOUTS) for _ in range(4)]
-    tensors = {n: laid_out(getattr(p, n), layout) for n, layout in zip(("q", "k", "v", "dout"), layouts, strict=True)}
+    tensors = {n: layout(getattr(p, n)) for n, layout in zip(("q", "k", "v", "dout"), layouts, strict=True)}
     p = p.but(**tensors, scale=rng.choice((p.scale, p.scale, 1.0, -0.3)))
-    words = f"problem {number}: B {B}, H {H}, Hk {Hk}, Lq {Lq}, Lk {Lk}, D {D}, Dv {Dv}, {kind}, {options}, {layouts}"
-    return f"{words}, scale {p.scale:.3g}", p
+    words = f"problem {number}: B {B}, H {H}, Hk {Hk}, Lq {Lq}, Lk {Lk}, D {D}, Dv {Dv}, {kind}, {options}"
+    return f"{words}, {[layout.__name__ for layout in layouts]}, scale {p.scale:.3g}", p
 
 
 @pytest.mark.full

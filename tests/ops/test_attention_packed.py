@@ -1,4 +1,4 @@
-"""Packed sequences in aten, which takes them apart on a CPU so that no score crosses their borders."""
+"""Packed sequences in aten, which separates them on a CPU so that no score crosses their borders."""
 
 from __future__ import annotations
 
@@ -22,25 +22,22 @@ KINDS: dict[str, dict[str, Any]] = {
     "own, causal from the end": {"cu_seqlens_q": SELF, "is_causal": True, "align": "bottom_right"},
     "own, window": {"cu_seqlens_q": SELF, "window": (3, 1)},
     "of another": {"cu_seqlens_q": QUERIES, "cu_seqlens_k": OTHER},
-    "of another, causal": {
-        "cu_seqlens_q": QUERIES,
-        "cu_seqlens_k": OTHER,
-        "is_causal": True,
-    },
+    "of another, causal": {"cu_seqlens_q": QUERIES, "cu_seqlens_k": OTHER, "is_causal": True},
 }
 
 
 def packed(kind: str, **options: Any) -> Problem:
     mask = KINDS[kind]
     p = make(B=1, H=4, Hk=2, Lq=41, Lk=33 if "cu_seqlens_k" in mask else 41, D=16, Dv=8, mask=mask, **options)
-    assert sequences(AttentionMask(**mask), p.q, p.k) is not None, "this problem is not taken apart"
+    assert sequences(AttentionMask(**mask), p.q, p.k) is not None, "this problem is not separated"
     return p
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_aten_agrees_with_float64(kind: str) -> None:
-    cpu = torch.device("cpu")
-    check(packed(kind), backend_call("aten", cpu, weights=False), ("out", "lse", "dq", "dk", "dv"))
+def test_aten_agrees_with_float64(kind: str, dtype: torch.dtype) -> None:
+    attend = backend_call("aten", torch.device("cpu"), weights=False)
+    check(packed(kind, dtype=dtype), attend, ("out", "lse", "dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,18 +57,11 @@ def test_aten_drops_as_in_unpacked_sequences(kind: str) -> None:
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_aten_agrees_with_float64_in_16_bits(dtype: torch.dtype) -> None:
-    p = packed("own, causal", dtype=dtype)
-    check(p, backend_call("aten", torch.device("cpu"), weights=False), ("out", "lse", "dq", "dk", "dv"))
+def test_poison_does_not_spread() -> None:
+    same_when_poisoned(packed("of another"), backend_call("aten", torch.device("cpu")))
 
 
-@pytest.mark.parametrize("kind", ["of another"])
-def test_poison_does_not_spread(kind: str) -> None:
-    same_when_poisoned(packed(kind), backend_call("aten", torch.device("cpu")))
-
-
-def test_what_is_not_taken_apart() -> None:
+def test_what_is_not_separated() -> None:
     """One sequence as long as all others together, another packing counted from the end, and anything on top."""
     q, k = torch.randn(1, 1, 41, 8), torch.randn(1, 1, 33, 8)
     long = torch.tensor([0, 39, 40, 41])

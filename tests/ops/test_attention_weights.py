@@ -1,4 +1,4 @@
-"""return_weights: all heads, or their mean, in every backend. test_attention.py judges all heads beside the rest."""
+"""return_weights: all heads, or their mean, in every backend. test_attention.py also checks all heads."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ def weights_of(p: Problem, wanted: bool | str, backend: str) -> torch.Tensor:
 
 
 MEANS: dict[str, dict[str, Any]] = {
-    "decoder, several tiles": {
-        "Lq": 40,
-        "Lk": 141,
-        "D": 33,
-        "mask": "decoder",
-        "bias": (1, 4, 40, 141),
-        "dropout_p": 0.3,
-    },
+    "decoder, several tiles": dict(Lq=40, Lk=141, D=33, mask="decoder", bias=(1, 4, 40, 141), dropout_p=0.3),
     "grouped": {"Hk": 2, "Lq": 13, "Lk": 21, "D": 16, "mask": "attn_mask", "dtype": torch.bfloat16},
     "everything": {"Lq": 40, "Lk": 70, "D": 250, "Dv": 8, "mask": "everything", "dtype": torch.float16},
     "nothing": {"Lq": 13, "Lk": 21, "D": 16, "mask": "nothing"},

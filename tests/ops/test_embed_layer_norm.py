@@ -15,8 +15,6 @@ from helpers import backends_of
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, embed_layer_norm
-from fastattn.backends import unsupported_reason
-from fastattn.backends.reference import philox
 from fastattn.ops import _checks
 
 KERNELS = backends_of("embed_layer_norm", kernels_only=True)
@@ -76,20 +74,6 @@ def test_it_takes_the_place_of_separate_operators(backend: str, device: torch.de
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast(backend: str, device: torch.device) -> None:
-    """The result is in autocast's dtype, the sum is not rounded to it, and parameters keep theirs."""
-    p, call = make(3, 7, 40, scale=6.0, device=device), backend_call(backend, device)
-    with torch.autocast(device.type, torch.bfloat16):
-        got = solve(p, call)
-    assert got.out.dtype == torch.bfloat16
-    assert got.dembedding.dtype == got.dweight.dtype == torch.float32
-    want = solve(p.but(dout=p.dout.bfloat16().float()), call)
-    torch.testing.assert_close(got.out, want.out.bfloat16(), rtol=0.005, atol=0)
-    for a, b in zip(got[1:], want[1:], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_gets_no_gradient(backend: str, device: torch.device) -> None:
     p, call = make(padding_idx=4, device=device), backend_call(backend, device)
     assert (p.tokens == 4).any()
@@ -136,25 +120,16 @@ def test_no_tokens(backend: str, shape: tuple[int, int], dropout_p: float, devic
     assert not any(grad.any() for grad in got[1:])
 
 
-@pytest.mark.parametrize("needs", ["e", "w", "b"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_frozen_inputs(backend: str, needs: str, device: torch.device) -> None:
-    p, call = make(dropout_p=0.3, device=device), backend_call(backend, device)
-    for name, letter, a, b in zip(
-        Results._fields[1:], "ewb", solve(p, call)[1:], solve(p, call, needs)[1:], strict=True
-    ):
-        assert torch.equal(a, b) if letter in needs else b is None, name
-
-
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_indices_out_of_range_make_their_row_nan(
-    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    backend: str, dropout_p: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing outside of the embedding and the table is read or written; all other rows are as they were."""
+    """Nothing outside of the embedding and the table is read or written; all other rows keep their bits."""
     monkeypatch.setattr(_checks, "check_range", lambda *_: None)  # a GPU's values are not looked at
-    p, call = make(3, 7, 40, packed=True, padding_idx=None, device=device), backend_call(backend, device)
+    p, call = make(3, 7, 40, dropout_p, packed=True, padding_idx=None, device=device), backend_call(backend, device)
     tokens, position, bad = p.tokens.clone(), p.position.clone(), torch.zeros(3, 7, dtype=torch.bool, device=device)
-    tokens[0, 2], tokens[1, 5], position[2, 0], position[2, 1] = -1, 11, 12, -3
+    tokens[0, 2], tokens[1, 5], position[2, 0], position[2, 1] = -1, 2**62, 12, -(2**62)
     bad[0, 2] = bad[1, 5] = bad[2, 0] = bad[2, 1] = True
     got, want = solve(p.but(tokens=tokens, position=position), call), solve(p, call)
     assert got.out[bad].isnan().all()
@@ -170,15 +145,6 @@ def test_tokens_out_of_range_raise_on_a_cpu() -> None:
     position = torch.full_like(p.tokens, len(p.table))
     with pytest.raises(ValueError, match=f"position has the value {len(p.table)}"):
         embed_layer_norm(p.tokens, p.embedding, p.table, p.weight, p.bias, position=position)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_equal_bits_run_to_run(backend: str, device: torch.device) -> None:
-    p, call = make(20, 4, 130, 0.3, scale=6.0, device=device), backend_call(backend, device)
-    first = solve(p, call)
-    for _ in range(1 if device.type == "cpu" else 30):
-        for name, a, b in zip(Results._fields, first, solve(p, call), strict=True):
-            assert torch.equal(a, b), name
 
 
 class OnGpu:
@@ -224,79 +190,3 @@ def test_triton_weight_gradients_of_many_programs(device: torch.device, monkeypa
     monkeypatch.setattr(importlib.import_module("fastattn.kernels.common.norm"), "multiprocessors", lambda x: 9)
     check(make(20, 8, 264, device=device), call)
     check(make(8, 4, 1030, device=device), call)
-
-
-@pytest.mark.parametrize("packed, dropout_p, padding_idx", [(True, 0.3, 2), (False, 0.0, None)])
-@pytest.mark.parametrize("backend", KERNELS)
-def test_library_operators(
-    backend: str, packed: bool, dropout_p: float, padding_idx: int | None, device: torch.device
-) -> None:
-    backend_call(backend, device)
-    p = make(packed=packed, device=device)
-    rng_state = philox.draw_rng_state(device) if dropout_p else None
-    leaves = [t.requires_grad_() for t in (p.embedding, p.weight, p.bias)]
-    places = (p.tokens.view(-1), p.table, p.position.view(-1) if packed else None, 7)
-    options = (6.0, padding_idx, EPS, dropout_p, rng_state, torch.float32, backend)
-    torch.library.opcheck(op._EmbedLayerNorm._traced, (*leaves, *places, *options))
-
-
-@pytest.mark.parametrize("backend", ["aten", *KERNELS])
-def test_torch_compile(backend: str, device: torch.device) -> None:
-    """One graph without a break, whose results are those of eager calls."""
-    p, call = make(4, 6, 40, scale=6.0, packed=True, device=device), backend_call(backend, device)
-    torch._dynamo.reset()
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for name, a, b in zip(Results._fields, solve(p, compiled), solve(p, call), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=name)
-
-
-def test_triton_refusals(device: torch.device) -> None:
-    p = make(device=device)
-    backend_call("triton", device)
-    wide = torch.zeros(1, 16385, device=device)
-    rest = (p.table, p.weight, p.bias, None, 1.0, None, 0.0, torch.float32)
-    assert "16384" in unsupported_reason("embed_layer_norm", "triton", (p.tokens, wide, *rest))
-    assert "float64" in unsupported_reason("embed_layer_norm", "triton", (p.tokens, p.embedding.double(), *rest))
-
-
-@pytest.mark.parametrize(
-    "name, value, error",
-    [
-        ("tokens", torch.zeros(2, 3), TypeError),
-        ("tokens", [1, 2], TypeError),
-        ("tokens", torch.tensor(1), ValueError),
-        ("tokens", torch.zeros(2, 3, dtype=torch.int64, device="meta"), ValueError),
-        ("embedding", torch.zeros(5, 8, dtype=torch.int64), TypeError),
-        ("embedding", torch.zeros(8), ValueError),
-        ("embedding", torch.zeros(0, 8), ValueError),
-        ("embedding", torch.zeros(5, 0), ValueError),
-        ("position_table", torch.zeros(4, 7), ValueError),
-        ("position_table", torch.zeros(2, 8), ValueError),
-        ("position_table", torch.zeros(4, 8, dtype=torch.bfloat16), TypeError),
-        ("position_table", torch.zeros(4, 8, requires_grad=True), ValueError),
-        ("position", torch.zeros(2, 4, dtype=torch.int64), ValueError),
-        ("position", torch.zeros(2, 3), TypeError),
-        ("weight", torch.zeros(7), ValueError),
-        ("weight", torch.zeros(8, dtype=torch.bfloat16), TypeError),
-        ("bias", torch.zeros(8, dtype=torch.float64), TypeError),
-        ("eps", -1.0, ValueError),
-        ("eps", "1e-5", TypeError),
-        ("dropout_p", 1.5, ValueError),
-        ("scale", float("nan"), ValueError),
-        ("scale", "2", TypeError),
-        ("padding_idx", 5, ValueError),
-        ("padding_idx", 1.0, TypeError),
-        ("backend", "fast", ValueError),
-    ],
-)
-def test_bad_inputs_are_named(name: str, value: object, error: type[Exception]) -> None:
-    good = {"tokens": torch.zeros(2, 3, dtype=torch.int64), "embedding": torch.zeros(5, 8)}
-    good |= {"position_table": torch.zeros(4, 8), "weight": torch.zeros(8), "bias": torch.zeros(8)}
-    with pytest.raises(error, match=name):
-        embed_layer_norm(**(good | {name: value}))
-
-
-def test_options_are_named() -> None:
-    p = make()
-    with pytest.raises(TypeError, match="positional"):
-        embed_layer_norm(p.tokens, p.embedding, p.table, p.weight, p.bias, 1e-5)

@@ -1,7 +1,7 @@
-"""The checks can fail, in the Triton kernels of norms, feed-forward and cross-entropy: bugs planted in their sources.
+"""The checks can fail: each finds the bugs that are planted here in the sources of the Triton kernels.
 
-A bug is a text of a module of kernels/ and what stands in its place. The changed module is imported beside the right
-one, and its functions take the place of the right one's wherever they are known.
+A bug replaces one text in a module of kernels/. The changed module is imported next to the right one, and its functions
+replace the right one's in every module that has them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import add_layer_norm_checks as norm
+import attention_checks as attention
 import embed_layer_norm_checks as embed
 import feed_forward_checks as ffn
 import linear_cross_entropy_checks as loss
@@ -27,21 +28,30 @@ class Bug(NamedTuple):
     module: str
     right: str
     wrong: str
-    problem: tuple[ModuleType, Any]  # and the checks that it is of
-    result: str  # in which the bug must show
+    problem: tuple[ModuleType, Any]  # the op's checks, and one of its problems
+    result: str  # that must show the bug
 
 
-# Two programs, one of two turns.
+# Norms: two programs, one of which does two blocks of rows.
 TURNS = norm, norm.make(20, 130, 0.3, has_x_bias=True)
 BY_STD = norm, norm.make(20, 130, eps_on_std=True)
 RELU, GELU, SWIGLU = ((ffn, ffn.make(activation, 0.3)) for activation in ("relu", "gelu", "swiglu"))
 LOSS = loss, loss.make(label_smoothing=0.1, logit_scale=0.7)
 WORDS = embed, embed.make(dropout_p=0.3, scale=3.0)
+SHAPE = {"B": 2, "H": 2, "Lq": 20, "Lk": 140, "D": 16}
+MATRIX = attention, attention.make(**SHAPE, mask="attn_mask", bias=(1, 2, 20, 140), dropout_p=0.3)
+BAND = {"window": (70, 70), "align": "bottom_right"}
+WINDOW = attention, attention.make(B=1, H=1, Lq=140, Lk=300, D=16, mask=BAND)
+PADDED = attention, attention.make(**SHAPE, mask="key_padding_holes")
+GROUPED = attention, attention.make(B=1, H=4, Hk=2, Lq=13, Lk=18, D=16, mask="attn_mask", dtype=torch.bfloat16)
+LONG = attention, attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
+LONG = attention, LONG[1].but(v=LONG[1].v + 1)  # a sum that grows with every tile
 
-FORWARD, BACKWARD, NORM = "add_layer_norm.forward", "add_layer_norm.backward", "common.norm"
+BACKWARD, NORM = "add_layer_norm.backward", "common.norm"
 EMBED, EMBED_BACKWARD = "embed_layer_norm.forward", "embed_layer_norm.backward"
 HIDDEN, HIDDEN_BACKWARD = "feed_forward.forward", "feed_forward.backward"
 ROWS = "linear_cross_entropy.rows"
+TILES, ATTENTION, ATTENTION_BACKWARD = "attention.tiles", "attention.forward", "attention.backward"
 BUGS = [
     Bug("x_bias's gradient of the last turn", BACKWARD, "dx_sum += grad", "dx_sum = grad", TURNS, "dx_bias"),
     Bug("columns outside the row counted", NORM,
@@ -54,12 +64,28 @@ BUGS = [
     Bug("the first half's mask for both", HIDDEN,
         "n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)", "n * BLOCK_N, BLOCK_N // 2)", GELU, "out"),
     Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate > 0,", "tl.where(gate >= 0,", RELU, "dx"),
-    Bug("columns behind the classes counted", ROWS,
+    Bug("columns after the classes counted", ROWS,
         "level += tl.where(inside, z, 0.0)", "level += z", LOSS, "loss"),
     Bug("the gradient of a sum", ROWS, "rate /= tl.load(count).to(tl.float32)", "rate /= 1", LOSS, "dx"),
     Bug("ignored rows keep their logits", ROWS, "for start in range(0, n_class", "for start in range(0, 0", LOSS, "dx"),
-    Bug("positions never start anew", EMBED, "row % length", "row % n_position", WORDS, "out"),
+    Bug("positions never start again", EMBED, "row % length", "row % n_position", WORDS, "out"),
     Bug("no dropout in the backward", EMBED_BACKWARD, "grad *= factor", "grad *= 1", WORDS, "dembedding"),
+    Bug("interval one key long", TILES, "(col < end[:, None])", "(col <= end[:, None])", WINDOW, "out"),
+    Bug("bits of the neighbour", TILES, "2 * octet + tl.arange(0, 2)[None, None, None, :]",
+        "2 * octet + 1 - tl.arange(0, 2)[None, None, None, :]", MATRIX, "out"),
+    Bug("partial tile as full", TILES, "first_full = tl.cdiv(begin_of_last, BLOCK_COLUMNS)",
+        "first_full = begin_of_last // BLOCK_COLUMNS", WINDOW, "out"),
+    Bug("the first tile again", TILES, "mask.tiles + first + i", "mask.tiles + first + i * 0", PADDED, "out"),
+    Bug("accumulator not rescaled", ATTENTION, "acc * rescale[:, None]", "acc", WINDOW, "out"),
+    Bug("16-bit accumulator", ATTENTION, "acc * rescale[:, None]",
+        "(acc * rescale[:, None]).to(v_tile.dtype).to(tl.float32)", LONG, "out"),
+    Bug("gradient of lse lost", ATTENTION_BACKWARD, "delta -= tl.load(dlse_ptr", "delta -= 0 * tl.load(dlse_ptr",
+        PADDED, "dq"),
+    Bug("another row's dropout", ATTENTION_BACKWARD, "dropout.threshold, row0 + m, n0",
+        "dropout.threshold, row0 + m + 1, n0", MATRIX, "dk"),
+    Bug("one head of the group", ATTENTION_BACKWARD, "for g in range(group):", "for g in range(1):", GROUPED, "dk"),
+    Bug("bias gradient of one sample", "attention.bias_gradient", "bias_b + i // (loop_m * loop_h)",
+        "bias_b + 0 * (i // (loop_m * loop_h))", MATRIX, "dbias"),
 ]  # fmt: skip
 
 
@@ -67,7 +93,7 @@ def plant(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = importlib.import_module(f"fastattn.kernels.{bug.module}")
     text = Path(original.__file__).read_text()
     assert text.count(bug.right) == 1, f"{bug.module} has {bug.right!r} {text.count(bug.right)} times"
-    file = folder / "planted.py"  # Triton reads a kernel's source from where it lies
+    file = folder / "planted.py"  # Triton reads a kernel's source from its file
     file.write_text(text.replace(bug.right, bug.wrong))
     spec = importlib.util.spec_from_file_location(f"{original.__name__}_planted", file)
     planted = importlib.util.module_from_spec(spec)
@@ -85,7 +111,7 @@ def interpreted(device: torch.device) -> None:
         pytest.skip("only the interpreter looks up a kernel's functions when it is called")
 
 
-@pytest.mark.parametrize("problem", [TURNS, RELU, GELU, SWIGLU, LOSS, WORDS])
+@pytest.mark.parametrize("problem", list({id(bug.problem): bug.problem for bug in BUGS}.values()))
 def test_without_a_bug(problem: tuple[ModuleType, Any], interpreted: None, device: torch.device) -> None:
     checks, p = problem
     checks.check(p, checks.backend_call("triton", device))

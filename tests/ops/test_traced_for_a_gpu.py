@@ -79,7 +79,7 @@ def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
 def test_triton_wants_tensor_cores_of_nvidia(
     backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older GPUs and other vendors' are named, by every op's backend alike."""
+    """Older GPUs and those of other vendors are refused by name."""
     x = SimpleNamespace(is_cuda=True, device=GPU)
     assert launch.refuse_device(x) is None
     gpu.major, gpu.minor = 7, 5

@@ -1,0 +1,284 @@
+"""Every op under torch.compile: the operators that it calls, what their fakes promise, Inductor, sizes that change.
+
+The backends reference and aten have no operators, except for the loss: there PyTorch traces each step of the formula.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import emulator_build
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from attention_checks import Results, backend_call, compare, make, solve
+from layouts import LAYOUTS, reversed_dims
+from small_calls import EVERYDAY, OPS, TOKENS, WITH_DROPOUT, WITHOUT_GRADIENT, Shapes, inputs_of, run
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import fastattn
+from fastattn import AttentionMask, use_backend
+from fastattn.backends import BACKENDS
+
+full = pytest.mark.full
+KERNELS = ("triton", "cuda")
+ALL = {**OPS, **WITHOUT_GRADIENT}
+
+
+class OperatorCalls(TorchDispatchMode):
+    """The calls of fastattn's operators made under it: the operator and its arguments."""
+
+    def __init__(self, check_fakes: bool = False) -> None:
+        super().__init__()
+        self.check_fakes = check_fakes
+        self.found: dict[str, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        real = func(*args, **(kwargs or {}))
+        if func.namespace == "fastattn":
+            self.found[func._opname] = func, args
+            if self.check_fakes:
+                with FakeTensorMode() as mode:
+                    fake = func(*tree_map_only(Tensor, mode.from_tensor, args))
+                for n, (f, r) in enumerate(zip(tree_leaves(fake), tree_leaves(real), strict=True)):
+                    assert (f.shape, f.dtype, strides(f)) == (r.shape, r.dtype, strides(r)), f"{func}, output {n}"
+        return real
+
+
+def strides(t: Tensor) -> list[int]:
+    """Those that tell where an element is."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1 and t.numel() > 0]
+
+
+@contextmanager
+def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The ops call their operators, as if they were traced."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        yield
+
+
+def results(
+    call: Callable[..., Any], given: Sequence[Tensor], layout: Callable[[Tensor], Tensor] = lambda t: t
+) -> list[Tensor]:
+    """What a call returns, and the gradients, of all results and of the first alone. All tensors have this layout."""
+    inputs = [layout(t.detach()).requires_grad_() for t in given]
+    outputs = call(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    found = [out.detach() for out in outputs]
+    outputs = [out for out in outputs if out.requires_grad]
+    drawn = inputs_of(tuple(out.shape for out in outputs), given[0].device)
+    douts = [layout(d) if d.dim() > 0 else d for d in drawn]
+    for some in (slice(None), slice(1)) if outputs else ():
+        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        found += torch.autograd.grad(outputs[some], inputs, douts[some], **options)
+    return found
+
+
+# The fakes are shared, and the interpreter takes eight times as long.
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("triton", marks=full)])
+def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every operator, forward and backward. Inductor reads memory as a fake says."""
+    called = set()
+    for name, (_, shapes) in ALL.items():
+        inputs = inputs_of(shapes, device)
+        run(name, backend, inputs)  # or skip
+        for layout in LAYOUTS:
+            with operators(monkeypatch), OperatorCalls(check_fakes=True) as calls:
+                results(lambda *given, name=name: run(name, backend, given), inputs, layout)
+            called |= set(calls.found)
+    defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastattn::")}
+    assert called == {name.removeprefix("fastattn::") for name in defined}
+
+
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        pytest.param(
+            name, backend, marks=() if backend != "triton" and name in (*EVERYDAY, *WITHOUT_GRADIENT) else full
+        )
+        for name in ALL
+        for backend in ("triton", "cuda", *(["aten"] if name.startswith("loss") else []))
+    ],
+)
+def test_opcheck(name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
+    inputs = inputs_of(ALL[name][1], device)
+    run(name, backend, inputs)  # or skip
+    with operators(monkeypatch), OperatorCalls() as calls:
+        run(name, backend, inputs)
+    assert calls.found
+    for operator, arguments in calls.found.values():
+        given = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad and name in OPS), arguments)
+        torch.library.opcheck(operator, given)
+
+
+DROPOUT = 0.3
+
+
+def layer(*given: Tensor, dropout_p: float = DROPOUT) -> tuple[Tensor, ...]:
+    """Every op that has a gradient, each with the result of the one before."""
+    embedding, weight, bias, attn_bias, weight1, weight2, classes = given
+    table = torch.linspace(-1, 1, 5 * 16, device=weight.device).view(5, 16)
+    tokens = TOKENS.to(weight.device)
+    x = fastattn.embed_layer_norm(tokens, embedding, table, weight, bias, dropout_p=dropout_p)
+    heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+    out = fastattn.scaled_dot_product_attention(heads, heads, heads, attn_bias.sin(), dropout_p)
+    x = fastattn.dropout_add_layer_norm(out.transpose(1, 2).flatten(2), x, weight, bias, dropout_p=dropout_p)
+    x = fastattn.feed_forward(x, weight1, None, weight2, bias, dropout_p=dropout_p)
+    return tuple(fastattn.linear_cross_entropy(x, classes, tokens, reduction=r) for r in ("mean", "none"))
+
+
+LAYER = ((6, 16), (16,), (16,), (1, 2, 4, 4), (32, 16), (16, 32), (11, 16))
+
+
+def every_op(*given: Tensor, dropout_p: float = DROPOUT) -> list[Tensor]:
+    """Code that Inductor makes reads every result and every gradient."""
+    found = []
+    for name, (call, shapes) in ALL.items():
+        inputs, given = given[: len(shapes)], given[len(shapes) :]
+        if dropout_p > 0 or name not in WITH_DROPOUT:
+            outputs = call(*(t.sin() for t in inputs))
+            found += [t.sin() for t in ((outputs,) if isinstance(outputs, Tensor) else outputs)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "call, shapes, backend",
+    [
+        (layer, LAYER, "triton"),
+        *(pytest.param(every_op, sum((s for _, s in ALL.values()), ()), b, marks=full) for b in (*KERNELS, "aten")),
+    ],
+)
+def test_inductor(call: Callable[..., Any], shapes: Shapes, backend: str, device: torch.device) -> None:
+    """Compiled by PyTorch's default compiler, forward and backward: the numbers of eager."""
+    if device.type == "cpu" and shutil.which(emulator_build.CXX) is None:
+        pytest.skip(f"Inductor needs a C++ compiler: {emulator_build.CXX} is not on PATH")
+    inputs = inputs_of(shapes, device)
+    run("norm", backend, inputs_of(OPS["norm"][1], device))  # or skip
+    dropout_p = 0.0 if backend == "aten" else DROPOUT  # compiled, aten drops by the compiler's generator
+    found = []
+    # Seeds are drawn as in eager. Graphs that are kept on disk know nothing of a fake that has changed.
+    options = torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False)
+    with use_backend(backend), options, torch._functorch.config.patch(enable_autograd_cache=False):
+        for function in (torch.compile(call, fullgraph=True), call):
+            torch.manual_seed(1)
+            found.append(results(partial(function, dropout_p=dropout_p), inputs, reversed_dims))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def tokens_below(x: Tensor, end: int) -> Tensor:
+    """Integers that depend on x, (B, L)."""
+    return (x[..., 0].detach().abs() * 7).long() % end
+
+
+def attention(x: Tensor, weight: Tensor) -> Tensor:
+    q, k = (x @ weight).unflatten(-1, (2, 8)).transpose(1, 2), x.unflatten(-1, (2, 8)).transpose(1, 2)
+    mask = AttentionMask(key_padding=tokens_below(x, 5) > 0, window=(4, 2))
+    return fastattn.scaled_dot_product_attention(q, k, k, mask, scale=0.3)
+
+
+def plain_attention(x: Tensor, weight: Tensor) -> Tensor:
+    return fastattn.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return fastattn.dropout_add_layer_norm(x, x.sin(), weight[0], weight[1])
+
+
+def feed_forward(x: Tensor, weight: Tensor) -> Tensor:
+    return fastattn.feed_forward(x, weight, weight[0], weight, None, "gelu")
+
+
+def embeddings(x: Tensor, weight: Tensor) -> Tensor:
+    table = torch.linspace(-1, 1, 40 * 16, device=x.device).view(40, 16)
+    return fastattn.embed_layer_norm(tokens_below(x, 16), weight, table, weight[0], weight[1], scale=2.0)
+
+
+def loss(x: Tensor, weight: Tensor) -> Tensor:
+    return fastattn.linear_cross_entropy(x, weight, tokens_below(x, 16), label_smoothing=0.1, ignore_index=3)
+
+
+def decoding(x: Tensor, weight: Tensor) -> Tensor:
+    keys = x.detach()[:, :, None, None].contiguous()
+    with torch.no_grad():
+        out = fastattn.decode_attention((x @ weight)[:, :1, None], keys, keys)
+    return x + out.squeeze(2)
+
+
+@pytest.mark.parametrize(
+    "op, backend",
+    [
+        pytest.param(op, backend, marks=() if backend == "aten" or (backend == "cuda" and op is not decoding) else full)
+        for op in (attention, plain_attention, norm, feed_forward, embeddings, loss, decoding)
+        for backend in BACKENDS
+    ],
+)
+def test_one_graph_for_all_sizes(op: Callable[..., Any], backend: str, device: torch.device) -> None:
+    """Sizes that change from batch to batch: one graph more, then no more. Results and gradients are those of eager."""
+    torch._dynamo.reset()
+    run("norm", backend, inputs_of(OPS["norm"][1], device))  # or skip
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(op, fullgraph=True, backend=graphs)
+    for sizes in ((2, 5), (3, 7), (4, 12), (6, 14 if backend in KERNELS else 33)):  # longer ones have other tiles
+        found = []
+        for call in (compiled, op):
+            x, weight = inputs_of(((*sizes, 16), (16, 16)), device)
+            with use_backend(backend):
+                out = call(x, weight)
+            grads = torch.autograd.grad(out.square().sum(), (x, weight), allow_unused=True)
+            found.append([out.detach(), *(g for g in grads if g is not None)])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda", *(pytest.param(b, marks=full) for b in ("aten", "reference"))])
+def test_attention_in_one_graph(backend: str, device: torch.device) -> None:
+    """The masks' tensors are inputs of the graph; AttentionMask is built and prepared in it."""
+    backend_call(backend, device)
+    # In a graph aten drops by torch.compile's generator: test_compiled_dropout_of_aten.
+    dropout_p = 0.0 if backend == "aten" else 0.3
+    p = make(H=4, Hk=2, D=16, mask="everything", bias=(1, 4, 1, 37), dropout_p=dropout_p, device=device)
+    tensors = {name: t for name, t in p.mask.items() if isinstance(t, Tensor)}
+    flags = {name: value for name, value in p.mask.items() if name not in tensors}
+    wanted = {"enable_gqa": True, "return_lse": True, "return_weights": True, "backend": backend}
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(q, k, v, bias, tensors, dropout_p, scale):
+        mask = AttentionMask(bias=bias, **tensors, **flags)
+        return fastattn.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, **wanted)
+
+    def attend(q, k, v, mask, dropout_p, scale):
+        return call(q, k, v, mask.bias, tensors, dropout_p, scale)
+
+    compiled = solve(p, attend)
+    compare(p, compiled)
+    if backend in KERNELS:
+        for name, a, b in zip(Results._fields, compiled, solve(p, backend_call(backend, device)), strict=True):
+            assert a is b is None or torch.equal(a, b), f"{name}: compiled and eager differ"
+
+
+@full
+def test_compiled_dropout_of_aten(device: torch.device) -> None:
+    """Out and the gradients are those of the weights that are left."""
+    q, k, v = (torch.randn(2, 2, 40, 16, device=device, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(q, k, v):
+        return fastattn.scaled_dot_product_attention(q, k, v, dropout_p=0.3, return_weights=True, backend="aten")
+
+    out, weights = call(q, k, v)
+    dv = torch.autograd.grad(out, v, dout)[0]
+    assert 0.2 < (weights == 0).double().mean() < 0.4
+    torch.testing.assert_close(out, weights @ v)
+    torch.testing.assert_close(dv, weights.mT @ dout)

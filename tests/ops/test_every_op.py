@@ -1,0 +1,287 @@
+"""What holds for every op in every backend: seeds, repeated bits, frozen inputs, autocast, layouts, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layouts import LAYOUTS, expanded, sliced, swapped_dims
+from small_calls import (
+    ANCESTORS,
+    EVERY_OP,
+    LENGTHS,
+    OPS,
+    TARGET,
+    TOKENS,
+    WITH_DROPOUT,
+    WITHOUT_GRADIENT,
+    inputs_of,
+    run,
+    scalar,
+)
+from torch import Tensor
+
+import fastattn
+from fastattn import explain
+from fastattn.backends import BACKENDS
+from fastattn.check import cases
+
+KERNELS = ("triton", "cuda")
+EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+# One problem of each op, with dropout where the op has it, and several tiles each way.
+PROBLEMS = {problem.op: problem for problem in cases.problems(torch.device("cpu"), large=False)}
+
+
+def on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@EVERY_BACKEND
+def test_seeds(backend: str, name: str, device: torch.device) -> None:
+    """Equal seeds repeat the results. Another seed gives others, and so does a second call."""
+    inputs = inputs_of((OPS | WITHOUT_GRADIENT)[name][1], device)
+    first, second = run(name, backend, inputs), run(name, backend, inputs, seed=None)
+    assert all(torch.equal(a, b) for a, b in zip(first, run(name, backend, inputs), strict=True))
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], run(name, backend, inputs, seed=6)[0])
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name not in WITH_DROPOUT])
+@EVERY_BACKEND
+def test_without_dropout_no_number_is_drawn(backend: str, name: str, device: torch.device) -> None:
+    before = random_states(device)
+    run(name, backend, inputs_of(OPS[name][1], device), seed=None)
+    assert all(torch.equal(a, b) for a, b in zip(before, random_states(device), strict=True))
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.type == "cuda" else [])]
+
+
+@pytest.mark.parametrize("op", PROBLEMS)
+@EVERY_BACKEND
+def test_equal_bits_run_to_run(backend: str, op: str, device: torch.device) -> None:
+    """Results and gradients."""
+    p = PROBLEMS[op]
+    p = p._replace(tensors=on(device, p.tensors), options=on(device, p.options))
+    if (reason := explain(p.function, **on_float32(p.tensors), **p.options).refusals[backend]) is not None:
+        pytest.skip(reason)
+    first = cases.solve(p, backend, torch.bfloat16, torch.bfloat16)
+    for _ in range(1 if device.type == "cpu" else 30):
+        again = cases.solve(p, backend, torch.bfloat16, torch.bfloat16)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def on_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.float() for name, t in tensors.items()}
+
+
+@EVERY_OP
+@EVERY_BACKEND
+def test_frozen_inputs(backend: str, name: str, device: torch.device) -> None:
+    """Only the inputs that ask for a gradient get one, and it is the one they get among all. Without gradients the
+    results are the same."""
+    inputs = inputs_of(OPS[name][1], device)
+    results = run(name, backend, inputs)
+    expected = torch.autograd.grad(scalar(results), inputs)
+    for i, want in enumerate(expected):
+        some = [t.detach().requires_grad_(i == j) for j, t in enumerate(inputs)]
+        scalar(run(name, backend, some)).backward()
+        assert torch.equal(some[i].grad, want), i
+        assert all(t.grad is None for j, t in enumerate(some) if j != i)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            for got, want in zip(run(name, backend, [t.detach() for t in inputs]), results, strict=True):
+                assert not got.requires_grad and torch.equal(got, want)
+
+
+# How many of the inputs autocast casts; the others keep their dtype.
+CAST = {"attention": 3, "norm": 2, "rms": 1, "feed-forward": 5, "loss": 3, "embeddings": 0}
+
+
+@EVERY_OP
+@EVERY_BACKEND
+def test_autocast(backend: str, name: str, device: torch.device) -> None:
+    """Results and gradients are those of inputs that were cast before the call. Gradients have the inputs' dtypes."""
+    inputs, number = inputs_of(OPS[name][1], device), CAST[name.split()[0]]
+    with torch.autocast(device.type, torch.bfloat16):
+        results = run(name, backend, inputs)
+    cast = [t.detach().bfloat16().requires_grad_() if i < number else t for i, t in enumerate(inputs)]
+    expected = run(name, backend, cast)
+    assert results[0].dtype == (torch.float32 if "loss" in name else torch.bfloat16)
+    for got, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=0.01 if number == 0 else 0, atol=0)
+    douts = [torch.randn_like(t) for t in results]
+    grads = torch.autograd.grad(results, inputs, douts)
+    wanted = torch.autograd.grad(expected, cast, [d.to(t.dtype) for d, t in zip(douts, expected, strict=True)])
+    for t, got, want in zip(inputs, grads, wanted, strict=True):
+        assert got.dtype == t.dtype == torch.float32
+        torch.testing.assert_close(got, want.float(), rtol=1e-5 if number == 0 else 0, atol=1e-5 if number == 0 else 0)
+
+
+EVERYDAY_LAYOUTS = (*("norm with sum and dropout", "rms norm", "feed-forward gated", "loss of each"),
+                    *("attention bias, lse", "embeddings placed", *WITHOUT_GRADIENT))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        pytest.param(name, layout, marks=() if name in EVERYDAY_LAYOUTS and layout in often else pytest.mark.full)
+        for name in (*OPS, *WITHOUT_GRADIENT)
+        for layout, often in ((layout, (swapped_dims, sliced, expanded)) for layout in LAYOUTS)
+    ],
+)
+@EVERY_BACKEND
+def test_layouts(backend: str, name: str, layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """Inputs and gradients of any layout in memory give the results of contiguous ones."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        found = []
+        given = [layout(t.detach()) for t in inputs_of((OPS | WITHOUT_GRADIENT)[name][1], device, dtype)]
+        for change in (lambda t: t, lambda t: t.contiguous()):
+            inputs = [change(t).detach().requires_grad_() for t in given]
+            results = run(name, backend, inputs)
+            outputs = [t for t in results if t.requires_grad]
+            drawn = inputs_of(tuple(t.shape for t in outputs), device)
+            douts = [change(layout(d)).to(t.dtype) if t.dim() else d for d, t in zip(drawn, outputs, strict=True)]
+            grads = torch.autograd.grad(outputs, inputs, douts) if outputs and name in OPS else ()
+            found.append([t.detach() for t in (*results, *grads)])
+        for got, want in zip(*found, strict=True):
+            assert (got - want).norm() <= tolerance * want.norm().clamp_min(1)
+        if layout is swapped_dims and name.startswith("attention") and backend in KERNELS:
+            assert results[0].is_contiguous() and found[0][0].transpose(1, 2).is_contiguous(), "out has q's layout"
+
+
+def arguments(op: str, device: torch.device | None = None, width: int = 16) -> dict[str, Any]:
+    """Of a small call of an op with every tensor that it takes. width: of what a kernel limits."""
+    x, vector = torch.zeros(2, 3, width), torch.ones(width)
+    keys, square = torch.zeros(2, 8, 3, 1, width), torch.zeros(16, 16)
+    embedding = {"tokens": TOKENS[:, :3], "embedding": torch.zeros(6, width), "position_table": torch.zeros(4, width)}
+    given = {
+        "attention": {"query": x[None], "key": x[None], "value": x[None], "attn_mask": torch.zeros(1, 2, 3, 3)},
+        "decode_attention": {
+            "query": x[:, :, None], "key": keys, "value": keys, "lengths": LENGTHS, "ancestors": ANCESTORS
+        },
+        "add_layer_norm": {"x": x, "residual": x, "weight": vector, "bias": vector, "x_bias": vector},
+        "add_rms_norm": {"x": x, "residual": x, "weight": vector},
+        "embed_layer_norm": {**embedding, "weight": vector, "bias": vector, "position": TOKENS[:, :3] % 4},
+        "feed_forward": {"x": x, "weight1": square, "bias1": square[0], "weight2": square, "bias2": square[0]},
+        "linear_cross_entropy": {
+            "x": x.view(6, width), "weight": torch.zeros(9, width), "target": TARGET, "bias": torch.zeros(9)
+        },
+    }  # fmt: skip
+    return on(device or torch.device("cpu"), given[op])
+
+
+LIMITS = dict.fromkeys(("attention", "decode_attention"), 256)
+LIMITS |= dict.fromkeys(("add_layer_norm", "add_rms_norm", "embed_layer_norm"), 16384)
+
+
+@pytest.mark.parametrize("op", PROBLEMS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_refusals(backend: str, op: str, device: torch.device) -> None:
+    """What a kernel does not support is refused with the reason, by `explain` and by a call that names the backend."""
+    function = PROBLEMS[op].function
+
+    def refusal(change: Callable[[Tensor], Tensor] = lambda t: t, width: int = 16) -> str | None:
+        given = on(device, arguments(op, device, width))
+        given = {name: change(t) if isinstance(t, Tensor) else t for name, t in given.items()}
+        reason = explain(function, **given).refusals[backend]
+        if reason is not None:
+            with pytest.raises(RuntimeError) as refused:
+                function(**given, backend=backend)
+            assert reason in str(refused.value) and function.__name__ in str(refused.value)
+        return reason
+
+    if (reason := refusal()) is not None:
+        pytest.skip(reason)
+    assert "float64" in refusal(lambda t: t.double() if t.is_floating_point() else t)
+    assert backend == "triton" or "meta" in refusal(lambda t: t.to("meta"))
+    if op in LIMITS:
+        assert str(LIMITS[op] + 1) in refusal(width=LIMITS[op] + 1)
+
+
+X, ONE, MATRIX = torch.randn(4, 8), torch.ones(8), torch.randn(8, 8)
+TOKEN = torch.zeros(2, 4, dtype=torch.int64)
+QUERY, KEYS = torch.randn(2, 3, 1, 8), torch.randn(2, 5, 3, 1, 8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fastattn.dropout_add_layer_norm(X, X, ONE, ONE, 0.1),  # flash-attention's has dropout_p here
+        lambda: fastattn.dropout_add_rms_norm(X, X, ONE, 0.1),
+        lambda: fastattn.embed_layer_norm(TOKEN, X, X, ONE, ONE, 1e-5),
+        lambda: fastattn.decode_attention(QUERY, KEYS, KEYS, None, None, 0.5),
+    ],
+)
+def test_options_are_named(call: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda n: fastattn.dropout_add_layer_norm(X, X, ONE, ONE, eps=n(0.5), dropout_p=n(0)),
+        lambda n: fastattn.linear_cross_entropy(X, MATRIX, TOKEN[0], label_smoothing=n(0.125), logit_scale=n(0.5)),
+        lambda n: fastattn.decode_attention(QUERY, KEYS, KEYS, scale=n(0.5)),
+        lambda n: fastattn.scaled_dot_product_attention(QUERY, QUERY, QUERY, dropout_p=n(0), scale=n(0.5)),
+        lambda n: fastattn.feed_forward(X, MATRIX, None, MATRIX, None, dropout_p=n(0)),
+    ],
+)
+def test_numbers_of_numpy(call: Callable[[Any], Tensor]) -> None:
+    assert torch.equal(call(np.float32), call(float))
+
+
+@pytest.mark.parametrize("op, name", [(op, name) for op in PROBLEMS for name in arguments(op)])
+def test_bad_tensors_are_named(op: str, name: str) -> None:
+    """Where the first tensor does not fit to the others, one of those is named."""
+    given, function = arguments(op), PROBLEMS[op].function
+    t, others = given[name], "key|weight|embedding|position|bias"
+
+    def refused(error: type[Exception], wrong: Any, match: str = name) -> None:
+        with pytest.raises(error, match=match):
+            function(**(given | {name: wrong}))
+
+    refused(TypeError, [1.0])
+    refused(TypeError, t.to(torch.int8 if t.is_floating_point() else torch.bool))
+    if name not in ("attn_mask", "embedding"):  # which may have a dtype of their own
+        refused(ValueError, t.flatten()[:1].view(()), f"{name}|{others}")
+        refused(TypeError, t.double() if t.is_floating_point() else t.float(), f"{name}|{others}")
+    refused(ValueError, t.to("meta"), f"{name}|{others}")
+    refused(ValueError, torch.cat([t, t], -2 if name == "value" else -1), f"{name}|{others}")
+
+
+NUMBERS = {
+    "attention": ("dropout_p", "scale"),
+    "decode_attention": ("scale",),
+    "add_layer_norm": ("dropout_p", "eps"),
+    "add_rms_norm": ("dropout_p", "eps"),
+    "embed_layer_norm": ("dropout_p", "eps", "scale", "padding_idx"),
+    "feed_forward": ("dropout_p",),
+    "linear_cross_entropy": ("label_smoothing", "logit_scale", "ignore_index"),
+}
+BAD_VALUES: list[tuple[str, str, Any]] = [
+    *((op, name, value) for op in NUMBERS for name in NUMBERS[op] for value in ("1", True, float("nan"), float("inf"))),
+    *((op, "backend", "fast") for op in NUMBERS),
+    *((op, name, value) for op in NUMBERS for name in ("dropout_p", "eps", "label_smoothing") if name in NUMBERS[op]
+      for value in (-0.1, *((1.5,) if name != "eps" else ()))),
+    ("embed_layer_norm", "padding_idx", 6),
+    ("feed_forward", "activation", "tanh"),
+    ("feed_forward", "activation", None),
+    ("linear_cross_entropy", "smooth_over", "none"),
+    ("linear_cross_entropy", "reduction", "batchmean"),
+    ("linear_cross_entropy", "logit_scale", torch.ones(())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op, name, value", BAD_VALUES)
+def test_bad_values_are_named(op: str, name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and value is not True
+    error = ValueError if is_number or name in ("activation", "backend", "smooth_over", "reduction") else TypeError
+    with pytest.raises((TypeError, ValueError) if name in ("padding_idx", "ignore_index") else error, match=name):
+        PROBLEMS[op].function(**arguments(op), **{name: value})
