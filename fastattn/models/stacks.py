@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend
+from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
 from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.fusible import can_fuse, check_steps
-from fastattn.nn.joint_linear import joint_linear
+from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import add_norm, current_dropout_p
 from fastattn.ops import _checks
-from fastattn.ops.embed_layer_norm import embed_layer_norm
+from fastattn.ops.embed_layer_norm import embed_known_tokens
 from fastattn.ops.feed_forward import Activation
 
 # For each decoder layer the keys (B, Ls, n_head_kv * d_k) and values (B, Ls, n_head_kv * d_v) of the encoder's output.
@@ -33,28 +33,37 @@ class _Stack(nn.Module):
     fused_children = ("src_word_emb", "trg_word_emb", "position_enc", "dropout", "layer_norm")
 
     def embed(
-        self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None
+        self,
+        name: str,
+        embedding: nn.Embedding,
+        seq: Tensor,
+        position: Tensor | None,
+        *,
+        known_position: bool = False,
     ) -> Tensor | PendingResidual:
-        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions));
-        with norm_first the sum before dropout and norm.
+        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions)), or with norm_first the sum before dropout.
 
-        name: the argument's name in error messages.
+        Tokens and positions are checked here and nowhere else, unless the embedding is a module of the user's.
+        name: the tokens' in error messages.     known_position: whether the caller has checked position.
         """
         if seq.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
-        plain = can_fuse(embedding)
-        if plain:
+        fusible, scale = can_fuse(embedding), self.d_model**0.5 if self.scale_emb else 1.0
+        if fusible:
             _checks.check_indices(name, seq, "the model", embedding.weight)
             _checks.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
-        scale = self.d_model**0.5 if self.scale_emb else 1.0
         others = (self.position_enc, self.dropout, self.layer_norm)
-        if self.norm_first or not (plain and all(map(can_fuse, others))):
+        if self.norm_first or not (fusible and all(map(can_fuse, others))):
             words = embedding(seq) if scale == 1 else embedding(seq) * scale
-            total = PendingResidual(self.position_enc(words, position), None)
-            return total if self.norm_first else add_norm(total, self.dropout, self.layer_norm, self.backend)
+            pending = PendingResidual(self.position_enc(words, position), None)
+            return pending if self.norm_first else add_norm(pending, self.dropout, self.layer_norm, self.backend)
         if position is None:
             self.position_enc.check(seq.shape[1])
-        return embed_layer_norm(
+        elif not known_position:
+            _checks.check_indices("position", position, name, seq)
+            _checks.check_shape("position", position, tuple(seq.shape), f"the shape of {name}")
+            _checks.check_range("position", position, self.position_enc.pos_table.shape[1], "a row of pos_table")
+        return embed_known_tokens(
             seq,
             embedding.weight,
             self.position_enc.pos_table[0],
@@ -230,7 +239,8 @@ class Decoder(_Stack):
             raise ValueError(f"enc_output has shape {tuple(enc_output.shape)}, expected {expected}")
         layers = [layer for layer in self.layer_stack if type(layer) is DecoderLayer]
         linears = [w for layer in layers for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)]
-        projected = joint_linear(enc_output, linears, backend=self.backend)
+        backend = likely_backend("linear", enc_output.device, self.backend)
+        projected = joint_linear(enc_output, linears, backend=backend)
         return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
 
     def memory(self, enc_output: Tensor, lengths: Tensor) -> Memory:
@@ -264,7 +274,7 @@ class Decoder(_Stack):
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
-        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
+        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens), known_position=True)
         for layer in self.layer_stack:
             x = layer.step(x, cache)
         cache.advance()

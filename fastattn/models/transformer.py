@@ -18,19 +18,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend
+from fastattn.backends import Backend, likely_backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.masks import AttentionMask
-from fastattn.models.padding import Packed, packing_is_invisible, packing_pays, source_packing_pays
+from fastattn.models.padding import Packing, Unpadded, choose_packing
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.joint_linear import linear
 from fastattn.nn.kv_cache import DecoderCache, move_padding_to_end
+from fastattn.nn.linear import linear
 from fastattn.nn.recompute import recomputed
 from fastattn.ops import _checks
 from fastattn.ops.feed_forward import Activation
-from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, linear_cross_entropy
+from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, loss_of_known_target
 
 ScaleMode = Literal["emb", "prj", "none"]
 Reduction = Literal["mean", "sum"]
@@ -190,9 +190,9 @@ class FusedTransformer(nn.Module):
         if (label_smoothing, smooth_over, reduction) != (0.0, "all", "mean"):
             raise ValueError("label_smoothing, smooth_over and reduction are of the loss, and gold is not given")
         _check_sequences(src_seq, trg_seq)
-        dec_output, packed = self.decode(src_seq, trg_seq, bool(self.pack_padding))
+        dec_output, unpadded = self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))
         logits = self.project(dec_output)
-        return (logits if packed is None else packed.unpack(logits)).flatten(0, 1)
+        return (logits if unpadded is None else unpadded.restore_padding(logits)).flatten(0, 1)
 
     def loss(
         self,
@@ -221,57 +221,45 @@ class FusedTransformer(nn.Module):
         projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
         if fuses:
             _checks.check_range("gold", gold, projection.out_features, "a row of the output projection")
-        gold, pack = gold.reshape(trg_seq.shape), self.pack_padding
-        if pack is None:
-            pads = (self.src_pad_idx, self.trg_pad_idx)
-            pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend) and packing_is_invisible(
-                self
-            )
-        dec_output, packed = self.decode(src_seq, trg_seq, pack)
-        gold = gold if packed is None else packed.pack(gold)
+        gold = gold.reshape(trg_seq.shape)
+        packing = choose_packing(self, src_seq, trg_seq, gold)
+        dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
+        gold = gold if unpadded is None else unpadded.drop_padding(gold)
         options = {"label_smoothing": label_smoothing, "smooth_over": smooth_over}
         options |= {"ignore_index": self.trg_pad_idx, "reduction": reduction}
         if not fuses:
             return cross_entropy(self.project(dec_output), gold, **options)
         options |= {"logit_scale": self.d_model**-0.5 if self.scale_prj else 1.0, "backend": self.decoder.backend}
-        return linear_cross_entropy(dec_output, projection.weight, gold, projection.bias, **options)
+        return loss_of_known_target(dec_output, projection.weight, gold, projection.bias, **options)
 
-    def decode(self, src_seq: Tensor, trg_seq: Tensor, pack: bool) -> tuple[Tensor, Packed | None]:
-        """The decoder's output (B, Lt, d_model) and None; or as decode_packed."""
+    def decoder_output(self, src_seq: Tensor, trg_seq: Tensor, packing: Packing) -> tuple[Tensor, Unpadded | None]:
+        """The decoder's output (B, Lt, d_model) and None. Where padding of the target is dropped: the output of the T
+        real tokens of trg_seq, (1, T, d_model), and the Unpadded that restores the padding."""
         with recomputed(self.recompute), seeds_drawn_ahead():
-            if pack:
-                return self.decode_packed(src_seq, trg_seq)
-            src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
-            enc_output = self.encode(src_seq, src_mask)
-            return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
+            if not packing.target:
+                src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
+                enc_output = self.encode(src_seq, src_mask, packing)
+                return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
+            self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
+            _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
+            device = src_seq.device
+            if self.pack_padding and device.type == "cpu":  # the model may be on a GPU
+                device = self.encoder.position_enc.pos_table.device
+            src, trg = Unpadded.of((src_seq, self.src_pad_idx), (trg_seq, self.trg_pad_idx), device=device)
+            src_mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
+            trg_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, is_causal=True)
+            trg_src_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, cu_seqlens_k=src.cu_seqlens)
+            enc_output, *_ = self.encoder(src.tokens, src_mask, position=src.position)
+            return self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)[0], trg
 
-    def encode(self, src_seq: Tensor, src_mask: AttentionMask) -> Tensor:
-        """The encoder's output (B, Ls, d_model). Where source padding is dropped on the way, it is 0 there."""
-        pack = self.pack_padding
-        if pack is None:
-            pays = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
-            pack = pays and packing_is_invisible(self)
-        if not pack:
+    def encode(self, src_seq: Tensor, src_mask: AttentionMask, packing: Packing) -> Tensor:
+        """The encoder's output (B, Ls, d_model). Where padding is dropped on the way, it is 0."""
+        if not packing.source:
             return self.encoder(src_seq, src_mask)[0]
         self.encoder.position_enc.check(src_seq.size(1))
-        (src,) = Packed.of((src_seq, self.src_pad_idx), device=src_seq.device)
+        (src,) = Unpadded.of((src_seq, self.src_pad_idx), device=src_seq.device)
         mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
-        return src.unpack(self.encoder(src.tokens, mask, position=src.position)[0])
-
-    def decode_packed(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed]:
-        """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and the Packed that unpacks it."""
-        self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
-        _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
-        device = src_seq.device
-        if self.pack_padding and device.type == "cpu":
-            device = self.encoder.position_enc.pos_table.device
-        src, trg = Packed.of((src_seq, self.src_pad_idx), (trg_seq, self.trg_pad_idx), device=device)
-        src_mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
-        trg_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, is_causal=True)
-        trg_src_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, cu_seqlens_k=src.cu_seqlens)
-        enc_output, *_ = self.encoder(src.tokens, src_mask, position=src.position)
-        dec_output, *_ = self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)
-        return dec_output, trg
+        return src.restore_padding(self.encoder(src.tokens, mask, position=src.position)[0])
 
     def start_decoding(self, src_seq: Tensor, rows: int, capacity: int) -> DecoderCache:
         """Encode src_seq, integer (B, Ls), for `next_logits`: a cache for `rows` rows a sentence of so many tokens.
@@ -284,7 +272,7 @@ class FusedTransformer(nn.Module):
         if src_seq.size(1) == 0:
             enc_output = next(self.parameters()).new_zeros(len(src_seq), 0, self.d_model)
         else:
-            enc_output = self.encode(src_seq, self.src_mask(src_seq))
+            enc_output = self.encode(src_seq, self.src_mask(src_seq), choose_packing(self, src_seq))
         memory = self.decoder.memory(*move_padding_to_end(enc_output, src_seq != self.src_pad_idx))
         return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))
 
@@ -308,7 +296,8 @@ class FusedTransformer(nn.Module):
     def project(self, dec_output: Tensor) -> Tensor:
         """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
         if can_fuse(self.trg_word_prj):  # its d_model inputs are scaled instead of the n_trg_vocab logits
-            return linear(self.trg_word_prj, self.scaled(dec_output), backend=self.decoder.backend)
+            backend = likely_backend("linear", dec_output.device, self.decoder.backend)
+            return linear(self.trg_word_prj, self.scaled(dec_output), backend=backend, fusible=True)
         return self.scaled(self.trg_word_prj(dec_output))
 
     def scaled(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.backends import Backend
-from fastattn.nn.prepared_linear import PreparedLinears
+from fastattn.nn.linear import PreparedLinears
 from fastattn.ops.decode_attention import decode_attention
 
 KeysAndValues = tuple[Tensor, Tensor]

@@ -171,7 +171,7 @@ class ABDTransformer(nn.Module):
     dropout: of attention weights, embeddings and sublayers; the feed-forwards have their own, 0.1.
     feature_mode: "one" feature; "two", image and motion; "three", and objects; "four", and relations.
     device: kept as an attribute; the model works where its parameters are.
-    positions: see fastattn.models.captioner.layers.PositionalEncoding.     backend: given to every op, as FusedTransformer's.
+    positions: see PositionalEncoding in layers.py.     backend: given to every op, as FusedTransformer's.
     ValueError for arguments of which no model can be made.
 
     src: (B, Ls, d_feat), or a tuple of such with as many frames. Masks are bool or integer, nonzero = attend.
