@@ -261,16 +261,16 @@ class Decoder(_Stack):
         return Memory(memory, lengths)
 
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        """The decoder's output (B, W, d_model) for one new token a row, from what the cache holds of those before.
+        """The decoder's output (B, W, d_model) for one new token a beam, from what the cache holds of those before.
 
         tokens: integer (B, W). cache: with `memory(..)` as its first memory; the step is added to it. The same as the
-        last position of forward on all tokens of the row so far, with a causal mask. In eval mode only.
+        last position of forward on all tokens of the beam so far, with a causal mask. In eval mode only.
         Raises ValueError where the cache is full or of other sizes.
         """
         if self.training:
             raise ValueError("a decoder steps without dropout: call eval() before")
-        if tokens.shape != (cache.batch, cache.rows):
-            expected = f"(B, W) = {(cache.batch, cache.rows)} as the cache"
+        if tokens.shape != (cache.batch, cache.beams):
+            expected = f"(B, W) = {(cache.batch, cache.beams)} as the cache"
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")

@@ -118,14 +118,11 @@ class FusedTransformer(nn.Module):
         self.src_pad_idx, self.trg_pad_idx, self.d_model = src_pad_idx, trg_pad_idx, d_model
         self.pack_padding, self.recompute = pack_padding, recompute
         self.scale_prj = trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj"
-        stack = {
-            "d_word_vec": d_model if d_word_vec is None else d_word_vec,
-            "n_layers": n_layers, "n_head": n_head, "d_k": d_k, "d_v": d_v, "d_model": d_model,
-            "d_inner": d_inner, "dropout": dropout, "n_position": n_position,
-            "scale_emb": trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb",
-            "attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation,
-            "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype,
-        }  # fmt: skip
+        stack = {"d_word_vec": d_model if d_word_vec is None else d_word_vec, "d_model": d_model, "d_inner": d_inner}
+        stack |= {"n_layers": n_layers, "n_head": n_head, "n_head_kv": n_head_kv, "d_k": d_k, "d_v": d_v}
+        stack |= {"dropout": dropout, "attn_dropout": attn_dropout, "n_position": n_position, "norm_first": norm_first}
+        stack |= {"activation": activation, "scale_emb": trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"}
+        stack |= {"backend": backend, "device": device, "dtype": dtype}
         self.encoder = Encoder(n_src_vocab, pad_idx=src_pad_idx, **stack)
         self.decoder = Decoder(n_trg_vocab, pad_idx=trg_pad_idx, **stack)
         self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False, device=device, dtype=dtype)
@@ -139,7 +136,7 @@ class FusedTransformer(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def reset_parameters(self) -> None:
-        """Start anew, as after building on the meta device and to_empty(): parameters and positions are drawn again."""
+        """Initialise parameters and positions again, as is needed after to_empty() of a model on the meta device."""
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -155,7 +152,7 @@ class FusedTransformer(nn.Module):
         for module in modules:
             module.weight = self.decoder.trg_word_emb.weight
 
-    # What makes new parameters, such as to_empty(), makes one for each module. Those that were one stay one.
+    # Calls that make new parameters, such as to_empty(), make one for each module. A shared weight stays shared.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedTransformer:
         sharing = self._sharing()
@@ -182,8 +179,8 @@ class FusedTransformer(nn.Module):
         """src_seq: integer (B, Ls); trg_seq: integer (B, Lt), the target without its last token.
 
         Returns logits (B * Lt, n_trg_vocab): row b * Lt + t scores the token that follows trg_seq[b, t].
-        With gold it returns ``loss`` of the same arguments instead, so that what acts on a call of the model, as
-        DistributedDataParallel and fully_shard do, acts on the loss too.
+        With gold it returns ``loss`` of the same arguments instead. So DistributedDataParallel and fully_shard, which
+        act on a call of the model, act on the loss too.
         """
         if gold is not None:
             return self.loss(src_seq, trg_seq, gold, label_smoothing, smooth_over=smooth_over, reduction=reduction)
@@ -262,7 +259,7 @@ class FusedTransformer(nn.Module):
         return src.restore_padding(self.encoder(src.tokens, mask, position=src.position)[0])
 
     def start_decoding(self, src_seq: Tensor, rows: int, capacity: int) -> DecoderCache:
-        """Encode src_seq, integer (B, Ls), for `next_logits`: a cache for `rows` rows a sentence of so many tokens.
+        """Encode src_seq, integer (B, Ls), for `next_logits`: a cache of `rows` beams a sentence, `capacity` tokens each.
 
         ValueError where source or target would have more tokens than there are positions.
         """
@@ -277,13 +274,13 @@ class FusedTransformer(nn.Module):
         return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        """Logits (B, W, n_trg_vocab) of what follows one new token a row, integer (B, W): see Decoder.step."""
+        """Logits (B, W, n_trg_vocab) of what follows one new token a beam, integer (B, W): see Decoder.step."""
         dec_output, projection = self.decoder.step(tokens, cache), self.trg_word_prj
         if not can_fuse(projection):
             return self.project(dec_output)
         return cache.linear(projection, self.scaled(dec_output), self.decoder.backend)
 
-    # Each mask is built once a batch. All layers share it and what it prepares.
+    # Each mask is built once a batch. All layers share it, and the layouts that it prepares.
 
     def src_mask(self, src_seq: Tensor) -> AttentionMask:
         """Real source tokens are visible, to the encoder and to the decoder's attention to it. src_seq: (B, Ls)."""
@@ -308,7 +305,7 @@ class FusedTransformer(nn.Module):
 
 
 def _check_sequences(src_seq: object, trg_seq: object) -> None:
-    """Raise unless both are tensors, (B, Ls) and (B, Lt). The stacks check dtypes and values."""
+    """Raise unless both are tensors, (B, Ls) and (B, Lt). The stacks check dtypes, lengths and values."""
     _check_sequence("src_seq", src_seq)
     _check_sequence("trg_seq", trg_seq)
     if src_seq.shape[0] != trg_seq.shape[0]:  # len() of a tensor is a constant to torch.export

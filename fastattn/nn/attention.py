@@ -192,7 +192,7 @@ class MultiHeadAttention(nn.Module):
         return residual_connection(self, q, residual, out, known), attn
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
-        """Self-attention of one new token for each beam: x (B, W, d_model), or with norm_first also a PendingResidual.
+        """Self-attention of one new token a beam: x (B, W, d_model), or with norm_first also a PendingResidual.
 
         Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
         """
@@ -204,7 +204,7 @@ class MultiHeadAttention(nn.Module):
         return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), known)
 
     def step_to_memory(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
-        """Attention of one new token for each beam to the encoder's output, whose keys and values the cache holds."""
+        """Attention of one new token a beam to the encoder's output, whose keys and values the cache holds."""
         known = all_can_fuse(self, _ASKED)
         normed, residual = sublayer_input(self, x, known)
         q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))

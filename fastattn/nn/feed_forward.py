@@ -66,7 +66,7 @@ class PositionwiseFeedForward(nn.Module):
         return residual_connection(self, x, residual, out, known, bias_for_norm)
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
-        """forward for one new token for each beam, x (B, W, d_in), by the weights that the cache keeps."""
+        """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""
         known, linear = all_can_fuse(self, self.fused_children), cache.linear
         normed, residual = sublayer_input(self, x, known)
         is_prepacked = linear.prepacks(self.w_1, normed, self.backend)

@@ -105,5 +105,5 @@ class DecoderLayer(_Layer):
         return self.pos_ffn(x), slf_attn, enc_attn
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
-        """The layer for one new token a row, as MultiHeadAttention.step. x: (B, W, d_model)."""
+        """The layer for one new token a beam, as MultiHeadAttention.step. x: (B, W, d_model)."""
         return self.pos_ffn.step(self.enc_attn.step_to_memory(self.slf_attn.step(x, cache), cache), cache)

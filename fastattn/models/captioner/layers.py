@@ -91,7 +91,7 @@ class MultiHeadAttention(nn.Module):
         return self.linear_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """Self-attention of one new token a row, x (B, W, d_model), whose keys and values are added to the cache."""
+        """Self-attention of one new token a beam, x (B, W, d_model), whose keys and values are added to the cache."""
         maps = (self.linear_query, self.linear_key, self.linear_value)
         q, k, v = (self._heads(cache.linear(linear, x, self.backend)) for linear in maps)
         out = cache.attend(self, q, k, v, self._scale, self.backend)
@@ -134,7 +134,7 @@ class PositionWiseFeedForward(nn.Module):
         return self._feed(x, lambda linear: (linear.weight, linear.bias))
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """forward for one new token a row, x (B, W, d_model), by the weights that the cache keeps for the next step."""
+        """forward for one new token a beam, x (B, W, d_model), by the weights that the cache keeps."""
         return self._feed(x, lambda linear: cache.linear.weights(linear, x.device))
 
     def _feed(self, x: Tensor, weights: Callable[[nn.Linear], tuple[Tensor, Tensor | None]]) -> Tensor:

@@ -98,7 +98,7 @@ class DecoderLayer(_Layer):
         return self.feed(x)
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """The layer for one new token a row: x (B, W, d_model)."""
+        """The layer for one new token a beam: x (B, W, d_model)."""
         x = self.sublayer_connection[0](x, self.attn.step(x, cache))
         for which, connection in zip(range(len(cache.memories)), self.sublayer_connection[1:-1], strict=False):
             x = connection(x, self.attn.step_to_memory(x, cache, which))
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
         return Memory({layer.attn: layer.attn.memory(states) for layer in self.decoder_layer}, lengths)
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """The output (B, W, d_model) for one new token a row, x (B, W, d_model)."""
+        """The output (B, W, d_model) for one new token a beam, x (B, W, d_model)."""
         for layer in self.decoder_layer:
             x = layer.step(x, cache)
         cache.advance()
@@ -354,13 +354,13 @@ class _Direction(nn.Module):
         super().__init__()
         self.model, self.decoder = model, decoder
 
-    def start_decoding(self, source: list[tuple[Tensor, Tensor | None]], rows: int, capacity: int) -> DecoderCache:
+    def start_decoding(self, source: list[tuple[Tensor, Tensor | None]], beams: int, capacity: int) -> DecoderCache:
         """source: (states (B, L, d_model), mask (B, 1, L) or None) of all that the decoder attends to."""
         memories = tuple(self.decoder.memory(*memory) for memory in source)
-        return DecoderCache(len(source[0][0]), rows, capacity, source[0][0].device, memories)
+        return DecoderCache(len(source[0][0]), beams, capacity, source[0][0].device, memories)
 
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        """States (B, W, d_model) of one new token a row, (B, W)."""
+        """States (B, W, d_model) of one new token a beam, (B, W)."""
         pos_embed = self.model.pos_embed
         place = cache.sentences[:, None] if pos_embed.by_batch else cache.position
         return self.decoder.step(pos_embed(self.model.trg_embed(tokens), place), cache)
