@@ -5,6 +5,8 @@ Modules and parameters have the names of the public implementation (see transfor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +33,30 @@ class _Stack(nn.Module):
     """
 
     fused_children = ("src_word_emb", "trg_word_emb", "position_enc", "dropout", "layer_norm")
+
+    def _build(
+        self,
+        kind: type[EncoderLayer | DecoderLayer],
+        n_layers: int,
+        d_word_vec: int,
+        n_position: int,
+        scale_emb: bool,
+        layer: dict[str, Any],
+    ) -> None:
+        """Everything after the embedding. layer: the arguments of one of the n_layers layers of this kind."""
+        d_model, dropout = layer["d_model"], layer["dropout"]
+        check_arguments(n_layers=n_layers, dropout=dropout, d_model=d_model)
+        if d_word_vec != d_model:
+            raise ValueError(
+                f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
+            )
+        factory = {"device": layer["device"], "dtype": layer["dtype"]}
+        self.d_model, self.scale_emb = d_model, scale_emb
+        self.norm_first, self.backend = layer["norm_first"], layer["backend"]
+        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
+        self.dropout = nn.Dropout(dropout)
+        self.layer_stack = nn.ModuleList(kind(**layer) for _ in range(n_layers))
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
 
     def embed(
         self,
@@ -82,14 +108,6 @@ class _Stack(nn.Module):
         return add_norm(x, self.dropout, self.layer_norm, self.backend) if self.norm_first else x
 
 
-def _check_widths(d_word_vec: int, d_model: int) -> None:
-    check_arguments(d_word_vec=d_word_vec, d_model=d_model)
-    if d_word_vec != d_model:
-        raise ValueError(
-            f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
-        )
-
-
 class Encoder(_Stack):
     """Embedding, positions and n_layers EncoderLayers. scale_emb: embeddings are multiplied by sqrt(d_model)."""
 
@@ -117,19 +135,12 @@ class Encoder(_Stack):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(n_src_vocab=n_src_vocab, n_layers=n_layers, dropout=dropout)
-        _check_widths(d_word_vec, d_model)
-        factory = {"device": device, "dtype": dtype}
-        variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend, **factory}
-        self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx, **factory)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
-        self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(
-            EncoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
-        )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
+        check_arguments(n_src_vocab=n_src_vocab, d_word_vec=d_word_vec)
+        layer = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "d_k": d_k, "d_v": d_v, "dropout": dropout}
+        layer |= {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
+        layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
+        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
+        self._build(EncoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
 
     def forward(
         self,
@@ -182,19 +193,12 @@ class Decoder(_Stack):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(n_trg_vocab=n_trg_vocab, n_layers=n_layers, dropout=dropout)
-        _check_widths(d_word_vec, d_model)
-        factory = {"device": device, "dtype": dtype}
-        variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend, **factory}
-        self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx, **factory)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
-        self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(
-            DecoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
-        )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
+        check_arguments(n_trg_vocab=n_trg_vocab, d_word_vec=d_word_vec)
+        layer = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "d_k": d_k, "d_v": d_v, "dropout": dropout}
+        layer |= {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
+        layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
+        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
+        self._build(DecoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
 
     def forward(
         self,

@@ -259,7 +259,7 @@ class FusedTransformer(nn.Module):
         return src.restore_padding(self.encoder(src.tokens, mask, position=src.position)[0])
 
     def start_decoding(self, src_seq: Tensor, rows: int, capacity: int) -> DecoderCache:
-        """Encode src_seq, integer (B, Ls), for `next_logits`: a cache of `rows` beams a sentence, `capacity` tokens each.
+        """Encode src_seq, (B, Ls), for `next_logits`: a cache of `rows` beams a sentence, `capacity` tokens long.
 
         ValueError where source or target would have more tokens than there are positions.
         """
