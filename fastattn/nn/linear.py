@@ -56,19 +56,16 @@ def joint_linear(
     """
     if fusible is None:
         fusible = all(map(can_fuse, modules))
-    if (
-        not fusible
-        or not torch.is_grad_enabled()
-        or backend == "reference"
-        or torch.compiler.is_compiling()
-        or is_transformed()
-        or len({(module.weight.dtype, module.weight.device) for module in modules}) != 1
-    ):
-        return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
-    weights, biases = [module.weight for module in modules], [module.bias for module in modules]
-    dtype = _checks.autocast_dtype(x.device) or weights[0].dtype
-    bias = None if biases[0] is None else _Joint.apply(dtype, *biases)
-    return cpu_matmul.linear(x, _Joint.apply(dtype, *weights), bias).split([len(weight) for weight in weights], -1)
+    is_joint = fusible and torch.is_grad_enabled() and backend != "reference"
+    if is_joint and not torch.compiler.is_compiling() and not is_transformed():
+        weights = [module.weight for module in modules]
+        if len({(weight.dtype, weight.device) for weight in weights}) == 1:
+            dtype = _checks.autocast_dtype(x.device) or weights[0].dtype
+            biases = [module.bias for module in modules]
+            bias = None if biases[0] is None else _Joint.apply(dtype, *biases)
+            out = cpu_matmul.linear(x, _Joint.apply(dtype, *weights), bias)
+            return out.split([weight.shape[0] for weight in weights], -1)
+    return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
 
 
 class _Joint(torch.autograd.Function):
@@ -76,7 +73,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        ctx.sizes, ctx.dtype = [len(t) for t in tensors], tensors[0].dtype
+        ctx.sizes, ctx.dtype = [t.shape[0] for t in tensors], tensors[0].dtype
         joint = tensors[0].new_empty(sum(ctx.sizes), *tensors[0].shape[1:], dtype=dtype)
         torch._foreach_copy_(list(joint.split(ctx.sizes)), list(tensors))
         return joint
