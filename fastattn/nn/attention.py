@@ -24,7 +24,7 @@ from fastattn.ops.attention import scaled_dot_product_attention
 
 
 def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None:
-    """The AttentionMask of a dense mask without a head dimension. All layers can share it and what it prepares.
+    """The AttentionMask of a dense mask without a head dimension. All layers can share it and its prepared layouts.
 
     mask: (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), bool or integer, nonzero = attend; ValueError for anything else.
         An AttentionMask or None is returned as it is.

@@ -1,8 +1,8 @@
 """The sublayers of the captioner fastattn.models.ABDTransformer, by its own definitions and parameter names.
 
-They differ from those of "Attention Is All You Need": LayerNorm adds eps to an unbiased standard deviation, and stands
-behind the residual connection with dropout after it; linear maps have biases; the feed-forward has a norm and a dropout
-inside; a decoder layer has one attention module for all that it attends to.
+They differ from those of "Attention Is All You Need": LayerNorm adds eps to an unbiased standard deviation, follows the
+residual connection and is followed by dropout; linear maps have biases; the feed-forward has a norm and a dropout
+inside; a decoder layer uses one attention module for everything that it attends to.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LayerNorm(nn.Module):
 
 
 class SublayerConnection(nn.Module):
-    """dropout(layer_norm(x + branch)), where branch is what a sublayer makes of x."""
+    """dropout(layer_norm(x + branch)), where branch is a sublayer's output for x."""
 
     def __init__(self, size: int, dropout: float, *, backend: Backend | None = None) -> None:
         super().__init__()
