@@ -22,6 +22,7 @@ from fastattn.backends import requested
 from fastattn.generate.loop import check_limits
 from fastattn.graphs.capture import CapturedWork, CudaGraphs
 from fastattn.models import FusedTransformer
+from fastattn.models.transformer import check_batch, check_gold
 from fastattn.ops._checks import check_number
 from fastattn.ops.linear_cross_entropy import SmoothOver, smooth_over_all
 
@@ -199,14 +200,11 @@ class GraphedStep:
 
     def _copy_batch(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> _Inputs:
         """Copy the batch, padded, into the tensors that its bucket's graph reads."""
+        check_batch(src_seq, trg_seq)
+        check_gold(gold, trg_seq)
         for name, t in (("src_seq", src_seq), ("trg_seq", trg_seq), ("gold", gold)):
-            if not isinstance(t, Tensor) or t.is_floating_point() or t.dtype == torch.bool:
-                raise TypeError(f"{name} must be a Tensor of integers, got {getattr(t, 'dtype', type(t).__name__)}")
-        if src_seq.dim() != 2 or trg_seq.dim() != 2 or len(src_seq) != len(trg_seq):
-            shapes = f"{tuple(src_seq.shape)} and {tuple(trg_seq.shape)}"
-            raise ValueError(f"src_seq and trg_seq must be (B, Ls) and (B, Lt), got {shapes}")
-        if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
-            raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {tuple(trg_seq.shape)} as trg_seq, or flat")
+            if t.is_floating_point() or t.dtype == torch.bool:
+                raise TypeError(f"{name} has dtype {t.dtype}, expected integers")
         longest = max(src_seq.shape[1], trg_seq.shape[1])
         length, rows = self._bucket_length(longest), self.rows(longest)
         if len(src_seq) > rows:

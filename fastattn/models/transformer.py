@@ -186,7 +186,7 @@ class FusedTransformer(nn.Module):
             return self.loss(src_seq, trg_seq, gold, label_smoothing, smooth_over=smooth_over, reduction=reduction)
         if (label_smoothing, smooth_over, reduction) != (0.0, "all", "mean"):
             raise ValueError("label_smoothing, smooth_over and reduction are of the loss, and gold is not given")
-        _check_sequences(src_seq, trg_seq)
+        check_batch(src_seq, trg_seq)
         dec_output, unpadded = self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))
         logits = self.project(dec_output)
         return (logits if unpadded is None else unpadded.restore_padding(logits)).flatten(0, 1)
@@ -209,12 +209,10 @@ class FusedTransformer(nn.Module):
             implementation's.     reduction: "mean" over the tokens that are not ignored, or "sum".
         As torch's, a mean is NaN where every token is ignored.
         """
-        _check_sequences(src_seq, trg_seq)
+        check_batch(src_seq, trg_seq)
+        check_gold(gold, trg_seq)
         check_choice("reduction", reduction, get_args(Reduction))
         _checks.check_indices("gold", gold, "trg_seq", trg_seq)
-        if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
-            expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
-            raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
         projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
         if fuses:
             _checks.check_range("gold", gold, projection.out_features, "a row of the output projection")
@@ -304,12 +302,21 @@ class FusedTransformer(nn.Module):
         return f"src_pad_idx={self.src_pad_idx}, trg_pad_idx={self.trg_pad_idx}, scale_prj={self.scale_prj}"
 
 
-def _check_sequences(src_seq: object, trg_seq: object) -> None:
-    """Raise unless both are tensors, (B, Ls) and (B, Lt). The stacks check dtypes, lengths and values."""
+def check_batch(src_seq: object, trg_seq: object) -> None:
+    """Raise unless these are tensors (B, Ls) and (B, Lt). The stacks check the tokens' dtypes, lengths and values."""
     _check_sequence("src_seq", src_seq)
     _check_sequence("trg_seq", trg_seq)
     if src_seq.shape[0] != trg_seq.shape[0]:  # len() of a tensor is a constant to torch.export
         raise ValueError(f"src_seq holds {src_seq.shape[0]} sequences and trg_seq {trg_seq.shape[0]}, expected as many")
+
+
+def check_gold(gold: object, trg_seq: Tensor) -> None:
+    """Raise unless gold is a tensor (B, Lt) or (B * Lt,)."""
+    if not isinstance(gold, Tensor):
+        raise TypeError(f"gold must be a Tensor, got {type(gold).__name__}")
+    if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
+        expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
+        raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
 
 
 def _check_sequence(name: str, seq: object) -> None:
