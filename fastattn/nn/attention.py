@@ -166,8 +166,8 @@ class MultiHeadAttention(nn.Module):
         self-attention q itself.     projected: (w_ks(k), w_vs(v)), where they were computed before.
         Returns (output, of q's type; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
-        known = all_can_fuse(self, _ASKED)
-        normed, residual = sublayer_input(self, q, known)
+        fusible = all_can_fuse(self, _READ_BY_OPS)
+        normed, residual = sublayer_input(self, q, fusible)
         k, v = (normed if x is q else x for x in (k, v))
         for name, x in (("q", normed), ("k", k), ("v", v)):
             if not isinstance(x, Tensor):
@@ -177,39 +177,39 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
         if mask is not None and not isinstance(mask, AttentionMask):
             mask = as_attention_mask(mask)
-        how = {"backend": likely_backend("linear", normed.device, self.backend), "fusible": known or None}
+        options = {"backend": likely_backend("linear", normed.device, self.backend), "fusible": fusible or None}
         if projected is not None:
-            queries, (keys, values) = linear(self.w_qs, normed, **how), projected
+            queries, (keys, values) = linear(self.w_qs, normed, **options), projected
         elif normed is k is v:
-            queries, keys, values = joint_linear(normed, (self.w_qs, self.w_ks, self.w_vs), **how)
+            queries, keys, values = joint_linear(normed, (self.w_qs, self.w_ks, self.w_vs), **options)
         else:
             maps = ((self.w_qs, normed), (self.w_ks, k), (self.w_vs, v))
-            queries, keys, values = (linear(w, x, **how) for w, x in maps)
+            queries, keys, values = (linear(w, x, **options) for w, x in maps)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
         queries, keys, values = _heads(queries, self.d_k), _heads(keys, self.d_k), _heads(values, self.d_v)
         out, attn = self.attention(queries, keys, values, mask, return_attn=return_attn)
-        out = linear(self.fc, out.transpose(1, 2).flatten(2), **how)
-        return residual_connection(self, q, residual, out, known), attn
+        out = linear(self.fc, out.transpose(1, 2).flatten(2), **options)
+        return residual_connection(self, q, residual, out, fusible), attn
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """Self-attention of one new token a beam: x (B, W, d_model), or with norm_first also a PendingResidual.
 
         Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
         """
-        known = all_can_fuse(self, _ASKED)
-        normed, residual = sublayer_input(self, x, known)
+        fusible = all_can_fuse(self, _READ_BY_OPS)
+        normed, residual = sublayer_input(self, x, fusible)
         q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
         q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
         out = cache.attend(self, q, k, v, 1 / self.attention.temperature, self.backend)
-        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), known)
+        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
 
     def step_to_memory(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """Attention of one new token a beam to the encoder's output, whose keys and values the cache holds."""
-        known = all_can_fuse(self, _ASKED)
-        normed, residual = sublayer_input(self, x, known)
+        fusible = all_can_fuse(self, _READ_BY_OPS)
+        normed, residual = sublayer_input(self, x, fusible)
         q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
         out = cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend)
-        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), known)
+        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
         """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
@@ -222,7 +222,7 @@ class MultiHeadAttention(nn.Module):
         )
 
 
-_ASKED = (*MultiHeadAttention.fused_children, "fc")
+_READ_BY_OPS = (*MultiHeadAttention.fused_children, "fc")
 
 
 def _heads(x: Tensor, d: int) -> Tensor:

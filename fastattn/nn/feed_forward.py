@@ -53,29 +53,29 @@ class PositionwiseFeedForward(nn.Module):
 
     def forward(self, x: HiddenState) -> HiddenState:
         """x: (B, L, d_in), or with norm_first also a PendingResidual of such, else TypeError. Returns x's type."""
-        known = all_can_fuse(self, self.fused_children)
-        normed, residual = sublayer_input(self, x, known)
-        if not known and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
+        fusible = all_can_fuse(self, self.fused_children)
+        normed, residual = sublayer_input(self, x, fusible)
+        if not fusible and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
             out = self._call_linears(normed, lambda linear, x: linear(x))
-            return residual_connection(self, x, residual, out, known)
+            return residual_connection(self, x, residual, out, fusible)
         bias, bias_for_norm = self.w_2.bias, None
         if norm_adds_bias(normed, self.backend):
             bias, bias_for_norm = None, bias
         weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, bias)
         out = feed_forward(normed, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
-        return residual_connection(self, x, residual, out, known, bias_for_norm)
+        return residual_connection(self, x, residual, out, fusible, bias_for_norm)
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""
-        known, linear = all_can_fuse(self, self.fused_children), cache.linear
-        normed, residual = sublayer_input(self, x, known)
+        fusible, linear = all_can_fuse(self, self.fused_children), cache.linear
+        normed, residual = sublayer_input(self, x, fusible)
         is_prepacked = linear.prepacks(self.w_1, normed, self.backend)
-        if is_prepacked or not (known or (can_fuse(self.w_1) and can_fuse(self.w_2))):
+        if is_prepacked or not (fusible or (can_fuse(self.w_1) and can_fuse(self.w_2))):
             out = self._call_linears(normed, lambda module, x: linear(module, x, self.backend))
         else:
             weights = (*linear.weights(self.w_1, normed.device), *linear.weights(self.w_2, normed.device))
             out = feed_forward(normed, *weights, self.activation, backend=self.backend)
-        return residual_connection(self, x, residual, out, known)
+        return residual_connection(self, x, residual, out, fusible)
 
     def _call_linears(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         """w_2(activation(w_1(x))), where call(w, x) is w(x)."""
