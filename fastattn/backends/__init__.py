@@ -190,3 +190,20 @@ def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backe
         if unsupported_reason(served_by, name, arguments) is None:
             return name, load_backend(served_by, name)
     raise AssertionError("unreachable: the reference serves everything")
+
+
+def likely_backend(op_name: str, device: torch.device, backend: Backend | None = None) -> str:
+    """The backend that a call of the op is likely to use, for decisions that come before its arguments are known.
+
+    It is the one asked for by name, or the one that a record of this device names for every call of the op, or the
+    first in the device's own order. Whether it supports the call is not asked. op_name may also be "linear", for
+    nn.Linear, which is no op: no record names it.
+    """
+    name, _ = requested(backend)
+    if name is not None:
+        return name
+    if op_name in OPS and (choices := timings.choices(op_name, device.type, device.index)):
+        recorded = set(choices.values())
+        if len(recorded) == 1 and recorded <= set(BACKENDS):
+            return recorded.pop()
+    return default_order(device)[0]

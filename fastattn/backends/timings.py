@@ -43,10 +43,15 @@ class Record(NamedTuple):
 def choice(op_name: str, device_type: str, call_class: Callable[[], str], index: int | None = None) -> str | None:
     """The way that the record of a device, see `load_record`, names for such a call, or None. Not in what torch.compile
     traces, where it would stay for good."""
+    op_choices = choices(op_name, device_type, index)
+    return op_choices.get(call_class()) if op_choices else None
+
+
+def choices(op_name: str, device_type: str, index: int | None = None) -> dict[str, str]:
+    """What the record of a device names for each class of calls of an op, {} if nothing. As `choice`."""
     if torch.compiler.is_compiling():
-        return None
-    of_op = (_overrides[-1] if _overrides else load_record(device_type, index).choices).get(op_name)
-    return None if of_op is None else of_op.get(call_class())
+        return {}
+    return (_overrides[-1] if _overrides else load_record(device_type, index).choices).get(op_name, {})
 
 
 _overrides: list[dict[str, dict[str, str]]] = []

@@ -1,10 +1,10 @@
 """Runs the steps of a search: on a CPU as plain calls, on a GPU as CUDA graphs that are kept for later batches.
 
 A graph repeats exactly what it captured: addresses, shapes and every number from Python. A step reads and changes the
-tensors of its search and reads the model's. So a captured search is kept with its graph, and a later search that
-differs in nothing but the values of its tensors copies them there and replays the graph. A difference in anything else
-that a step may depend on (`_key`, `_fingerprint`) means another capture. Where that cannot be known, for models with
-code or hooks that are not fastattn's or PyTorch's, a graph is used for one call and dropped.
+tensors of its search, and reads those of the model. So a captured search is kept with its graph. A later search that
+differs only in the values of its tensors copies them there and replays the graph. Any other difference that a step may
+depend on (`_key`, `_fingerprint`) means another capture. For models with code or hooks that are not fastattn's or
+PyTorch's this cannot be known: there a graph is used for one call and dropped.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from torch import Tensor, nn
 from fastattn.backends import requested
 from fastattn.graphs.capture import CapturedWork, CudaGraphs
 from fastattn.nn.fusible import hook_reason
+from fastattn.ops import _checks
 
 if TYPE_CHECKING:
     from fastattn.generate.loop import Decodable, Search
 
-# What is kept for a model at most: searches, and the tokens that their caches hold (batch * rows * capacity).
+# At most this many searches are kept for a model, and tokens in their caches (batch * beams * capacity).
 # A cache of FusedTransformer's default sizes takes 12 KB a token in 16 bits, which makes 0.8 GB.
-KEPT_SEARCHES, KEPT_TOKENS = 8, 2**16
+MAX_SEARCHES, MAX_TOKENS = 8, 2**16
 # Encoder outputs are padded to a multiple of this length, so that batches of similar lengths have one shape.
 MEMORY_STEP = 32
 
 _PLAIN = (bool, int, float, str, type(None))
 
-# Searches that are in no use now, by their keys, the oldest first.
+# Searches that no call uses now, by their keys, the oldest first.
 _Searches = dict[Hashable, "tuple[Search, CapturedWork]"]
 _kept: WeakKeyDictionary[nn.Module, tuple[Hashable, _Searches]] = WeakKeyDictionary()
-_shared: dict[Hashable, CudaGraphs] = {}  # of all kept searches, for each device and stream
+_shared: dict[Hashable, CudaGraphs] = {}  # one for all kept searches of a device and stream
 
 
 def drop_graphs() -> None:
@@ -52,14 +53,14 @@ class Steps:
     def __init__(self, model: Decodable, search: Search) -> None:
         self.model = model
         self._kept: _Searches | None = None  # None: nothing is kept
-        if search.cache.on_device and _tokens(search) <= KEPT_TOKENS:
+        if search.cache.on_device and _tokens(search) <= MAX_TOKENS:
             self._kept = _kept_searches(model)
         if self._kept is not None:
             search.cache.pad_memories(MEMORY_STEP)
         self.start(search)
 
     def start(self, search: Search) -> None:
-        """Go on with this search, or with a kept one that becomes equal to it."""
+        """Continue with this search, or with a kept one that becomes equal to it."""
         self.search = search
         self._captured: CapturedWork | None = None
         self._work: Callable[[], None] = partial(search.step, self.model)
@@ -86,7 +87,7 @@ class Steps:
         cache.length = length + 1  # a graph runs nothing on the host
 
     def select(self, sentences: Tensor) -> None:
-        """Go on with these sentences of the batch alone, (n,) int64."""
+        """Continue with these sentences of the batch, (n,) int64."""
         search = self.search
         if self._kept is not None:  # this one is kept as it is
             search = copy.copy(search)
@@ -100,12 +101,12 @@ class Steps:
         if self._kept is None or self._captured is None or self._captured.replay is None:
             return
         self._kept[self._key] = self.search, self._captured
-        while len(self._kept) > KEPT_SEARCHES or sum(_tokens(s) for s, _ in list(self._kept.values())) > KEPT_TOKENS:
+        while len(self._kept) > MAX_SEARCHES or sum(_tokens(s) for s, _ in list(self._kept.values())) > MAX_TOKENS:
             self._kept.pop(next(iter(self._kept)))
 
 
 def _tokens(search: Search) -> int:
-    return search.cache.batch * search.cache.rows * search.cache.capacity
+    return search.cache.batch * search.cache.beams * search.cache.capacity
 
 
 def _shared_graphs(search: Search) -> CudaGraphs:
@@ -116,8 +117,8 @@ def _shared_graphs(search: Search) -> CudaGraphs:
 
 
 def _kept_searches(model: Decodable) -> _Searches | None:
-    """What is kept for the model as it is now, which drops what was captured before a change of it."""
-    owner = getattr(model, "model", model)  # what decodes for another module names it `model`
+    """What is kept for the model as it is now. What was captured before a change of it is dropped."""
+    owner = getattr(model, "model", model)  # a module that decodes for another one names it `model`
     fingerprint = _fingerprint(owner) if isinstance(owner, nn.Module) else None
     if fingerprint is None or not type(model).__module__.startswith("fastattn."):
         return None
@@ -127,7 +128,7 @@ def _kept_searches(model: Decodable) -> _Searches | None:
 
 
 def _fingerprint(model: nn.Module) -> Hashable | None:
-    """All of a model that its graphs depend on: tensors, numbers and names. None where there may be more."""
+    """All of a model that its graphs depend on: tensors, numbers and names. None where they may depend on more."""
     parts: list[Hashable] = []
     for module in model.modules():
         own, kind = vars(module), type(module)
@@ -142,35 +143,35 @@ def _fingerprint(model: nn.Module) -> Hashable | None:
         for value in own.values():
             if type(value) in _PLAIN:
                 parts.append(value)
-            elif callable(value):  # in place of a method
+            elif callable(value):  # it replaces a method
                 return None
     return tuple(parts)
 
 
 def _key(model: Decodable, search: Search) -> Hashable:
-    """All that a search's graph depends on, the fingerprint of the model left out."""
-    cache, device = search.cache, search.cache.position.device
-    matmul = torch.backends.cuda.matmul
-    return (
-        type(model), *map(id, model.children()),
-        type(search), *((name, v) for name, v in vars(search).items() if name not in ("cache", "state")),
-        cache.batch, cache.rows, cache.capacity,
-        *((t.shape, t.dtype) for t in (*search.state.values(), *cache.memory_tensors())),
-        device, _stream(search), requested(None)[0],
-        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(),
+    """All that a search's graph depends on, except the fingerprint of the model."""
+    cache, device, matmul = search.cache, search.cache.position.device, torch.backends.cuda.matmul
+    options = tuple((name, v) for name, v in vars(search).items() if name not in ("cache", "state"))
+    tensors = tuple((t.shape, t.dtype) for t in (*search.state.values(), *cache.memory_tensors()))
+    modes = (
+        _checks.autocast_dtype(device),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
         getattr(matmul, "fp32_precision", None) or matmul.allow_tf32,
-    )  # fmt: skip
+    )
+    sizes = (cache.batch, cache.beams, cache.capacity)
+    kinds = (type(model), *map(id, model.children()), type(search))
+    return kinds, options, sizes, tensors, device, _stream(search), requested(None)[0], modes
 
 
 def _stream(search: Search) -> Hashable:
-    """The stream that replays run on: on another one they could overlap, and write to the same memory."""
+    """The stream of the replays. On two streams they could overlap, and write to the same memory."""
     device = search.cache.position.device
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _without_autocast_cache(work: Callable[[], None]) -> None:
-    """work(), reading no casts that torch.autocast keeps: it frees them when its context ends, and a graph stays."""
+    """work(), without the casts that torch.autocast keeps: it frees them when its context ends, but a graph stays."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

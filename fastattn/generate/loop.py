@@ -1,11 +1,12 @@
-"""What all ways of decoding share: the loop over steps, and the batch that shrinks. How a step runs: steps.py.
+"""What all kinds of decoding share: the loop over steps, and the batch that shrinks. How a step runs: kept_graphs.py.
 
-A model is decoded through two methods. FusedTransformer has them, and so may any other:
+A model is decoded through two methods. FusedTransformer has them, and any other model may have them:
 
-    start_decoding(source, rows, capacity) -> DecoderCache    encodes B sources, for `rows` rows each of so many tokens
-    next_logits(tokens, cache) -> Tensor                      (B, W) new tokens -> (B, W, classes), added to the cache
+    start_decoding(source, beams, capacity) -> DecoderCache    encodes B sources, for W beams each of capacity tokens
+    next_logits(tokens, cache) -> Tensor                       (B, W) new tokens -> (B, W, n_vocab), added to the cache
 
-What wraps such a model and keeps it as `module`, as torch.optim.swa_utils.AveragedModel does, is decoded as that.
+A module that wraps such a model and keeps it as `module`, as torch.optim.swa_utils.AveragedModel does, is decoded as
+that model.
 """
 
 from __future__ import annotations
@@ -24,39 +25,39 @@ from fastattn.nn import DecoderCache
 
 OnToken = Callable[[int, list[int], list[list[int]]], None]
 
-# Steps between two looks at what a GPU has decoded: each look waits for it.
-STEPS_BETWEEN_LOOKS = 8
+# On a GPU the loop reads what was decoded once in this many steps, because each read waits for the GPU.
+STEPS_BETWEEN_READS = 8
 # On a CPU sentences that are done leave the batch when they are this share of it: the others' caches must be copied.
-DONE_ON_A_CPU = 0.25
+MIN_SHARE_DONE = 0.25
 # On a GPU each size of the batch needs its own CUDA graph. So the batch is halved, down to this many sentences,
 # of which some may be done. A step of fewer takes as long (estimated).
-LEAST_ON_A_GPU = 8
+MIN_BATCH_ON_A_GPU = 8
 
 
 class Decodable(Protocol):
     """A model as the loop sees it; see the top of this file."""
 
-    def start_decoding(self, source: Any, rows: int, capacity: int, /) -> DecoderCache: ...
+    def start_decoding(self, source: Any, beams: int, capacity: int, /) -> DecoderCache: ...
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache, /) -> Tensor: ...
 
 
 class Search(ABC):
-    """One way of choosing tokens: its state of B sentences with W rows each, all on the device, changed in place.
+    """How tokens are chosen, and the state of B sentences with W beams each, all on the device, changed in place.
 
-    A subclass chooses the next tokens in `choose`, marks sentences as done, and gives the results of those. All
-    tensors in `state` have a row for each sentence.
+    A subclass chooses the next tokens in `choose`, marks sentences as done, and returns their results. The first
+    dimension of all tensors in `state` is the sentence.
     """
 
     generator: torch.Generator | None = None  # what `choose` draws from
 
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
         self.cache, bos_idx, self.eos_idx = cache, int(bos_idx), int(eos_idx)
-        batch, rows, device = cache.batch, cache.rows, cache.position.device
+        batch, beams, device = cache.batch, cache.beams, cache.position.device
         self.state: dict[str, Tensor] = {
-            "tokens": torch.full((batch, rows), bos_idx, device=device),  # the newest of each row
-            # What was fed at each position to each row. A row's history is found as its keys are: cache.ancestors.
-            "fed": torch.full((batch, cache.capacity, rows), bos_idx, device=device),
+            "tokens": torch.full((batch, beams), bos_idx, device=device),  # the newest of each beam
+            # What each beam read at each position. A beam's history is found as its keys are: cache.ancestors.
+            "fed": torch.full((batch, cache.capacity, beams), bos_idx, device=device),
             "done": torch.zeros(batch, dtype=torch.bool, device=device),
             "broken": torch.zeros(batch, dtype=torch.bool, device=device),  # a NaN came
         }
@@ -70,14 +71,14 @@ class Search(ABC):
 
     @abstractmethod
     def choose(self, logits: Tensor) -> None:
-        """From logits (B, W, classes) of the position before cache.position: new tokens, and who is done."""
+        """From logits (B, W, n_vocab) of the position before cache.position: new tokens, and which are done."""
 
     @abstractmethod
     def result(self, state: dict[str, Tensor]) -> Any:
-        """What was found for a sentence. state: its rows of `state` and of cache.ancestors, on the host."""
+        """What was found for a sentence. state: its part of `state` and of cache.ancestors, on the host."""
 
     def results(self, sentences: Tensor) -> list[Any]:
-        """The results of these sentences of the present batch, (n,) int64, with one copy to the host a tensor."""
+        """The results of these sentences of the current batch, (n,) int64, with one copy to the host a tensor."""
         ancestors = {} if self.cache.ancestors is None else {"ancestors": self.cache.ancestors}
         state = {name: t[sentences].cpu() for name, t in (self.state | ancestors).items()}
         return [self.result({name: t[i] for name, t in state.items()}) for i in range(len(sentences))]
@@ -91,7 +92,7 @@ class Search(ABC):
         self.cache.select(sentences)
 
     def resume(self, other: Search) -> None:
-        """Go on from `other`, a search of the same kind and sizes, at this one's addresses: for a CUDA graph."""
+        """Continue `other`, a search of the same kind and sizes, at this one's addresses: for a CUDA graph."""
         for name, t in self.state.items():
             t.copy_(other.state[name])
         self.cache.resume(other.cache)
@@ -110,9 +111,9 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
             steps()
             search, cache = steps.search, steps.search.cache
             full = cache.length == cache.capacity
-            if cache.on_device and not full and on_token is None and cache.length % STEPS_BETWEEN_LOOKS:
+            if cache.on_device and not full and on_token is None and cache.length % STEPS_BETWEEN_READS:
                 continue
-            # The one read of a step, for which a GPU is waited.
+            # The only read of a step. It waits for a GPU.
             names = ("broken", "done") if on_token is None else ("broken", "done", "tokens")
             rows = torch.cat([search.state[name].view(cache.batch, -1).mT for name in names])
             broken, now_done, *tokens = rows.tolist()
@@ -143,10 +144,10 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
 
 
 def _smaller_batch(batch: int, left: int, on_device: bool) -> int:
-    """How many sentences to go on with. left: how many of the batch are not done."""
+    """How many sentences to continue with. left: how many of the batch are not done."""
     if not on_device:
-        return left if batch - left >= DONE_ON_A_CPU * batch else batch
-    while (half := (batch + 1) // 2) >= max(left, LEAST_ON_A_GPU):
+        return left if batch - left >= MIN_SHARE_DONE * batch else batch
+    while (half := (batch + 1) // 2) >= max(left, MIN_BATCH_ON_A_GPU):
         batch = half
     return batch
 
@@ -170,7 +171,7 @@ def check_model(model: Any, max_len: int, bos_idx: int, eos_idx: int, on_token: 
     check_limits(max_len=max_len)
     model = unwrapped(model, "start_decoding", "next_logits")
     check_token("bos_idx", bos_idx, model)
-    check_token("eos_idx", eos_idx, model, least=-1)
+    check_token("eos_idx", eos_idx, model, minimum=-1)
     if on_token is not None and not callable(on_token):
         raise TypeError(f"on_token must be a function or None, got {type(on_token).__name__}")
     return model
@@ -193,21 +194,21 @@ def check_limits(**limits: int) -> None:
         _check_integer(name, value, 1)
 
 
-def check_token(name: str, token: int, model: Any, least: int = 0) -> None:
-    """An integer, and a target token of the model if that tells how many it has before its first logits."""
-    _check_integer(name, token, least)
-    classes = getattr(getattr(model, "trg_word_prj", None), "out_features", None)  # a FusedTransformer's
-    if classes is not None:
-        _check_below(name, token, classes)
+def check_token(name: str, token: int, model: Any, minimum: int = 0) -> None:
+    """An integer, and a target token of the model if its number of tokens is known before the first logits."""
+    _check_integer(name, token, minimum)
+    n_vocab = getattr(getattr(model, "trg_word_prj", None), "out_features", None)  # a FusedTransformer's
+    if n_vocab is not None:
+        _check_below(name, token, n_vocab)
 
 
-def _check_below(name: str, token: int, classes: int) -> None:
-    if token >= classes:
-        raise ValueError(f"{name} must be below {classes}, how many tokens the model knows, got {token}")
+def _check_below(name: str, token: int, n_vocab: int) -> None:
+    if token >= n_vocab:
+        raise ValueError(f"{name} must be below {n_vocab}, how many tokens the model knows, got {token}")
 
 
-def _check_integer(name: str, value: int, least: int) -> None:
+def _check_integer(name: str, value: int, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")

@@ -1,4 +1,4 @@
-"""Decoding with one row a sentence: the likeliest token at each step, or one drawn at random."""
+"""Decoding without beams: the likeliest token at each step, or one drawn at random."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fastattn.nn import DecoderCache
 from fastattn.ops._checks import check_number
 
 
-class _OneRow(Search):
+class _OneBeam(Search):
     """Search with W = 1."""
 
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
         super().__init__(cache, bos_idx, eos_idx)
-        self.state["length"] = torch.zeros_like(self.state["tokens"][:, 0])  # tokens chosen, without the last EOS
+        self.state["length"] = torch.zeros_like(self.state["tokens"][:, 0])  # tokens chosen, without EOS
 
     @abstractmethod
     def pick(self, logits: Tensor) -> Tensor:
-        """The next token of each sentence, (B,), from logits (B, classes)."""
+        """The next token of each sentence, (B,), from logits (B, n_vocab)."""
 
     def choose(self, logits: Tensor) -> None:
         state, token = self.state, self.pick(logits[:, 0].float())
@@ -31,19 +31,19 @@ class _OneRow(Search):
         state["tokens"].copy_(token[:, None])
 
     def result(self, state: dict[str, Tensor]) -> list[int]:
-        # The newest token has not been fed.
+        # The newest token was not read by the model.
         history = [*state["fed"][1 : self.cache.length, 0].tolist(), *state["tokens"].tolist()]
         return history[: int(state["length"])]
 
 
-class _Greedy(_OneRow):
+class _Greedy(_OneBeam):
     def pick(self, logits: Tensor) -> Tensor:
         token = logits.argmax(-1)
-        self.note_nan(logits.gather(1, token[:, None]))  # NaN is the largest of all
+        self.note_nan(logits.gather(1, token[:, None]))  # argmax takes NaN for the largest
         return token
 
 
-class _Sample(_OneRow):
+class _Sample(_OneBeam):
     def __init__(self, *arguments: Any, temperature: float, top_k: int | None, top_p: float, generator: Any) -> None:
         super().__init__(*arguments)
         self.temperature, self.top_k, self.top_p, self.generator = temperature, top_k, top_p, generator
@@ -53,12 +53,12 @@ class _Sample(_OneRow):
         if self.top_k is not None or self.top_p < 1:
             k = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
             logits, tokens = logits.topk(k)  # in falling order
-            # A token stays if those before it have less than top_p of the probability: the first one always does.
+            # A token stays if those before it have less than top_p of the probability. The first one always stays.
             weights = logits.softmax(-1)
             logits = logits.masked_fill((weights.cumsum(-1) - weights) >= self.top_p, -torch.inf)
         weights = logits.softmax(-1)
         self.note_nan(weights[:, :1])  # one NaN makes all NaN
-        # Of weight / exponential variable each token's is the largest as often as its weight says; nothing waits.
+        # Exponential race (Gumbel trick): argmax(w / Exp(1)) samples i with probability w_i, and waits for nothing.
         race = torch.empty_like(weights).exponential_(generator=self.generator)
         choice = (weights / race).argmax(-1, keepdim=True)
         return (choice if self.top_k is None and self.top_p == 1 else tokens.gather(-1, choice))[:, 0]
@@ -108,7 +108,7 @@ def sample(
     Source of top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", arXiv:1904.09751.
     """
     check_number("temperature", temperature)
-    if not 1e-30 <= temperature <= 1e30:  # beyond, logits / temperature is beyond float32
+    if not 1e-30 <= temperature <= 1e30:  # logits / temperature must fit into float32
         raise ValueError(f"temperature must be from 1e-30 to 1e30, got {temperature}; greedy() is the limit at 0")
     check_number("top_p", top_p)
     if not 0 < top_p <= 1:
@@ -122,7 +122,7 @@ def sample(
 
 
 def _decode(
-    kind: type[_OneRow],
+    kind: type[_OneBeam],
     model: Decodable,
     src_seq: Tensor,
     max_len: int,

@@ -11,7 +11,7 @@ from fastattn.nn import DecoderCache
 
 
 class Translator(nn.Module):
-    """Beam search as the class of this name in attention-is-all-you-need-pytorch does it, and finds the same.
+    """Beam search as in the class of this name in attention-is-all-you-need-pytorch, with the same results.
 
     It differs from ``beam_search``: beams go on after EOS and may be replaced; a sentence is done when all its beams
     contain EOS, and the best score / length^0.7 wins, where length ends with the first EOS but score does not; the
@@ -40,12 +40,10 @@ class Translator(nn.Module):
             raise ValueError(f"max_seq_len must be at least 2, BOS and a token, got {max_seq_len}")
         model = unwrapped(model, "start_decoding", "trg_word_prj", "src_pad_idx", "trg_pad_idx", "decoder")
         check_token("trg_bos_idx", trg_bos_idx, model)
-        check_token("trg_eos_idx", trg_eos_idx, model, least=-1)
-        for name, given, of_model in (
-            ("src_pad_idx", src_pad_idx, model.src_pad_idx), ("trg_pad_idx", trg_pad_idx, model.trg_pad_idx)
-        ):  # fmt: skip
-            if given != of_model:
-                raise ValueError(f"{name} is {given}, and the model's {of_model}")
+        check_token("trg_eos_idx", trg_eos_idx, model, minimum=-1)
+        for name, index in (("src_pad_idx", src_pad_idx), ("trg_pad_idx", trg_pad_idx)):
+            if index != getattr(model, name):
+                raise ValueError(f"{name} is {index}, and the model's {getattr(model, name)}")
         self.model = model.eval()
         self.beam_size, self.max_seq_len = int(beam_size), int(max_seq_len)
         self.src_pad_idx, self.trg_pad_idx = src_pad_idx, trg_pad_idx
@@ -67,7 +65,7 @@ class Translator(nn.Module):
 
 
 class _Unscaled(nn.Module):
-    """The model with the logits that the public Translator looks at."""
+    """The model with the logits that the public Translator reads."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -85,16 +83,16 @@ class _PublicBeams(Beams):
 
     def choose(self, logits: Tensor) -> None:
         state = self.state
-        log_p, beam, token = self.candidates(logits, self.cache.rows)
+        log_p, beam, token = self.candidates(logits, self.cache.beams)
         end = state["end"].gather(1, beam)
         length = self.cache.position + 1
         end = length.where((end == 0) & (token == self.eos_idx), end)
-        # A row that is done stays as it is until it leaves the batch.
-        going_on = ~state["done"][:, None]
-        own = torch.arange(self.cache.rows, device=token.device).expand_as(beam)
-        self.cache.reorder(beam.where(going_on, own))
+        # A sentence that is done stays as it is until it leaves the batch.
+        is_active = ~state["done"][:, None]
+        own = torch.arange(self.cache.beams, device=token.device).expand_as(beam)
+        self.cache.reorder(beam.where(is_active, own))
         for name, new in (("tokens", token), ("log_p", log_p), ("end", end)):
-            state[name].copy_(new.where(going_on, state[name]))
+            state[name].copy_(new.where(is_active, state[name]))
         # The public loop looks for EOS from its second step on.
         state["done"] |= (state["end"] > 0).all(1) & (self.cache.position > 1)
 

@@ -11,27 +11,27 @@ from weakref import WeakSet
 
 import torch
 
-# Work runs this many times eagerly before it is captured. The first run compiles kernels and creates what later ones
-# change in place; the second runs as every later one will.
+# Work runs this many times eagerly before it is captured. The first run compiles kernels and creates the tensors that
+# later ones change in place; the second runs as every later one will.
 WARM_UP = 2
 
-# Warm-up and capture run on one stream a device: cuBLAS keeps a workspace for each stream, 32 MiB on Hopper, forever.
+# Warm-up and capture run on one stream a device: cuBLAS never frees the workspace of a stream, 32 MiB on Hopper.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-# So only one thread at a time may use that stream. PyTorch allows one capture at a time anyway.
+# Only one thread at a time may use that stream. PyTorch allows one capture at a time anyway.
 _lock = threading.RLock()
 
 
 class CudaGraphs:
     """The calls of torch.cuda: the device's stream for warm-up and capture, and one memory pool for all graphs.
 
-    No tensor allocated during a capture may be used after it: another graph of the pool writes there. The graphs must
-    be replayed on one stream.
+    No tensor allocated during a capture may be used after it: another graph of the pool writes to its memory. The
+    graphs must be replayed on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool: Any = None
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that use the pool
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that use the pool
 
     def warm_up(self, work: Callable[[], None]) -> None:
         """work(), on the stream of the capture: libraries such as cuBLAS allocate workspaces for each stream."""
@@ -43,7 +43,7 @@ class CudaGraphs:
             current.wait_stream(stream)
 
     def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
-        """A function that replays work. Capturing runs nothing on the GPU. generators: other than torch's own."""
+        """A function that replays work. Capturing runs nothing on the GPU. generators: those that are not torch's."""
         # The device is made the current one for the whole capture: set_stream below changes it too.
         with _lock, torch.cuda.device(self.device), _without_garbage_collection(), _autograd_on_capturing_stream():
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
@@ -72,9 +72,9 @@ class CudaGraphs:
 
 
 class CapturedWork:
-    """Work that runs eagerly WARM_UP times, is then captured, and from then on replayed.
+    """Work that runs eagerly WARM_UP times, is then captured, and replayed from then on.
 
-    name: the work's, in an error message, and hint what to do about one. generators: what it draws from.
+    name, hint: for the error message, what the work is and what the user can do. generators: what it draws from.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _autograd_on_capturing_stream() -> Iterator[None]:
-    """Gradients are accumulated on the stream of the capture, also where an earlier step's loss is still alive.
+    """Gradients are accumulated on the stream of the capture, even if an earlier step's loss is still alive.
 
     Such a loss keeps each parameter's AccumulateGrad node alive, which remembers the stream of that step. PyTorch has
     this setting, for the whole process, from 2.13 on. Before, such a capture fails.

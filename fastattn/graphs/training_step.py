@@ -1,9 +1,9 @@
 """A whole training step in CUDA graphs: forward, loss, backward, clipping and optimizer as one launch from the host.
 
-A small model's step takes hundreds of launches, which the host issues more slowly than a GPU runs them. A CUDA graph
-issues them all at once, but repeats exactly what was captured: shapes, addresses and every number from Python. So
-batches are padded to a few shapes, inputs and learning rates are copied to fixed addresses, dropout seeds are drawn on
-the device by captured operators, and a model or optimizer that cannot be captured is refused.
+The step of a small model takes hundreds of launches, and the host issues them more slowly than a GPU runs them. A CUDA
+graph issues them all at once, but repeats exactly what was captured: shapes, addresses and every number from Python. So
+batches are padded to a few shapes, and inputs and learning rates are copied to fixed addresses. Captured operators draw
+the dropout seeds on the device. A model or optimizer that cannot be captured is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fastattn.backends import requested
 from fastattn.generate.loop import check_limits
 from fastattn.graphs.capture import CapturedWork, CudaGraphs
 from fastattn.models import FusedTransformer
+from fastattn.models.transformer import check_batch, check_gold
 from fastattn.ops._checks import check_number
 from fastattn.ops.linear_cross_entropy import SmoothOver, smooth_over_all
 
@@ -32,28 +33,28 @@ class GraphedStep:
     """step = GraphedStep(model, optimizer, batch_tokens=8192);  loss = step(src_seq, trg_seq, gold)
 
     Each call is one training step of a FusedTransformer: its loss, the gradients, and the optimizer's update. A batch
-    is padded to the smallest bucket that it fits. Padding is masked and its gold ignored, so loss and update are those
-    of the batch without it. A bucket's first two steps run eagerly, the third is captured, and all later ones replay
-    the graph. Every call is a full step on its own batch, with fresh dropout.
+    is padded to the smallest bucket that it fits. Padding is masked and its gold ignored, so it changes neither loss
+    nor update. A bucket's first two steps run eagerly, the third is captured, and all later ones replay the graph.
+    Every call is a full step on its own batch, with fresh dropout.
 
     model: in training or evaluation mode, on one GPU, without hooks and without pack_padding.
     optimizer: made with capturable=True; Adam and AdamW also take fused=True, the fastest. Learning rates may be set
         before any step, as numbers, by a scheduler or as tensors; the other settings must not change.
-    buckets: lengths of source and target to pad to; 16, 32, 64 and 128 unless given. Of these, lengths beyond the
-        model's n_position are replaced by n_position.
+    buckets: lengths of source and target to pad to; 16, 32, 64 and 128 unless given. Those that are longer than the
+        model's n_position become n_position.
     batch_tokens: padded tokens of source, or of target, in a batch: a bucket of length L takes batch_tokens // L
-        sentences, and `rows` says how many fit. Or batch_size: the number of sentences in every bucket. Smaller batches
-        are filled up with empty sentences.
+        sentences, and `rows` says how many. Or batch_size: the number of sentences in every bucket. Empty sentences
+        fill up smaller batches.
     label_smoothing, smooth_over: as in ``FusedTransformer.loss``.
     max_grad_norm: clips the gradients' norm to this; `grad_norm` is the norm before, of the last update.
-    accumulate: calls for each update of the weights. The gradient is that of the mean over all their tokens, as if they
-        had been one batch.
+    accumulate: calls for each update of the weights. The gradient is that of the mean over all their tokens, as of one
+        batch.
     autocast: torch.bfloat16 runs forward and loss under torch.autocast. Do not open torch.autocast around a step.
     capture: False runs the same padded step eagerly, also on a CPU, for debugging.
 
     All buckets share one memory pool, about as large as the largest bucket needs. Gradients are None between steps;
     with accumulate > 1 they are buffers that the step owns.
-    Raises ValueError or TypeError naming what cannot be captured, at construction or at the step that meets it.
+    Raises ValueError or TypeError naming what cannot be captured, at construction or at a step.
     """
 
     def __init__(
@@ -95,17 +96,17 @@ class GraphedStep:
         self.max_grad_norm, self.autocast, self.capture = max_grad_norm, autocast, capture
         self.grad_norm = None if max_grad_norm is None else torch.zeros((), device=self._device)
         self._gradients = [torch.zeros_like(p) for p in self._parameters] if accumulate > 1 else None
-        self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)  # of this update, padding not counted
-        self._calls = 0  # of this update
+        self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)  # real ones, since the last update
+        self._calls = 0  # since the last update
         self.reset()
 
     def rows(self, length: int) -> int:
-        """How many sentences a step takes if the longest, source or target, has so many tokens."""
+        """How many sentences a step takes if the longest, source or target, has this many tokens."""
         bucket = self._bucket_length(length)
         return self.batch_size or max(self.batch_tokens // bucket, 1)
 
     def reset(self) -> None:
-        """Drop every graph. Call it after a change that a step refuses, and after a change of a dropout rate."""
+        """Drop all graphs. Call it after a change that a step refuses, and after a change of a dropout rate."""
         self._inputs: dict[int, _Inputs] = {}
         self._captured_work: dict[Any, CapturedWork] = {}
         self._graphs = CudaGraphs(self._device) if self.capture else None
@@ -116,7 +117,7 @@ class GraphedStep:
     def __call__(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
         """One step. src_seq: integer (B, Ls); trg_seq: integer (B, Lt); gold: as trg_seq or flat; on any device.
 
-        Returns the loss a token of this batch before the update: a float32 scalar on the device, not waited for.
+        Returns the mean loss of this batch's tokens before the update, float32 () on the device, without waiting.
         """
         self._check_unchanged()
         inputs = self._copy_batch(src_seq, trg_seq, gold)
@@ -151,7 +152,7 @@ class GraphedStep:
     # --- the step itself, which graphs capture ------------------------------------------------------------------------
 
     def _attach_gradients(self) -> None:
-        """Set gradients to the buffers of accumulation; or to None, and the backward will set its own tensors."""
+        """Set gradients to the buffers of accumulation, or to None: then the backward sets tensors of its own."""
         for i, p in enumerate(self._parameters):
             p.grad = None if self._gradients is None else self._gradients[i]
 
@@ -199,14 +200,11 @@ class GraphedStep:
 
     def _copy_batch(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> _Inputs:
         """Copy the batch, padded, into the tensors that its bucket's graph reads."""
+        check_batch(src_seq, trg_seq)
+        check_gold(gold, trg_seq)
         for name, t in (("src_seq", src_seq), ("trg_seq", trg_seq), ("gold", gold)):
-            if not isinstance(t, Tensor) or t.is_floating_point() or t.dtype == torch.bool:
-                raise TypeError(f"{name} must be a Tensor of integers, got {getattr(t, 'dtype', type(t).__name__)}")
-        if src_seq.dim() != 2 or trg_seq.dim() != 2 or len(src_seq) != len(trg_seq):
-            shapes = f"{tuple(src_seq.shape)} and {tuple(trg_seq.shape)}"
-            raise ValueError(f"src_seq and trg_seq must be (B, Ls) and (B, Lt), got {shapes}")
-        if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
-            raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {tuple(trg_seq.shape)} as trg_seq, or flat")
+            if t.is_floating_point() or t.dtype == torch.bool:
+                raise TypeError(f"{name} has dtype {t.dtype}, expected integers")
         longest = max(src_seq.shape[1], trg_seq.shape[1])
         length, rows = self._bucket_length(longest), self.rows(longest)
         if len(src_seq) > rows:
@@ -249,7 +247,7 @@ class GraphedStep:
 
 @dataclass(eq=False)
 class _Inputs:
-    """The batch that a bucket's graphs read, int64 (rows, length) each, and the loss that they write."""
+    """The batch that a bucket's graphs read, int64 (sentences, length) each, and the loss that they write."""
 
     src_seq: Tensor
     trg_seq: Tensor
@@ -258,7 +256,7 @@ class _Inputs:
 
 
 class _LearningRates:
-    """Copies of the learning rates on the device, for graphs to read. The optimizer's groups keep what the user set."""
+    """Copies of the learning rates on the device, which graphs read. The optimizer's groups keep the user's rates."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.groups = optimizer.param_groups
@@ -277,18 +275,18 @@ class _LearningRates:
     @contextmanager
     def use_device_lr(self) -> Iterator[None]:
         """Within it the optimizer's groups hold the rates on the device."""
-        users_rates = [group["lr"] for group in self.groups]
+        user_rates = [group["lr"] for group in self.groups]
         for group, rate in zip(self.groups, self.on_device, strict=True):
             group["lr"] = rate
         try:
             yield
         finally:
-            for group, rate in zip(self.groups, users_rates, strict=True):
+            for group, rate in zip(self.groups, user_rates, strict=True):
                 group["lr"] = rate
 
 
 def _checked_buckets(buckets: Sequence[int] | None, n_position: int) -> tuple[int, ...]:
-    """In rising order, each once. n_position: the longest that the model takes."""
+    """In rising order, without duplicates. n_position: the model's longest sequence."""
     if buckets is None:
         return tuple(sorted({min(length, n_position) for length in BUCKETS}))
     if isinstance(buckets, str) or not isinstance(buckets, Iterable):

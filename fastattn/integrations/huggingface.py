@@ -3,15 +3,15 @@
     from fastattn.integrations import huggingface
     model = huggingface.use(AutoModelForSeq2SeqLM.from_pretrained(name))
 
-Padding, causal masks and the tokens of a cache go to the kernels as AttentionMasks, built once a forward pass and
-shared by all layers, without a tensor of the size of the scores. What transformers composes of functions, such as
-sliding windows, packed positions and overlays, and static caches, whose length is a tensor, becomes one bool tensor, as
-for its own "sdpa". Grouped heads are not repeated, and T5's relative bias gets its gradient. Unlike with its "eager", a
+Padding, causal masks and the tokens of a cache become AttentionMasks. They are built once a forward pass and shared by
+all layers, without a tensor of the size of the scores. Masks that transformers composes of functions (sliding windows,
+packed positions, overlays) and those of static caches, whose length is a tensor, become one bool tensor, as for its own
+"sdpa". Grouped heads are not repeated, and T5's relative bias gets its gradient. Unlike with transformers' "eager", a
 query that may attend to nothing gives 0.
 
-Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose and paged caches; and by
-`use`, models that do not ask transformers for their attention, as LED, which would compute something else without a
-word.
+Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose, and paged caches. `use` also
+refuses models such as LED, which do not ask transformers for their attention: they would silently compute something
+else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def register() -> None:
 def use(model: Model) -> Model:
     """The model itself, its attention and that of its submodels now fastattn's.
 
-    model: a transformers model, or a module that holds some, such as one that peft or torch.compile made of it.
+    model: a transformers model, or a module that contains one, such as peft or torch.compile makes.
     save_pretrained does not store the choice: from_pretrained of a saved model needs `use` again.
     Raises TypeError for what holds no transformers model, ValueError for one that computes its attention itself.
     """
@@ -73,7 +73,7 @@ def use(model: Model) -> Model:
     register()
     for m in models:
         m.set_attn_implementation(NAME)
-    for m in model.modules():  # the layers of a model that was put into another still have the config of before
+    for m in model.modules():  # the layers of a model inside another one still have the old config
         config = getattr(m, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation != NAME:
             config._attn_implementation = NAME
@@ -95,8 +95,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query (B, H, Lq, D), key and value (B, Hk, Lk, D) -> (B, Lq, H, D), weights.
 
-    position_bias: (1, H, Lq, Lk), added to the scores. Options that change nothing here are accepted; ValueError for
-    those that would change the result and are not served.
+    position_bias: (1, H, Lq, Lk), added to the scores. Options that change nothing here are accepted. ValueError for
+    options that would change the result and are not supported.
     """
     for name, reason in _REFUSED.items():
         if options.get(name) is not None:
@@ -104,7 +104,7 @@ def attention_forward(
     Lq, Lk = query.shape[2], key.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = attention_mask is None and Lq > 1 and bool(is_causal)
-    if causal and Lk > Lq:  # the first tokens of a static cache: what lies behind them is not filled yet
+    if causal and Lk > Lq:  # the first tokens of a static cache: the rest is not filled yet
         key, value = key[:, :, :Lq], value[:, :, :Lq]
         position_bias = None if position_bias is None else position_bias[..., :Lq]
     if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
@@ -145,7 +145,7 @@ def attention_mask(
     attention_mask: Tensor | AttentionMask | None = None,
     **options: Any,
 ) -> AttentionMask | None:
-    """transformers' mask function. Query i stands at position i + q_offset, key j at j + kv_offset.
+    """transformers' mask function. Query i is at position i + q_offset, key j at j + kv_offset.
 
     attention_mask: bool (B, L), True = a real token, over all positions so far.
     """
@@ -165,14 +165,14 @@ def attention_mask(
         if causal and shift in (0, kv_length - q_length):
             align = "top_left" if shift == 0 else "bottom_right"
             return _Mask(shape, key_padding=key_padding, is_causal=True, align=align)
-    else:  # the cache's own counter, which goes on while the mask is in use
+    else:  # the cache's own counter, which changes while the mask is in use
         q_offset = q_offset.clone()
     dense = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
     return dense if dense is None else _Mask(shape, dense)
 
 
 class _Mask(AttentionMask):
-    """An AttentionMask that generate() carries along as if it were the tensor of this shape."""
+    """An AttentionMask that generate() handles as if it were a tensor of this shape."""
 
     ndim = 4
 

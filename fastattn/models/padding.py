@@ -1,21 +1,71 @@
-"""Packing: the real tokens of a padded batch as one long sequence, and when that is worth its cost."""
+"""Packing: the real tokens of a padded batch as one long sequence. What a call packs is decided here, once."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import backends
 from fastattn._tracing import can_read_values
-from fastattn.backends import Backend
+from fastattn.backends import likely_backend
 from fastattn.nn.fusible import can_fuse, hook_reason
 
+if TYPE_CHECKING:
+    from fastattn.models.transformer import FusedTransformer
 
-class Packed:
+
+class Packing(NamedTuple):
+    """Which padding a call of the model drops: that of the source, and that of the target."""
+
+    source: bool
+    target: bool
+
+
+KEEP_PADDING = Packing(False, False)
+
+
+def choose_packing(
+    model: FusedTransformer, src_seq: Tensor, trg_seq: Tensor | None = None, gold: Tensor | None = None
+) -> Packing:
+    """What one call drops: what model.pack_padding says, or where it is None, what is faster on a CPU.
+
+    In `loss`, which gives trg_seq and gold, that is all padding, where a quarter or more of all tokens are padding. It
+    is kept where packing would change the loss: where gold is a real token and trg_seq is padding. Otherwise it is the
+    source's padding, where a quarter or more of src_seq is padding. That holds for forward and decoding too.
+    Nothing on a GPU, where counting would wait for the device, and in backends other than aten: the plain formula would
+    compute the scores between all sequences. Nothing where somebody looks at what is inside the model.
+    """
+    if model.pack_padding is not None:
+        return Packing(model.pack_padding, model.pack_padding)
+    if not can_read_values(src_seq) or likely_backend("attention", src_seq.device, model.decoder.backend) != "aten":
+        return KEEP_PADDING
+    src_padding = int(torch.count_nonzero(src_seq == model.src_pad_idx))
+    packing = Packing(4 * src_padding >= src_seq.numel(), False)
+    if gold is not None:
+        is_padding = trg_seq == model.trg_pad_idx
+        padding = src_padding + int(torch.count_nonzero(is_padding))
+        if 4 * padding >= src_seq.numel() + trg_seq.numel() and bool((gold[is_padding] == model.trg_pad_idx).all()):
+            packing = Packing(True, True)
+    return packing if packing.source and _packing_is_invisible(model) else KEEP_PADDING
+
+
+def _packing_is_invisible(model: nn.Module) -> bool:
+    """Whether nobody else looks at what is inside the model, where a batch (B, L, ..) becomes (1, T, ..): no hooks, and
+    no modules but fastattn's own."""
+    own = ("fastattn.", "torch.nn.modules.container")
+    return all(
+        can_fuse(module) or (type(module).__module__.startswith(own) and hook_reason(module) is None)
+        for module in model.modules()
+        if module is not model
+    )
+
+
+class Unpadded:
     """The T tokens of seq (B, L) that are not pad_idx, sequence after sequence, as `tokens` (1, T) on the device.
 
-    position (1, T): each token's place in its sequence.     index (T,): its place in seq.flatten(), where seq is.
+    position (1, T): each token's position in its sequence.     index (T,): its index in seq.flatten(), where seq is.
     cu_seqlens (B + 1,) int32: where each sequence starts.
     """
 
@@ -26,10 +76,10 @@ class Packed:
         self.index = (real.nonzero() if count is None else torch.nonzero_static(real, size=count)).squeeze(1)
         self.cu_seqlens = _copied(cu_seqlens, device)
         self.position = _copied((self.index % seq.shape[1])[None], device)
-        self.tokens = self.pack(seq)
+        self.tokens = self.drop_padding(seq)
 
     @staticmethod
-    def of(*padded: tuple[Tensor, int], device: torch.device) -> list[Packed]:
+    def of(*padded: tuple[Tensor, int], device: torch.device) -> list[Unpadded]:
         """One of each (seq, pad_idx), which are all on the device, or all on the CPU and packed there.
 
         From a GPU each T is read, and all in one wait for it. From the CPU nothing waits."""
@@ -37,13 +87,13 @@ class Packed:
         starts = [F.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32) for real in reals]
         on_cpu = starts[0].device.type == "cpu"
         counts = [None] * len(padded) if on_cpu else torch.stack([start[-1] for start in starts]).tolist()
-        return [Packed(seq, *known, device) for (seq, _), *known in zip(padded, reals, starts, counts, strict=True)]
+        return [Unpadded(seq, *known, device) for (seq, _), *known in zip(padded, reals, starts, counts, strict=True)]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def drop_padding(self, x: Tensor) -> Tensor:
         """(B, L, ..), where seq is -> (1, T, ..), on the device."""
         return _copied(x.flatten(0, 1).index_select(0, self.index)[None], self.device)
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def restore_padding(self, x: Tensor) -> Tensor:
         """(1, T, ..), on the device -> (B, L, ..), with 0 where there was padding."""
         index = _copied(self.index, self.device)
         padded = x.new_zeros(self.shape.numel(), *x.shape[2:]).index_copy(0, index, x[0])
@@ -55,41 +105,3 @@ def _copied(t: Tensor, device: torch.device) -> Tensor:
     if t.device == device:
         return t
     return t.pin_memory().to(device, non_blocking=True)
-
-
-def packing_is_invisible(model: nn.Module) -> bool:
-    """Whether nobody else looks at what is inside the model, where a batch (B, L, ..) becomes (1, T, ..): no hooks, and
-    no modules but fastattn's own."""
-    return all(
-        can_fuse(module) or (type(module).__module__.startswith(_OWN) and hook_reason(module) is None)
-        for module in model.modules()
-        if module is not model
-    )
-
-
-_OWN = ("fastattn.", "torch.nn.modules.container")
-
-
-def source_packing_pays(src_seq: Tensor, src_pad_idx: int, *, backend: Backend | None) -> bool:
-    """Whether the encoder alone, without gradients, is faster without padding: as packing_pays, of src_seq only."""
-    if not can_read_values(src_seq) or backends.requested(backend)[0] not in (None, "aten"):
-        return False
-    return 4 * int(torch.count_nonzero(src_seq == src_pad_idx)) >= src_seq.numel()
-
-
-def packing_pays(
-    src_seq: Tensor, trg_seq: Tensor, gold: Tensor, src_pad_idx: int, trg_pad_idx: int, *, backend: Backend | None
-) -> bool:
-    """Whether a training step is faster without padding: a quarter or more of all tokens of src_seq and trg_seq is.
-
-    False on a GPU, where counting would wait for the device, and in backends other than aten: the plain formula would
-    compute the scores between all sequences. False too where packing would change the loss: where gold is a real token
-    and trg_seq is padding.
-    """
-    if not can_read_values(src_seq) or backends.requested(backend)[0] not in (None, "aten"):
-        return False
-    trg_padding = trg_seq == trg_pad_idx
-    padding = torch.count_nonzero(trg_padding) + torch.count_nonzero(src_seq == src_pad_idx)
-    if 4 * int(padding) < trg_seq.numel() + src_seq.numel():
-        return False
-    return bool((gold[trg_padding] == trg_pad_idx).all())

@@ -5,19 +5,21 @@ Modules and parameters have the names of the public implementation (see transfor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend
+from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
 from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.fusible import can_fuse, check_steps
-from fastattn.nn.joint_linear import joint_linear
+from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import add_norm, current_dropout_p
 from fastattn.ops import _checks
-from fastattn.ops.embed_layer_norm import embed_layer_norm
+from fastattn.ops.embed_layer_norm import embed_known_tokens
 from fastattn.ops.feed_forward import Activation
 
 # For each decoder layer the keys (B, Ls, n_head_kv * d_k) and values (B, Ls, n_head_kv * d_v) of the encoder's output.
@@ -32,29 +34,62 @@ class _Stack(nn.Module):
 
     fused_children = ("src_word_emb", "trg_word_emb", "position_enc", "dropout", "layer_norm")
 
-    def embed(
-        self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None
-    ) -> Tensor | PendingResidual:
-        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions));
-        with norm_first the sum before dropout and norm.
+    def _build(
+        self,
+        kind: type[EncoderLayer | DecoderLayer],
+        n_layers: int,
+        d_word_vec: int,
+        n_position: int,
+        scale_emb: bool,
+        layer: dict[str, Any],
+    ) -> None:
+        """Everything after the embedding. layer: the arguments of one of the n_layers layers of this kind."""
+        d_model, dropout = layer["d_model"], layer["dropout"]
+        check_arguments(n_layers=n_layers, dropout=dropout, d_model=d_model)
+        if d_word_vec != d_model:
+            raise ValueError(
+                f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
+            )
+        factory = {"device": layer["device"], "dtype": layer["dtype"]}
+        self.d_model, self.scale_emb = d_model, scale_emb
+        self.norm_first, self.backend = layer["norm_first"], layer["backend"]
+        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
+        self.dropout = nn.Dropout(dropout)
+        self.layer_stack = nn.ModuleList(kind(**layer) for _ in range(n_layers))
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
 
-        name: the argument's name in error messages.
+    def embed(
+        self,
+        name: str,
+        embedding: nn.Embedding,
+        seq: Tensor,
+        position: Tensor | None,
+        *,
+        known_position: bool = False,
+    ) -> Tensor | PendingResidual:
+        """layer_norm(dropout(embedding [* sqrt(d_model)] + positions)), or with norm_first the sum before dropout.
+
+        Tokens and positions are checked here and nowhere else, unless the embedding is a module of the user's.
+        name: the tokens' in error messages.     known_position: whether the caller has checked position.
         """
         if seq.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
-        plain = can_fuse(embedding)
-        if plain:
+        fusible, scale = can_fuse(embedding), self.d_model**0.5 if self.scale_emb else 1.0
+        if fusible:
             _checks.check_indices(name, seq, "the model", embedding.weight)
             _checks.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
-        scale = self.d_model**0.5 if self.scale_emb else 1.0
         others = (self.position_enc, self.dropout, self.layer_norm)
-        if self.norm_first or not (plain and all(map(can_fuse, others))):
+        if self.norm_first or not (fusible and all(map(can_fuse, others))):
             words = embedding(seq) if scale == 1 else embedding(seq) * scale
-            total = PendingResidual(self.position_enc(words, position), None)
-            return total if self.norm_first else add_norm(total, self.dropout, self.layer_norm, self.backend)
+            pending = PendingResidual(self.position_enc(words, position), None)
+            return pending if self.norm_first else add_norm(pending, self.dropout, self.layer_norm, self.backend)
         if position is None:
             self.position_enc.check(seq.shape[1])
-        return embed_layer_norm(
+        elif not known_position:
+            _checks.check_indices("position", position, name, seq)
+            _checks.check_shape("position", position, tuple(seq.shape), f"the shape of {name}")
+            _checks.check_range("position", position, self.position_enc.pos_table.shape[1], "a row of pos_table")
+        return embed_known_tokens(
             seq,
             embedding.weight,
             self.position_enc.pos_table[0],
@@ -71,14 +106,6 @@ class _Stack(nn.Module):
     def normalised(self, x: Tensor | PendingResidual) -> Tensor:
         """The stack's output from that of its last layer."""
         return add_norm(x, self.dropout, self.layer_norm, self.backend) if self.norm_first else x
-
-
-def _check_widths(d_word_vec: int, d_model: int) -> None:
-    check_arguments(d_word_vec=d_word_vec, d_model=d_model)
-    if d_word_vec != d_model:
-        raise ValueError(
-            f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
-        )
 
 
 class Encoder(_Stack):
@@ -108,19 +135,12 @@ class Encoder(_Stack):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(n_src_vocab=n_src_vocab, n_layers=n_layers, dropout=dropout)
-        _check_widths(d_word_vec, d_model)
-        factory = {"device": device, "dtype": dtype}
-        variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend, **factory}
-        self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx, **factory)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
-        self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(
-            EncoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
-        )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
+        check_arguments(n_src_vocab=n_src_vocab, d_word_vec=d_word_vec)
+        layer = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "d_k": d_k, "d_v": d_v, "dropout": dropout}
+        layer |= {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
+        layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
+        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
+        self._build(EncoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
 
     def forward(
         self,
@@ -173,19 +193,12 @@ class Decoder(_Stack):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(n_trg_vocab=n_trg_vocab, n_layers=n_layers, dropout=dropout)
-        _check_widths(d_word_vec, d_model)
-        factory = {"device": device, "dtype": dtype}
-        variant = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
-        variant |= {"norm_first": norm_first, "backend": backend, **factory}
-        self.d_model, self.scale_emb, self.norm_first, self.backend = d_model, scale_emb, norm_first, backend
-        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx, **factory)
-        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
-        self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(
-            DecoderLayer(d_model, d_inner, n_head, d_k, d_v, dropout, **variant) for _ in range(n_layers)
-        )
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
+        check_arguments(n_trg_vocab=n_trg_vocab, d_word_vec=d_word_vec)
+        layer = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "d_k": d_k, "d_v": d_v, "dropout": dropout}
+        layer |= {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
+        layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
+        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
+        self._build(DecoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
 
     def forward(
         self,
@@ -230,7 +243,8 @@ class Decoder(_Stack):
             raise ValueError(f"enc_output has shape {tuple(enc_output.shape)}, expected {expected}")
         layers = [layer for layer in self.layer_stack if type(layer) is DecoderLayer]
         linears = [w for layer in layers for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)]
-        projected = joint_linear(enc_output, linears, backend=self.backend)
+        backend = likely_backend("linear", enc_output.device, self.backend)
+        projected = joint_linear(enc_output, linears, backend=backend)
         return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
 
     def memory(self, enc_output: Tensor, lengths: Tensor) -> Memory:
@@ -251,20 +265,20 @@ class Decoder(_Stack):
         return Memory(memory, lengths)
 
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        """The decoder's output (B, W, d_model) for one new token a row, from what the cache holds of those before.
+        """The decoder's output (B, W, d_model) for one new token a beam, from what the cache holds of those before.
 
         tokens: integer (B, W). cache: with `memory(..)` as its first memory; the step is added to it. The same as the
-        last position of forward on all tokens of the row so far, with a causal mask. In eval mode only.
+        last position of forward on all tokens of the beam so far, with a causal mask. In eval mode only.
         Raises ValueError where the cache is full or of other sizes.
         """
         if self.training:
             raise ValueError("a decoder steps without dropout: call eval() before")
-        if tokens.shape != (cache.batch, cache.rows):
-            expected = f"(B, W) = {(cache.batch, cache.rows)} as the cache"
+        if tokens.shape != (cache.batch, cache.beams):
+            expected = f"(B, W) = {(cache.batch, cache.beams)} as the cache"
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
-        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
+        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens), known_position=True)
         for layer in self.layer_stack:
             x = layer.step(x, cache)
         cache.advance()

@@ -18,19 +18,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend
+from fastattn.backends import Backend, likely_backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.masks import AttentionMask
-from fastattn.models.padding import Packed, packing_is_invisible, packing_pays, source_packing_pays
+from fastattn.models.padding import Packing, Unpadded, choose_packing
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.joint_linear import linear
 from fastattn.nn.kv_cache import DecoderCache, move_padding_to_end
+from fastattn.nn.linear import linear
 from fastattn.nn.recompute import recomputed
 from fastattn.ops import _checks
 from fastattn.ops.feed_forward import Activation
-from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, linear_cross_entropy
+from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, loss_of_known_target
 
 ScaleMode = Literal["emb", "prj", "none"]
 Reduction = Literal["mean", "sum"]
@@ -118,14 +118,11 @@ class FusedTransformer(nn.Module):
         self.src_pad_idx, self.trg_pad_idx, self.d_model = src_pad_idx, trg_pad_idx, d_model
         self.pack_padding, self.recompute = pack_padding, recompute
         self.scale_prj = trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj"
-        stack = {
-            "d_word_vec": d_model if d_word_vec is None else d_word_vec,
-            "n_layers": n_layers, "n_head": n_head, "d_k": d_k, "d_v": d_v, "d_model": d_model,
-            "d_inner": d_inner, "dropout": dropout, "n_position": n_position,
-            "scale_emb": trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb",
-            "attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation,
-            "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype,
-        }  # fmt: skip
+        stack = {"d_word_vec": d_model if d_word_vec is None else d_word_vec, "d_model": d_model, "d_inner": d_inner}
+        stack |= {"n_layers": n_layers, "n_head": n_head, "n_head_kv": n_head_kv, "d_k": d_k, "d_v": d_v}
+        stack |= {"dropout": dropout, "attn_dropout": attn_dropout, "n_position": n_position, "norm_first": norm_first}
+        stack |= {"activation": activation, "scale_emb": trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"}
+        stack |= {"backend": backend, "device": device, "dtype": dtype}
         self.encoder = Encoder(n_src_vocab, pad_idx=src_pad_idx, **stack)
         self.decoder = Decoder(n_trg_vocab, pad_idx=trg_pad_idx, **stack)
         self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False, device=device, dtype=dtype)
@@ -139,7 +136,7 @@ class FusedTransformer(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def reset_parameters(self) -> None:
-        """Start anew, as after building on the meta device and to_empty(): parameters and positions are drawn again."""
+        """Initialise parameters and positions again, as is needed after to_empty() of a model on the meta device."""
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -155,7 +152,7 @@ class FusedTransformer(nn.Module):
         for module in modules:
             module.weight = self.decoder.trg_word_emb.weight
 
-    # What makes new parameters, such as to_empty(), makes one for each module. Those that were one stay one.
+    # Calls that make new parameters, such as to_empty(), make one for each module. A shared weight stays shared.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedTransformer:
         sharing = self._sharing()
@@ -182,17 +179,17 @@ class FusedTransformer(nn.Module):
         """src_seq: integer (B, Ls); trg_seq: integer (B, Lt), the target without its last token.
 
         Returns logits (B * Lt, n_trg_vocab): row b * Lt + t scores the token that follows trg_seq[b, t].
-        With gold it returns ``loss`` of the same arguments instead, so that what acts on a call of the model, as
-        DistributedDataParallel and fully_shard do, acts on the loss too.
+        With gold it returns ``loss`` of the same arguments instead. So DistributedDataParallel and fully_shard, which
+        act on a call of the model, act on the loss too.
         """
         if gold is not None:
             return self.loss(src_seq, trg_seq, gold, label_smoothing, smooth_over=smooth_over, reduction=reduction)
         if (label_smoothing, smooth_over, reduction) != (0.0, "all", "mean"):
             raise ValueError("label_smoothing, smooth_over and reduction are of the loss, and gold is not given")
-        _check_sequences(src_seq, trg_seq)
-        dec_output, packed = self.decode(src_seq, trg_seq, bool(self.pack_padding))
+        check_batch(src_seq, trg_seq)
+        dec_output, unpadded = self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))
         logits = self.project(dec_output)
-        return (logits if packed is None else packed.unpack(logits)).flatten(0, 1)
+        return (logits if unpadded is None else unpadded.restore_padding(logits)).flatten(0, 1)
 
     def loss(
         self,
@@ -212,69 +209,55 @@ class FusedTransformer(nn.Module):
             implementation's.     reduction: "mean" over the tokens that are not ignored, or "sum".
         As torch's, a mean is NaN where every token is ignored.
         """
-        _check_sequences(src_seq, trg_seq)
+        check_batch(src_seq, trg_seq)
+        check_gold(gold, trg_seq)
         check_choice("reduction", reduction, get_args(Reduction))
         _checks.check_indices("gold", gold, "trg_seq", trg_seq)
-        if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
-            expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
-            raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
         projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
         if fuses:
             _checks.check_range("gold", gold, projection.out_features, "a row of the output projection")
-        gold, pack = gold.reshape(trg_seq.shape), self.pack_padding
-        if pack is None:
-            pads = (self.src_pad_idx, self.trg_pad_idx)
-            pack = packing_pays(src_seq, trg_seq, gold, *pads, backend=self.decoder.backend) and packing_is_invisible(
-                self
-            )
-        dec_output, packed = self.decode(src_seq, trg_seq, pack)
-        gold = gold if packed is None else packed.pack(gold)
+        gold = gold.reshape(trg_seq.shape)
+        packing = choose_packing(self, src_seq, trg_seq, gold)
+        dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
+        gold = gold if unpadded is None else unpadded.drop_padding(gold)
         options = {"label_smoothing": label_smoothing, "smooth_over": smooth_over}
         options |= {"ignore_index": self.trg_pad_idx, "reduction": reduction}
         if not fuses:
             return cross_entropy(self.project(dec_output), gold, **options)
         options |= {"logit_scale": self.d_model**-0.5 if self.scale_prj else 1.0, "backend": self.decoder.backend}
-        return linear_cross_entropy(dec_output, projection.weight, gold, projection.bias, **options)
+        return loss_of_known_target(dec_output, projection.weight, gold, projection.bias, **options)
 
-    def decode(self, src_seq: Tensor, trg_seq: Tensor, pack: bool) -> tuple[Tensor, Packed | None]:
-        """The decoder's output (B, Lt, d_model) and None; or as decode_packed."""
+    def decoder_output(self, src_seq: Tensor, trg_seq: Tensor, packing: Packing) -> tuple[Tensor, Unpadded | None]:
+        """The decoder's output (B, Lt, d_model) and None. Where padding of the target is dropped: the output of the T
+        real tokens of trg_seq, (1, T, d_model), and the Unpadded that restores the padding."""
         with recomputed(self.recompute), seeds_drawn_ahead():
-            if pack:
-                return self.decode_packed(src_seq, trg_seq)
-            src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
-            enc_output = self.encode(src_seq, src_mask)
-            return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
+            if not packing.target:
+                src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
+                enc_output = self.encode(src_seq, src_mask, packing)
+                return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
+            self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
+            _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
+            device = src_seq.device
+            if self.pack_padding and device.type == "cpu":  # the model may be on a GPU
+                device = self.encoder.position_enc.pos_table.device
+            src, trg = Unpadded.of((src_seq, self.src_pad_idx), (trg_seq, self.trg_pad_idx), device=device)
+            src_mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
+            trg_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, is_causal=True)
+            trg_src_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, cu_seqlens_k=src.cu_seqlens)
+            enc_output, *_ = self.encoder(src.tokens, src_mask, position=src.position)
+            return self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)[0], trg
 
-    def encode(self, src_seq: Tensor, src_mask: AttentionMask) -> Tensor:
-        """The encoder's output (B, Ls, d_model). Where source padding is dropped on the way, it is 0 there."""
-        pack = self.pack_padding
-        if pack is None:
-            pays = source_packing_pays(src_seq, self.src_pad_idx, backend=self.encoder.backend)
-            pack = pays and packing_is_invisible(self)
-        if not pack:
+    def encode(self, src_seq: Tensor, src_mask: AttentionMask, packing: Packing) -> Tensor:
+        """The encoder's output (B, Ls, d_model). Where padding is dropped on the way, it is 0."""
+        if not packing.source:
             return self.encoder(src_seq, src_mask)[0]
         self.encoder.position_enc.check(src_seq.size(1))
-        (src,) = Packed.of((src_seq, self.src_pad_idx), device=src_seq.device)
+        (src,) = Unpadded.of((src_seq, self.src_pad_idx), device=src_seq.device)
         mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
-        return src.unpack(self.encoder(src.tokens, mask, position=src.position)[0])
-
-    def decode_packed(self, src_seq: Tensor, trg_seq: Tensor) -> tuple[Tensor, Packed]:
-        """The decoder's output (1, T, d_model) on the T real tokens of trg_seq, and the Packed that unpacks it."""
-        self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
-        _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
-        device = src_seq.device
-        if self.pack_padding and device.type == "cpu":
-            device = self.encoder.position_enc.pos_table.device
-        src, trg = Packed.of((src_seq, self.src_pad_idx), (trg_seq, self.trg_pad_idx), device=device)
-        src_mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
-        trg_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, is_causal=True)
-        trg_src_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, cu_seqlens_k=src.cu_seqlens)
-        enc_output, *_ = self.encoder(src.tokens, src_mask, position=src.position)
-        dec_output, *_ = self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)
-        return dec_output, trg
+        return src.restore_padding(self.encoder(src.tokens, mask, position=src.position)[0])
 
     def start_decoding(self, src_seq: Tensor, rows: int, capacity: int) -> DecoderCache:
-        """Encode src_seq, integer (B, Ls), for `next_logits`: a cache for `rows` rows a sentence of so many tokens.
+        """Encode src_seq, (B, Ls), for `next_logits`: a cache of `rows` beams a sentence, `capacity` tokens long.
 
         ValueError where source or target would have more tokens than there are positions.
         """
@@ -284,18 +267,18 @@ class FusedTransformer(nn.Module):
         if src_seq.size(1) == 0:
             enc_output = next(self.parameters()).new_zeros(len(src_seq), 0, self.d_model)
         else:
-            enc_output = self.encode(src_seq, self.src_mask(src_seq))
+            enc_output = self.encode(src_seq, self.src_mask(src_seq), choose_packing(self, src_seq))
         memory = self.decoder.memory(*move_padding_to_end(enc_output, src_seq != self.src_pad_idx))
         return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        """Logits (B, W, n_trg_vocab) of what follows one new token a row, integer (B, W): see Decoder.step."""
+        """Logits (B, W, n_trg_vocab) of what follows one new token a beam, integer (B, W): see Decoder.step."""
         dec_output, projection = self.decoder.step(tokens, cache), self.trg_word_prj
         if not can_fuse(projection):
             return self.project(dec_output)
         return cache.linear(projection, self.scaled(dec_output), self.decoder.backend)
 
-    # Each mask is built once a batch. All layers share it and what it prepares.
+    # Each mask is built once a batch. All layers share it, and the layouts that it prepares.
 
     def src_mask(self, src_seq: Tensor) -> AttentionMask:
         """Real source tokens are visible, to the encoder and to the decoder's attention to it. src_seq: (B, Ls)."""
@@ -308,7 +291,8 @@ class FusedTransformer(nn.Module):
     def project(self, dec_output: Tensor) -> Tensor:
         """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
         if can_fuse(self.trg_word_prj):  # its d_model inputs are scaled instead of the n_trg_vocab logits
-            return linear(self.trg_word_prj, self.scaled(dec_output), backend=self.decoder.backend)
+            backend = likely_backend("linear", dec_output.device, self.decoder.backend)
+            return linear(self.trg_word_prj, self.scaled(dec_output), backend=backend, fusible=True)
         return self.scaled(self.trg_word_prj(dec_output))
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -318,12 +302,21 @@ class FusedTransformer(nn.Module):
         return f"src_pad_idx={self.src_pad_idx}, trg_pad_idx={self.trg_pad_idx}, scale_prj={self.scale_prj}"
 
 
-def _check_sequences(src_seq: object, trg_seq: object) -> None:
-    """Raise unless both are tensors, (B, Ls) and (B, Lt). The stacks check dtypes and values."""
+def check_batch(src_seq: object, trg_seq: object) -> None:
+    """Raise unless these are tensors (B, Ls) and (B, Lt). The stacks check the tokens' dtypes, lengths and values."""
     _check_sequence("src_seq", src_seq)
     _check_sequence("trg_seq", trg_seq)
     if src_seq.shape[0] != trg_seq.shape[0]:  # len() of a tensor is a constant to torch.export
         raise ValueError(f"src_seq holds {src_seq.shape[0]} sequences and trg_seq {trg_seq.shape[0]}, expected as many")
+
+
+def check_gold(gold: object, trg_seq: Tensor) -> None:
+    """Raise unless gold is a tensor (B, Lt) or (B * Lt,)."""
+    if not isinstance(gold, Tensor):
+        raise TypeError(f"gold must be a Tensor, got {type(gold).__name__}")
+    if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
+        expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
+        raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
 
 
 def _check_sequence(name: str, seq: object) -> None:

@@ -7,18 +7,24 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend
+from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
 from fastattn.nn._checks import check_arguments
-from fastattn.nn.fusible import can_fuse
-from fastattn.nn.joint_linear import joint_linear, linear
+from fastattn.nn.fusible import all_can_fuse, can_fuse
 from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
-from fastattn.nn.residual import PendingResidual, Stream, add_branch, current_dropout_p
+from fastattn.nn.linear import joint_linear, linear
+from fastattn.nn.residual import (
+    HiddenState,
+    PendingResidual,
+    current_dropout_p,
+    residual_connection,
+    sublayer_input,
+)
 from fastattn.ops.attention import scaled_dot_product_attention
 
 
 def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None:
-    """The AttentionMask of a dense mask without a head dimension. All layers can share it and what it prepares.
+    """The AttentionMask of a dense mask without a head dimension. All layers can share it and its prepared layouts.
 
     mask: (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), bool or integer, nonzero = attend; ValueError for anything else.
         An AttentionMask or None is returned as it is.
@@ -38,27 +44,17 @@ def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | No
     return AttentionMask(key_padding=keep[:, 0]) if keep.size(1) == 1 else AttentionMask(keep[:, None])
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | AttentionMask | None,
-    dropout: nn.Module,
-    scale: float,
-    return_attn: bool,
-    backend: Backend | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention with the dropout of a module on its weights, see ScaledDotProductAttention.forward."""
-    options = {"scale": scale, "enable_gqa": k.size(1) != q.size(1)}
-    if can_fuse(dropout):
-        options |= {"return_weights": return_attn, "backend": backend}
-        result = scaled_dot_product_attention(q, k, v, mask, current_dropout_p(dropout), **options)
-        return result if return_attn else (result, None)
-    # The module is called with the weights, which the formula gives together with their gradient.
-    _, attn = scaled_dot_product_attention(q, k, v, mask, **options, return_weights=True, backend="reference")
+def attend_calling_dropout(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout: nn.Module, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention whose dropout is a module that can_fuse denies. Returns (out, weights after dropout).
+
+    The module is called with the weights, which the formula gives together with their gradient.
+    """
+    options = {"scale": scale, "enable_gqa": k.size(1) != q.size(1), "return_weights": True, "backend": "reference"}
+    _, attn = scaled_dot_product_attention(q, k, v, mask, **options)
     attn = dropout(attn)
-    out = attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype)
-    return out, attn if return_attn else None
+    return attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype), attn
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -86,7 +82,21 @@ class ScaledDotProductAttention(nn.Module):
         Returns (out (B, H, Lq, Dv), weights (B, H, Lq, Lk) after dropout or None). The weights cost a further pass
         and Lq * Lk memory, so they are computed on request only. A query that may attend to nothing gives 0.
         """
-        return attend(q, k, v, mask, self.dropout, 1 / self.temperature, return_attn, self.backend)
+        if not can_fuse(self.dropout):
+            out, attn = attend_calling_dropout(q, k, v, mask, self.dropout, 1 / self.temperature)
+            return out, attn if return_attn else None
+        result = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            current_dropout_p(self.dropout),
+            scale=1 / self.temperature,
+            enable_gqa=k.size(1) != q.size(1),
+            return_weights=return_attn,
+            backend=self.backend,
+        )
+        return result if return_attn else (result, None)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature:.6g}"
@@ -142,90 +152,77 @@ class MultiHeadAttention(nn.Module):
 
     def forward(
         self,
-        q: Stream,
+        q: HiddenState,
         k: Tensor | PendingResidual,
         v: Tensor | PendingResidual,
         mask: Tensor | AttentionMask | None = None,
         *,
         return_attn: bool = False,
         projected: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Stream, Tensor | None]:
+    ) -> tuple[HiddenState, Tensor | None]:
         """q: (B, Lq, d_model), also the residual; k, v: (B, Lk, d_model). mask: see as_attention_mask.
 
         With norm_first q may be a PendingResidual, else TypeError; k and v are normalised tensors, or for
         self-attention q itself.     projected: (w_ks(k), w_vs(v)), where they were computed before.
         Returns (output, of q's type; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
-        attn = None
-
-        def branch(normed: Tensor) -> tuple[Tensor, None]:
-            nonlocal attn
-            out, attn = self.branch(normed, *(normed if x is q else x for x in (k, v)), mask, return_attn, projected)
-            return out, None
-
-        return add_branch(self, q, branch), attn
-
-    def step(self, x: Stream, cache: DecoderCache) -> Stream:
-        """Self-attention of one new token a row: x (B, W, d_model), or with norm_first also a PendingResidual of such.
-
-        Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
-        """
-
-        def branch(normed: Tensor) -> tuple[Tensor, None]:
-            q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
-            q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
-            out = cache.attend(self, q, k, v, 1 / self.attention.temperature, self.backend)
-            return cache.linear(self.fc, out.flatten(2), self.backend), None
-
-        return add_branch(self, x, branch)
-
-    def step_to_memory(self, x: Stream, cache: DecoderCache) -> Stream:
-        """Attention of one new token a row to the encoder's output, whose keys and values the cache holds. As step."""
-
-        def branch(normed: Tensor) -> tuple[Tensor, None]:
-            q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
-            out = cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend)
-            return cache.linear(self.fc, out.flatten(2), self.backend), None
-
-        return add_branch(self, x, branch)
-
-    def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
-        """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
-        return tuple(_heads(t, d).contiguous() for t, d in zip(projected, (self.d_k, self.d_v), strict=True))
-
-    def branch(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | AttentionMask | None,
-        return_attn: bool,
-        projected: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The branch of the residual connection: projections, attention and fc. Returns (out, weights or None)."""
-        for name, x in (("q", q), ("k", k), ("v", v)):
+        fusible = all_can_fuse(self, _READ_BY_OPS)
+        normed, residual = sublayer_input(self, q, fusible)
+        k, v = (normed if x is q else x for x in (k, v))
+        for name, x in (("q", normed), ("k", k), ("v", v)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
             if x.dim() != 3 or x.shape[2] != self.d_model:
                 expected = f"(B, L, d_model = {self.d_model})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
+        if mask is not None and not isinstance(mask, AttentionMask):
+            mask = as_attention_mask(mask)
+        options = {"backend": likely_backend("linear", normed.device, self.backend), "fusible": fusible or None}
         if projected is not None:
-            q, (k, v) = linear(self.w_qs, q, backend=self.backend), projected
-        elif q is k is v:
-            q, k, v = joint_linear(q, (self.w_qs, self.w_ks, self.w_vs), backend=self.backend)
+            queries, (keys, values) = linear(self.w_qs, normed, **options), projected
+        elif normed is k is v:
+            queries, keys, values = joint_linear(normed, (self.w_qs, self.w_ks, self.w_vs), **options)
         else:
-            maps = ((self.w_qs, q), (self.w_ks, k), (self.w_vs, v))
-            q, k, v = (linear(w, x, backend=self.backend) for w, x in maps)
+            maps = ((self.w_qs, normed), (self.w_ks, k), (self.w_vs, v))
+            queries, keys, values = (linear(w, x, **options) for w, x in maps)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
-        q, k, v = _heads(q, self.d_k), _heads(k, self.d_k), _heads(v, self.d_v)
-        out, attn = self.attention(q, k, v, as_attention_mask(mask), return_attn=return_attn)
-        return linear(self.fc, out.transpose(1, 2).flatten(2), backend=self.backend), attn
+        queries, keys, values = _heads(queries, self.d_k), _heads(keys, self.d_k), _heads(values, self.d_v)
+        out, attn = self.attention(queries, keys, values, mask, return_attn=return_attn)
+        out = linear(self.fc, out.transpose(1, 2).flatten(2), **options)
+        return residual_connection(self, q, residual, out, fusible), attn
+
+    def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+        """Self-attention of one new token a beam: x (B, W, d_model), or with norm_first also a PendingResidual.
+
+        Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
+        """
+        fusible = all_can_fuse(self, _READ_BY_OPS)
+        normed, residual = sublayer_input(self, x, fusible)
+        q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
+        q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
+        out = cache.attend(self, q, k, v, 1 / self.attention.temperature, self.backend)
+        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
+
+    def step_to_memory(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+        """Attention of one new token a beam to the encoder's output, whose keys and values the cache holds."""
+        fusible = all_can_fuse(self, _READ_BY_OPS)
+        normed, residual = sublayer_input(self, x, fusible)
+        q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
+        out = cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend)
+        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
+
+    def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
+        """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
+        return tuple(_heads(t, d).contiguous() for t, d in zip(projected, (self.d_k, self.d_v), strict=True))
 
     def extra_repr(self) -> str:
         return (
             f"n_head={self.n_head}, n_head_kv={self.n_head_kv}, d_k={self.d_k}, d_v={self.d_v}, "
             f"norm_first={self.norm_first}"
         )
+
+
+_READ_BY_OPS = (*MultiHeadAttention.fused_children, "fc")
 
 
 def _heads(x: Tensor, d: int) -> Tensor:

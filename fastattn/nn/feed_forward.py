@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend
 from fastattn.nn._checks import check_arguments, check_choice
-from fastattn.nn.fusible import can_fuse
+from fastattn.nn.fusible import all_can_fuse, can_fuse
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import Stream, add_branch, norm_adds_bias
+from fastattn.nn.residual import HiddenState, norm_adds_bias, residual_connection, sublayer_input
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, feed_forward
 
 
@@ -51,45 +51,41 @@ class PositionwiseFeedForward(nn.Module):
         self.layer_norm = nn.LayerNorm(d_in, eps=1e-6, **factory)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Stream) -> Stream:
+    def forward(self, x: HiddenState) -> HiddenState:
         """x: (B, L, d_in), or with norm_first also a PendingResidual of such, else TypeError. Returns x's type."""
-        return add_branch(self, x, self.branch)
-
-    def step(self, x: Stream, cache: DecoderCache) -> Stream:
-        """forward for one new token a row, x (B, W, d_in), by the weights that the cache keeps for the next step."""
-
-        def branch(normed: Tensor) -> tuple[Tensor, None]:
-            maps, linear = (self.w_1, self.w_2), cache.linear
-            if linear.packs(self.w_1, normed, self.backend) or not all(map(can_fuse, maps)):
-                return self._by_maps(normed, lambda map_, x: linear(map_, x, self.backend)), None
-            weights = (t for map_ in maps for t in linear.weights(map_, normed.device))
-            return feed_forward(normed, *weights, self.activation, backend=self.backend), None
-
-        return add_branch(self, x, branch)
-
-    def branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(w_2(activation(w_1(x))), None), or where the norm adds the bias of w_2: (the same without it, the bias).
-
-        x: (B, L, d_in); the branch has its shape, and the autocast dtype under torch.autocast.
-        """
-        if not (can_fuse(self.w_1) and can_fuse(self.w_2)):
-            return self._by_maps(x, lambda linear, x: linear(x)), None
+        fusible = all_can_fuse(self, self.fused_children)
+        normed, residual = sublayer_input(self, x, fusible)
+        if not fusible and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
+            out = self._call_linears(normed, lambda linear, x: linear(x))
+            return residual_connection(self, x, residual, out, fusible)
         bias, bias_for_norm = self.w_2.bias, None
-        if norm_adds_bias(x, self.backend):
+        if norm_adds_bias(normed, self.backend):
             bias, bias_for_norm = None, bias
         weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, bias)
-        out = feed_forward(x, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
-        return out, bias_for_norm
+        out = feed_forward(normed, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
+        return residual_connection(self, x, residual, out, fusible, bias_for_norm)
 
-    def _by_maps(self, x: Tensor, apply: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        """w_2(activation(w_1(x))), each map applied by itself. apply: of a map and its input."""
-        hidden = apply(self.w_1, x)
+    def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+        """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""
+        fusible, linear = all_can_fuse(self, self.fused_children), cache.linear
+        normed, residual = sublayer_input(self, x, fusible)
+        is_prepacked = linear.prepacks(self.w_1, normed, self.backend)
+        if is_prepacked or not (fusible or (can_fuse(self.w_1) and can_fuse(self.w_2))):
+            out = self._call_linears(normed, lambda module, x: linear(module, x, self.backend))
+        else:
+            weights = (*linear.weights(self.w_1, normed.device), *linear.weights(self.w_2, normed.device))
+            out = feed_forward(normed, *weights, self.activation, backend=self.backend)
+        return residual_connection(self, x, residual, out, fusible)
+
+    def _call_linears(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        """w_2(activation(w_1(x))), where call(w, x) is w(x)."""
+        hidden = call(self.w_1, x)
         if self.activation in GATED:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = ACTIVATIONS[GATED[self.activation]](gate) * up
         else:
             hidden = ACTIVATIONS[self.activation](hidden)
-        return apply(self.w_2, hidden)
+        return call(self.w_2, hidden)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.backends import Backend
-from fastattn.nn.prepared_linear import PreparedLinears
+from fastattn.nn.linear import PreparedLinears
 from fastattn.ops.decode_attention import decode_attention
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -19,8 +19,8 @@ KeysAndValues = tuple[Tensor, Tensor]
 class Memory(NamedTuple):
     """What every step reads and none changes: keys and values of an encoder's output, for each layer.
 
-    projected: (B, Hk, Ls, Dk) and (B, Hk, Ls, Dv) of each layer, contiguous: the rows of a sequence share them.
-    lengths: (B,) int32; keys behind them are padding.
+    projected: (B, Hk, Ls, Dk) and (B, Hk, Ls, Dv) of each layer, contiguous: all beams of a sequence read them.
+    lengths: (B,) int32; keys after them are padding.
     """
 
     projected: dict[nn.Module, KeysAndValues]
@@ -28,65 +28,70 @@ class Memory(NamedTuple):
 
 
 def move_padding_to_end(x: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """x (B, L, d) with what is real (B, L) before what is padding, both in order, and how many are real, (B,) int32.
+    """x (B, L, d) with its real vectors before the padding, both in order, and how many are real, (B,) int32.
 
-    Padding may have stood anywhere. Attention does not mind the order of keys, and lengths are all that it then needs.
+    real: bool (B, L). Padding may be anywhere. The order of keys changes nothing in attention, which then needs only
+    lengths.
     """
     order = real.int().argsort(dim=1, descending=True, stable=True)
     return x.gather(1, order[..., None].expand_as(x)), real.sum(1, dtype=torch.int32)
 
 
 class DecoderCache:
-    """Keys and values of the tokens decoded so far, of B sequences with W rows each: beams, or one row.
+    """Keys and values of the tokens decoded so far, of B sequences with W beams each; W = 1 without beam search.
 
-    Row w of a step is written at the step's position, row w. Where the W rows are chosen anew after a step, as beams
-    are, `reorder` notes for each row in which row of each position its history lies (`ancestors`); no key is moved.
+    A step writes beam w at the step's position and index w. After a step that chooses new beams, `reorder` records for
+    each beam the index of its history at each position (`ancestors`). No key is copied.
 
-    batch, rows, capacity: B, W, and how many tokens of a row the cache can hold.
-    memories: what the layers attend to beside their own past.
+    batch, beams, capacity: B, W, and how many tokens of a beam the cache can hold.
+    memories: what the layers attend to next to their own past.
     linear: a step's linear maps are called through it.
     Memory: 2 * B * capacity * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
 
     On a GPU nothing depends on numbers of the host, so that a CUDA graph can repeat a step: the position is a tensor,
-    the kernels are given all positions, and `lengths` tells what counts. Elsewhere slices say the same for less.
+    the kernels read all positions, and `lengths` says how many count. On a CPU slices of the cache are faster.
     """
 
     def __init__(
-        self, batch: int, rows: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
+        self, batch: int, beams: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
     ) -> None:
-        self.batch, self.rows, self.capacity, self.memories = batch, rows, capacity, memories
+        self.batch, self.beams, self.capacity, self.memories = batch, beams, capacity, memories
         self.on_device = device.type == "cuda"
-        self.length = 0  # tokens decoded so far, of every row
+        self.length = 0  # tokens decoded so far, of every beam
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
-        self.lengths = torch.ones(batch, dtype=torch.int32, device=device)  # of the keys at a step, its own included
+        self.lengths = torch.ones(
+            batch, dtype=torch.int32, device=device
+        )  # keys that count at this step, its own included
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
-        self.sentences = torch.arange(batch, device=device)  # where each sequence stood in the batch at first
+        self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
         self.linear = PreparedLinears()  # for the maps of every step
         self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer
 
     def attend(
         self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend | None
     ) -> Tensor:
-        """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its row's whole past.
+        """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its beam's whole past.
 
         Returns (B, W, H, Dv).
         """
         if layer not in self._past:
             self._past[layer] = tuple(
-                t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)
+                t.new_empty(self.batch, t.shape[2], self.capacity, self.beams, t.shape[3]) for t in (k, v)
             )
         keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[layer])  # (B, capacity, W, Hk, D)
         self.write(keys, k)
         self.write(values, v)
-        return decode_attention(
-            q, self._so_far(keys, 1), self._so_far(values, 1), self._own_lengths(), self._so_far(self.ancestors, 2),
-            scale=scale, backend=backend,
-        )  # fmt: skip
+        ancestors = self.ancestors
+        if self.on_device:
+            return decode_attention(q, keys, values, self.lengths, ancestors, scale=scale, backend=backend)
+        keys, values = keys[:, : self.length + 1], values[:, : self.length + 1]
+        ancestors = None if ancestors is None else ancestors[:, :, : self.length + 1]
+        return decode_attention(q, keys, values, None, ancestors, scale=scale, backend=backend)
 
     def attend_memory(
         self, layer: nn.Module, q: Tensor, scale: float, backend: Backend | None, which: int = 0
     ) -> Tensor:
-        """Attention of q (B, W, H, Dk) to the layer's keys of a memory; its rows are queries of one problem."""
+        """Attention of q (B, W, H, Dk) to the layer's keys of a memory; the W beams are queries of one problem."""
         projected, lengths = self.memories[which]
         keys, values = (t.transpose(1, 2)[:, :, None] for t in projected[layer])  # (B, Ls, 1, Hk, D)
         return decode_attention(q, keys, values, lengths, scale=scale, backend=backend)
@@ -99,19 +104,19 @@ class DecoderCache:
             buffer[:, self.length] = value
 
     def advance(self) -> None:
-        """The step is done: the next one writes behind it."""
+        """The step is done: the next one writes at the next position."""
         self.length += 1
         self.position += 1
         self.lengths += 1
 
     def reorder(self, parents: Tensor) -> None:
-        """Row w goes on from what was row parents[b, w]. parents: (B, W) int64. To be called after `advance`."""
+        """Beam w continues what was beam parents[b, w]. parents: (B, W) int64. Call it after `advance`."""
         if self.ancestors is None:
-            self.ancestors = self._own_rows()
+            self.ancestors = self._own_ancestors()
         past = self.ancestors if self.on_device else self.ancestors[:, :, : self.length]
         past.copy_(past.gather(1, parents[..., None].expand_as(past)))
-        if self.on_device:  # the gather took the future too, where every row is its own ancestor
-            own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
+        if self.on_device:  # restore the identity for positions not yet decoded
+            own = torch.arange(self.beams, dtype=torch.int32, device=parents.device)
             future = torch.arange(self.capacity, device=parents.device) >= self.position
             self.ancestors.copy_(own[:, None].where(future, self.ancestors))
 
@@ -129,9 +134,9 @@ class DecoderCache:
         )
 
     def resume(self, other: DecoderCache) -> None:
-        """Go on from `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""
+        """Continue `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""
         if self.ancestors is not None and other.ancestors is None:
-            other.ancestors = other._own_rows()
+            other.ancestors = other._own_ancestors()
         for mine, new in zip(self._tensors(), other._tensors(), strict=False):  # a new cache has no past
             mine.copy_(new)
         self.length = other.length
@@ -149,20 +154,11 @@ class DecoderCache:
 
     def _tensors(self) -> list[Tensor]:
         """All that steps read and change, the past last."""
-        ancestors = [] if self.ancestors is None else [self.ancestors]
-        return [
-            self.position, self.lengths, self.sentences, *ancestors, *self.memory_tensors(),
-            *chain(*self._past.values()),
-        ]  # fmt: skip
+        own = [self.position, self.lengths, self.sentences]
+        own += [] if self.ancestors is None else [self.ancestors]
+        return own + self.memory_tensors() + list(chain(*self._past.values()))
 
-    def _own_rows(self) -> Tensor:
-        """Ancestors of rows that were never reordered."""
-        own = torch.arange(self.rows, dtype=torch.int32, device=self.position.device)
+    def _own_ancestors(self) -> Tensor:
+        """Ancestors of beams that were never reordered: (B, W, capacity), each its own."""
+        own = torch.arange(self.beams, dtype=torch.int32, device=self.position.device)
         return own[:, None].repeat(self.batch, 1, self.capacity)
-
-    def _so_far(self, t: Tensor | None, dim: int) -> Tensor | None:
-        """What there is up to this step, of a buffer with a position in dimension dim."""
-        return t if t is None or self.on_device else t.narrow(dim, 0, self.length + 1)
-
-    def _own_lengths(self) -> Tensor | None:
-        return self.lengths if self.on_device else None

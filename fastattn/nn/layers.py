@@ -11,18 +11,15 @@ from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.kv_cache import DecoderCache
-from fastattn.nn.residual import Stream
+from fastattn.nn.residual import HiddenState
 from fastattn.ops.feed_forward import Activation
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward. The arguments are those of the two sublayers.
+class _Layer(nn.Module):
+    """A layer's attention sublayers, by their names, and its feed-forward."""
 
-    attn_dropout: on the attention weights. 0.1 whatever dropout is, as in the public implementation.
-    norm_first: a layer gives the sum of its last residual connection, without a norm, as
-        torch.nn.TransformerEncoderLayer(norm_first=True) does. PendingResidual says how a stack is built and ended.
-    Source: Vaswani et al. 2017, section 3.1.
-    """
+    attentions: tuple[str, ...]
+    slf_attn: MultiHeadAttention
 
     def __init__(
         self,
@@ -45,12 +42,25 @@ class EncoderLayer(nn.Module):
         check_arguments(d_inner=d_inner)
         common = {"dropout": dropout, "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
         heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
-        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
+        for name in self.attentions:
+            self.add_module(name, MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common))
         self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
 
+
+class EncoderLayer(_Layer):
+    """Self-attention, then feed-forward. The arguments are those of the two sublayers.
+
+    attn_dropout: on the attention weights. 0.1 whatever dropout is, as in the public implementation.
+    norm_first: a layer gives the sum of its last residual connection, without a norm, as
+        torch.nn.TransformerEncoderLayer(norm_first=True) does. PendingResidual says how a stack is built and ended.
+    Source: Vaswani et al. 2017, section 3.1.
+    """
+
+    attentions = ("slf_attn",)
+
     def forward(
-        self, enc_input: Stream, slf_attn_mask: Tensor | AttentionMask | None = None, *, return_attns: bool = False
-    ) -> tuple[Stream, Tensor | None]:
+        self, enc_input: HiddenState, slf_attn_mask: Tensor | AttentionMask | None = None, *, return_attns: bool = False
+    ) -> tuple[HiddenState, Tensor | None]:
         """enc_input: (B, L, d_model), or with norm_first also a PendingResidual of such, else TypeError.
 
         slf_attn_mask: see as_attention_mask.
@@ -60,48 +70,26 @@ class EncoderLayer(nn.Module):
         return self.pos_ffn(x), slf_attn
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(_Layer):
     """Self-attention, attention to the encoder's output, then feed-forward. Arguments as in EncoderLayer.
 
     A subclass that overrides forward has to override step too, for decoding.
     Source: Vaswani et al. 2017, section 3.1.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        d_inner: int,
-        n_head: int,
-        d_k: int,
-        d_v: int,
-        dropout: float = 0.1,
-        *,
-        attn_dropout: float = 0.1,
-        n_head_kv: int | None = None,
-        activation: Activation = "relu",
-        norm_first: bool = False,
-        backend: Backend | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_arguments(d_inner=d_inner)
-        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
-        heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
-        self.slf_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
-        self.enc_attn = MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common)
-        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
+    attentions = ("slf_attn", "enc_attn")
+    enc_attn: MultiHeadAttention
 
     def forward(
         self,
-        dec_input: Stream,
+        dec_input: HiddenState,
         enc_output: Tensor,
         slf_attn_mask: Tensor | AttentionMask | None = None,
         dec_enc_attn_mask: Tensor | AttentionMask | None = None,
         *,
         return_attns: bool = False,
         enc_projected: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Stream, Tensor | None, Tensor | None]:
+    ) -> tuple[HiddenState, Tensor | None, Tensor | None]:
         """dec_input: (B, Lt, d_model), or with norm_first also a PendingResidual of such, else TypeError.
         enc_output: (B, Ls, d_model).
 
@@ -116,6 +104,6 @@ class DecoderLayer(nn.Module):
         )
         return self.pos_ffn(x), slf_attn, enc_attn
 
-    def step(self, x: Stream, cache: DecoderCache) -> Stream:
-        """The layer for one new token a row, as MultiHeadAttention.step. x: (B, W, d_model)."""
+    def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+        """The layer for one new token a beam, as MultiHeadAttention.step. x: (B, W, d_model)."""
         return self.pos_ffn.step(self.enc_attn.step_to_memory(self.slf_attn.step(x, cache), cache), cache)

@@ -41,7 +41,7 @@ class PositionalEncoding(nn.Module):
     def forward(self, x: Tensor, position: Tensor | None = None) -> Tensor:
         """x: (B, L, d_hid), L <= n_position, else ValueError. Returns its shape.
 
-        position: integer (B, L), where each vector stands in its sequence, below n_position; 0, 1, .. unless given.
+        position: integer (B, L), each vector's position in its sequence, below n_position; 0, 1, .. unless given.
         """
         if position is not None:
             return x + self.pos_table[0][position]
@@ -49,7 +49,7 @@ class PositionalEncoding(nn.Module):
         return x + self.pos_table[:, : x.size(1)]
 
     def check(self, length: int) -> None:
-        """ValueError if there is no position for the last of so many tokens."""
+        """ValueError if there are fewer positions than tokens in a sequence of this length."""
         n_position = self.pos_table.size(1)
         if length > n_position:
             raise ValueError(

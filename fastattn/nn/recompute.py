@@ -22,7 +22,7 @@ from fastattn._tracing import is_transformed
 Recompute = Callable[[], Tensor]
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """norm_outputs: one dict for each open context, innermost last. It maps the storage of a norm's output to a weak
     reference to that storage, the output's number of elements, and the function that computes the output again."""
 
@@ -30,53 +30,54 @@ class _OfThread(threading.local):
         self.norm_outputs: list[dict[int, tuple[StorageWeakRef, int, Recompute]]] = []
 
 
-_open = _OfThread()
+_state = _ThreadState()
 
 
 @contextmanager
-def recomputed(wanted: bool = True) -> Iterator[None]:
+def recomputed(enabled: bool = True) -> Iterator[None]:
     """Within it the modules of fastattn.nn save neither hidden layers nor outputs of norms for the backward.
 
     Gradients stay as they are, except in 16-bit types: there a norm's output is computed again from the rounded sum and
-    may differ in its last bit. It changes nothing under torch.compile, which plans recomputation by itself, and in
-    transforms of torch.func.
+    may differ in its last bit. It does nothing under torch.compile, which plans recomputation itself, nor in transforms
+    of torch.func.
     """
-    if not wanted or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+    if not enabled or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         yield
         return
-    _open.norm_outputs.append({})
+    _state.norm_outputs.append({})
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(_save_recipe, _follow_recipe):
             yield
     finally:
-        _open.norm_outputs.pop()
+        _state.norm_outputs.pop()
 
 
 def is_recomputing() -> bool:
     """Whether a context of ``recomputed`` is open."""
-    return bool(_open.norm_outputs)
+    return bool(_state.norm_outputs)
 
 
 def remember_norm(out: Tensor, recompute: Recompute) -> None:
     """Register out, a norm's output with a storage of its own, and the function that computes it again."""
     storage = StorageWeakRef(out.untyped_storage())
-    _open.norm_outputs[-1][storage.cdata] = storage, out.numel(), recompute
+    _state.norm_outputs[-1][storage.cdata] = storage, out.numel(), recompute
 
 
-def _pack(t: Tensor) -> Any:
+def _save_recipe(t: Tensor) -> Any:
     """What autograd saves in place of t: for the output of a norm the function that computes it, and its shape.
 
     The weak reference keeps the storage's address from being reused, so the address identifies one storage.
     """
-    known = _open.norm_outputs[-1].get(t.untyped_storage()._cdata) if _open.norm_outputs else None
+    known = _state.norm_outputs[-1].get(t.untyped_storage()._cdata) if _state.norm_outputs else None
     if known is None or known[1] != t.numel() or not t.is_contiguous():
         return t
-    return known[2], t.shape
+    _, _, recompute = known
+    return recompute, t.shape
 
 
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    recompute, shape = packed
+def _follow_recipe(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    recompute, shape = saved
     with torch.no_grad():
         return recompute().view(shape)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend, default_order, requested
+from fastattn.backends import Backend, likely_backend, requested
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
@@ -38,16 +37,16 @@ class PendingResidual(NamedTuple):
     residual: Tensor | None
     bias: Tensor | None = None
 
-    def sum(self, dropout: nn.Module) -> Tensor:
+    def sum(self, dropout: nn.Module | None) -> Tensor:
         """residual + dropout(branch + bias), (B, L, d_model). dropout: that of the sublayer which made the branch."""
         branch, residual, bias = self
-        branch = dropout(branch if bias is None else branch + bias)
+        branch = branch if bias is None else branch + bias
+        branch = branch if dropout is None else dropout(branch)
         return branch if residual is None else residual + branch
 
 
 # A sublayer's input and output. Post-norm: a normalised tensor. norm_first: a sum to be normalised, or its summands.
-Stream = TypeVar("Stream", Tensor, PendingResidual)
-_KEEP = nn.Identity()  # in place of a dropout, for what was dropped before
+HiddenState = TypeVar("HiddenState", Tensor, PendingResidual)
 
 
 def current_dropout_p(dropout: nn.Module) -> float:
@@ -56,62 +55,80 @@ def current_dropout_p(dropout: nn.Module) -> float:
 
 
 def norm_adds_bias(x: Tensor, backend: Backend | None) -> bool:
-    """Whether the bias of a branch's last linear map should be added by the norm instead of by the product.
+    """Whether the bias of a sublayer's last linear map should be added by the norm instead of by the product.
 
     A product adds it for free, but its gradient then takes a pass over the data. A kernel of the norm adds it and sums
     its gradient in passes that it makes anyway. PyTorch's operators, the default on a CPU, would need a pass for each.
     """
-    return torch.is_grad_enabled() and (requested(backend)[0] or default_order(x.device)[0]) in ("triton", "cuda")
+    return torch.is_grad_enabled() and likely_backend("add_layer_norm", x.device, backend) in ("triton", "cuda")
 
 
 def add_norm(
-    total: PendingResidual,
-    dropout: nn.Module,
+    pending: PendingResidual,
+    dropout: nn.Module | None,
     layer_norm: nn.Module,
     backend: Backend | None,
+    *,
     return_sum: bool = False,
+    fusible: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """layer_norm(z), or with return_sum (layer_norm(z), z), where z = residual + dropout(branch + bias).
 
-    Under torch.autocast all inputs and outputs are in its dtype, so the stream between sublayers is stored in low
-    precision, as by the public implementation's in-place addition. LayerNorm's weight, bias and statistics stay
-    float32. A dropout or layer_norm that can_fuse denies is called.
+    dropout: None where there is none. fusible: whether can_fuse is known to be true of both modules. A module of which
+    it is false is called.
+    Under torch.autocast all inputs and outputs are in its dtype, so the hidden states between sublayers are stored in
+    low precision, as by the public implementation's in-place addition. LayerNorm's weight, bias and statistics stay
+    float32.
     """
-    if not can_fuse(layer_norm):
-        z = total.sum(dropout)
+    if not (fusible or can_fuse(layer_norm)):
+        z = pending.sum(dropout)
         return (layer_norm(z), z) if return_sum else layer_norm(z)
-    branch, residual, bias = total
-    dropout_p = current_dropout_p(dropout)
-    if not can_fuse(dropout):
-        branch, bias, dropout_p = dropout(branch if bias is None else branch + bias), None, 0.0
+    branch, residual, bias = pending
+    dropout_p = 0.0
+    if dropout is not None and (fusible or can_fuse(dropout)):
+        dropout_p = current_dropout_p(dropout)
+    elif dropout is not None:
+        branch, bias = dropout(branch if bias is None else branch + bias), None
     norm = {"weight": layer_norm.weight, "bias": layer_norm.bias, "eps": layer_norm.eps}
     options = norm | {"dropout_p": dropout_p, "x_bias": bias, "backend": backend}
     if not is_recomputing():
         return dropout_add_layer_norm(branch, residual, **options, return_sum=return_sum)
     out, z = dropout_add_layer_norm(branch, residual, **options, return_sum=True)
-    kept_sum = z.detach()
+    saved_sum = z.detach()
     chosen_backend = requested(backend)[0]  # the backward may run outside of use_backend
-    remember_norm(out, lambda: dropout_add_layer_norm(kept_sum, None, **norm, backend=chosen_backend))
+    remember_norm(out, lambda: dropout_add_layer_norm(saved_sum, None, **norm, backend=chosen_backend))
     return (out, z) if return_sum else out
 
 
-def add_branch(sublayer: Any, x: Stream, branch: Callable[[Tensor], tuple[Tensor, Tensor | None]]) -> Stream:
-    """The residual connection around a sublayer's branch and its norm, where sublayer.norm_first puts that.
+# The residual connection around a sublayer, and its norm where sublayer.norm_first puts it:
+#     normed, residual = sublayer_input(sublayer, x, fusible)
+#     out = ..what the sublayer computes from normed..
+#     return residual_connection(sublayer, x, residual, out, fusible)
 
-    branch: from what it reads, (B, L, d_model), to its result and a bias that the norm is to add to it, or None.
+
+def sublayer_input(sublayer: Any, x: HiddenState, fusible: bool) -> tuple[Tensor, Tensor]:
+    """What the sublayer's block reads, and what its output is added to, both (B, L, d_model).
+
+    fusible: what all_can_fuse answered of the sublayer's dropout and layer_norm.
     TypeError for a PendingResidual without norm_first.
     """
-    dropout, layer_norm, backend = sublayer.dropout, sublayer.layer_norm, sublayer.backend
     if isinstance(x, PendingResidual):
         if not sublayer.norm_first:
             raise TypeError(f"{type(sublayer).__name__} got a PendingResidual, expected a Tensor: norm_first is False")
-        normed, total = add_norm(x, dropout, layer_norm, backend, return_sum=True)
-        out, bias = branch(normed)
-        return PendingResidual(out, total, bias)
+        norm = (sublayer.dropout, sublayer.layer_norm, sublayer.backend)
+        return add_norm(x, *norm, return_sum=True, fusible=fusible)
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(sublayer).__name__} got a {type(x).__name__}, expected a Tensor")
-    if sublayer.norm_first:
-        out, bias = branch(add_norm(PendingResidual(x, None), _KEEP, layer_norm, backend))
-        return PendingResidual(out, x, bias).sum(dropout)
-    out, bias = branch(x)
-    return add_norm(PendingResidual(out, x, bias), dropout, layer_norm, backend)
+    if not sublayer.norm_first:
+        return x, x
+    return add_norm(PendingResidual(x, None), None, sublayer.layer_norm, sublayer.backend, fusible=fusible), x
+
+
+def residual_connection(
+    sublayer: Any, x: HiddenState, residual: Tensor, out: Tensor, fusible: bool, bias: Tensor | None = None
+) -> HiddenState:
+    """The sublayer's output, of the type of its input x. out: its block's. bias: which the norm is to add to out."""
+    pending = PendingResidual(out, residual, bias)
+    if not sublayer.norm_first:
+        return add_norm(pending, sublayer.dropout, sublayer.layer_norm, sublayer.backend, fusible=fusible)
+    return pending if isinstance(x, PendingResidual) else pending.sum(sublayer.dropout)

@@ -30,6 +30,7 @@ def _query(
     scale: float = 1.0,
     position: Tensor | None = None,
     padding_idx: int | None = None,
+    known_indices: bool = False,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
@@ -40,10 +41,6 @@ def _query(
     dtype = embedding.dtype
     if dtype != torch.float64:
         dtype = _checks.autocast_dtype(embedding.device) or dtype
-    _checks.check_indices("tokens", tokens, "embedding", embedding)
-    if tokens.dim() == 0:
-        raise ValueError("tokens has no dimensions, expected (..., L)")
-    _checks.check_range("tokens", tokens, vocabulary, "a row of embedding")
     _checks.check_like("position_table", position_table, "embedding", embedding, dtype=False)
     if position_table.dtype not in (torch.float32, embedding.dtype):
         expected = f"float32 or {embedding.dtype} as embedding"
@@ -52,13 +49,8 @@ def _query(
         raise ValueError(f"position_table has shape {tuple(position_table.shape)}, expected (n_position, d = {d})")
     if position_table.requires_grad:
         raise ValueError("position_table has no gradient: it must not require one")
-    if position is not None:
-        _checks.check_indices("position", position, "embedding", embedding)
-        _checks.check_shape("position", position, tuple(tokens.shape), "the shape of tokens")
-        _checks.check_range("position", position, position_table.shape[0], "a row of position_table")
-    elif tokens.shape[-1] > position_table.shape[0]:
-        rows = position_table.shape[0]
-        raise ValueError(f"position_table has {rows} rows, too few for {tokens.shape[-1]} tokens a sequence")
+    if not known_indices:
+        _check_indices(tokens, embedding, position_table, position)
     for name, t in (("weight", weight), ("bias", bias)):
         _checks.check_like(name, t, "embedding", embedding, dtype=False)
         _checks.check_shape(name, t, (d,), "(d,)")
@@ -76,6 +68,20 @@ def _query(
         padding_idx %= vocabulary
     tensors = (tokens, embedding, position_table, weight, bias, position)
     return embedding.device, (*tensors, float(scale), padding_idx, float(dropout_p), dtype)
+
+
+def _check_indices(tokens: Tensor, embedding: Tensor, position_table: Tensor, position: Tensor | None) -> None:
+    _checks.check_indices("tokens", tokens, "embedding", embedding)
+    if tokens.dim() == 0:
+        raise ValueError("tokens has no dimensions, expected (..., L)")
+    _checks.check_range("tokens", tokens, embedding.shape[0], "a row of embedding")
+    rows = position_table.shape[0]
+    if position is not None:
+        _checks.check_indices("position", position, "embedding", embedding)
+        _checks.check_shape("position", position, tuple(tokens.shape), "the shape of tokens")
+        _checks.check_range("position", position, rows, "a row of position_table")
+    elif tokens.shape[-1] > rows:
+        raise ValueError(f"position_table has {rows} rows, too few for {tokens.shape[-1]} tokens a sequence")
 
 
 def _call_class(*options: Any) -> str:
@@ -118,6 +124,16 @@ def embed_layer_norm(
     """
     options = {"scale": scale, "position": position, "padding_idx": padding_idx}
     device, call = _query(tokens, embedding, position_table, weight, bias, eps, dropout_p, **options)
+    return _embed(device, call, eps, backend)
+
+
+def embed_known_tokens(*tensors: Tensor, eps: float, backend: Backend | None, **options: Any) -> Tensor:
+    """``embed_layer_norm`` of tokens and positions that the caller has checked."""
+    device, call = _query(*tensors, eps, known_indices=True, **options)
+    return _embed(device, call, eps, backend)
+
+
+def _embed(device: torch.device, call: tuple[Any, ...], eps: float, backend: Backend | None) -> Tensor:
     name, module = backends.choose("embed_layer_norm", device, call, backend)
     *tensors, scale, padding_idx, dropout_p, dtype = call
     rng_state = draw_rng_state(device, name) if dropout_p > 0 else None

@@ -31,6 +31,7 @@ def _query(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     reduction: Reduction = "mean",
+    known_target: bool = False,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
@@ -57,7 +58,7 @@ def _query(
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    target = _checked_target(target, x, classes, ignore_index)
+    target = target.long() if known_target else _checked_target(target, x, classes, ignore_index)
     label_smoothing = smooth_over_all(label_smoothing, smooth_over, classes)
     call = (x, weight, bias, target, label_smoothing, ignore_index, float(logit_scale), reduction)
     return x.device, call
@@ -150,11 +151,24 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         reduction=reduction,
     )
+    return _loss(device, call, backend)
+
+
+def loss_of_known_target(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, backend: Backend | None, **options: Any
+) -> Tensor:
+    """``linear_cross_entropy`` of a target that the caller has checked, of x's leading dimensions."""
+    device, call = _query(x, weight, target, bias, known_target=True, **options)
+    return _loss(device, call, backend)
+
+
+def _loss(device: torch.device, call: tuple[Any, ...], backend: Backend | None) -> Tensor:
     name, module = backends.choose("linear_cross_entropy", device, call, backend)
     with _checks.no_autocast(device):
         if hasattr(module, "linear_cross_entropy"):
             return module.linear_cross_entropy(*call)
         x, weight, bias, target, *options = call
+        reduction = options[-1]
         inputs = (_checks.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
         needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3]]
         (loss,) = _LinearCrossEntropy.call(*inputs, needs, name)

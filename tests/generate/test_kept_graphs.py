@@ -84,7 +84,7 @@ def plainly(way: str, model: nn.Module, src_seq: Tensor) -> Any:
     """Without graphs; on a CPU the batch then shrinks at other steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "WARM_UP", 99)
-        patch.setattr(kept_graphs, "KEPT_TOKENS", 0)
+        patch.setattr(kept_graphs, "MAX_TOKENS", 0)
         patch.setattr(kept_graphs, "CudaGraphs", capture.CudaGraphs)
         return WAYS[way](model, src_seq)
 
@@ -141,7 +141,7 @@ def test_changes_of_the_model(made: Made) -> None:
 
 def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than the limits, nothing of a deleted model, and nothing after drop_graphs."""
-    monkeypatch.setattr(kept_graphs, "KEPT_SEARCHES", 2)
+    monkeypatch.setattr(kept_graphs, "MAX_SEARCHES", 2)
     model = make_model().to(DEVICE)
 
     def sizes(model: nn.Module) -> list[int]:
@@ -150,7 +150,7 @@ def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in (3, 4, 5):
         decode("greedy", model, sources(batch)[0])
     assert sizes(model) == [4, 5]
-    monkeypatch.setattr(kept_graphs, "KEPT_TOKENS", 4 * LIMITS["max_len"])
+    monkeypatch.setattr(kept_graphs, "MAX_TOKENS", 4 * LIMITS["max_len"])
     before = made.graphs
     decode("greedy", model, sources(5)[0])  # too large
     assert made.graphs == before + 1

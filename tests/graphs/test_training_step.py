@@ -245,9 +245,9 @@ def test_batches_that_do_not_fit():
     step = GraphedStep(model := small(), adam(model), buckets=(8,), batch_size=2, capture=False)
     src, trg, gold = a_batch(2, 8, 6)
     for batch, error, message in (
-        ((src.float(), trg, gold), TypeError, "src_seq must be a Tensor of integers, got torch.float32"),
-        ((src.tolist(), trg, gold), TypeError, "src_seq must be a Tensor of integers, got list"),
-        ((src[:1], trg, gold), ValueError, r"\(B, Ls\) and \(B, Lt\), got \(1, 8\) and \(2, 6\)"),
+        ((src.float(), trg, gold), TypeError, "src_seq has dtype torch.float32, expected integers"),
+        ((src.tolist(), trg, gold), TypeError, "src_seq must be a Tensor, got list"),
+        ((src[:1], trg, gold), ValueError, "src_seq holds 1 sequences and trg_seq 2"),
         ((src, trg, gold[:, 1:]), ValueError, r"gold has shape \(2, 5\), expected \(2, 6\)"),
     ):
         with pytest.raises(error, match=message):

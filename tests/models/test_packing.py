@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, VOCAB, assert_same_gradients, fused, gold_of
 
 from fastattn import FusedTransformer, use_backend
-from fastattn.models.padding import Packed, packing_pays
+from fastattn.models.padding import KEEP_PADDING, Packing, Unpadded, choose_packing
 
 
 def assert_packed_is_padded(src, trg, **options):
@@ -76,8 +76,8 @@ def test_packing_by_known_counts_is_the_same(batch):
     """As on a GPU, where the number of tokens is read first."""
     seq = batch[0]
     real = seq != PAD_SRC
-    (expected,) = Packed.of((seq, PAD_SRC), device=seq.device)
-    found = Packed(seq, real, expected.cu_seqlens, int(real.sum()), seq.device)
+    (expected,) = Unpadded.of((seq, PAD_SRC), device=seq.device)
+    found = Unpadded(seq, real, expected.cu_seqlens, int(real.sum()), seq.device)
     for name in ("index", "position", "tokens"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
@@ -99,11 +99,14 @@ def padded_batch(padding):
 def test_when_packing_pays(padding, backend, expected):
     src, trg, gold = padded_batch(padding)
     expected = expected and DEVICE == "cpu"
-    assert packing_pays(src, trg, gold, PAD_SRC, PAD_TRG, backend=backend) == expected
+    model = fused(backend=backend)
+    assert choose_packing(model, src, trg, gold) == Packing(expected, expected)
+    assert choose_packing(model, src) == Packing(expected, False)
     with use_backend(backend):
-        assert packing_pays(src, trg, gold, PAD_SRC, PAD_TRG, backend=None) == expected
+        assert choose_packing(fused(), src, trg, gold) == Packing(expected, expected)
     gold[3, 9] = 5  # a token to learn where the target is padding: packing would lose it
-    assert not packing_pays(src, trg, gold, PAD_SRC, PAD_TRG, backend=backend)
+    assert choose_packing(model, src, trg, gold) == Packing(expected, False)
+    assert choose_packing(fused(backend=backend, pack_padding=False), src, trg, gold) == KEEP_PADDING
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU packing is not chosen automatically")
@@ -111,13 +114,13 @@ def test_loss_drops_padding_by_itself_and_stays_the_same(monkeypatch):
     src, trg, gold = padded_batch((1, 3, 5, 7))
     models = {pack: fused(pack_padding=pack, **NO_DROPOUT) for pack in (None, False)}
     models[False].load_state_dict(models[None].state_dict())
-    packed, decode_packed = [], FusedTransformer.decode_packed
+    packed, decoder_output = [], FusedTransformer.decoder_output
 
-    def decode_and_note(model, *sequences):
-        packed.append(model)
-        return decode_packed(model, *sequences)
+    def run_and_note(model, src_seq, trg_seq, packing):
+        packed.extend([model] if packing.target else [])
+        return decoder_output(model, src_seq, trg_seq, packing)
 
-    monkeypatch.setattr(FusedTransformer, "decode_packed", decode_and_note)
+    monkeypatch.setattr(FusedTransformer, "decoder_output", run_and_note)
     results = []
     for model in models.values():
         loss = model.loss(src, trg, gold, 0.1)

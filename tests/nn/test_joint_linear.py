@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastattn.nn.joint_linear import joint_linear
+from fastattn.nn.linear import joint_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, D = (12, 8, 20), 16
@@ -26,7 +26,7 @@ def solve(linears, x, call):
 @pytest.mark.parametrize("shape", [(3, 5, D), (7, D), (2, 0, D)])
 def test_same_as_one_by_one(shape):
     linears, x = linear_maps(torch.float64), torch.randn(shape, dtype=torch.float64, device=DEVICE)
-    out, grads = solve(linears, x, lambda x: joint_linear(x, linears))
+    out, grads = solve(linears, x, lambda x: joint_linear(x, linears, backend="aten"))
     expected, expected_grads = solve(linears, x, lambda x: [F.linear(x, linear.weight) for linear in linears])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
     torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-13)
@@ -35,7 +35,7 @@ def test_same_as_one_by_one(shape):
 def test_autocast_casts_and_gives_float32_gradients():
     linears, x = linear_maps(), torch.randn(3, 5, D, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
-        out, grads = solve(linears, x, lambda x: joint_linear(x, linears))
+        out, grads = solve(linears, x, lambda x: joint_linear(x, linears, backend="aten"))
         expected, expected_grads = solve(linears, x, lambda x: [linear(x) for linear in linears])
     assert [t.dtype for t in out] == [torch.bfloat16] * 3 and [t.dtype for t in grads] == [torch.float32] * 4
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-7)
@@ -45,7 +45,7 @@ def test_autocast_casts_and_gives_float32_gradients():
 def test_frozen_weights_get_no_gradient():
     linears = linear_maps()
     linears[1].weight.requires_grad_(False)
-    sum(t.sum() for t in joint_linear(torch.randn(2, D, device=DEVICE), linears)).backward()
+    sum(t.sum() for t in joint_linear(torch.randn(2, D, device=DEVICE), linears, backend="aten")).backward()
     assert [linear.weight.grad is None for linear in linears] == [False, True, False]
 
 
@@ -60,7 +60,7 @@ def test_when_there_is_one_product(monkeypatch):
 
     def shapes(linears, **options):
         products.clear()
-        joint_linear(x, linears, **options)
+        joint_linear(x, linears, **{"backend": "aten"} | options)
         return products
 
     linears, hooked, adapted = linear_maps(), linear_maps(), linear_maps()
@@ -74,4 +74,4 @@ def test_when_there_is_one_product(monkeypatch):
     assert shapes([*linears[:2], linear_maps(torch.float64)[2].float().requires_grad_(False)]) == [sum(ROWS)]
     with torch.no_grad():
         assert shapes(linears) == [*ROWS]
-    assert joint_linear(x, []) == ()
+    assert joint_linear(x, [], backend="aten") == ()

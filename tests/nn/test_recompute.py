@@ -92,7 +92,7 @@ def saved_bytes(recompute, **options):
     src_seq, trg_seq, _ = (t.cpu() for t in random_batch(12, 32))
     model = build_model(recompute, dropout=0.0, attn_dropout=0.0, **options).cpu()
     with use_backend("aten"), Allocations() as allocations:
-        dec_output, _ = model.decode(src_seq, trg_seq, False)
+        dec_output, _ = model.decoder_output(src_seq, trg_seq, KEEP_PADDING)
         saved = allocations.kept(model.parameters())
     dec_output.sum().backward()
     return saved

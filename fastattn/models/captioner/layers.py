@@ -1,8 +1,8 @@
 """The sublayers of the captioner fastattn.models.ABDTransformer, by its own definitions and parameter names.
 
-They differ from those of "Attention Is All You Need": LayerNorm adds eps to an unbiased standard deviation, and stands
-behind the residual connection with dropout after it; linear maps have biases; the feed-forward has a norm and a dropout
-inside; a decoder layer has one attention module for all that it attends to.
+They differ from those of "Attention Is All You Need": LayerNorm adds eps to an unbiased standard deviation, follows the
+residual connection and is followed by dropout; linear maps have biases; the feed-forward has a norm and a dropout
+inside; a decoder layer uses one attention module for everything that it attends to.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.backends import Backend
+from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
 from fastattn.nn._checks import check_choice
-from fastattn.nn.attention import attend
+from fastattn.nn.attention import attend_calling_dropout
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.joint_linear import joint_linear
 from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
+from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import current_dropout_p
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
+from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.feed_forward import feed_forward
 
 MAX_POSITIONS = 5000
@@ -45,7 +46,7 @@ class LayerNorm(nn.Module):
 
 
 class SublayerConnection(nn.Module):
-    """dropout(layer_norm(x + branch)), where branch is what a sublayer makes of x."""
+    """dropout(layer_norm(x + branch)), where branch is a sublayer's output for x."""
 
     def __init__(self, size: int, dropout: float, *, backend: Backend | None = None) -> None:
         super().__init__()
@@ -78,15 +79,19 @@ class MultiHeadAttention(nn.Module):
         """query (B, Lq, d_model); memory (B, Lk, d_model): keys and values, query itself for self-attention."""
         if memory is query:
             maps = (self.linear_query, self.linear_key, self.linear_value)
-            q, k, v = joint_linear(query, maps, backend=self.backend)
+            q, k, v = joint_linear(query, maps, backend=likely_backend("linear", query.device, self.backend))
         else:
             q, k, v = self.linear_query(query), self.linear_key(memory), self.linear_value(memory)
         q, k, v = (self._heads(t).transpose(1, 2) for t in (q, k, v))
-        out, _ = attend(q, k, v, mask, self.dropout, self._scale, False, self.backend)
+        if can_fuse(self.dropout):
+            options = {"dropout_p": current_dropout_p(self.dropout), "scale": self._scale, "backend": self.backend}
+            out = scaled_dot_product_attention(q, k, v, mask, **options)
+        else:
+            out, _ = attend_calling_dropout(q, k, v, mask, self.dropout, self._scale)
         return self.linear_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """Self-attention of one new token a row, x (B, W, d_model), whose keys and values are added to the cache."""
+        """Self-attention of one new token a beam, x (B, W, d_model), whose keys and values are added to the cache."""
         maps = (self.linear_query, self.linear_key, self.linear_value)
         q, k, v = (self._heads(cache.linear(linear, x, self.backend)) for linear in maps)
         out = cache.attend(self, q, k, v, self._scale, self.backend)
@@ -129,7 +134,7 @@ class PositionWiseFeedForward(nn.Module):
         return self._feed(x, lambda linear: (linear.weight, linear.bias))
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """forward for one new token a row, x (B, W, d_model), by the weights that the cache keeps for the next step."""
+        """forward for one new token a beam, x (B, W, d_model), by the weights that the cache keeps."""
         return self._feed(x, lambda linear: cache.linear.weights(linear, x.device))
 
     def _feed(self, x: Tensor, weights: Callable[[nn.Linear], tuple[Tensor, Tensor | None]]) -> Tensor:

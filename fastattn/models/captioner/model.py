@@ -1,4 +1,4 @@
-"""A captioner with a decoder in each direction: what the right-to-left decoder made, the left-to-right one attends to.
+"""A captioner with two decoders: right to left first, then left to right, which attends to the first one's states.
 
 Architecture, arguments and the names of modules and parameters are those of the public ABDTransformer for video
 captioning, so a state_dict of one loads strictly into the other. Differences, all on purpose: a query that may attend
@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fastattn.backends import Backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
@@ -53,7 +54,7 @@ class Hypothesis(NamedTuple):
 
 
 class _Layer(nn.Module):
-    """What all layers have: one attention module, a feed-forward, and the connections around them."""
+    """All layers have one attention module, a feed-forward, and the residual connections around them."""
 
     def __init__(
         self, d_model: int, d_ff: int, n_heads: int, dropout: float, connections: int, *, backend: Backend | None
@@ -98,7 +99,7 @@ class DecoderLayer(_Layer):
         return self.feed(x)
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """The layer for one new token a row: x (B, W, d_model)."""
+        """The layer for one new token a beam: x (B, W, d_model)."""
         x = self.sublayer_connection[0](x, self.attn.step(x, cache))
         for which, connection in zip(range(len(cache.memories)), self.sublayer_connection[1:-1], strict=False):
             x = connection(x, self.attn.step_to_memory(x, cache, which))
@@ -155,7 +156,7 @@ class Decoder(nn.Module):
         return Memory({layer.attn: layer.attn.memory(states) for layer in self.decoder_layer}, lengths)
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """The output (B, W, d_model) for one new token a row, x (B, W, d_model)."""
+        """The output (B, W, d_model) for one new token a beam, x (B, W, d_model)."""
         for layer in self.decoder_layer:
             x = layer.step(x, cache)
         cache.advance()
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
 
 
 class ABDTransformer(nn.Module):
-    """Captions of videos, decoded right to left and then, with that in view, left to right.
+    """Captions of videos, decoded right to left, and then left to right with attention to the first result.
 
     vocab: has n_vocabs, word2idx with '<PAD>' and '<S>', which begins and ends a caption, and idx2word.
     d_feat: numbers a frame; with several features a sequence of as many.     d_model: even.
@@ -171,8 +172,8 @@ class ABDTransformer(nn.Module):
     dropout: of attention weights, embeddings and sublayers; the feed-forwards have their own, 0.1.
     feature_mode: "one" feature; "two", image and motion; "three", and objects; "four", and relations.
     device: kept as an attribute; the model works where its parameters are.
-    positions: see fastattn.models.captioner.layers.PositionalEncoding.     backend: given to every op, as FusedTransformer's.
-    ValueError for arguments of which no model can be made.
+    positions: see PositionalEncoding in layers.py.     backend: given to every op, as FusedTransformer's.
+    ValueError for arguments that make no model.
 
     src: (B, Ls, d_feat), or a tuple of such with as many frames. Masks are bool or integer, nonzero = attend.
     """
@@ -236,7 +237,7 @@ class ABDTransformer(nn.Module):
     def encode(self, src: Any, src_mask: Any, feature_mode_two: bool = False) -> Tensor:
         """The sum of the encoded features, (B, Ls, d_model). src_mask: of each feature, (B, 1, Ls), a tuple as src.
 
-        feature_mode_two: as mode two, whatever the mode is: image and motion, by encoder_big.
+        feature_mode_two: encode image and motion by encoder_big, as mode two does, in any mode.
         """
         names = FEATURES[self.feature_mode]
         src, src_mask = ((src,), (src_mask,)) if self.feature_mode == "one" else (src, src_mask)
@@ -306,11 +307,9 @@ class ABDTransformer(nn.Module):
             options |= {"bos_idx": self._ends, "eos_idx": self._ends}
             r2l = beam_search(_Direction(self, self.r2l_decoder), [(r2l_memory, mask)], **options)
             best = [[self._ends, *found[0].tokens] if found else [self._ends] for found in r2l]
-            longest = max(map(len, best), default=1)
-            pad = self.vocab.word2idx["<PAD>"]
-            r2l_trg = torch.tensor([tokens + [pad] * (longest - len(tokens)) for tokens in best], device=memory.device)
-            lengths = torch.tensor([len(tokens) for tokens in best], device=memory.device)
-            real = (torch.arange(longest, device=memory.device) < lengths[:, None])[:, None]
+            captions = [torch.tensor(tokens, device=memory.device) for tokens in best]
+            r2l_trg = pad_sequence(captions, batch_first=True, padding_value=self.vocab.word2idx["<PAD>"])
+            real = pad_sequence([torch.ones_like(t, dtype=torch.bool) for t in captions], batch_first=True)[:, None]
             states = self.r2l_decode(r2l_trg, r2l_memory, mask, get_subsequent_mask(r2l_trg))
             l2r = beam_search(_Direction(self, self.l2r_decoder), [(memory, mask), (states, real)], **options)
         return self._words(r2l), self._words(l2r)
@@ -325,9 +324,9 @@ class ABDTransformer(nn.Module):
         if self.feature_mode == "one":
             memory = self.encode(src, src_mask)
             return memory, memory, src_mask
-        of_features, decoder_mask = src_mask
-        memory = self.encode(src, of_features)
-        r2l_memory = memory if self.feature_mode == "two" else self.encode(src, of_features, feature_mode_two=True)
+        feature_masks, decoder_mask = src_mask
+        memory = self.encode(src, feature_masks)
+        r2l_memory = memory if self.feature_mode == "two" else self.encode(src, feature_masks, feature_mode_two=True)
         return r2l_memory, memory, decoder_mask
 
     def _check_source(self, src: Any, names: tuple[str, ...]) -> None:
@@ -344,7 +343,7 @@ class ABDTransformer(nn.Module):
 
     def _words(self, found: list[list[Any]]) -> list[list[Hypothesis]]:
         idx2word = self.vocab.idx2word
-        return [[Hypothesis([idx2word[i] for i in h.tokens], h.score) for h in of_source] for of_source in found]
+        return [[Hypothesis([idx2word[i] for i in h.tokens], h.score) for h in captions] for captions in found]
 
 
 class _Direction(nn.Module):
@@ -354,13 +353,13 @@ class _Direction(nn.Module):
         super().__init__()
         self.model, self.decoder = model, decoder
 
-    def start_decoding(self, source: list[tuple[Tensor, Tensor | None]], rows: int, capacity: int) -> DecoderCache:
+    def start_decoding(self, source: list[tuple[Tensor, Tensor | None]], beams: int, capacity: int) -> DecoderCache:
         """source: (states (B, L, d_model), mask (B, 1, L) or None) of all that the decoder attends to."""
         memories = tuple(self.decoder.memory(*memory) for memory in source)
-        return DecoderCache(len(source[0][0]), rows, capacity, source[0][0].device, memories)
+        return DecoderCache(len(source[0][0]), beams, capacity, source[0][0].device, memories)
 
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
-        """States (B, W, d_model) of one new token a row, (B, W)."""
+        """States (B, W, d_model) of one new token a beam, (B, W)."""
         pos_embed = self.model.pos_embed
         place = cache.sentences[:, None] if pos_embed.by_batch else cache.position
         return self.decoder.step(pos_embed(self.model.trg_embed(tokens), place), cache)
@@ -378,16 +377,12 @@ def src_trg_mask(src: Any, r2l_trg: Tensor | None, trg: Tensor | None, pad_idx: 
     (B, L, L), real tokens up to each itself. Where trg is None src_mask alone is returned.
     """
     if isinstance(src, (tuple, list)):
-        of_features = tuple((features[:, :, 0] != pad_idx)[:, None] for features in src)
-        src_mask: Any = (of_features, of_features[0] & of_features[1])
+        masks = tuple((features[:, :, 0] != pad_idx)[:, None] for features in src)
+        src_mask: Any = (masks, masks[0] & masks[1])
     else:
         src_mask = (src[:, :, 0] != pad_idx)[:, None]
     if trg is None:
         return src_mask
     r2l_pad_mask, trg_pad_mask = ((t != pad_idx)[:, None] for t in (r2l_trg, trg))
-    return (
-        src_mask,
-        r2l_pad_mask,
-        r2l_pad_mask & get_subsequent_mask(r2l_trg),
-        trg_pad_mask & get_subsequent_mask(trg),
-    )
+    r2l_trg_mask, trg_mask = r2l_pad_mask & get_subsequent_mask(r2l_trg), trg_pad_mask & get_subsequent_mask(trg)
+    return src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask
