@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastattn import use_backend
+from fastattn.models.padding import KEEP_PADDING
 from fastattn.nn.recompute import is_recomputing, recomputed
 
 VARIANTS = {"public": {}, "beyond": dict(norm_first=True, activation="swiglu", n_head_kv=1)}
