@@ -191,7 +191,7 @@ def by_reference(op_name: str | None) -> Iterator[None]:
         return
     choose = backends.choose
 
-    def switched(op: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> tuple[str, Any]:
+    def switched(op: str, device: torch.device, arguments: tuple[Any, ...], backend: str | None) -> Any:
         return choose(op, device, arguments, "reference" if op == op_name else backend)
 
     with patch.object(backends, "choose", switched):

@@ -138,7 +138,7 @@ def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: 
     ways = {name: partial(fastattn.use_backend, name) for name in usable if name != "reference"}
     if len(ways) < 2:
         return
-    of_call = op.call_class(*op.query(**given)[1])
+    of_call = op.call_class(*op.validate(**given)[1])
     yield Call(op_name, of_call, what, dtype, _step(op.function, given), ways, explanation.chosen)
 
 

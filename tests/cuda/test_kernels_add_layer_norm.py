@@ -14,7 +14,8 @@ from layer_norm_checks import EPS, Case, run
 
 import fastattn
 from fastattn.backends.cuda import add_layer_norm as backend
-from fastattn.backends.reference.philox import keep_mask, rescale
+from fastattn.backends.constants import dropout_scale
+from fastattn.backends.reference.philox import keep_mask
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 PAIRS = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
@@ -124,7 +125,7 @@ def test_dropout_is_the_written_rule(dropout_p: float, shape: tuple[int, int], d
     """Forward and backward drop exactly the elements that the reference drops, an infinite one included."""
     rng_state = torch.tensor([-3, 2**40 + 5], dtype=torch.int64, device=device)
     keep = keep_mask(rng_state, *shape, dropout_p)
-    expected = torch.where(keep, torch.tensor(rescale(dropout_p), device=device), 0.0)
+    expected = torch.where(keep, torch.tensor(dropout_scale(dropout_p), device=device), 0.0)
     ones, weight = torch.ones(shape, device=device), torch.ones(shape[1], device=device)
     x = torch.where(keep, ones, torch.inf)
     _, z, statistics = backend.add_layer_norm_fwd(x, None, weight, weight, EPS, dropout_p, rng_state)

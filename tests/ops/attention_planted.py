@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
 
 TILE = 16
@@ -55,7 +56,7 @@ def _multiplier(rng_state: Tensor | None, like: Tensor, dropout_p: float, bug: s
     B, H, Lq, Lk = like.shape
     off = 1 if bug == "dropout row off by one" else 0
     keep = philox.keep_mask(rng_state, B * H * Lq + off, Lk, dropout_p)[off:]
-    return keep.reshape(like.shape).to(like.dtype) * philox.rescale(dropout_p)
+    return keep.reshape(like.shape).to(like.dtype) * dropout_scale(dropout_p)
 
 
 def _probabilities(S: Tensor, lse: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
-from fastattn.backends.reference.philox import LaneStream, keep_mask_from_lanes, rescale
+from fastattn.backends.constants import dropout_scale
+from fastattn.backends.reference.philox import LaneStream, keep_mask_from_lanes
 
 BLOCK_BYTES = 1 << 21  # of a block's scores: what the L2 caches of two cores hold
 KEPT_BYTES = 1 << 23  # weights up to so many bytes a call are kept for the backward instead of being made again
@@ -101,7 +102,7 @@ class BlockedAttention(torch.autograd.Function):
             kept = q.new_empty(shape)
         out, space = q.new_empty(*q.shape[:3], v.shape[3]), _Space(q)
         # Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was.
-        alpha = 1.0 if rng_state is None else rescale(dropout_p) or 1.0
+        alpha = 1.0 if rng_state is None else dropout_scale(dropout_p) or 1.0
         for block in _blocks(q, k, is_causal):
             weights = _weights(q, k, hidden, softmax_scale, block, space, kept)
             if lanes is not None:

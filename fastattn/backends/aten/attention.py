@@ -22,15 +22,12 @@ from fastattn.backends.aten._sequences import Sequences, sequences
 from fastattn.backends.reference import philox
 from fastattn.masks import AttentionMask
 
+DIFFERENTIABLE = True
+
 # cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 FEW_WEIGHTS = 1 << 14  # of so few the fused operator is faster: blocks are called from Python
-
-
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
-    """PyTorch serves everything."""
-    return None
 
 
 def attention(

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.cpu_matmul import product, uses_onednn
-from fastattn.backends.reference.linear_cross_entropy import unsupported_reason
-
-__all__ = ["linear_cross_entropy_bwd", "linear_cross_entropy_fwd", "unsupported_reason"]
 
 LOGITS_BYTES = 1 << 30  # of a chunk's logits: a cut costs a pass over weight's gradient, so only memory makes one
 BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}  # of a block in float32; on a CPU about half of a core's L2 cache
