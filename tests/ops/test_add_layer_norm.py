@@ -325,7 +325,7 @@ def test_library_operators(
     p = make(6, 40, dropout_p, has_residual=has_residual, has_x_bias=not has_residual, **variant, device=device)
     rng_state = philox.draw_rng_state(device) if dropout_p else None
     inputs = [None if t is None else t.requires_grad_() for t in (p.x, p.residual, p.weight, p.bias, p.x_bias)]
-    operator = importlib.import_module("fastattn.ops.add_layer_norm")._AddLayerNorm._traced
+    operator = importlib.import_module("fastattn.ops.add_layer_norm")._AddLayerNorm._traced.operator
     torch.library.opcheck(operator, (*inputs, EPS, dropout_p, rng_state, p.eps_on_std, backend))
 
 

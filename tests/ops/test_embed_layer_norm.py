@@ -237,7 +237,7 @@ def test_library_operators(
     leaves = [t.requires_grad_() for t in (p.embedding, p.weight, p.bias)]
     places = (p.tokens.view(-1), p.table, p.position.view(-1) if packed else None, 7)
     options = (6.0, padding_idx, EPS, dropout_p, rng_state, torch.float32, backend)
-    torch.library.opcheck(op._EmbedLayerNorm._traced, (*leaves, *places, *options))
+    torch.library.opcheck(op._EmbedLayerNorm._traced.operator, (*leaves, *places, *options))
 
 
 @pytest.mark.parametrize("backend", ["aten", *KERNELS])

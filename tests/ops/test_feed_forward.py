@@ -257,7 +257,7 @@ def test_library_operators(
     p = make(activation, dropout_p, tokens=6, has_bias=has_bias, device=device)
     inputs = [None if t is None else t.requires_grad_() for t in p.inputs]
     rng_state = philox.draw_rng_state(device) if dropout_p else None
-    operator = importlib.import_module("fastattn.ops.feed_forward")._FeedForward._traced
+    operator = importlib.import_module("fastattn.ops.feed_forward")._FeedForward._traced.operator
     for recompute in (False, True):
         arguments = (*inputs, activation, dropout_p, rng_state, recompute, backend)
         torch.library.opcheck(operator, arguments)

@@ -13,7 +13,7 @@ The bits depend on the element's global position only, not on tiles: a backward 
 Rows and columns: attention (b * H + h) * Lq + i and key j; the other ops flattened row and column of their input.
 
 The backend `aten` uses PyTorch's generator instead, with the same threshold and scale. On a CPU this takes a tenth of
-the time: rng_state holds only a seed, (1,), and the lanes of a matrix, row after row, are the 16-bit parts of the 64-bit
+the time: rng_state holds only a seed, (1,). The lanes of a matrix, row after row, are the 16-bit parts of the 64-bit
 numbers that torch.Generator draws from that seed. On a GPU the rule would take over a hundred operators: rng_state (1,)
 holds nothing, and the device's generator draws when the mask is made.
 """
