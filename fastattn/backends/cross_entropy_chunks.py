@@ -17,7 +17,7 @@ softmax kept between separate operators are 12 n v or more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,45 +48,17 @@ class RowKernel(NamedTuple):
         return torch.mm(x, weight.t(), out=self.empty_logits(len(x), len(weight), x))
 
 
-def forward(
-    kernel: RowKernel,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    logit_scale: float,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Gradients]:
-    """x (tokens, d), target (tokens,), both contiguous. needs: whether to make the gradients of x, weight, bias now.
-
-    Returns the loss, (tokens,) where reduction is "none", and these gradients for a dloss of 1, None where not made.
-    """
-    options = (label_smoothing, ignore_index, logit_scale)
-    losses, count, grads = _losses_and_grads(kernel, None, x, weight, bias, target, options, reduction, needs)
-    if reduction == "none":
+def forward(kernel: RowKernel, *call: Any) -> tuple[Tensor, Gradients]:
+    """The loss, and the gradients of x, weight, bias for a dloss of 1. call: see _losses_and_grads, from x on."""
+    losses, count, grads = _losses_and_grads(kernel, None, *call)
+    if call[-2] == "none":
         return losses, grads
     return losses.sum() if count is None else losses.sum() / count, grads
 
 
-def backward(
-    kernel: RowKernel,
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    logit_scale: float,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
-) -> Gradients:
+def backward(kernel: RowKernel, dloss: Tensor, *call: Any) -> Gradients:
     """The gradients of x, weight, bias from the logits, made again. dloss: as the loss, contiguous."""
-    options = (label_smoothing, ignore_index, logit_scale)
-    return _losses_and_grads(kernel, dloss, x, weight, bias, target, options, reduction, needs)[2]
+    return _losses_and_grads(kernel, dloss, *call)[2]
 
 
 def _losses_and_grads(
@@ -96,12 +68,17 @@ def _losses_and_grads(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    options: tuple[float, int, float],
+    label_smoothing: float,
+    ignore_index: int,
+    logit_scale: float,
     reduction: str,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Gradients]:
-    """Losses (tokens,); the count that a mean divides by, or None; the gradients. dloss: None is 1."""
-    tokens, ignore_index, logit_scale = len(target), *options[1:]
+    """Losses (tokens,); the count that a mean divides by, or None; the gradients that `needs` asks for, else None.
+
+    x (tokens, d), target (tokens,), both contiguous. dloss: (tokens,) if reduction is "none", else (); None is 1.
+    """
+    tokens, options = len(target), (label_smoothing, ignore_index, logit_scale)
     valid: Tensor | None = target != ignore_index
     count = valid.sum() if reduction == "mean" else None
     if x.device.type == "cpu" and valid.all():

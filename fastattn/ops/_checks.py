@@ -51,6 +51,14 @@ def check_shape(name: str, t: Tensor, shape: tuple[int, ...], meaning: str) -> N
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {meaning} = {shape}")
 
 
+def check_parameter(name: str, t: Tensor, shape: tuple[int, ...], meaning: str, like_name: str, like: Tensor) -> None:
+    """t has this shape, is on the device of another argument, and has its dtype or float32."""
+    check_like(name, t, like_name, like, dtype=False)
+    check_shape(name, t, shape, meaning)
+    if t.dtype not in (torch.float32, like.dtype):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected float32 or {like.dtype} as {like_name}")
+
+
 def check_indices(name: str, t: object, like_name: str, like: Tensor) -> None:
     """t holds int64 or int32 on the device of another argument."""
     if not isinstance(t, Tensor):
@@ -62,7 +70,7 @@ def check_indices(name: str, t: object, like_name: str, like: Tensor) -> None:
 
 
 def check_range(name: str, t: Tensor, end: int, meaning: str) -> None:
-    """0 <= t < end, looked at on a CPU only: on a GPU that would wait for it."""
+    """0 <= t < end, read on a CPU only: on a GPU this would wait."""
     if not can_read_values(t) or t.numel() == 0:
         return
     low, high = (int(n) for n in t.aminmax())

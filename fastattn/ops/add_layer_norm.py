@@ -23,49 +23,34 @@ Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | Non
 
 
 def _validate(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    *,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
-    **options: Any,
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, **options: Any
 ) -> tuple[torch.device, Inputs]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("bias", bias)
-    device, inputs = _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias)
-    if eps_on_std and x.shape[-1] == 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
-    return device, inputs
+    return _checked(x, residual, weight, bias, **options)
 
 
-def _validate_rms(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    *,
-    x_bias: Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.device, Inputs]:
-    return _checked(x, residual, {"weight": weight}, eps, dropout_p, x_bias)
+def _validate_rms(x: Tensor, residual: Tensor | None, weight: Tensor, **options: Any) -> tuple[torch.device, Inputs]:
+    return _checked(x, residual, weight, None, **options)
 
 
 def _checked(
     x: Tensor,
     residual: Tensor | None,
-    parameters: dict[str, Tensor],
-    eps: float,
-    dropout_p: float,
-    x_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
+    **options: Any,
 ) -> tuple[torch.device, Inputs]:
     _checks.check_float("x", x)
     x, residual = _checks.autocast_inputs(x, residual)
-    is_uniform = _checks.same_dtype_and_device(x, x if residual is None else residual, *parameters.values())
+    is_uniform = _checks.same_dtype_and_device(
+        x, x if residual is None else residual, weight, weight if bias is None else bias
+    )
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., hidden)")
     hidden = x.shape[-1]
@@ -76,20 +61,15 @@ def _checked(
             _checks.check_like("residual", residual, "x", x)
         if residual.shape != x.shape:
             _checks.check_shape("residual", residual, tuple(x.shape), "the shape of x")
-    for name, t in parameters.items():
-        if not is_uniform:
-            _checks.check_like(name, t, "x", x, dtype=False)
-        _checks.check_shape(name, t, (hidden,), "(hidden,)")
-    weight, bias = parameters["weight"], parameters.get("bias")
-    if bias is not None and not is_uniform:
-        _checks.check_like("bias", bias, "weight", weight)
-    if weight.dtype not in (torch.float32, x.dtype):
-        raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {x.dtype} as x")
-    if x_bias is not None:
-        _checks.check_like("x_bias", x_bias, "x", x, dtype=False)
-        _checks.check_shape("x_bias", x_bias, (hidden,), "(hidden,)")
-        if x_bias.dtype not in (torch.float32, x.dtype):
-            raise TypeError(f"x_bias has dtype {x_bias.dtype}, expected float32 or {x.dtype} as x")
+    shape = (hidden,)
+    if not (is_uniform and x_bias is None and weight.shape == shape and (bias is None or bias.shape == shape)):
+        for name, t in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
+            if t is not None or name == "weight":
+                _checks.check_parameter(name, t, shape, "(hidden,)", "x", x)
+        if bias is not None:
+            _checks.check_like("bias", bias, "weight", weight)
+    if eps_on_std and hidden == 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
     _checks.check_eps(eps)
     _checks.check_dropout(dropout_p)
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
@@ -162,7 +142,8 @@ def dropout_add_layer_norm(
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
     """
-    device, inputs = _validate(x, residual, weight, bias, eps, dropout_p, x_bias=x_bias, eps_on_std=eps_on_std)
+    options = {"eps": eps, "dropout_p": dropout_p, "x_bias": x_bias, "eps_on_std": eps_on_std}
+    device, inputs = _validate(x, residual, weight, bias, **options)
     return _run("add_layer_norm", device, inputs, eps, eps_on_std, return_sum, backend)
 
 
@@ -207,7 +188,7 @@ def dropout_add_rms_norm(
     Arguments, results and errors are those of ``dropout_add_layer_norm``; there is no bias.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
-    device, inputs = _validate_rms(x, residual, weight, eps, dropout_p, x_bias=x_bias)
+    device, inputs = _validate_rms(x, residual, weight, eps=eps, dropout_p=dropout_p, x_bias=x_bias)
     return _run("add_rms_norm", device, inputs, eps, False, return_sum, backend)
 
 

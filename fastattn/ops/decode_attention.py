@@ -1,4 +1,4 @@
-"""Attention of one new token a row to a cache of keys and values: a step of decoding."""
+"""Attention of one new token per row to a cache of keys and values: a step of decoding."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def decode_attention(
     query (B, W, H, Dk): float32, bfloat16, float16 (float64 in reference and aten). W is the number of beams, or 1.
     key (B, M, R, Hk, Dk), value (B, M, R, Hk, Dv): likewise, any strides. M positions, each with R rows; the heads of
         query share those of key in groups of H / Hk. To read less than was allocated, pass a slice: cache[:, :length].
-    lengths (B,): int32, the positions of each sequence that count, M unless given. What lies behind them may be
+    lengths (B,): int32, the positions of each sequence that count, M unless given. What follows them may be
         anything, NaN included.
     ancestors (B, W, M): int32, the row in which query w finds position j. An entry outside of 0 .. R - 1 masks the
         position. So a beam's history is found without copying the cache when beams are reordered. Without ancestors

@@ -1,4 +1,4 @@
-"""The way into a Transformer: embedding * scale + positions, dropout, layer normalisation."""
+"""The first layer of a Transformer: embedding * scale + positions, dropout, layer normalisation."""
 
 from __future__ import annotations
 
@@ -44,27 +44,21 @@ def _validate(
     if tokens.dim() == 0:
         raise ValueError("tokens has no dimensions, expected (..., L)")
     _checks.check_range("tokens", tokens, vocabulary, "a row of embedding")
-    _checks.check_like("position_table", position_table, "embedding", embedding, dtype=False)
-    if position_table.dtype not in (torch.float32, embedding.dtype):
-        expected = f"float32 or {embedding.dtype} as embedding"
-        raise TypeError(f"position_table has dtype {position_table.dtype}, expected {expected}")
-    if position_table.dim() != 2 or position_table.shape[1] != d:
-        raise ValueError(f"position_table has shape {tuple(position_table.shape)}, expected (n_position, d = {d})")
+    _checks.check_float("position_table", position_table)
+    n_position = position_table.shape[0] if position_table.dim() > 0 else 0
+    shape = (n_position, d)
+    _checks.check_parameter("position_table", position_table, shape, "(n_position, d)", "embedding", embedding)
     if position_table.requires_grad:
         raise ValueError("position_table has no gradient: it must not require one")
     if position is not None:
         _checks.check_indices("position", position, "embedding", embedding)
         _checks.check_shape("position", position, tuple(tokens.shape), "the shape of tokens")
-        _checks.check_range("position", position, position_table.shape[0], "a row of position_table")
-    elif tokens.shape[-1] > position_table.shape[0]:
-        rows = position_table.shape[0]
-        raise ValueError(f"position_table has {rows} rows, too few for {tokens.shape[-1]} tokens a sequence")
+        _checks.check_range("position", position, n_position, "a row of position_table")
+    elif tokens.shape[-1] > n_position:
+        raise ValueError(f"position_table has {n_position} rows, too few for {tokens.shape[-1]} tokens a sequence")
     for name, t in (("weight", weight), ("bias", bias)):
-        _checks.check_like(name, t, "embedding", embedding, dtype=False)
-        _checks.check_shape(name, t, (d,), "(d,)")
+        _checks.check_parameter(name, t, (d,), "(d,)", "embedding", embedding)
     _checks.check_like("bias", bias, "weight", weight)
-    if weight.dtype not in (torch.float32, embedding.dtype):
-        raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {embedding.dtype} as embedding")
     _checks.check_eps(eps)
     _checks.check_dropout(dropout_p)
     _checks.check_finite("scale", scale)

@@ -78,7 +78,7 @@ def cross_entropy(
 
 
 def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """target in int64. Its values are looked at on a CPU only: on a GPU that would wait for it."""
+    """target in int64. Its values are read on a CPU only: on a GPU this would wait."""
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:

@@ -73,5 +73,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale:
 
 
 def _heads_merge(t: Tensor) -> bool:
-    """Whether t (B, Hk, N, D) is a batch of B * Hk matrices as it lies in memory."""
+    """Whether t (B, Hk, N, D) is a batch of B * Hk matrices without a copy."""
     return t.stride(0) == t.shape[1] * t.stride(1)

@@ -1,4 +1,4 @@
-"""The way into a Transformer: embedding, positions, dropout and layer normalisation, the formula.
+"""The first layer of a Transformer: embedding, positions, dropout and layer normalisation, the formula.
 
 z = dropout(embedding[tokens] * scale + position_table[position])
 out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias

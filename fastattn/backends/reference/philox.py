@@ -38,7 +38,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 BLOCK = 64  # rng_states that are drawn at once; the forward of a base model takes 50
 
-_drops_as: list[str] = []  # see reference_dropout_rule
+_reference_rule: str | None = None  # see reference_dropout_rule
 
 
 def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
@@ -46,8 +46,8 @@ def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
 
     From torch's generator of the device: no host synchronisation, new at every call, repeatable under
     torch.manual_seed, replayed by activation checkpointing and renewed by CUDA-graph replay."""
-    if _drops_as and backend in (None, "reference"):
-        backend = _drops_as[-1]
+    if _reference_rule is not None and backend in (None, "reference"):
+        backend = _reference_rule
     if backend == "aten" and device.type != "cpu":
         return torch.empty(1, dtype=torch.int64, device=device)
     numbers = 1 if backend == "aten" else 2
@@ -107,11 +107,12 @@ _thread_state = _ThreadState()
 @contextmanager
 def reference_dropout_rule(backend: str) -> Iterator[None]:
     """The reference path drops what this backend would drop, so that the two can be compared."""
-    _drops_as.append(backend)
+    global _reference_rule
+    before, _reference_rule = _reference_rule, backend
     try:
         yield
     finally:
-        _drops_as.pop()
+        _reference_rule = before
 
 
 class LaneStream:
