@@ -1,6 +1,6 @@
-"""What surrounds a call: a trace by torch.compile or torch.export, a transform of torch.func, forward-mode derivatives.
+"""Whether a call is traced by torch.compile or torch.export, transformed by torch.func, or differentiated forward.
 
-In each of them tensors may stand for others, and their values cannot be read.
+In each of these a tensor may represent others, and its values cannot be read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 def is_transformed() -> bool:
     """Whether torch.func.grad, vmap, jvp or another of its transforms is active, or forward-mode differentiation.
 
-    Only the plain formula serves there: kernels and PyTorch's fused operators do not have every derivative, and have no
-    rule for vmap.
+    These need the plain formula: kernels and PyTorch's fused operators do not have every derivative, and have no rule
+    for vmap.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_batch(t: Tensor | None) -> bool:
-    """Whether t stands for a batch of gradients, as in torch.autograd.grad(.., is_grads_batched=True). PyTorch's
-    operators can take such a tensor; kernels, and operators with out= or in place, cannot."""
+    """Whether t represents a batch of gradients, as in torch.autograd.grad(.., is_grads_batched=True).
+
+    PyTorch's operators accept such a tensor; kernels, and operators with out= or in place, do not.
+    """
     return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
 
 
@@ -35,13 +37,13 @@ def needs_formula(*doutputs: Tensor | None) -> bool:
 
 
 def can_read_values(t: Tensor) -> bool:
-    """Whether values may be looked at: on a CPU, where that needs no synchronisation, and where they are there."""
+    """Whether values may be read: they exist, and on a CPU, where reading needs no synchronisation."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
 
 
 def may_write_in_place() -> bool:
-    """Whether an operator's result may be changed in place: nobody notes the results of single operators, as selective
-    activation checkpointing does."""
+    """Whether an operator's result may be changed in place. Selective activation checkpointing, a dispatch mode, keeps
+    the results of single operators."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is None
 
 

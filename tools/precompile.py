@@ -62,8 +62,8 @@ def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: No
 
     driver.set_active(_NoDriver(capability))
     with contextlib.ExitStack() as stack:
-        for served_by in {op.served_by for op in OPS.values()}:
-            stack.enter_context(mock.patch(f"fastattn.kernels.{served_by}.unsupported_reason", lambda *_: None))
+        for name in {op.backend_module for op in OPS.values()}:
+            stack.enter_context(mock.patch(f"fastattn.kernels.{name}.unsupported_reason", lambda *_: None))
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         yield
 

@@ -1,9 +1,9 @@
-"""The only place that picks a backend.
+"""The registry of backends, and the choice of the one that an op's call uses.
 
-Order of choice: the ``backend=`` argument, the ``use_backend()`` context, the environment's FASTATTN_BACKEND, the
-record that ``python -m fastattn tune`` made of this device, then the device's own order. A backend asked for by name
-serves or raises with its reason; the automatic choice takes the first that can. Of each op a backend has one module,
-with ``unsupported_reason`` and the op's functions, imported when first asked for.
+The choice is the first of these that says something: the argument ``backend=``, the context ``use_backend()``, the
+environment variable FASTATTN_BACKEND, the record that ``python -m fastattn tune`` made of this device, the device's own
+order. A backend that is asked for by name raises with its reason where it does not support a call. The automatic choice
+takes the first that does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -32,39 +31,70 @@ OTHER_ORDER = ("aten", "reference")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Name = TypeVar("Name", bound=str)
 
+
+@dataclass
+class Implementation:
+    """A backend's module of an op. What follows `path` is known after the import.
+
+    path: the module's dotted name.     failure: why there is no module, or None.
+    differentiable: the module says DIFFERENTIABLE: its function, named as the op, is a formula for autograd. Other
+        modules have functions for the forward and for the backward.
+    takes_all: the module has no unsupported_reason, so it supports every call.
+    """
+
+    name: str
+    path: str
+    module: Any = None
+    failure: str | None = None
+    differentiable: bool = False
+    takes_all: bool = False
+
+
 _PACKAGES = {
     "reference": "fastattn.backends.reference",
     "aten": "fastattn.backends.aten",
     "triton": "fastattn.kernels",
     "cuda": "fastattn.backends.cuda",
 }
-# For each backend the modules of ops that were asked for, as attributes, or why there is none. torch.compile reads
-# attributes afresh, where it would take a dictionary as it was before the first import of a trace.
-_MODULES = {backend: SimpleNamespace() for backend in BACKENDS}
+_OP_NAMES = (
+    "attention",
+    "decode_attention",
+    "add_layer_norm",
+    "embed_layer_norm",
+    "feed_forward",
+    "linear_cross_entropy",
+)
+# op -> backend -> Implementation. "mask" is no op: Triton has a kernel that prepares masks. The table never changes,
+# only the attributes of its entries: torch.compile keeps a dictionary as it was, and reads attributes again.
+REGISTRY = {
+    op_name: {name: Implementation(name, f"{package}.{op_name}") for name, package in _PACKAGES.items()}
+    for op_name in (*_OP_NAMES, "mask")
+}
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.name: Backend | None = None
 
 
 # What use_backend asked for. torch.compile cannot read a ContextVar, and guards attributes of a threading.local.
-_of_task: ContextVar[Backend | None] = ContextVar("fastattn.use_backend", default=None)
-_of_thread = _OfThread()
+_task_override: ContextVar[Backend | None] = ContextVar("fastattn.use_backend", default=None)
+_thread_state = _ThreadState()
 
 
 @dataclass(frozen=True)
 class Op:
-    """An op as the dispatcher knows it. ``query`` checks a call's arguments and gives (device, unsupported_reason's arguments).
+    """An op as the dispatcher knows it.
 
-    served_by: the name under which backends have it: its own or, for a variant of another op, that op's.
+    validate: checks a call's arguments and returns (device, the arguments of unsupported_reason).
+    backend_module: the op's key in REGISTRY: its own name, or for a variant of another op the other op's.
     call_class: of unsupported_reason's arguments, the class of calls for which a record names the fastest backend.
     """
 
     name: str
     function: Callable[..., Any]
-    query: Callable[..., tuple[torch.device, tuple[Any, ...]]]
-    served_by: str
+    validate: Callable[..., tuple[torch.device, tuple[Any, ...]]]
+    backend_module: str
     call_class: Callable[..., str]
 
 
@@ -73,14 +103,14 @@ OPS: dict[str, Op] = {}
 
 def register(
     op_name: str,
-    query: Callable[..., tuple[torch.device, tuple[Any, ...]]],
+    validate: Callable[..., tuple[torch.device, tuple[Any, ...]]],
     call_class: Callable[..., str],
-    served_by: str | None = None,
+    backend_module: str | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator of an op's public function: makes it known to ``explain`` and the doctor."""
 
     def note(function: Function) -> Function:
-        OPS[op_name] = Op(op_name, function, query, served_by or op_name, call_class)
+        OPS[op_name] = Op(op_name, function, validate, backend_module or op_name, call_class)
         return function
 
     return note
@@ -95,22 +125,22 @@ def use_backend(name: Backend | None) -> Iterator[None]:
     and for DataParallel give the model ``backend=`` instead, or set FASTATTN_BACKEND.
     """
     name = None if name is None else _known(name, "use_backend()")
-    before, token = _of_thread.name, None if torch.compiler.is_compiling() else _of_task.set(name)
-    _of_thread.name = name
+    before, token = _thread_state.name, None if torch.compiler.is_compiling() else _task_override.set(name)
+    _thread_state.name = name
     try:
         yield
     finally:
         if token is not None:
-            _of_task.reset(token)
-            before = _of_task.get()  # another task may have come and gone in this thread
-        _of_thread.name = before
+            _task_override.reset(token)
+            before = _task_override.get()  # another task may have come and gone in this thread
+        _thread_state.name = before
 
 
 def requested(backend: Backend | None) -> tuple[Backend | None, str]:
     """The backend asked for by name, if any, and where it was asked for."""
     if backend is not None:
         return _known(backend, "backend"), "backend="
-    name = _of_thread.name if torch.compiler.is_compiling() else _of_task.get()
+    name = _thread_state.name if torch.compiler.is_compiling() else _task_override.get()
     if name is not None:
         return name, "use_backend()"
     if from_environment := os.environ.get("FASTATTN_BACKEND"):
@@ -129,67 +159,74 @@ def default_order(device: torch.device) -> tuple[str, ...]:
     return DEFAULT_ORDER.get(device.type, OTHER_ORDER)
 
 
-def recorded_choice(op_name: str, device: torch.device, arguments: tuple[Any, ...]) -> str | None:
+def recorded_choice(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> str | None:
     """The backend that a record of this device names for such a call, or None. See fastattn/backends/timings.py."""
-    name = timings.choice(op_name, device.type, lambda: OPS[op_name].call_class(*arguments), device.index)
+    name = timings.choice(op_name, device.type, lambda: OPS[op_name].call_class(*op_args), device.index)
     return name if name in BACKENDS else None
 
 
-def automatic_order(op_name: str, device: torch.device, arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """The backends in the order in which this call asks them."""
-    order, name = default_order(device), recorded_choice(op_name, device, arguments)
-    return order if name is None else (name, *order)
+def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The backends in the order in which this call asks them, each once."""
+    order, name = default_order(device), recorded_choice(op_name, device, op_args)
+    return order if name is None else (name, *(other for other in order if other != name))
 
 
 @torch.compiler.assume_constant_result  # torch.compile traces no import
 def import_failure(op_name: str, backend: str) -> str | None:
     """Import a backend's module of an op, unless done. Why there is none, or None; one that is broken raises."""
-    if not hasattr(_MODULES[backend], op_name):
-        setattr(_MODULES[backend], op_name, _import(op_name, backend))
-    found = getattr(_MODULES[backend], op_name)
-    return found if isinstance(found, str) else None
+    entry = REGISTRY[op_name][backend]
+    if entry.module is None and entry.failure is None:
+        try:
+            module = importlib.import_module(entry.path)
+        except ModuleNotFoundError as error:
+            if error.name == entry.path:
+                entry.failure = f"there is no {backend} kernel for this op yet"
+            elif backend == "triton" and error.name == "triton":
+                entry.failure = "triton is not installed (it has wheels for Linux only)"
+            else:
+                raise
+        else:
+            entry.differentiable = getattr(module, "DIFFERENTIABLE", False)
+            entry.takes_all = not hasattr(module, "unsupported_reason")
+            entry.module = module
+    return entry.failure
 
 
-def _import(op_name: str, backend: str) -> ModuleType | str:
-    name = f"{_PACKAGES[backend]}.{op_name}"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name:
-            return f"there is no {backend} kernel for this op yet"
-        if backend == "triton" and error.name == "triton":
-            return "triton is not installed (it has wheels for Linux only)"
-        raise
-
-
-def load_backend(op_name: str, backend: str) -> ModuleType:
-    """A backend's module of an op. RuntimeError if there is none."""
+def implementation(op_name: str, backend: str) -> Implementation:
+    """A backend's entry in REGISTRY, imported. RuntimeError if there is no module."""
     if (reason := import_failure(op_name, backend)) is not None:
         raise RuntimeError(reason)
-    return getattr(_MODULES[backend], op_name)
+    return REGISTRY[op_name][backend]
 
 
-def unsupported_reason(op_name: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
-    """Why this backend cannot serve the call, or None if it can."""
+def load_backend(op_name: str, backend: str) -> Any:
+    """A backend's module of an op. RuntimeError if there is none."""
+    return implementation(op_name, backend).module
+
+
+def unsupported_reason(op_name: str, backend: str, op_args: tuple[Any, ...]) -> str | None:
+    """Why this backend does not support the call, or None if it does. op_name: a key of REGISTRY."""
     if backend != "reference" and is_transformed():
-        return "inside transforms of torch.func and forward-mode differentiation only the backend reference serves"
-    reason = import_failure(op_name, backend)
-    return load_backend(op_name, backend).unsupported_reason(*arguments) if reason is None else reason
+        return "transforms of torch.func and forward-mode differentiation need the backend reference"
+    if (reason := import_failure(op_name, backend)) is not None:
+        return reason
+    entry = REGISTRY[op_name][backend]
+    return None if entry.takes_all else entry.module.unsupported_reason(*op_args)
 
 
-def choose(op_name: str, device: torch.device, arguments: tuple[Any, ...], backend: Backend | None) -> tuple[str, Any]:
-    """The backend for this call, its name and its module. RuntimeError if the one asked for cannot serve."""
+def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend: Backend | None) -> Implementation:
+    """The backend for this call, asked once whether it supports it. RuntimeError if the one asked for does not."""
     name, source = requested(backend)
-    served_by = OPS[op_name].served_by
+    key = OPS[op_name].backend_module
     if name is not None:
-        if (reason := unsupported_reason(served_by, name, arguments)) is not None:
+        if (reason := unsupported_reason(key, name, op_args)) is not None:
             op = OPS[op_name].function.__name__
-            raise RuntimeError(f"{op}: backend {name!r} ({source}) cannot serve this call: {reason}")
-        return name, load_backend(served_by, name)
-    for name in automatic_order(op_name, device, arguments):
-        if unsupported_reason(served_by, name, arguments) is None:
-            return name, load_backend(served_by, name)
-    raise AssertionError("unreachable: the reference serves everything")
+            raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
+        return REGISTRY[key][name]
+    for name in automatic_order(op_name, device, op_args):
+        if unsupported_reason(key, name, op_args) is None:
+            return REGISTRY[key][name]
+    raise AssertionError("unreachable: the reference supports every call")
 
 
 def likely_backend(op_name: str, device: torch.device, backend: Backend | None = None) -> str:

@@ -1,9 +1,9 @@
-"""Matrix products in float32 on a CPU, by oneDNN where it is faster than the library behind PyTorch's own.
+"""Matrix products in float32 on a CPU, by oneDNN where it is faster than the library that PyTorch uses.
 
-PyTorch's float32 products on x86 are MKL's, which on processors of AMD leaves half of the speed unused. Measured on two
+PyTorch's float32 products on x86 are MKL's, which use half of the speed of AMD's processors. Measured on two
 cores of an AMD EPYC with AVX-512, torch 2.13, GFLOP/s of F.linear and of oneDNN's: 336 x 512 -> 512: 194 and 452;
 336 x 512 -> 2048: 214 and 489; 307 x 256 -> 768: 224 and 483; 3000 x 512 -> 2048: 196 and 478. oneDNN reads transposed
-views as fast, so that the two products of the backward gain alike. In 16 bits PyTorch's products are oneDNN's anyway.
+views equally fast, so the two products of the backward gain as much. In 16 bits PyTorch uses oneDNN itself.
 
 Weights that many calls read, as in decoding, can be prepacked: MKL's product packs its weights at every call, oneDNN's
 reads weights that were packed before. Measured as above, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and
@@ -25,7 +25,7 @@ from torch import Tensor
 from fastattn._tracing import can_read_values
 from fastattn.backends import timings
 
-LEAST_WORK = 1 << 20  # multiplications; below them the call itself counts, and PyTorch's costs less
+MIN_WORK = 1 << 20  # multiplications; below them the call itself counts, and PyTorch's costs less
 # To prepack a weight it needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
 # MANY_PRODUCTS.
 MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 18, 1 << 21
@@ -48,12 +48,12 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` and `product` of these take oneDNN's."""
+    """Whether `linear` and `product` of these use oneDNN."""
     return (
         x.dtype is torch.float32
         and weight.dtype is torch.float32
         and can_read_values(x)
-        and x.numel() * weight.shape[0] >= LEAST_WORK
+        and x.numel() * weight.shape[0] >= MIN_WORK
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
         and choice() == "oneDNN"

@@ -1,14 +1,14 @@
-"""Logits, losses and gradients of the linear layer with cross-entropy.   Specification: fastattn/backends/reference/
+"""The linear layer with cross-entropy, chunk by chunk of tokens.   Specification: fastattn/backends/reference/
 
-    logits = x weight^T;    dlogits: a backend's kernel, which adds the bias       linear_cross_entropy.py
+    logits = x weight^T;    dlogits: a backend's kernel over rows                  linear_cross_entropy.py
     dx = dlogits weight;    dweight = dlogits^T x;    dbias = column sums of dlogits
 
-Triton and CUDA share this: each brings its own kernel over rows. The three products are cuBLAS's. Logits
-exist once, in x's dtype, and the kernel writes dlogits in their place, so that of a reduced loss nothing but the
-gradients outlives the forward. One launch serves all tokens; only where their logits exceed LOGITS_BYTES are tokens
-cut into chunks, and weight's gradient is then added up in float32 (8 bytes of traffic for each of its elements a
-chunk: why memory alone asks for it). Nothing waits for the device: the count of targets that are not ignored stays
-there, ignored rows are computed with the others, and their rows of x are 0 before dlogits^T x.
+aten, Triton and CUDA share this: each brings a RowKernel. The three products are PyTorch's. Logits exist once, in x's
+dtype, and the kernel writes dlogits in their place: of a reduced loss only the gradients outlive the forward. One
+launch does all tokens. They are cut into chunks only if their logits exceed LOGITS_BYTES. Weight's gradient is then
+added up in float32, which costs 8 bytes of traffic for each of its elements and chunk. Nothing waits for the device:
+the count of targets that are not ignored stays there, ignored rows are computed with the others, and their rows of x
+are 0 before dlogits^T x.
 
 Floor, n tokens, width d, v classes: 6 n d v FLOP, and 4 n v elements of logits written and read; float32 logits and a
 softmax kept between separate operators are 12 n v or more.
@@ -17,54 +17,53 @@ softmax kept between separate operators are 12 n v or more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.cpu_matmul import product
+
 LOGITS_BYTES = 1 << 30  # 16k tokens of 32k classes, 4k of 128k: still enough rows for cuBLAS's best
 
+Gradients = tuple[Tensor | None, ...]
 
-class Rows(NamedTuple):
-    """A backend's kernel, and memory as it wants to read it.
+
+class RowKernel(NamedTuple):
+    """What a backend brings.
 
     cross_entropy_rows(logits, bias, target, losses, dloss, count, label_smoothing, ignore_index, logit_scale,
-    needs_gradient) writes losses and, if asked, the gradient in place of logits, which come from empty_logits(rows,
-    n_class, like).
+    needs_gradient) writes losses and, if asked, the gradient in place of logits. It adds the bias and scales.
+    empty_logits(rows, n_class, like): memory for the logits.
+    scaled_logits(x, weight, bias, logit_scale): instead, logits to which the bias was added, and which were scaled.
     """
 
     cross_entropy_rows: Callable[..., None]
-    empty_logits: Callable[[int, int, Tensor], Tensor]
+    empty_logits: Callable[[int, int, Tensor], Tensor] | None = None
+    scaled_logits: Callable[[Tensor, Tensor, Tensor | None, float], Tensor] | None = None
+
+    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float) -> Tensor:
+        if self.scaled_logits is not None:
+            return self.scaled_logits(x, weight, bias, logit_scale)
+        return torch.mm(x, weight.t(), out=self.empty_logits(len(x), len(weight), x))
 
 
-def forward(
-    backend: Rows,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    logit_scale: float,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """x (tokens, d), target (tokens,), both contiguous. needs: whether to make the gradients of x, weight, bias now.
-
-    Returns the loss, (tokens,) where reduction is "none", and these gradients for a dloss of 1, None where not made.
-    """
-    keep = target != ignore_index
-    count = keep.sum() if reduction == "mean" else None
-    options = (label_smoothing, ignore_index, logit_scale)
-    losses, grads = _chunked_losses_and_grads(backend, None, count, keep, x, weight, bias, target, options, needs)
-    if reduction == "none":
+def forward(kernel: RowKernel, *call: Any) -> tuple[Tensor, Gradients]:
+    """The loss, and the gradients of x, weight, bias for a dloss of 1. call: see _losses_and_grads, from x on."""
+    losses, count, grads = _losses_and_grads(kernel, None, *call)
+    if call[-2] == "none":
         return losses, grads
     return losses.sum() if count is None else losses.sum() / count, grads
 
 
-def backward(
-    backend: Rows,
-    dloss: Tensor,
+def backward(kernel: RowKernel, dloss: Tensor, *call: Any) -> Gradients:
+    """The gradients of x, weight, bias from the logits, made again. dloss: as the loss, contiguous."""
+    return _losses_and_grads(kernel, dloss, *call)[2]
+
+
+def _losses_and_grads(
+    kernel: RowKernel,
+    dloss: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -74,48 +73,37 @@ def backward(
     logit_scale: float,
     reduction: str,
     needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight, bias from the logits, made again. dloss: as the loss, contiguous."""
-    keep = target != ignore_index
-    count = keep.sum() if reduction == "mean" else None
-    options = (label_smoothing, ignore_index, logit_scale)
-    return _chunked_losses_and_grads(backend, dloss, count, keep, x, weight, bias, target, options, needs)[1]
+) -> tuple[Tensor, Tensor | None, Gradients]:
+    """Losses (tokens,); the count that a mean divides by, or None; the gradients that `needs` asks for, else None.
 
-
-def _chunked_losses_and_grads(
-    backend: Rows,
-    dloss: Tensor | None,
-    count: Tensor | None,
-    keep: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    options: tuple[float, int, float],
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Losses (tokens,) and gradients, chunk by chunk. keep: (tokens,), False where ignored."""
-    (tokens, _), n_class = x.shape, len(weight)
+    x (tokens, d), target (tokens,), both contiguous. dloss: (tokens,) if reduction is "none", else (); None is 1.
+    """
+    tokens, options = len(target), (label_smoothing, ignore_index, logit_scale)
+    valid: Tensor | None = target != ignore_index
+    count = valid.sum() if reduction == "mean" else None
+    if x.device.type == "cpu" and valid.all():
+        valid = None
     bias = None if bias is None else bias.contiguous()
-    losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    dx, dweight, dbias = torch.empty_like(x) if needs[0] else None, None, None
-    step = max(LOGITS_BYTES // (n_class * x.element_size()), 1)
+    acc = torch.promote_types(x.dtype, torch.float32)
+    losses = torch.empty(tokens, dtype=acc, device=x.device)
+    dx, dweight, dbias = [], None, None
+    step = max(LOGITS_BYTES // (len(weight) * x.element_size()), 1)
     for start in range(0, max(tokens, 1), step):  # at least once: gradients of no tokens are 0
         rows = slice(start, start + step)
-        logits = backend.empty_logits(len(x[rows]), n_class, x)
-        torch.mm(x[rows], weight.t(), out=logits)
-        of_rows = dloss if dloss is None or dloss.dim() == 0 else dloss[rows]
-        backend.cross_entropy_rows(logits, bias, target[rows], losses[rows], of_rows, count, *options, any(needs))
+        logits = kernel.logits(x[rows], weight, bias, logit_scale)
+        row_dloss = dloss if dloss is None or dloss.dim() == 0 else dloss[rows]
+        kernel.cross_entropy_rows(logits, bias, target[rows], losses[rows], row_dloss, count, *options, any(needs))
         if needs[0]:
-            torch.mm(logits, weight, out=dx[rows])
+            dx.append(product(logits, weight.t()))
         if needs[1]:
-            dweight = _add(dweight, logits.t() @ x[rows].where(keep[rows].unsqueeze(1), 0))
+            x_rows = x[rows] if valid is None else x[rows].where(valid[rows].unsqueeze(1), 0)
+            dweight = _add(dweight, product(logits.t(), x_rows.t()), acc)
         if needs[2]:
-            dbias = _add(dbias, logits.sum(0))
+            dbias = _add(dbias, logits.sum(0), acc)
     dweight, dbias = (None if grad is None else grad.to(x.dtype) for grad in (dweight, dbias))
-    return losses, (dx, dweight, dbias)
+    return losses, count, (dx[0] if len(dx) == 1 else torch.cat(dx) if dx else None, dweight, dbias)
 
 
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    """The sum over chunks, in float32 where there is more than one."""
-    return part if total is None else total.float().add_(part)
+def _add(total: Tensor | None, part: Tensor, acc: torch.dtype) -> Tensor:
+    """The sum over chunks, in acc where there is more than one."""
+    return part if total is None else total.to(acc).add_(part)

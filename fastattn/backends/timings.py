@@ -1,13 +1,13 @@
-"""Which way of computing is fastest on this machine, where somebody has measured it.
+"""What is fastest on this machine, if it was measured: a backend, or an algorithm of the backend aten.
 
-`python -m fastattn tune` writes a record of a device: for each op and class of calls the fastest way that is right.
-The dispatcher, and the backend `aten` for its own ways, ask here before they follow their built-in rules. Records are
-in the user's cache folder, one for each device, and in fastattn/records/, which ships with the package; the user's goes
-first. A record of another version of fastattn or PyTorch, or of another number of threads on a CPU, is ignored, and
-`explain` says why. So is one that cannot be read, with a warning. No file or folder stops an op.
+`python -m fastattn tune` writes a record of a device: for each op and class of calls the fastest choice that is right.
+The dispatcher and the backend aten read it before they follow their built-in rules. Records are in the user's cache
+folder, one for each device, and in SHIPPED, a folder of the package; the user's goes first. A record of another version
+of fastattn or PyTorch, or of another number of threads on a CPU, is ignored: `Record.ignored` holds the reason, and
+`explain` says it. One that cannot be read is ignored too, with a warning. No file or folder stops an op.
 
 {"format": 1, "device": name, "threads": .., "versions": {"fastattn": .., "torch": ..}, "date": ..,
- "choices": {op: {class: way}}, "rows": the measurements}
+ "choices": {op: {class: choice}}, "rows": the measurements}
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import re
-import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,8 +40,10 @@ class Record(NamedTuple):
 
 
 def choice(op_name: str, device_type: str, call_class: Callable[[], str], index: int | None = None) -> str | None:
-    """The way that the record of a device, see `load_record`, names for such a call, or None. Not in what torch.compile
-    traces, where it would stay for good."""
+    """What the record of a device, see `load_record`, names for such a call, or None.
+
+    None in what torch.compile traces, where it would stay for good.
+    """
     op_choices = choices(op_name, device_type, index)
     return op_choices.get(call_class()) if op_choices else None
 
@@ -51,20 +52,21 @@ def choices(op_name: str, device_type: str, index: int | None = None) -> dict[st
     """What the record of a device names for each class of calls of an op, {} if nothing. As `choice`."""
     if torch.compiler.is_compiling():
         return {}
-    return (_overrides[-1] if _overrides else load_record(device_type, index).choices).get(op_name, {})
+    return (_override if _override is not None else load_record(device_type, index).choices).get(op_name, {})
 
 
-_overrides: list[dict[str, dict[str, str]]] = []
+_override: dict[str, dict[str, str]] | None = None
 
 
 @contextmanager
 def override_choices(choices: dict[str, dict[str, str]]) -> Iterator[None]:
-    """These choices hold instead of any record's, {} for the built-in rules: for measuring one way and the other."""
-    _overrides.append(choices)
+    """In the whole process these choices hold instead of any record's: for measurements. {}: the built-in rules."""
+    global _override
+    before, _override = _override, choices
     try:
         yield
     finally:
-        _overrides.pop()
+        _override = before
 
 
 def call_class(dtype: torch.dtype, dropout_p: float = 0.0, *traits: str) -> str:
@@ -136,19 +138,15 @@ def device_name(device_type: str, index: int | None = None) -> str:
 def _load(path: Path) -> dict[str, Any] | str | None:
     """The record, or why it cannot be read, or None where there is none."""
     try:
-        mode = path.stat().st_mode
+        record = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:  # no warning: in a closed folder there is hardly a record
-        return f"cannot be looked for: {error.strerror}"
-    if not stat.S_ISREG(mode):
-        return _warned(path, "is not a file")  # reading a pipe would wait for a writer
-    try:
-        record = json.loads(path.read_text())
+    except OSError as error:  # no warning: there is hardly a record in a folder that cannot be read
+        return f"cannot be read: {error.strerror}"
     except Exception as error:  # also RecursionError: a damaged file may be nested too deeply for json
         return _warned(path, f"cannot be read: {error}")
     choices = record.get("choices") if isinstance(record, dict) else None
-    if not isinstance(choices, dict) or not all(isinstance(of_op, dict) for of_op in choices.values()):
+    if not isinstance(choices, dict) or not all(isinstance(op_choices, dict) for op_choices in choices.values()):
         return _warned(path, 'is damaged: it has no "choices"')
     return record
 

@@ -71,10 +71,10 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
         )
     inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
     name, source = backends.requested(kwargs.get("backend"))
-    device, arguments = found.query(*args, **kwargs)
-    order = tuple(dict.fromkeys(backends.automatic_order(found.name, device, arguments)))
+    device, arguments = found.validate(*args, **kwargs)
+    order = backends.automatic_order(found.name, device, arguments)
     order += tuple(b for b in backends.BACKENDS if b not in order)
-    refusals = {b: backends.unsupported_reason(found.served_by, b, arguments) for b in order}
+    refusals = {b: backends.unsupported_reason(found.backend_module, b, arguments) for b in order}
     asked = name is not None
     if not asked:
         name = next(b for b in order if refusals[b] is None)

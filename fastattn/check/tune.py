@@ -138,17 +138,17 @@ def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: 
     ways = {name: partial(fastattn.use_backend, name) for name in usable if name != "reference"}
     if len(ways) < 2:
         return
-    of_call = op.call_class(*op.query(**given)[1])
+    of_call = op.call_class(*op.validate(**given)[1])
     yield Call(op_name, of_call, what, dtype, _step(op.function, given), ways, explanation.chosen)
 
 
 def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[Call]:
-    names = (aten_attention.BLOCKS, aten_attention.SINGLE)
+    names = (aten_attention.BLOCKED, aten_attention.TORCH)
     for gradient in (True, False):
         tensors = given if gradient else {n: t.detach() if isinstance(t, Tensor) else t for n, t in given.items()}
         arguments = given["query"], given["key"], given.get("dropout_p", 0.0)
         with torch.set_grad_enabled(gradient), timings.override_choices({}):
-            of_call, built_in = aten_attention.way_class(*arguments), aten_attention.way(*arguments)
+            of_call, built_in = aten_attention.algorithm_key(*arguments), aten_attention.algorithm(*arguments)
         step = torch.set_grad_enabled(gradient)(_step(fastattn.scaled_dot_product_attention, tensors))
         ways = {way: partial(timings.override_choices, {ATEN: {of_call: way}}) for way in names}
         yield Call(ATEN, of_call, what if gradient else f"{what}, forward", dtype, step, ways, built_in)

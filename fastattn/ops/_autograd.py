@@ -1,32 +1,37 @@
-"""One registration of an op whose backends are kernels: its forward and backward are given once and run in two ways.
+"""How an op whose backends are kernels is registered: its forward and backward are written once and run in two ways.
 
 Eager calls go from a torch.autograd.Function straight to the launch. Calls that torch.compile or torch.export traces
-become a torch.library operator for each direction, because an operator costs three times as much on the host.
+become a torch.library operator for each direction. Eager calls do not use these: an operator costs three times as much
+on the host.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn._tracing import needs_formula
+from fastattn.backends import implementation
+from fastattn.masks import flatten, unflatten
 
 
 class Operator:
-    """An op, as a subclass with the static methods below; `call` runs it. Arguments are tensors, None, numbers, strings
-    or lists; their type annotations are the operator's schema.
+    """An op, as a subclass with the static methods below; `apply` runs it.
 
-        forward(*arguments) -> outputs                   launches; the first `results` outputs are the op's results
-        save(ctx, arguments, outputs)                    keeps what the backward needs, as in torch.autograd.Function
+    Arguments are tensors, None, numbers, strings or lists; their type annotations are the operator's schema. The last
+    argument, `backend`, and an argument `masks` are other objects: see _LibraryOperator.
+
+        forward(*op_args) -> outputs                     launches; the first `results` outputs are the op's results
+        save(ctx, op_args, outputs)                      keeps what the backward needs, as in torch.autograd.Function
         backward(ctx, gradients, *dresults) -> tuple     calls gradients(...) with what was kept; a dresult may be None
         gradients(*...) -> tuple                         launches; gradients of the first `inputs` arguments, or None
         formula_gradients(ctx, *dresults) -> tuple       as backward, by PyTorch's operators: see needs_formula
-        forward_fake(*arguments), gradients_fake(*...)   shapes, dtypes and strides of the outputs, for tracing
+        forward_fake(*op_args), gradients_fake(*...)     shapes, dtypes and strides of the outputs, for tracing
 
     An output may be one of the arguments; it is then returned as a view, or as a copy by the traced operator.
     """
@@ -44,45 +49,45 @@ class Operator:
     gradients_fake: Callable[..., tuple[Tensor | None, ...]]
 
     _eager: type[torch.autograd.Function]
-    _traced: Callable[..., tuple[Tensor, ...]]
+    _traced: _LibraryOperator
 
     def __init_subclass__(cls, *, name: str) -> None:
+        """name: of the operator, and of the op in the registry of backends."""
         cls._eager = _eager_function(cls)
-        traced_gradients = _library_operator(f"{name}_backward", cls.gradients, cls.gradients_fake, cls.inputs)
-        cls._traced = _library_operator(name, cls.forward, cls.forward_fake, cls.outputs)
+        traced_gradients = _LibraryOperator(f"{name}_backward", name, cls.gradients, cls.gradients_fake, cls.inputs)
+        cls._traced = traced = _LibraryOperator(name, name, cls.forward, cls.forward_fake, cls.outputs)
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-            cls.save(ctx, inputs, output)
+            cls.save(ctx, traced.op_args(inputs), output)
             ctx.set_materialize_grads(False)
-            ctx.of_lists = [_none_for_each(t) for t in inputs]
+            ctx.no_grads = [_no_grad(t) for t in inputs[cls.inputs :]]
 
         def backward(ctx: Any, *doutputs: Tensor | None) -> tuple[Any, ...]:
-            grads = _gradients(cls, ctx, traced_gradients, doutputs[: cls.results])
-            return *grads, *ctx.of_lists[cls.inputs :]
+            return *_gradients(cls, ctx, traced_gradients, doutputs[: cls.results]), *ctx.no_grads
 
-        cls._traced.register_autograd(backward, setup_context=setup_context)
+        traced.operator.register_autograd(backward, setup_context=setup_context)
 
     @classmethod
-    def call(cls, *arguments: Any, remember: Any = None) -> tuple[Tensor, ...]:
+    def apply(cls, *op_args: Any, remember: Any = None) -> tuple[Tensor, ...]:
         """The op's results, differentiable in the first `inputs` arguments, eagerly even twice.
 
         remember: what formula_gradients finds as ctx.remembered.
         """
         if torch.compiler.is_compiling():
-            return cls._traced(*arguments)[: cls.results]
-        return cls._eager.apply(*arguments, remember)
+            return cls._traced(*op_args)[: cls.results]
+        return cls._eager.apply(*op_args, remember)
 
 
 def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-            *arguments, ctx.remembered = given
-            outputs = op.forward(*arguments)
-            op.save(ctx, arguments, outputs)
+            *op_args, ctx.remembered = given
+            outputs = op.forward(*op_args)
+            op.save(ctx, op_args, outputs)
             ctx.set_materialize_grads(False)
             # An argument must not be returned as it is.
-            return tuple(t.view_as(t) if _is_among(t, arguments) else t for t in outputs[: op.results])
+            return tuple(t.view_as(t) if _is_among(t, op_args) else t for t in outputs[: op.results])
 
         @staticmethod
         def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
@@ -95,43 +100,72 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
     return Eager
 
 
-def _library_operator(
-    name: str, function: Callable[..., Any], fake: Callable[..., Any], outputs: int
-) -> torch.library.CustomOpDef:
-    """The function as an operator with that many outputs; None among them is an empty tensor there."""
+class _LibraryOperator:
+    """A function as a torch.library operator with a fixed number of outputs; None among them is an empty tensor there.
 
-    def returning_new_tensors(run: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-        """An operator returns no tensor twice, and none that it was given."""
+    The operator's arguments are the function's, except for two of which torch.library knows nothing. Instead of
+    `backend: Implementation`, the last one, it gets the backend's name. Instead of `masks: list[PreparedMask]` it gets
+    `masks: list[Tensor], mask_numbers: list[int]`.
+    """
 
-        def wrapped(*arguments: Any) -> tuple[Tensor, ...]:
-            like = next(t for t in arguments if isinstance(t, Tensor))
+    def __init__(
+        self, name: str, op_name: str, function: Callable[..., Any], fake: Callable[..., Any], outputs: int
+    ) -> None:
+        signature = inspect.signature(function)
+        *parameters, backend = signature.parameters.values()
+        names = [p.name for p in parameters]
+        self.op_name, self.masks = op_name, names.index("masks") if "masks" in names else None
+        if self.masks is not None:
+            tensors = parameters[self.masks].replace(annotation=list[Tensor])
+            numbers = tensors.replace(name="mask_numbers", annotation=list[int])
+            parameters[self.masks : self.masks + 1] = tensors, numbers
+
+        @functools.wraps(function)
+        def prototype() -> None: ...
+
+        prototype.__signature__ = signature.replace(
+            parameters=[*parameters, backend.replace(annotation=str)], return_annotation=tuple[(Tensor,) * outputs]
+        )
+        schema = torch.library.infer_schema(prototype, mutates_args=())
+        run = self._returning_new_tensors(function)
+        self.operator = torch.library.custom_op(f"fastattn::{name}", run, mutates_args=(), schema=schema)
+        self.operator.register_fake(self._returning_new_tensors(fake))
+
+    def __call__(self, *op_args: Any) -> tuple[Tensor, ...]:
+        *given, backend = op_args
+        if self.masks is not None:
+            given[self.masks : self.masks + 1] = flatten(given[self.masks])
+        return self.operator(*given, backend.name)
+
+    def op_args(self, given: Sequence[Any]) -> list[Any]:
+        """The function's arguments from the operator's."""
+        *op_args, backend = given
+        if self.masks is not None:
+            op_args[self.masks : self.masks + 2] = [unflatten(*op_args[self.masks : self.masks + 2])]
+        return [*op_args, implementation(self.op_name, backend)]
+
+    def _returning_new_tensors(self, function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+        """torch.library forbids that an operator returns an argument, or one tensor twice: these are cloned."""
+
+        def wrapped(*given: Any) -> tuple[Tensor, ...]:
+            like = next(t for t in given if isinstance(t, Tensor))
             made: list[Tensor] = []
-            for t in run(*arguments):
+            for t in function(*self.op_args(given)):
                 t = like.new_empty(0) if t is None else t
-                made.append(t.clone() if _is_among(t, (*arguments, *made)) else t)
+                made.append(t.clone() if _is_among(t, (*given, *made)) else t)
             return tuple(made)
 
         return wrapped
 
-    @functools.wraps(function)
-    def prototype() -> None: ...
 
-    prototype.__signature__ = inspect.signature(function).replace(return_annotation=tuple[(Tensor,) * outputs])
-    schema = torch.library.infer_schema(prototype, mutates_args=())
-    run = returning_new_tensors(function)
-    operator = torch.library.custom_op(f"fastattn::{name}", run, mutates_args=(), schema=schema)
-    operator.register_fake(returning_new_tensors(fake))
-    return operator
-
-
-def _none_for_each(argument: Any) -> list[None] | None:
-    """The gradient that a torch.library operator wants of an argument that has none: a list of tensors wants a list."""
+def _no_grad(argument: Any) -> list[None] | None:
+    """What a backward returns to torch.library for an argument without a gradient: for a list of tensors a list."""
     if isinstance(argument, list) and all(isinstance(t, Tensor) for t in argument):
         return [None] * len(argument)
     return None
 
 
-def _is_among(t: Tensor, others: tuple[Any, ...]) -> bool:
+def _is_among(t: Tensor, others: Sequence[Any]) -> bool:
     return any(t is other for other in others)
 
 

@@ -1,24 +1,25 @@
-"""Checks and casts that the public ops share. Messages name the argument, what came and what was expected."""
+"""Checks and casts that the public ops share. Messages name the argument, its value and what was expected."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
 
-_AS_IT_IS = nullcontext()
+_NOTHING = nullcontext()
 # Asked once: before torch 2.9 torch.compile cannot trace the question.
 _WITH_AUTOCAST = tuple(t for t in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(t))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def same_dtype_and_device(first: object, *others: object) -> bool:
-    """Whether all are tensors of one dtype that some backend serves, on one device: nothing to check one by one."""
+    """Whether all are tensors of one dtype that some backend takes, on one device: nothing to check one by one."""
     if not isinstance(first, Tensor) or first.dtype not in FLOATS:
         return False
     dtype, device = first.dtype, first.device
@@ -29,7 +30,7 @@ def same_dtype_and_device(first: object, *others: object) -> bool:
 
 
 def check_float(name: str, t: object) -> None:
-    """t is a Tensor of a floating dtype that some backend serves."""
+    """t is a Tensor of a floating dtype that some backend takes."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
     if t.dtype not in FLOATS:
@@ -37,7 +38,7 @@ def check_float(name: str, t: object) -> None:
 
 
 def check_like(name: str, t: Tensor, like_name: str, like: Tensor, *, dtype: bool = True) -> None:
-    """t lies on the device, and has the dtype, of another argument."""
+    """t is on the device, and has the dtype, of another argument."""
     check_float(name, t)
     if t.device != like.device:
         raise ValueError(f"{name} is on {t.device}, expected {like.device} as {like_name}")
@@ -48,6 +49,14 @@ def check_like(name: str, t: Tensor, like_name: str, like: Tensor, *, dtype: boo
 def check_shape(name: str, t: Tensor, shape: tuple[int, ...], meaning: str) -> None:
     if tuple(t.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {meaning} = {shape}")
+
+
+def check_parameter(name: str, t: Tensor, shape: tuple[int, ...], meaning: str, like_name: str, like: Tensor) -> None:
+    """t has this shape, is on the device of another argument, and has its dtype or float32."""
+    check_like(name, t, like_name, like, dtype=False)
+    check_shape(name, t, shape, meaning)
+    if t.dtype not in (torch.float32, like.dtype):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected float32 or {like.dtype} as {like_name}")
 
 
 def check_indices(name: str, t: object, like_name: str, like: Tensor) -> None:
@@ -61,7 +70,7 @@ def check_indices(name: str, t: object, like_name: str, like: Tensor) -> None:
 
 
 def check_range(name: str, t: Tensor, end: int, meaning: str) -> None:
-    """0 <= t < end, looked at on a CPU only: on a GPU that would wait for it."""
+    """0 <= t < end, read on a CPU only: on a GPU this would wait."""
     if not can_read_values(t) or t.numel() == 0:
         return
     low, high = (int(n) for n in t.aminmax())
@@ -115,9 +124,18 @@ def no_autocast(device: torch.device) -> AbstractContextManager:
     """The inputs were cast: below the public op, formulas run in the dtypes they are given."""
     if _is_under_autocast(device):
         return torch.autocast(device.type, enabled=False)
-    return _AS_IT_IS
+    return _NOTHING
 
 
-def cast(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """t in the autocast dtype; float64 stays, as under torch.autocast."""
-    return t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype)
+def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:
+    """In the dtype that torch.autocast asks for on the device of the first, a tensor. Outside of it as they are.
+
+    What is no tensor of floating point is left to later checks; float64 stays, as under torch.autocast.
+    """
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None:
+        return tensors
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )

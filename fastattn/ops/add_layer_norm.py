@@ -13,61 +13,43 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import differentiable_gradients
-from fastattn.backends import Backend, timings
+from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import add_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state, dropout
 from fastattn.ops import _checks
 from fastattn.ops._autograd import Operator
 
-Call = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
+Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
 
 
-def _query(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    *,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
-    **options: Any,
-) -> tuple[torch.device, Call]:
-    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+def _validate(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, **options: Any
+) -> tuple[torch.device, Inputs]:
+    """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("bias", bias)
-    device, call = _checked(x, residual, {"weight": weight, "bias": bias}, eps, dropout_p, x_bias)
-    if eps_on_std and x.shape[-1] == 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
-    return device, call
+    return _checked(x, residual, weight, bias, **options)
 
 
-def _rms_query(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    *,
-    x_bias: Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.device, Call]:
-    return _checked(x, residual, {"weight": weight}, eps, dropout_p, x_bias)
+def _validate_rms(x: Tensor, residual: Tensor | None, weight: Tensor, **options: Any) -> tuple[torch.device, Inputs]:
+    return _checked(x, residual, weight, None, **options)
 
 
 def _checked(
     x: Tensor,
     residual: Tensor | None,
-    parameters: dict[str, Tensor],
-    eps: float,
-    dropout_p: float,
-    x_bias: Tensor | None,
-) -> tuple[torch.device, Call]:
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    x_bias: Tensor | None = None,
+    eps_on_std: bool = False,
+    **options: Any,
+) -> tuple[torch.device, Inputs]:
     _checks.check_float("x", x)
-    dtype = _checks.autocast_dtype(x.device)
-    x = _checks.cast(x, dtype)
-    alike = dtype is None and _checks.same_dtype_and_device(
-        x, x if residual is None else residual, *parameters.values()
+    x, residual = _checks.autocast_inputs(x, residual)
+    is_uniform = _checks.same_dtype_and_device(
+        x, x if residual is None else residual, weight, weight if bias is None else bias
     )
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., hidden)")
@@ -75,26 +57,19 @@ def _checked(
     if hidden == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: the last dimension, hidden, is empty")
     if residual is not None:
-        if not alike:
-            _checks.check_float("residual", residual)
-            residual = _checks.cast(residual, dtype)
+        if not is_uniform:
             _checks.check_like("residual", residual, "x", x)
         if residual.shape != x.shape:
             _checks.check_shape("residual", residual, tuple(x.shape), "the shape of x")
-    for name, t in parameters.items():
-        if not alike:
-            _checks.check_like(name, t, "x", x, dtype=False)
-        _checks.check_shape(name, t, (hidden,), "(hidden,)")
-    weight, bias = parameters["weight"], parameters.get("bias")
-    if bias is not None and not alike:
-        _checks.check_like("bias", bias, "weight", weight)
-    if weight.dtype not in (torch.float32, x.dtype):
-        raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {x.dtype} as x")
-    if x_bias is not None:
-        _checks.check_like("x_bias", x_bias, "x", x, dtype=False)
-        _checks.check_shape("x_bias", x_bias, (hidden,), "(hidden,)")
-        if x_bias.dtype not in (torch.float32, x.dtype):
-            raise TypeError(f"x_bias has dtype {x_bias.dtype}, expected float32 or {x.dtype} as x")
+    shape = (hidden,)
+    if not (is_uniform and x_bias is None and weight.shape == shape and (bias is None or bias.shape == shape)):
+        for name, t in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
+            if t is not None or name == "weight":
+                _checks.check_parameter(name, t, shape, "(hidden,)", "x", x)
+        if bias is not None:
+            _checks.check_like("bias", bias, "weight", weight)
+    if eps_on_std and hidden == 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
     _checks.check_eps(eps)
     _checks.check_dropout(dropout_p)
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
@@ -134,7 +109,7 @@ def dropout_add_layer_norm(
     eps_on_std: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@backends.register("add_layer_norm", _query, _call_class)
+@backends.register("add_layer_norm", _validate, _call_class)
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -154,21 +129,22 @@ def dropout_add_layer_norm(
         residual are cast to its dtype.
     residual: as x, or None for layer_norm(dropout(x)).
     weight, bias (hidden,): float32 or x's dtype.      eps: added to the variance.
-    dropout_p: the probability of dropping an element of x, by the rules of fastattn/backends/reference/philox.py; 0.0 in eval.
+    dropout_p: the probability of dropping an element; 0.0 in eval. The rule: fastattn/backends/reference/philox.py.
     return_sum: also return z = residual + dropout(x + x_bias), which a pre-norm model carries on; differentiable.
         Where nothing is added or dropped, z may share memory with x.
     x_bias (hidden,): float32 or x's dtype, whatever weight's is; or None. The bias of the linear layer that made x and
-        left it out: kernels add it, and sum its gradient over the rows, without a pass over the data of its own.
+        left it out. Kernels add it, and sum its gradient over the rows, without another pass over the data.
     eps_on_std: eps is added to the standard deviation with Bessel's correction, as in "The Annotated Transformer":
         out = weight * (z - mean) / (std + eps) + bias, std = sqrt(sum((z - mean)^2) / (hidden - 1)), hidden >= 2.
-    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Returns out, or (out, z), shaped and typed as x. Sums and statistics run in float32, of z before it is rounded.
-    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
     """
-    device, call = _query(x, residual, weight, bias, eps, dropout_p, x_bias=x_bias, eps_on_std=eps_on_std)
-    return _serve("add_layer_norm", device, call, eps, eps_on_std, return_sum, backend)
+    options = {"eps": eps, "dropout_p": dropout_p, "x_bias": x_bias, "eps_on_std": eps_on_std}
+    device, inputs = _validate(x, residual, weight, bias, **options)
+    return _run("add_layer_norm", device, inputs, eps, eps_on_std, return_sum, backend)
 
 
 @overload
@@ -195,7 +171,7 @@ def dropout_add_rms_norm(
     x_bias: Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@backends.register("add_rms_norm", _rms_query, _call_class, served_by="add_layer_norm")
+@backends.register("add_rms_norm", _validate_rms, _call_class, backend_module="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -212,29 +188,29 @@ def dropout_add_rms_norm(
     Arguments, results and errors are those of ``dropout_add_layer_norm``; there is no bias.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
-    device, call = _rms_query(x, residual, weight, eps, dropout_p, x_bias=x_bias)
-    return _serve("add_rms_norm", device, call, eps, False, return_sum, backend)
+    device, inputs = _validate_rms(x, residual, weight, eps=eps, dropout_p=dropout_p, x_bias=x_bias)
+    return _run("add_rms_norm", device, inputs, eps, False, return_sum, backend)
 
 
-def _serve(
+def _run(
     op_name: str,
     device: torch.device,
-    call: Call,
+    inputs: Inputs,
     eps: float,
     eps_on_std: bool,
     return_sum: bool,
     backend: Backend | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    name, module = backends.choose(op_name, device, call, backend)
-    x, residual, weight, bias, dropout_p, x_bias = call
-    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
+    chosen = backends.choose(op_name, device, inputs, backend)
+    x, residual, weight, bias, dropout_p, x_bias = inputs
+    rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
     with _checks.no_autocast(device):
-        if hasattr(module, "add_layer_norm"):
-            out, z = module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
+        if chosen.differentiable:
+            out, z = chosen.module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
         else:
             tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
-            out, z = _AddLayerNorm.call(*tensors, *options, eps_on_std, name)
+            out, z = _AddLayerNorm.apply(*tensors, *options, eps_on_std, chosen)
     return (out, z) if return_sum else out
 
 
@@ -258,20 +234,18 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         dropout_p: float,
         rng_state: Tensor | None,
         eps_on_std: bool,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        module = backends.load_backend("add_layer_norm", backend)
         rows, residual = _checks.as_matrix(x), None if residual is None else _checks.as_matrix(residual)
         options = (eps, dropout_p, rng_state, x_bias, eps_on_std)
-        out, z, statistics = module.add_layer_norm_fwd(rows, residual, weight, bias, *options)
+        out, z, statistics = backend.module.add_layer_norm_fwd(rows, residual, weight, bias, *options)
         return out.view(x.shape), x if z is rows else z.view(x.shape), statistics
 
     @staticmethod
     def forward_fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
         *_, eps_on_std, backend = options
-        tickets = backends.load_backend("add_layer_norm", backend).TICKETS
-        rows = _checks.as_matrix(x).shape[0]
-        statistics = x.new_empty((3 if eps_on_std else 2) * rows + tickets, dtype=torch.float32)
+        size = (3 if eps_on_std else 2) * _checks.as_matrix(x).shape[0] + backend.module.TICKETS
+        statistics = x.new_empty(size, dtype=torch.float32)
         return torch.empty_like(x), torch.empty_like(x), statistics
 
     @staticmethod
@@ -291,7 +265,7 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
 
     @staticmethod
     def formula_gradients(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-        """From z, a result of this op's own, as neither x nor residual was kept."""
+        """From z, a result of this op: neither x nor residual was kept."""
         z, weight, bias, x_bias, _, rng_state = ctx.saved_tensors
         dropout_p, has_residual, eps_on_std, _ = ctx.options
 
@@ -317,13 +291,12 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         dropout_p: float,
         has_residual: bool,
         eps_on_std: bool,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
-        module = backends.load_backend("add_layer_norm", backend)
         shape = z.shape
         dout, dz, z = (None if t is None else _checks.as_matrix(t) for t in (dout, dz, z))
         options = (dropout_p, rng_state, has_residual, x_bias, eps_on_std)
-        dx, dresidual, *sums = module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+        dx, dresidual, *sums = backend.module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
         if dresidual is dx:  # one tensor for both, of which PyTorch gives two leaves a copy each
             dx = dresidual = dx.view(shape)
         else:

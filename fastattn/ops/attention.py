@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import differentiable_gradients
-from fastattn.backends import Backend, timings
+from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, Layout, PreparedMask, flatten, prepare, unflatten
@@ -19,7 +19,7 @@ from fastattn.ops import _checks
 from fastattn.ops._autograd import Operator
 
 
-def _query(
+def _validate(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,11 +30,9 @@ def _query(
     enable_gqa: bool = False,
     **options: Any,
 ) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
-    """Check a call's arguments and bring them into the form of backends: (device, (q, k, v, mask, dropout_p))."""
+    """Check a call's arguments. Returns (device, inputs): (q, k, v, mask, dropout_p), as backends take them."""
     _checks.check_float("query", query)
-    dtype = _checks.autocast_dtype(query.device)
-    if dtype is not None:
-        query, key, value = (_checks.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
+    query, key, value = _checks.autocast_inputs(query, key, value)
     if not _checks.same_dtype_and_device(query, key, value):
         for name, t in (("key", key), ("value", value)):
             _checks.check_like(name, t, "query", query)
@@ -155,7 +153,7 @@ def scaled_dot_product_attention(
     return_weights: bool | Literal["mean"] = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, ...]: ...
-@backends.register("attention", _query, _call_class)
+@backends.register("attention", _validate, _call_class)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -181,7 +179,7 @@ def scaled_dot_product_attention(
     attn_mask: bool, True = attend, or floating point, added to the scores and differentiable; either broadcasts to
         (B, H, Lq, Lk). Or an AttentionMask, built once a batch and shared by layers. A bool mask of three dimensions is
         refused where it can mean two things: (B, 1 or Lq, Lk), as ``get_pad_mask`` gives, with B = H.
-    dropout_p: the probability of dropping a weight, by the rules of fastattn/backends/reference/philox.py; 0.0 in eval.
+    dropout_p: the probability of dropping a weight; 0.0 in eval. The rule: fastattn/backends/reference/philox.py.
     is_causal: query i attends to key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
     scale: default Dk ** -0.5.
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
@@ -190,7 +188,7 @@ def scaled_dot_product_attention(
     return_weights: True: also return the weights after dropout, (B, H, Lq, Lk). "mean": their mean over the heads,
         (B, Lq, Lk). Differentiable in the backends reference and aten; the kernels recompute them from lse, without a
         gradient, and write nothing of the size of all heads' scores for a mean.
-    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Values that key padding, the lengths, packing or a band exclude may be NaN and reach nothing; keys and values that
     only attn_mask or a bias hides must be finite, as in PyTorch. A bias of -inf masks. A finite one that moves a whole
@@ -198,41 +196,45 @@ def scaled_dot_product_attention(
 
     Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]); without the leading dimensions that
     were not there. A query that may attend to nothing gives 0. Nested tensors are left to torch's function.
-    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
     """
     if isinstance(query, Tensor) and query.is_nested and not (return_lse or return_weights or backend):
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         return torch._C._nn.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     try:
-        device, call = _query(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        device, inputs = _validate(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except ValueError as error:
         raise InvalidValue(str(error)) from None
     except TypeError as error:
         raise InvalidType(str(error)) from None
-    name, module = backends.choose("attention", device, call, backend)
-    q, k, v, mask, dropout_p = call
+    chosen = backends.choose("attention", device, inputs, backend)
+    q, k, v, mask, dropout_p = inputs
     wanted = _checked_weights(return_weights, q.shape[1])
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
+    rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
+    module = chosen.module
     with _checks.no_autocast(device):
-        if hasattr(module, "attention"):
+        if chosen.differentiable:
             out, lse, weights = module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
         else:
             mask = _NO_MASK if mask is None else mask
             layouts = module.mask_layouts(q, k, v, mask.bias)
             if not _needs_gradient(q, k, v, mask.bias):
                 layouts = layouts[:1]
-            build = partial(_prepare, name, q)
+            build = partial(_prepare, chosen.name, q)
             prepared = [mask.prepare(q.shape[2], k.shape[2], layout, device, build) for layout in layouts]
-            out, lse = _Attention.call(q, k, v, mask.bias, *flatten(prepared), *options, name, remember=mask)
+            out, lse = _Attention.apply(q, k, v, mask.bias, prepared, *options, chosen, remember=mask)
             weights = None
             if wanted is not None:
                 prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
+                given, options = (q, k, lse.detach(), mask.bias), (*options, wanted == "mean")
                 with torch.no_grad():
-                    given = (q, k, lse.detach(), mask.bias, *flatten(prepared), *options, wanted == "mean", name)
-                    weights = (_weights_operator if torch.compiler.is_compiling() else _weights)(*given)
+                    if torch.compiler.is_compiling():
+                        weights = _weights_operator(*given, *flatten(prepared), *options, chosen.name)
+                    else:
+                        weights = module.attention_weights(*given, *prepared, *options)
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = _leading(query, key, value, out.shape[1])
         out, lse = out.view(*leading, *out.shape[2:]), lse if lse is None else lse.view(*leading, -1)
@@ -271,7 +273,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 class _Attention(Operator, name="attention"):
-    """The mask comes as `flatten` takes it apart: the forward's layout first, then those of the backward."""
+    """masks: the mask in the forward's layout, then in those of the backward."""
 
     results, outputs, inputs = 2, 2, 4
 
@@ -281,16 +283,13 @@ class _Attention(Operator, name="attention"):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
-        masks: list[Tensor],
-        mask_numbers: list[int],
+        masks: list[PreparedMask],
         softmax_scale: float,
         dropout_p: float,
         rng_state: Tensor | None,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor, Tensor]:
-        mask, *_ = unflatten(masks, mask_numbers)
-        module = backends.load_backend("attention", backend)
-        return module.attention_fwd(q, k, v, bias, mask, softmax_scale, dropout_p, rng_state)
+        return backend.module.attention_fwd(q, k, v, bias, masks[0], softmax_scale, dropout_p, rng_state)
 
     @staticmethod
     def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -298,25 +297,24 @@ class _Attention(Operator, name="attention"):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        q, k, v, bias, masks, mask_numbers, softmax_scale, dropout_p, rng_state, backend = inputs
-        of_backward = masks[mask_numbers[2].bit_count() :], mask_numbers[3:]
-        ctx.save_for_backward(q, k, v, *outputs, bias, rng_state, *of_backward[0])
-        ctx.options = (of_backward[1], softmax_scale, dropout_p, backend)
+        q, k, v, bias, masks, softmax_scale, dropout_p, rng_state, backend = inputs
+        ctx.save_for_backward(q, k, v, *outputs, bias, rng_state)
+        ctx.options = (masks[1:], softmax_scale, dropout_p, backend)
 
     @staticmethod
     def backward(
         ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bias, rng_state, *masks = ctx.saved_tensors
-        mask_numbers, softmax_scale, dropout_p, backend = ctx.options
+        q, k, v, out, lse, bias, rng_state = ctx.saved_tensors
+        masks, softmax_scale, dropout_p, backend = ctx.options
         dout = torch.zeros_like(out) if dout is None else dout
         needs_dbias = bias is not None and ctx.needs_input_grad[3]
         options = (softmax_scale, dropout_p, rng_state, needs_dbias, backend)
-        return gradients(dout, dlse, q, k, v, out, lse, bias, masks, mask_numbers, *options)
+        return gradients(dout, dlse, q, k, v, out, lse, bias, masks, *options)
 
     @staticmethod
     def formula_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _, bias, rng_state, *_ = ctx.saved_tensors
+        q, k, v, _, _, bias, rng_state = ctx.saved_tensors
         _, softmax_scale, dropout_p, _ = ctx.options
 
         def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -335,21 +333,19 @@ class _Attention(Operator, name="attention"):
         out: Tensor,
         lse: Tensor,
         bias: Tensor | None,
-        masks: list[Tensor],
-        mask_numbers: list[int],
+        masks: list[PreparedMask],
         softmax_scale: float,
         dropout_p: float,
         rng_state: Tensor | None,
         needs_dbias: bool,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
-        module = backends.load_backend("attention", backend)
-        options = (unflatten(masks, mask_numbers), softmax_scale, dropout_p, rng_state, needs_dbias)
-        return module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options)
+        options = (masks, softmax_scale, dropout_p, rng_state, needs_dbias)
+        return backend.module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options)
 
     @staticmethod
-    def gradients_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
-        _, _, q, k, v, _, _, bias, *_, needs_dbias, _ = arguments
+    def gradients_fake(*op_args: Any) -> tuple[Tensor | None, ...]:
+        _, _, q, k, v, _, _, bias, *_, needs_dbias, _ = op_args
         return *(_in_layout_of(t, t.shape[3]) for t in (q, k, v)), bias.new_empty(bias.shape) if needs_dbias else None
 
 
@@ -361,7 +357,7 @@ def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:
     return x.new_empty(B, H, L, head_dim)
 
 
-def _weights(
+def _traced_weights(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
@@ -374,12 +370,12 @@ def _weights(
     mean: bool,
     backend: str,
 ) -> Tensor:
-    module = backends.load_backend("attention", backend)
     (mask,) = unflatten(masks, mask_numbers)
+    module = backends.load_backend("attention", backend)
     return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, mean)
 
 
-_weights_operator = torch.library.custom_op("fastattn::attention_weights", _weights, mutates_args=())
+_weights_operator = torch.library.custom_op("fastattn::attention_weights", _traced_weights, mutates_args=())
 
 
 @_weights_operator.register_fake

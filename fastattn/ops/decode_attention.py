@@ -1,4 +1,4 @@
-"""Attention of one new token a row to a cache of keys and values: a step of decoding."""
+"""Attention of one new token per row to a cache of keys and values: a step of decoding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastattn import backends
 from fastattn.backends import Backend, timings
 from fastattn.ops import _checks
 
-Call = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-def _query(
+def _validate(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -22,19 +22,17 @@ def _query(
     ancestors: Tensor | None = None,
     scale: float | None = None,
     **options: Any,
-) -> tuple[torch.device, Call]:
-    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+) -> tuple[torch.device, Inputs]:
+    """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("query", query)
-    dtype = _checks.autocast_dtype(query.device)
-    if dtype is not None:
-        query, key, value = (_checks.cast(t, dtype) if isinstance(t, Tensor) else t for t in (query, key, value))
-    alike = _checks.same_dtype_and_device(query, key, value)
+    query, key, value = _checks.autocast_inputs(query, key, value)
+    is_uniform = _checks.same_dtype_and_device(query, key, value)
     for name, t, dims, meaning in (
         ("query", query, 4, "(B, W, H, Dk)"),
         ("key", key, 5, "(B, M, R, Hk, Dk)"),
         ("value", value, 5, "(B, M, R, Hk, Dv)"),
     ):
-        if not alike:
+        if not is_uniform:
             _checks.check_like(name, t, "query", query)
         if t.dim() != dims:
             raise ValueError(f"{name} has {t.dim()} dimensions {tuple(t.shape)}, expected {dims}: {meaning}")
@@ -73,7 +71,7 @@ def _call_class(q: Tensor, *tensors: Tensor | None) -> str:
     return timings.call_class(q.dtype)
 
 
-@backends.register("decode_attention", _query, _call_class)
+@backends.register("decode_attention", _validate, _call_class)
 def decode_attention(
     query: Tensor,
     key: Tensor,
@@ -89,28 +87,28 @@ def decode_attention(
     query (B, W, H, Dk): float32, bfloat16, float16 (float64 in reference and aten). W is the number of beams, or 1.
     key (B, M, R, Hk, Dk), value (B, M, R, Hk, Dv): likewise, any strides. M positions, each with R rows; the heads of
         query share those of key in groups of H / Hk. To read less than was allocated, pass a slice: cache[:, :length].
-    lengths (B,): int32, the positions of each sequence that count, M unless given. What lies behind them may be
+    lengths (B,): int32, the positions of each sequence that count, M unless given. What follows them may be
         anything, NaN included.
     ancestors (B, W, M): int32, the row in which query w finds position j. An entry outside of 0 .. R - 1 masks the
         position. So a beam's history is found without copying the cache when beams are reordered. Without ancestors
         query w reads row w, or, where R = 1, all read the same keys, as in the attention to an encoder's output.
     scale: of the scores, 1 / sqrt(Dk) unless given.
-    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Returns out (B, W, H, Dv), contiguous. A query without a visible position gives 0. There is no gradient.
-    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, section 3.2.1; kernels split the keys as Dao et al. 2023, "Flash-Decoding for
     long-context inference".
     """
-    device, call = _query(query, key, value, lengths, ancestors, scale)
-    name, module = backends.choose("decode_attention", device, call, backend)
+    device, inputs = _validate(query, key, value, lengths, ancestors, scale)
+    chosen = backends.choose("decode_attention", device, inputs, backend)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     with _checks.no_autocast(device):
-        if hasattr(module, "decode_attention"):
-            return module.decode_attention(*call, softmax_scale)
+        if chosen.differentiable:
+            return chosen.module.decode_attention(*inputs, softmax_scale)
         if torch.compiler.is_compiling():
-            return _operator(*call, softmax_scale, name)
-        return module.decode_attention_fwd(*call, softmax_scale)
+            return _operator(*inputs, softmax_scale, chosen.name)
+        return chosen.module.decode_attention_fwd(*inputs, softmax_scale)
 
 
 def _forward(

@@ -1,4 +1,4 @@
-"""The way into a Transformer: embedding * scale + positions, dropout, layer normalisation."""
+"""The first layer of a Transformer: embedding * scale + positions, dropout, layer normalisation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import differentiable_gradients
-from fastattn.backends import Backend, timings
+from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import embed_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _checks
 from fastattn.ops._autograd import Operator
 
 
-def _query(
+def _validate(
     tokens: Tensor,
     embedding: Tensor,
     position_table: Tensor,
@@ -33,7 +33,7 @@ def _query(
     known_indices: bool = False,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("embedding", embedding)
     if embedding.dim() != 2 or 0 in embedding.shape:
         raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (tokens of the vocabulary, d)")
@@ -41,22 +41,16 @@ def _query(
     dtype = embedding.dtype
     if dtype != torch.float64:
         dtype = _checks.autocast_dtype(embedding.device) or dtype
-    _checks.check_like("position_table", position_table, "embedding", embedding, dtype=False)
-    if position_table.dtype not in (torch.float32, embedding.dtype):
-        expected = f"float32 or {embedding.dtype} as embedding"
-        raise TypeError(f"position_table has dtype {position_table.dtype}, expected {expected}")
-    if position_table.dim() != 2 or position_table.shape[1] != d:
-        raise ValueError(f"position_table has shape {tuple(position_table.shape)}, expected (n_position, d = {d})")
+    _checks.check_float("position_table", position_table)
+    shape = (position_table.shape[0] if position_table.dim() > 0 else 0, d)
+    _checks.check_parameter("position_table", position_table, shape, "(n_position, d)", "embedding", embedding)
     if position_table.requires_grad:
         raise ValueError("position_table has no gradient: it must not require one")
     if not known_indices:
         _check_indices(tokens, embedding, position_table, position)
     for name, t in (("weight", weight), ("bias", bias)):
-        _checks.check_like(name, t, "embedding", embedding, dtype=False)
-        _checks.check_shape(name, t, (d,), "(d,)")
+        _checks.check_parameter(name, t, (d,), "(d,)", "embedding", embedding)
     _checks.check_like("bias", bias, "weight", weight)
-    if weight.dtype not in (torch.float32, embedding.dtype):
-        raise TypeError(f"weight has dtype {weight.dtype}, expected float32 or {embedding.dtype} as embedding")
     _checks.check_eps(eps)
     _checks.check_dropout(dropout_p)
     _checks.check_finite("scale", scale)
@@ -89,7 +83,7 @@ def _call_class(*options: Any) -> str:
     return timings.call_class(dtype, dropout_p)
 
 
-@backends.register("embed_layer_norm", _query, _call_class)
+@backends.register("embed_layer_norm", _validate, _call_class)
 def embed_layer_norm(
     tokens: Tensor,
     embedding: Tensor,
@@ -111,41 +105,42 @@ def embed_layer_norm(
     embedding (V, d): float32, bfloat16, float16 (float64 in the backends reference and aten).
     position_table (n_position, d): float32 or embedding's dtype; without a gradient.
     weight, bias (d,): of the normalisation, float32 or embedding's dtype.      eps: added to the variance.
-    dropout_p: the probability of dropping an element of the sum, by the rules of fastattn/backends/reference/philox.py: the bits
-        that ``dropout_add_layer_norm`` would draw for it; 0.0 in eval.
+    dropout_p: the probability of dropping an element of the sum; 0.0 in eval. The bits are those that
+        ``dropout_add_layer_norm`` would draw for it (fastattn/backends/reference/philox.py).
     scale: of the embedding; the paper has sqrt(d).
     position (..., L): int64 or int32, each token's row of position_table; 0, 1, .., L - 1 unless given.
     padding_idx: the token whose embedding gets no gradient.
-    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Returns (..., L, d) in embedding's dtype or, under torch.autocast, in its dtype. The sum is never rounded.
-    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, sections 3.4, 3.5 and 5.4; Ba et al. 2016, "Layer Normalization", arXiv:1607.06450.
     """
     options = {"scale": scale, "position": position, "padding_idx": padding_idx}
-    device, call = _query(tokens, embedding, position_table, weight, bias, eps, dropout_p, **options)
-    return _embed(device, call, eps, backend)
+    device, inputs = _validate(tokens, embedding, position_table, weight, bias, eps, dropout_p, **options)
+    return _embed(device, inputs, eps, backend)
 
 
 def embed_known_tokens(*tensors: Tensor, eps: float, backend: Backend | None, **options: Any) -> Tensor:
     """``embed_layer_norm`` of tokens and positions that the caller has checked."""
-    device, call = _query(*tensors, eps, known_indices=True, **options)
-    return _embed(device, call, eps, backend)
+    device, inputs = _validate(*tensors, eps, known_indices=True, **options)
+    return _embed(device, inputs, eps, backend)
 
 
-def _embed(device: torch.device, call: tuple[Any, ...], eps: float, backend: Backend | None) -> Tensor:
-    name, module = backends.choose("embed_layer_norm", device, call, backend)
-    *tensors, scale, padding_idx, dropout_p, dtype = call
-    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
+def _embed(device: torch.device, inputs: tuple[Any, ...], eps: float, backend: Backend | None) -> Tensor:
+    chosen = backends.choose("embed_layer_norm", device, inputs, backend)
+    *tensors, scale, padding_idx, dropout_p, dtype = inputs
+    rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     with _checks.no_autocast(device):
-        if hasattr(module, "embed_layer_norm"):
-            return module.embed_layer_norm(*tensors, scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
+        if chosen.differentiable:
+            options = (scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
+            return chosen.module.embed_layer_norm(*tensors, *options)
         tokens, embedding, position_table, weight, bias, position = (
             t if t is None else t.contiguous() for t in tensors
         )
         places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
-        inputs = (embedding, weight, bias, *places, tokens.shape[-1], scale, padding_idx, float(eps), dropout_p)
-        (out,) = _EmbedLayerNorm.call(*inputs, rng_state, dtype, name)
+        op_args = (embedding, weight, bias, *places, tokens.shape[-1], scale, padding_idx, float(eps), dropout_p)
+        (out,) = _EmbedLayerNorm.apply(*op_args, rng_state, dtype, chosen)
     return out.view(*tokens.shape, out.shape[-1])
 
 
@@ -169,24 +164,23 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
         dropout_p: float,
         rng_state: Tensor | None,
         dtype: torch.dtype,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor, Tensor]:
-        module = backends.load_backend("embed_layer_norm", backend)
         places = (tokens, position_table, position, length, scale)
-        return module.embed_layer_norm_fwd(embedding, weight, bias, *places, eps, dropout_p, rng_state, dtype)
+        return backend.module.embed_layer_norm_fwd(embedding, weight, bias, *places, eps, dropout_p, rng_state, dtype)
 
     @staticmethod
-    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-        embedding, _, _, tokens, *_, dtype, backend = arguments
-        rows, tickets = tokens.shape[0], backends.load_backend("embed_layer_norm", backend).TICKETS
-        statistics = embedding.new_empty(2 * rows + tickets, dtype=torch.float32)
+    def forward_fake(embedding: Tensor, *op_args: Any) -> tuple[Tensor, Tensor]:
+        _, _, tokens, *_, dtype, backend = op_args
+        rows = tokens.shape[0]
+        statistics = embedding.new_empty(2 * rows + backend.module.TICKETS, dtype=torch.float32)
         return embedding.new_empty(rows, embedding.shape[1], dtype=dtype), statistics
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
         *tensors, length, scale, padding_idx, eps, dropout_p, rng_state, dtype, backend = inputs
         ctx.save_for_backward(*tensors, outputs[1], rng_state)
-        ctx.of_formula = (eps, dtype)
+        ctx.formula_args = (eps, dtype)
         ctx.options = (length, scale, padding_idx, dropout_p, backend)
 
     @staticmethod
@@ -198,7 +192,7 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
     def formula_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, tokens, position_table, position, _, rng_state = ctx.saved_tensors
         length, scale, padding_idx, dropout_p, _ = ctx.options
-        eps, dtype = ctx.of_formula
+        eps, dtype = ctx.formula_args
         if position is None:
             tokens = tokens.view(-1, length)
 
@@ -225,35 +219,35 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
         scale: float,
         padding_idx: int | None,
         dropout_p: float,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
-        module = backends.load_backend("embed_layer_norm", backend)
         inputs = (dout, embedding, weight, bias, tokens, position_table, position, length, scale, statistics)
-        drows, index, dweight, dbias = module.embed_layer_norm_bwd(*inputs, dropout_p, rng_state)
+        drows, index, dweight, dbias = backend.module.embed_layer_norm_bwd(*inputs, dropout_p, rng_state)
         return _sum_by_token(drows, index, embedding, padding_idx) if needs_dembedding else None, dweight, dbias
 
     @staticmethod
-    def gradients_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
-        _, embedding, weight, bias, *_ = arguments
-        needs_dembedding = arguments[9]
+    def gradients_fake(
+        dout: Tensor, embedding: Tensor, weight: Tensor, bias: Tensor, *op_args: Any
+    ) -> tuple[Tensor | None, ...]:
+        needs_dembedding = op_args[5]
         dembedding = embedding.new_empty(embedding.shape) if needs_dembedding else None
         return dembedding, torch.empty_like(weight), torch.empty_like(bias)
 
 
 def _sum_by_token(drows: Tensor, index: Tensor, like: Tensor, padding_idx: int | None) -> Tensor:
     """The gradient of the embedding `like` (V, d): row drows[i] is added to row index[i], but for padding's."""
-    arguments = (drows, index, like.shape[0], -1 if padding_idx is None else padding_idx, False)
+    op_args = (drows, index, like.shape[0], -1 if padding_idx is None else padding_idx, False)
     if not drows.is_cuda:
-        return torch.ops.aten.embedding_dense_backward(*arguments)
+        return torch.ops.aten.embedding_dense_backward(*op_args)
     # Left to itself, torch since 2.11 adds atomically where few tokens come often, and bits differ from run to run.
     with _deterministic_mode:  # the mode is the whole process's, and autograd has a thread for each GPU
         if torch.are_deterministic_algorithms_enabled():
-            return torch.ops.aten.embedding_dense_backward(*arguments)
+            return torch.ops.aten.embedding_dense_backward(*op_args)
         filled = torch.utils.deterministic.fill_uninitialized_memory
         torch.set_deterministic_debug_mode(1)
         torch.utils.deterministic.fill_uninitialized_memory = False  # the other half of that mode, of no use here
         try:
-            return torch.ops.aten.embedding_dense_backward(*arguments)
+            return torch.ops.aten.embedding_dense_backward(*op_args)
         finally:
             torch.set_deterministic_debug_mode(0)
             torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fastattn import backends
 from fastattn._tracing import differentiable_gradients, is_transformed
-from fastattn.backends import Backend, timings
+from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends.constants import GATED
 from fastattn.backends.reference import feed_forward as reference
-from fastattn.backends.reference.feed_forward import ACTIVATIONS, GATED
+from fastattn.backends.reference.feed_forward import ACTIVATIONS
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _checks
 from fastattn.ops._autograd import Operator
@@ -21,7 +22,7 @@ from fastattn.ops._autograd import Operator
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
 
 
-def _query(
+def _validate(
     x: Tensor,
     weight1: Tensor,
     bias1: Tensor | None,
@@ -31,22 +32,17 @@ def _query(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("x", x)
     if activation not in ACTIVATIONS and activation not in GATED:
         raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
-    dtype = _checks.autocast_dtype(x.device)
-    x = _checks.cast(x, dtype)
+    x, weight1, bias1, weight2, bias2 = _checks.autocast_inputs(x, weight1, bias1, weight2, bias2)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
-    if dtype is not None or not _checks.same_dtype_and_device(x, weight1, bias1, weight2, bias2):
-        named = {"weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
-        for name, t in named.items():
+    if not _checks.same_dtype_and_device(x, weight1, bias1, weight2, bias2):
+        for name, t in (("weight1", weight1), ("bias1", bias1), ("weight2", weight2), ("bias2", bias2)):
             if t is not None or name in ("weight1", "weight2"):
-                _checks.check_float(name, t)
-                named[name] = _checks.cast(t, dtype)
-                _checks.check_like(name, named[name], "x", x)
-        weight1, bias1, weight2, bias2 = named.values()
+                _checks.check_like(name, t, "x", x)
     if weight1.dim() != 2 or weight2.dim() != 2:
         raise ValueError(f"weight1 and weight2 must be matrices, got {tuple(weight1.shape)} and {tuple(weight2.shape)}")
     d, (rows, halves) = x.shape[-1], (weight1.shape[0], 2 if activation in GATED else 1)
@@ -72,7 +68,7 @@ def _call_class(x: Tensor, weight1: Tensor, *options: Any) -> str:
     return timings.call_class(x.dtype, dropout_p, tokens, *(("gated",) if activation in GATED else ()))
 
 
-@backends.register("feed_forward", _query, _call_class)
+@backends.register("feed_forward", _validate, _call_class)
 def feed_forward(
     x: Tensor,
     weight1: Tensor,
@@ -92,32 +88,33 @@ def feed_forward(
     activation: "relu", "gelu", "gelu_tanh", "silu", with weight1 (d_ff, d) and bias1 (d_ff,); or, gated, "reglu",
         "geglu", "geglu_tanh", "swiglu", with weight1 (2 * d_ff, d): act(first half) * second half.
     weight2 (d_out, d_ff), bias2 (d_out,). Biases may be None.
-    dropout_p: the probability of dropping a hidden unit, by the rules of fastattn/backends/reference/philox.py; 0.0 in eval.
+    dropout_p: the probability of dropping a hidden unit; 0.0 in eval. The rule: fastattn/backends/reference/philox.py.
     recompute: keep nothing of the hidden layer for the backward, which makes it once more from x: a product more, for
         d_ff numbers a token less in memory (gated forms twice as many). Results are the same.
-    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Returns (..., d_out) in x's dtype.
-    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, section 3.3; Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
-    device, call = _query(x, weight1, bias1, weight2, bias2, activation, dropout_p)
-    name, module = backends.choose("feed_forward", device, call, backend)
-    rng_state = draw_rng_state(device, name) if dropout_p > 0 else None
+    device, inputs = _validate(x, weight1, bias1, weight2, bias2, activation, dropout_p)
+    chosen = backends.choose("feed_forward", device, inputs, backend)
+    rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     with _checks.no_autocast(device):
-        if hasattr(module, "feed_forward"):
+        if chosen.differentiable:
+            formula = chosen.module.feed_forward
             if recompute and torch.is_grad_enabled() and not is_transformed():
                 # On a CPU dropout's draw is an argument, see draw_rng_state: no generator has to be kept.
-                options = {"use_reentrant": False, "preserve_rng_state": dropout_p > 0 and name == "aten" and x.is_cuda}
-                return checkpoint(module.feed_forward, *call, rng_state, **options)
-            return module.feed_forward(*call, rng_state)
-        x, *options = call
-        (out,) = _FeedForward.call(_checks.as_matrix(x), *options, rng_state, recompute, name)
+                draws = dropout_p > 0 and chosen.name == "aten" and x.is_cuda
+                return checkpoint(formula, *inputs, rng_state, use_reentrant=False, preserve_rng_state=draws)
+            return formula(*inputs, rng_state)
+        x, *options = inputs
+        (out,) = _FeedForward.apply(_checks.as_matrix(x), *options, rng_state, recompute, chosen)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _FeedForward(Operator, name="feed_forward"):
-    """`kept` is the hidden layer, of relu after it, else before it; of no rows where the backward makes it again."""
+    """`saved` is the hidden layer, after relu or before another activation; no rows if recomputed."""
 
     results, outputs, inputs = 1, 2, 5
 
@@ -132,11 +129,11 @@ class _FeedForward(Operator, name="feed_forward"):
         dropout_p: float,
         rng_state: Tensor | None,
         recompute: bool,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor, Tensor]:
-        module = backends.load_backend("feed_forward", backend)
-        out, (kept,) = module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
-        return out, x.new_empty(0, weight1.shape[0]) if recompute else kept
+        inputs = (x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
+        out, (saved,) = backend.module.feed_forward_fwd(*inputs)
+        return out, x.new_empty(0, weight1.shape[0]) if recompute else saved
 
     @staticmethod
     def forward_fake(
@@ -173,18 +170,17 @@ class _FeedForward(Operator, name="feed_forward"):
         bias1: Tensor | None,
         weight2: Tensor,
         bias2: Tensor | None,
-        kept: Tensor,
+        saved: Tensor,
         rng_state: Tensor | None,
         activation: str,
         dropout_p: float,
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
-        module = backends.load_backend("feed_forward", backend)
-        if kept.shape[0] < x.shape[0]:
-            kept = module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
+        if saved.shape[0] < x.shape[0]:
+            saved = backend.module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
         weights = (weight1, bias1, weight2, bias2)
-        return module.feed_forward_bwd(dout, x, *weights, activation, dropout_p, rng_state, (kept,))
+        return backend.module.feed_forward_bwd(dout, x, *weights, activation, dropout_p, rng_state, (saved,))
 
     @staticmethod
-    def gradients_fake(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return tuple(None if t is None else dout.new_empty(t.shape) for t in arguments[:5])
+    def gradients_fake(dout: Tensor, *op_args: Any) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else dout.new_empty(t.shape) for t in op_args[:5])

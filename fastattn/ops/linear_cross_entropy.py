@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import can_read_values, differentiable_gradients
-from fastattn.backends import Backend, timings
+from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import linear_cross_entropy as reference
 from fastattn.ops import _checks
 from fastattn.ops._autograd import Operator
@@ -20,7 +20,7 @@ SmoothOver = Literal["all", "others"]
 REDUCTIONS, SMOOTH_OVER = get_args(Reduction), get_args(SmoothOver)
 
 
-def _query(
+def _validate(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -34,19 +34,14 @@ def _query(
     known_target: bool = False,
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
-    """Check a call's arguments and bring them into the form that backends take: (device, unsupported_reason's arguments)."""
+    """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("x", x)
-    dtype = _checks.autocast_dtype(x.device)
-    x = _checks.cast(x, dtype)
+    x, weight, bias = _checks.autocast_inputs(x, weight, bias)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
-    named = {"weight": weight, "bias": bias}
-    for name, t in named.items():
-        if t is not None or name == "weight":
-            _checks.check_float(name, t)
-            named[name] = _checks.cast(t, dtype)
-            _checks.check_like(name, named[name], "x", x)
-    weight, bias = named.values()
+    _checks.check_like("weight", weight, "x", x)
+    if bias is not None:
+        _checks.check_like("bias", bias, "x", x)
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (classes, d) with at least one class")
     classes = weight.shape[0]
@@ -60,12 +55,11 @@ def _query(
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     target = target.long() if known_target else _checked_target(target, x, classes, ignore_index)
     label_smoothing = smooth_over_all(label_smoothing, smooth_over, classes)
-    call = (x, weight, bias, target, label_smoothing, ignore_index, float(logit_scale), reduction)
-    return x.device, call
+    return x.device, (x, weight, bias, target, label_smoothing, ignore_index, float(logit_scale), reduction)
 
 
 def smooth_over_all(label_smoothing: float, smooth_over: str, classes: int) -> float:
-    """A share of eps / (classes - 1) for each of the others is this one for each of all."""
+    """The label smoothing over all classes that equals this one, over all or over the others."""
     _checks.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
@@ -85,7 +79,7 @@ def cross_entropy(
 
 
 def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """target in int64. Its values are looked at on a CPU only: on a GPU that would wait for it."""
+    """target in int64. Its values are read on a CPU only: on a GPU this would wait."""
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
@@ -107,7 +101,7 @@ def _call_class(x: Tensor, *options: Any) -> str:
     return timings.call_class(x.dtype)
 
 
-@backends.register("linear_cross_entropy", _query, _call_class)
+@backends.register("linear_cross_entropy", _validate, _call_class)
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -133,14 +127,14 @@ def linear_cross_entropy(
     ignore_index: rows with this target take no part: their loss and gradients are 0, whatever x holds there.
     reduction: "none", "sum", or "mean" over the rows that are not ignored: NaN if all are, as in torch, with
         gradients 0.
-    backend: "reference", "aten", "triton" or "cuda"; default the first that can serve, see ``explain``.
+    backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Returns the loss, (...) or (), in float32 (float64 of float64).
     A reduced loss makes its gradients in the forward, where the logits are; "none", and float16, whose gradients must
     not be rounded before a loss scale has multiplied them, compute the logits a second time in the backward.
-    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for cannot serve.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     """
-    device, call = _query(
+    device, inputs = _validate(
         x,
         weight,
         target,
@@ -151,27 +145,27 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         reduction=reduction,
     )
-    return _loss(device, call, backend)
+    return _loss(device, inputs, backend)
 
 
 def loss_of_known_target(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, backend: Backend | None, **options: Any
 ) -> Tensor:
     """``linear_cross_entropy`` of a target that the caller has checked, of x's leading dimensions."""
-    device, call = _query(x, weight, target, bias, known_target=True, **options)
-    return _loss(device, call, backend)
+    device, inputs = _validate(x, weight, target, bias, known_target=True, **options)
+    return _loss(device, inputs, backend)
 
 
-def _loss(device: torch.device, call: tuple[Any, ...], backend: Backend | None) -> Tensor:
-    name, module = backends.choose("linear_cross_entropy", device, call, backend)
+def _loss(device: torch.device, inputs: tuple[Any, ...], backend: Backend | None) -> Tensor:
+    chosen = backends.choose("linear_cross_entropy", device, inputs, backend)
     with _checks.no_autocast(device):
-        if hasattr(module, "linear_cross_entropy"):
-            return module.linear_cross_entropy(*call)
-        x, weight, bias, target, *options = call
+        if chosen.differentiable:
+            return chosen.module.linear_cross_entropy(*inputs)
+        x, weight, bias, target, *options = inputs
         reduction = options[-1]
-        inputs = (_checks.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
-        needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3]]
-        (loss,) = _LinearCrossEntropy.call(*inputs, needs, name)
+        op_args = (_checks.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
+        needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in op_args[:3]]
+        (loss,) = _LinearCrossEntropy.apply(*op_args, needs, chosen)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -199,17 +193,18 @@ class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
         logit_scale: float,
         reduction: str,
         needs: list[bool],
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
-        module = backends.load_backend("linear_cross_entropy", backend)
         needs = needs if _made_in_forward(x.dtype, reduction) else [False] * 3
         options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-        loss, grads = module.linear_cross_entropy_fwd(x, weight, bias, target, *options)
+        loss, grads = backend.module.linear_cross_entropy_fwd(x, weight, bias, target, *options)
         return loss, *grads
 
     @staticmethod
-    def forward_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, *_, reduction, needs, _ = arguments
+    def forward_fake(
+        x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *op_args: Any
+    ) -> tuple[Tensor | None, ...]:
+        *_, reduction, needs, _ = op_args
         dtype = torch.promote_types(x.dtype, torch.float32)
         loss = x.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
         needs = needs if _made_in_forward(x.dtype, reduction) else [False] * 3
@@ -250,15 +245,14 @@ class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
         logit_scale: float,
         reduction: str,
         needs: list[bool],
-        backend: str,
+        backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
-        module = backends.load_backend("linear_cross_entropy", backend)
         options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-        return module.linear_cross_entropy_bwd(dloss, x, weight, bias, target, *options)
+        return backend.module.linear_cross_entropy_bwd(dloss, x, weight, bias, target, *options)
 
     @staticmethod
-    def gradients_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
-        _, x, weight, bias, *_, needs, _ = arguments
+    def gradients_fake(*op_args: Any) -> tuple[Tensor | None, ...]:
+        _, x, weight, bias, *_, needs, _ = op_args
         return _empty_gradients(x, weight, bias, needs)
 
 

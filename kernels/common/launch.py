@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from fastattn.backends import constants
+
 from . import INTERPRETED
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels take
+DTYPES = constants.DTYPES
 
 
 def refuse_device(x: Tensor) -> str | None:
@@ -82,7 +84,4 @@ def dot_precision(dtype: torch.dtype) -> str:
     """input_precision of tl.dot: float32 is multiplied as torch multiplies it on a GPU, by default exactly."""
     if dtype != torch.float32:
         return "tf32"  # one name for the 16-bit types, which it does not touch: one compiled kernel
-    matmul = torch.backends.cuda.matmul
-    # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
-    tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if constants.uses_tf32() else "ieee"

@@ -1,4 +1,4 @@
-"""The dropout rule in Triton. Specification: fastattn/backends/reference/philox.py; every backend follows it bit for bit.
+"""The dropout rule in Triton. Specification: fastattn/backends/reference/philox.py. All kernels draw its bits exactly.
 
 Element (row, col) belongs to the Philox 4x32 call (7 rounds) with
     key = (seed & 0xffffffff, seed >> 32),  counter = (col // 8, row & 0xffffffff, row >> 32, offset & 0xffffffff).
@@ -9,10 +9,9 @@ when u >= threshold. One call therefore serves eight neighbouring columns, about
 import triton
 import triton.language as tl
 
+from fastattn.backends import constants
 
-def dropout_constants(dropout_p: float) -> tuple[int, float]:
-    """(threshold, scale): an element is kept when its 16-bit number reaches threshold, then multiplied by scale."""
-    return round(dropout_p * 65536), 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)
+dropout_constants = constants.dropout_constants
 
 
 @triton.jit

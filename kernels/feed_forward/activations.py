@@ -6,7 +6,9 @@ A gated form acts on its gate: reglu as relu, geglu as gelu, geglu_tanh as gelu_
 import triton
 import triton.language as tl
 
-GATED_FORMS = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+from fastattn.backends import constants
+
+GATED_FORMS = constants.GATED
 
 SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 INV_SQRT_TAU: tl.constexpr = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)

@@ -9,7 +9,7 @@ from fastattn.backends import cross_entropy_chunks as products
 from ..common.launch import DTYPES, refuse_device
 from .rows import cross_entropy_rows, empty_logits
 
-_ROWS = products.Rows(cross_entropy_rows, empty_logits)
+_ROWS = products.RowKernel(cross_entropy_rows, empty_logits)
 
 
 def unsupported_reason(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,7 +80,7 @@ def test_use_backend_holds_only_for_its_async_task() -> None:
         await asyncio.gather(ask("aten"), ask("reference"))
 
     asyncio.run(both())
-    assert backends.requested(None)[0] is None and backends._of_thread.name is None
+    assert backends.requested(None)[0] is None and backends._thread_state.name is None
 
 
 def test_use_backend_ends_with_an_exception() -> None:
@@ -104,10 +103,10 @@ def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_named_backend_that_is_unsupported_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends._PACKAGES, "cuda", "fastattn.models")
-    monkeypatch.setitem(backends._MODULES, "cuda", SimpleNamespace())  # where there is no backend
+    nowhere = backends.Implementation("cuda", "fastattn.models.feed_forward")
+    monkeypatch.setitem(backends.REGISTRY["feed_forward"], "cuda", nowhere)
     x, weight = torch.zeros(2, 4), torch.zeros(4, 4)
-    with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) cannot serve this call: there is no cuda kernel"):
+    with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) does not support this call: there is no cuda kernel"):
         fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
     explanation = fastattn.explain("feed_forward", x, weight, None, weight, None, backend="cuda")
     assert explanation.chosen is None
@@ -138,8 +137,8 @@ def test_a_missing_module_is_a_reason_only_if_it_is_triton(missing: str, monkeyp
     def fail(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
-    backends.import_failure("attention", "triton")
-    monkeypatch.delattr(backends._MODULES["triton"], "attention")
+    entry = backends.Implementation("triton", "fastattn.kernels.attention")
+    monkeypatch.setitem(backends.REGISTRY["attention"], "triton", entry)
     monkeypatch.setattr(backends.importlib, "import_module", fail)
     if missing == "triton":
         assert (

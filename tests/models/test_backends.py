@@ -45,9 +45,9 @@ def test_gradients_are_those_of_the_reference(
     used, choose = set(), backends.choose
 
     def choose_and_note(op, *arguments):
-        name, module = choose(op, *arguments)
-        used.add((op, name))
-        return name, module
+        chosen = choose(op, *arguments)
+        used.add((op, chosen.name))
+        return chosen
 
     options = dict.fromkeys(("dropout", "attn_dropout"), 0.2 if by_loss else 0.0) | VARIANTS[variant]
     if backend == "aten" and (pack_padding or DEVICE == "cuda"):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends import unsupported_reason
+from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
 from fastattn.check.tolerance import attention_terms
 
@@ -125,7 +126,7 @@ def dropout_multiplier(p: Problem) -> Tensor:
     rng_state = philox.draw_rng_state(p.q.device)
     B, H, Lq, Lk = p.shape
     keep = philox.keep_mask(rng_state, B * H * Lq, Lk, p.dropout_p).view(p.shape)
-    return keep.double() * philox.rescale(p.dropout_p)
+    return keep.double() * dropout_scale(p.dropout_p)
 
 
 def _per_query_head(t: Tensor, H: int) -> Tensor:

@@ -322,24 +322,3 @@ def test_padding_that_hides_nothing_costs_nothing(other: dict[str, Any]) -> None
     padding[:, 3] = False
     torch.testing.assert_close(attend(mask), attend(mask, "reference"), rtol=0, atol=1e-6)
     assert not torch.allclose(attend(mask), attend(without), atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["key_padding", "decoder", "attn_mask"])
-@pytest.mark.parametrize("Lk", [9, 15, 24, 60])
-def test_keys_that_do_not_fill_a_vector(Lk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In inference on a CPU with AVX-512, aten adds masked keys where that is faster."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    lengths, fused = [], torch._C._nn.scaled_dot_product_attention
-
-    def spy(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        lengths.append(k.shape[2])
-        return fused(q, k, *args, **kwargs)
-
-    monkeypatch.setattr(torch._C._nn, "scaled_dot_product_attention", spy)
-    p = make(H=2, Lq=21, Lk=Lk, D=16, mask=kind, device=torch.device("cpu"))
-    mask = AttentionMask(**p.mask)
-    with torch.no_grad():
-        out = scaled_dot_product_attention(p.q, p.k, p.v, mask, backend="aten")
-        expected = scaled_dot_product_attention(p.q, p.k, p.v, mask, backend="reference")
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
-    assert lengths == [Lk if Lk % 16 in range(1, 9) else -(-Lk // 16) * 16]

@@ -10,7 +10,7 @@ from attention_checks import Problem, backend_call, check, make
 from test_attention_edge import same_when_poisoned
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn.backends.aten._sequences import sequences
+from fastattn.backends.aten._sequences import plan_unpacking
 
 SELF = torch.tensor([0, 9, 9, 20, 29, 41], dtype=torch.int32)  # 41 positions, an empty sequence among them
 QUERIES = torch.tensor([0, 12, 15, 28, 41], dtype=torch.int32)
@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def packed(kind: str, **options: Any) -> Problem:
     mask = KINDS[kind]
     p = make(B=1, H=4, Hk=2, Lq=41, Lk=33 if "cu_seqlens_k" in mask else 41, D=16, Dv=8, mask=mask, **options)
-    assert sequences(AttentionMask(**mask), p.q, p.k) is not None, "this problem is not separated"
+    assert plan_unpacking(AttentionMask(**mask), p.q, p.k) is not None, "this problem is not separated"
     return p
 
 
@@ -44,14 +44,14 @@ def test_aten_agrees_with_float64(kind: str, dtype: torch.dtype) -> None:
 def test_aten_drops_as_in_unpacked_sequences(kind: str) -> None:
     """With equal seeds: results and gradients are those of the sequences one below the other."""
     p = packed(kind)
-    apart = sequences(AttentionMask(**p.mask), p.q, p.k)
+    plan = plan_unpacking(AttentionMask(**p.mask), p.q, p.k)
     leaves = [t.clone().requires_grad_() for t in (p.q, p.k, p.v)]
-    unpacked = [side.unpack(t) for side, t in zip((apart.queries, apart.keys, apart.keys), leaves, strict=True)]
+    unpacked = [side.unpack(t) for side, t in zip((plan.queries, plan.keys, plan.keys), leaves, strict=True)]
     results = []
-    for inputs, mask in ((leaves, AttentionMask(**p.mask)), (unpacked, apart.mask)):
+    for inputs, mask in ((leaves, AttentionMask(**p.mask)), (unpacked, plan.mask)):
         torch.manual_seed(1)
         out = scaled_dot_product_attention(*inputs, mask, 0.3, enable_gqa=True, backend="aten")
-        out = out if inputs is leaves else apart.queries.pack(out)
+        out = out if inputs is leaves else plan.queries.pack(out)
         results.append((out, *torch.autograd.grad(out, leaves, p.dout)))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
@@ -65,10 +65,10 @@ def test_what_is_not_separated() -> None:
     """One sequence as long as all others together, another packing counted from the end, and anything on top."""
     q, k = torch.randn(1, 1, 41, 8), torch.randn(1, 1, 33, 8)
     long = torch.tensor([0, 39, 40, 41])
-    assert sequences(AttentionMask(cu_seqlens_q=long), q, q) is None
+    assert plan_unpacking(AttentionMask(cu_seqlens_q=long), q, q) is None
     from_the_end = AttentionMask(cu_seqlens_q=QUERIES, cu_seqlens_k=OTHER, is_causal=True, align="bottom_right")
-    assert sequences(from_the_end, q, k) is None
+    assert plan_unpacking(from_the_end, q, k) is None
     own = AttentionMask(cu_seqlens_q=SELF)
-    assert sequences(own, q, q) is not None
-    assert sequences(own & AttentionMask(key_padding=torch.ones(1, 41, dtype=torch.bool)), q, q) is None
-    assert sequences(own & AttentionMask(bias=torch.zeros(41, 41)), q, q) is None
+    assert plan_unpacking(own, q, q) is not None
+    assert plan_unpacking(own & AttentionMask(key_padding=torch.ones(1, 41, dtype=torch.bool)), q, q) is None
+    assert plan_unpacking(own & AttentionMask(bias=torch.zeros(41, 41)), q, q) is None

@@ -21,6 +21,8 @@ from linear_cross_entropy_checks import (
     solve,
 )
 
+from fastattn.backends import cross_entropy_chunks as chunks
+
 KERNELS = backends_of("linear_cross_entropy", kernels_only=True)
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -90,7 +92,7 @@ def test_aten_without_asking_how_many_are_ignored(
 ) -> None:
     """As it does it on a GPU."""
     aten = importlib.import_module("fastattn.backends.aten.linear_cross_entropy")
-    monkeypatch.setattr(aten, "_can_read_values", lambda x: False)
+    monkeypatch.setattr(aten, "_can_count", lambda x: False)
     p = make(reduction, device=device, **SMOOTHED)
     check(p.but(x=p.x.where(p.keep[:, None], torch.nan)), backend_call("aten", device))
     got = solve(p.but(target=torch.full_like(p.target, IGNORED), x=p.x * torch.nan), backend_call("aten", device))
@@ -206,12 +208,11 @@ def test_chunks(
 ) -> None:
     """Logits past the budget: tokens are cut, the last chunk ragged; a budget below one row still takes one."""
     p, call = make(reduction, tokens=37, dtype=dtype, device=device, **SMOOTHED), backend_call(backend, device)
-    module = "aten.linear_cross_entropy" if backend == "aten" else "cross_entropy_chunks"
-    products, whole, parts = importlib.import_module(f"fastattn.backends.{module}"), solve(p, call), []
-    monkeypatch.setattr(products, "_add", lambda *a, add=products._add: parts.append(1) or add(*a))
-    monkeypatch.setattr(products, "LOGITS_BYTES", 10 * 70 * dtype.itemsize)
+    whole, parts = solve(p, call), []
+    monkeypatch.setattr(chunks, "_add", lambda *a, add=chunks._add: parts.append(1) or add(*a))
+    monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 70 * dtype.itemsize)
     check(p, call)
-    monkeypatch.setattr(products, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(chunks, "LOGITS_BYTES", 0)
     for name, a, b in zip(Results._fields, solve(p, call), whole, strict=True):
         assert (a - b).norm() <= 20 * torch.finfo(a.dtype).eps * b.norm(), name
     assert len(parts) >= 2 * (3 + 27), "not cut"

@@ -9,19 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
+from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
 
-
-def unsupported_reason(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    x_bias: Tensor | None = None,
-) -> str | None:
-    """PyTorch serves everything."""
-    return None
+DIFFERENTIABLE = True
 
 
 def add_layer_norm(
@@ -45,7 +36,7 @@ def add_layer_norm(
             z = x if residual is None else residual + x
         else:
             keep = philox.keep_mask(rng_state, x.numel() // x.shape[-1], x.shape[-1], dropout_p, x.dtype)
-            z = _DroppedSum.apply(x, residual, keep.view(x.shape), philox.rescale(dropout_p))
+            z = _DroppedSum.apply(x, residual, keep.view(x.shape), dropout_scale(dropout_p))
         return F.layer_norm(z, (x.shape[-1],), weight, bias, eps), z
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype, hidden = x.dtype, x.shape[-1]

@@ -8,29 +8,31 @@ fused operator drops, and has no second derivative.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn._tracing import can_read_values, differentiable_gradients, may_write_in_place
 from fastattn.backends import timings
-from fastattn.backends.aten._blocks import KEPT_BYTES, BlockedAttention, add_hidden, plain_scores, plain_weights
-from fastattn.backends.aten._sequences import Sequences, sequences
+from fastattn.backends.aten._blocks import (
+    MAX_SAVED_BYTES,
+    BlockedAttention,
+    add_score_mask,
+    plain_scores,
+    plain_weights,
+)
+from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.reference import philox
 from fastattn.masks import AttentionMask
+
+DIFFERENTIABLE = True
 
 # cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-FEW_WEIGHTS = 1 << 14  # of so few the fused operator is faster: blocks are called from Python
-
-
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
-    """PyTorch serves everything."""
-    return None
+MIN_WEIGHTS = 1 << 14  # of fewer the fused operator is faster: blocks are called from Python
 
 
 def attention(
@@ -47,28 +49,21 @@ def attention(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.backends.reference.attention.attention, which is the specification."""
     if mask is not None and mask.key_padding is not None and can_read_values(q):
-        mask = _without_idle_padding(mask)
-    apart = sequences(mask, q, k) if mask is not None and can_read_values(q) and return_weights is None else None
-    if apart is not None:
-        return _each_sequence_alone(q, k, v, apart, softmax_scale, dropout_p, rng_state, return_lse)
-
+        mask = _drop_noop_padding(mask)
+    if mask is not None and can_read_values(q) and return_weights is None:
+        plan = plan_unpacking(mask, q, k)
+        if plan is not None:
+            return _attend_unpacked(q, k, v, plan, softmax_scale, dropout_p, rng_state, return_lse)
     return _attend(q, k, v, mask, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
 
 
-def _each_sequence_alone(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    apart: Sequences,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    return_lse: bool,
+def _attend_unpacked(
+    q: Tensor, k: Tensor, v: Tensor, plan: UnpackingPlan, *options: Any
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Packed sequences, each with its own scores only. Dropout counts the places of the unpacked ones."""
-    queries, keys = apart.queries, apart.keys
+    """Packed sequences as a batch. Dropout counts the places of the unpacked ones. options: see _attend."""
+    queries, keys = plan.queries, plan.keys
     inputs = (queries.unpack(q), keys.unpack(k), keys.unpack(v))
-    out, lse, _ = _attend(*inputs, apart.mask, softmax_scale, dropout_p, rng_state, return_lse, None)
+    out, lse, _ = _attend(*inputs, plan.mask, *options, None)
     return queries.pack(out), None if lse is None else queries.pack(lse[..., None]).squeeze(3), None
 
 
@@ -89,7 +84,7 @@ def _attend(
     bias = None if mask is None else mask.bias
     alone = bias is None and not return_lse and return_weights is None and Lk > 0
     # Not with a scale of 0: see alpha in _blocks.py.
-    blocked = alone and softmax_scale != 0 and _blocks_serve(q, k, dropout_p)
+    blocked = alone and softmax_scale != 0 and _uses_blocks(q, k, dropout_p)
     fused = alone and not blocked and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
     is_causal = mask is not None and mask.has_band and Lq == Lk and mask.band(Lq, Lk)[1] <= 0
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
@@ -120,23 +115,21 @@ def _attend(
         return out if has_keys is None else out.where(has_keys, 0), None, None
 
     k, v = _repeat_heads(k, v, H)
-    hidden = masked
+    score_mask = masked
     # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
     if masked is not None and abs(softmax_scale) <= 1 and finite:
         dtype = q.dtype if blocked else torch.promote_types(q.dtype, torch.float32)
-        hidden = mask.additive(masked, Lq, Lk, dtype)
+        score_mask = mask.additive(masked, Lq, Lk, dtype)
     if blocked:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
-        out = BlockedAttention.apply(q, k, v, hidden, is_causal, softmax_scale, dropout_p, rng_state)
+        out = BlockedAttention.apply(q, k, v, score_mask, is_causal, softmax_scale, dropout_p, rng_state)
         return out if has_keys is None else out.where(has_keys, 0), None, None
     s = plain_scores(q, k, softmax_scale)
     if bias is not None:
         bias = _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
         s = s.add_(bias) if may_write_in_place() else s + bias
-    if hidden is not None and may_write_in_place():
-        s = add_hidden(s, hidden)
-    elif hidden is not None:
-        s = s.masked_fill(hidden, -torch.inf) if hidden.dtype == torch.bool else s + hidden
+    if score_mask is not None:
+        s = add_score_mask(s, score_mask, in_place=may_write_in_place())
     lse = torch.logsumexp(s, dim=-1) if return_lse else None
     weights = torch.softmax(s, dim=-1)
     if rng_state is not None:
@@ -153,16 +146,16 @@ def _attend(
     return out, lse, weights if return_weights == "all" else weights.mean(1)
 
 
-BLOCKS, SINGLE = "blocks", "PyTorch"  # the ways of a call on a CPU, as a record names them
+BLOCKED, TORCH = "blocks", "PyTorch"  # the algorithms of a call on a CPU, as a record names them
 
 
-def way(q: Tensor, k: Tensor, dropout_p: float) -> str:
+def algorithm(q: Tensor, k: Tensor, dropout_p: float) -> str:
     """Blocks of heads, or PyTorch's operators: its fused one, or with dropout one after the other."""
-    return timings.choice("attention by aten", "cpu", lambda: way_class(q, k, dropout_p)) or _rule(q, k, dropout_p)
+    return timings.choice("attention by aten", "cpu", lambda: algorithm_key(q, k, dropout_p)) or _rule(q, k, dropout_p)
 
 
-def way_class(q: Tensor, k: Tensor, dropout_p: float) -> str:
-    """The class of calls for which a record names one of the two ways."""
+def algorithm_key(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """The class of calls for which a record names one of the two algorithms."""
     gradient = ("gradient",) if torch.is_grad_enabled() else ()
     return timings.call_class(q.dtype, dropout_p, timings.size_bucket(k.shape[2], "keys", 64, 256, 1024), *gradient)
 
@@ -170,18 +163,18 @@ def way_class(q: Tensor, k: Tensor, dropout_p: float) -> str:
 def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
     """What was measured on an AMD EPYC, see _blocks.py."""
     if dropout_p > 0 or q.dtype == torch.bfloat16:  # products in float16 are slow on this processor
-        return BLOCKS
-    short = k.shape[2] <= 128 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= KEPT_BYTES
-    return BLOCKS if short and torch.is_grad_enabled() else SINGLE
+        return BLOCKED
+    short = k.shape[2] <= 128 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= MAX_SAVED_BYTES
+    return BLOCKED if short and torch.is_grad_enabled() else TORCH
 
 
-def _blocks_serve(q: Tensor, k: Tensor, dropout_p: float) -> bool:
+def _uses_blocks(q: Tensor, k: Tensor, dropout_p: float) -> bool:
     if not can_read_values(q) or not may_write_in_place():
         return False
     weights = q.shape[:3].numel() * k.shape[2]
-    if weights < FEW_WEIGHTS:
+    if weights < MIN_WEIGHTS:
         return dropout_p > 0 and weights > 0
-    return way(q, k, dropout_p) == BLOCKS
+    return algorithm(q, k, dropout_p) == BLOCKED
 
 
 def _excludes_keys(mask: AttentionMask) -> bool:
@@ -189,10 +182,10 @@ def _excludes_keys(mask: AttentionMask) -> bool:
     return mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band
 
 
-def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
-    """The mask without its key_padding where that masks nothing, as in a batch of equal lengths; None if that was all.
+def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:
+    """The mask without its key_padding if that masks nothing, as in a batch of equal lengths; None if that was all.
 
-    Only where _can_read_values.
+    Requires can_read_values of the mask's tensors.
     """
 
     def build() -> AttentionMask | None:
@@ -200,7 +193,7 @@ def _without_idle_padding(mask: AttentionMask) -> AttentionMask | None:
             return None
         return mask.replace(key_padding=None, bias=None)
 
-    lighter = mask.cached(("without idle padding",), mask.key_padding.device, build)
+    lighter = mask.cached(("without no-op padding",), mask.key_padding.device, build)
     if lighter is None:
         return mask
     if mask.bias is not None:
@@ -226,10 +219,6 @@ def _fused(
     bias = None
     if mask is not None and masked is not None:  # PyTorch would turn a bool mask into this one at every call
         bias = mask.additive(masked, Lq, Lk, q.dtype)
-    if bias is not None and _ends_in_odd_numbers(q, Lk):
-        more = -Lk % _VECTOR
-        k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for t in (k, v))
-        bias = mask.cached(("padded", Lq, Lk, q.dtype), q.device, lambda: F.pad(bias, (0, more), value=-torch.inf))
     return _torch_attention(q, k, v, bias, scale, dropout_p)
 
 
@@ -256,30 +245,19 @@ def _gradients_of_formula(
     the formula's, where autograd asked for them. Takes what PyTorch kept, so that nothing is kept for it."""
     if not torch.is_grad_enabled():
         return None
-    kept = torch._C._current_autograd_node()
-    hidden = kept._saved_attn_mask
-    if kept._saved_is_causal:
-        Lq, Lk = kept._saved_query.shape[2], kept._saved_key.shape[2]
-        hidden = torch.ones(Lq, Lk, dtype=torch.bool, device=doutputs[0].device).triu_(1)
+    node = torch._C._current_autograd_node()
+    score_mask = node._saved_attn_mask
+    if node._saved_is_causal:
+        Lq, Lk = node._saved_query.shape[2], node._saved_key.shape[2]
+        score_mask = torch.ones(Lq, Lk, dtype=torch.bool, device=doutputs[0].device).triu_(1)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = _repeat_heads(k, v, q.shape[1])
-        return torch.matmul(plain_weights(q, k, hidden, kept._saved_scale).to(q.dtype), v)
+        return torch.matmul(plain_weights(q, k, score_mask, node._saved_scale).to(q.dtype), v)
 
-    inputs = (kept._saved_query, kept._saved_key, kept._saved_value)
+    inputs = (node._saved_query, node._saved_key, node._saved_value)
     made = differentiable_gradients(formula, inputs, doutputs[:1])
     return *(None if old is None else new for old, new in zip(gradients, made, strict=False)), *gradients[3:]
-
-
-_VECTOR = 16  # float32 numbers in a register of AVX-512
-
-
-def _ends_in_odd_numbers(q: Tensor, Lk: int) -> bool:
-    """Whether PyTorch's operator spends more on the last keys than on some more: its softmax on a CPU takes what does
-    not fill a vector number by number. From 9 of 16 on, 16 are faster, 1.2 times at 60 keys to 3 times at 15."""
-    if q.dtype != torch.float32 or not can_read_values(q) or torch.is_grad_enabled():
-        return False
-    return Lk % _VECTOR > _VECTOR // 2 and Lk < 128 and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _without_masked(bias: Tensor, masked: Tensor | None, has_keys: Tensor | None) -> Tensor:

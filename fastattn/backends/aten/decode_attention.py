@@ -1,12 +1,12 @@
 """Attention of new tokens to a cache by PyTorch's operators.
 
-The queries of a sequence are those of one problem. Where rows differ, its keys are those of all rows, side by side as
-they lie in memory, and a mask says which row a query reads: R times the products, which are few, but nothing is copied.
+All queries of a sequence are one problem. If rows differ, its keys are those of all rows, in the order of memory, and a
+mask says which row a query reads. That is R times the products, which are few, but nothing is copied.
 
-One query goes to the fused operator; several to two products, where the keys of a head lie together (fastattn.nn.kv_cache
-lays them so). On two cores of an AMD EPYC, float32, 5 queries, 8 heads of 64, 32 sequences, the fused operator takes
-517 us for 30 keys and 1397 us for 160 with a mask, two products 178 and 986; for one query and 32 keys of one sequence
-6 and 16.
+One query goes to the fused operator. Several queries go to two products, if the keys of a head are together in memory,
+as in fastattn.nn.kv_cache. On two cores of an AMD EPYC, float32, 5 queries, 8 heads of 64, 32 sequences, the fused
+operator takes 517 us for 30 keys and 1397 us for 160 with a mask, two products 178 and 986; for one query and 32 keys
+of one sequence 6 and 16.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from torch import Tensor
 
 from fastattn._tracing import can_read_values
 
-
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
-    """PyTorch serves everything."""
-    return None
+DIFFERENTIABLE = True
 
 
 def decode_attention(
@@ -76,5 +73,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale:
 
 
 def _heads_merge(t: Tensor) -> bool:
-    """Whether t (B, Hk, N, D) is a batch of B * Hk matrices as it lies in memory."""
+    """Whether t (B, Hk, N, D) is a batch of B * Hk matrices without a copy."""
     return t.stride(0) == t.shape[1] * t.stride(1)

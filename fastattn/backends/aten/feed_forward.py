@@ -7,9 +7,9 @@ from torch import Tensor
 from fastattn._tracing import may_write_in_place
 from fastattn.backends.cpu_matmul import linear
 from fastattn.backends.reference import philox
-from fastattn.backends.reference.feed_forward import activate, unsupported_reason
+from fastattn.backends.reference.feed_forward import activate
 
-__all__ = ["feed_forward", "unsupported_reason"]
+DIFFERENTIABLE = True
 
 
 def feed_forward(

@@ -1,22 +1,20 @@
 """A linear layer and its cross-entropy by PyTorch's own operators, keeping no logits for the backward.
 
-The logits of a chunk of tokens exist once, in x's dtype; their gradient takes their place and is multiplied at once.
-Float32 exists for a block of rows at a time, on a CPU small enough to stay in its cache, so that the passes over it
-cost little beside the products. On a CPU ignored rows are left out of everything; on a GPU, where leaving them out
-would wait for their number, they are computed and multiplied by 0.
+The loop over chunks of tokens is fastattn/backends/cross_entropy_chunks.py. Float32 exists for a block of rows at a
+time. On a CPU the block fits into the cache, so that the passes over it cost little next to the products. On a CPU
+ignored rows are left out of everything. On a GPU this would wait for their number: they are computed with the others.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fastattn.backends import cross_entropy_chunks as chunks
 from fastattn.backends.cpu_matmul import product, uses_onednn
-from fastattn.backends.reference.linear_cross_entropy import unsupported_reason
 
-__all__ = ["linear_cross_entropy_bwd", "linear_cross_entropy_fwd", "unsupported_reason"]
-
-LOGITS_BYTES = 1 << 30  # of a chunk's logits: a cut costs a pass over weight's gradient, so only memory makes one
 BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}  # of a block in float32; on a CPU about half of a core's L2 cache
 
 
@@ -27,19 +25,14 @@ def linear_cross_entropy_fwd(
     target: Tensor,
     label_smoothing: float,
     ignore_index: int,
-    logit_scale: float,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """x (tokens, d), target (tokens,). needs: whether to make the gradients of x, weight, bias now.
-
-    Returns the loss, (tokens,) where reduction is "none", and these gradients for a dloss of 1, None where not made.
-    """
-    options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-    losses, grads = _chunked_losses_and_grads(None, x, weight, bias, target, *options)
-    if reduction == "none":
-        return losses, grads
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum(), grads
+    *rest: Any,
+) -> tuple[Tensor, chunks.Gradients]:
+    """As fastattn.backends.cross_entropy_chunks.forward, which has the arguments."""
+    tokens, (x, target, valid_index) = len(target), _without_ignored(x, target, ignore_index)
+    call = (x, weight, bias, target, label_smoothing, ignore_index, *rest)
+    loss, (dx, *grads) = chunks.forward(_KERNEL, *call)
+    loss = _expand(loss, valid_index, tokens) if loss.dim() > 0 else loss
+    return loss, (_expand(dx, valid_index, tokens), *grads)
 
 
 def linear_cross_entropy_bwd(
@@ -50,68 +43,38 @@ def linear_cross_entropy_bwd(
     target: Tensor,
     label_smoothing: float,
     ignore_index: int,
-    logit_scale: float,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight, bias from the logits, made again. dloss: as the loss."""
-    options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-    return _chunked_losses_and_grads(dloss, x, weight, bias, target, *options)[1]
+    *rest: Any,
+) -> chunks.Gradients:
+    """As fastattn.backends.cross_entropy_chunks.backward, which has the arguments."""
+    tokens, (x, target, valid_index) = len(target), _without_ignored(x, target, ignore_index)
+    if valid_index is not None and dloss.dim() > 0:
+        dloss = dloss[valid_index]
+    call = (x, weight, bias, target, label_smoothing, ignore_index, *rest)
+    dx, *grads = chunks.backward(_KERNEL, dloss, *call)
+    return _expand(dx, valid_index, tokens), *grads
 
 
-def _chunked_losses_and_grads(
-    dloss: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    logit_scale: float,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Losses (tokens,) and gradients, chunk by chunk. dloss: None is 1."""
-    tokens, keep = len(target), target != ignore_index
-    acc = torch.promote_types(x.dtype, torch.float32)
-    rate = None  # (rows,): the gradient of a row's loss, times the scale that its logits were made with
-    if any(needs):
-        rate = torch.full((), logit_scale, dtype=acc, device=x.device) * (1 if dloss is None else dloss)
-        rate = torch.where(keep, rate / keep.sum() if reduction == "mean" else rate, 0)
-    kept = None
-    if not _can_read_values(x):
-        x, target = x.where(keep.unsqueeze(1), 0), target.where(keep, 0)
-    elif not keep.all():
-        kept = keep.nonzero().squeeze(1)
-        x, target, rate = x[kept], target[kept], None if rate is None else rate[kept]
-
-    losses = torch.empty(len(x), dtype=acc, device=x.device)
-    dx, dweight, dbias = torch.empty_like(x) if needs[0] else None, None, None
-    step = max(LOGITS_BYTES // (len(weight) * x.element_size()), 1)
-    for start in range(0, max(len(x), 1), step):  # at least once: gradients of no tokens are 0
-        rows = slice(start, start + step)
-        logits = _scaled_linear(x[rows], weight, bias, logit_scale)
-        chunk_rate = None if rate is None else rate[rows]
-        _cross_entropy_(logits, target[rows], chunk_rate, label_smoothing, losses[rows])
-        if needs[0]:
-            dx[rows] = product(logits, weight.t())
-        if needs[1]:
-            dweight = _add(dweight, product(logits.t(), x[rows].t()), acc)
-        if needs[2]:
-            dbias = _add(dbias, logits.sum(0), acc)
-
-    if kept is not None:
-        losses = losses.new_zeros(tokens).index_copy_(0, kept, losses)
-        dx = dx if dx is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, kept, dx)
-    elif not _can_read_values(x):
-        losses = losses.where(keep, 0)
-    dweight, dbias = (None if grad is None else grad.to(x.dtype) for grad in (dweight, dbias))
-    return losses, (dx, dweight, dbias)
+def _without_ignored(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, target and, on a CPU, the numbers of the rows that are left, or None if these are all."""
+    valid = target != ignore_index
+    if not _can_count(x):
+        return x.where(valid.unsqueeze(1), 0), target, None
+    if valid.all():
+        return x, target, None
+    valid_index = valid.nonzero().squeeze(1)
+    return x[valid_index], target[valid_index], valid_index
 
 
-def _can_read_values(x: Tensor) -> bool:
+def _can_count(x: Tensor) -> bool:
     """Whether the number of ignored rows can be read without waiting for a device."""
     return x.device.type == "cpu"
+
+
+def _expand(t: Tensor | None, valid_index: Tensor | None, tokens: int) -> Tensor | None:
+    """With rows of 0 where rows were left out."""
+    if t is None or valid_index is None:
+        return t
+    return t.new_zeros(tokens, *t.shape[1:]).index_copy_(0, valid_index, t)
 
 
 def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -125,32 +88,44 @@ def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float)
     return torch.addmm(bias, x, weight.t(), beta=beta, alpha=scale)
 
 
-def _add(total: Tensor | None, part: Tensor, acc: torch.dtype) -> Tensor:
-    """The sum over chunks, in float32 where there is more than one."""
-    return part if total is None else total.to(acc).add_(part)
-
-
-def _cross_entropy_(
-    logits: Tensor, target: Tensor, rate: Tensor | None, label_smoothing: float, losses: Tensor
+def _cross_entropy_rows(
+    logits: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    losses: Tensor,
+    dloss: Tensor | None,
+    count: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    logit_scale: float,
+    needs_gradient: bool,
 ) -> None:
-    """Writes losses (rows,) and, given a rate, rate * (softmax - target distribution) in place of logits."""
-    (rows, classes), acc = logits.shape, losses.dtype
-    block = BLOCK_BYTES.get(logits.device.type, LOGITS_BYTES) // (classes * acc.itemsize)
+    """As fastattn.backends.cross_entropy_chunks.RowKernel has it, of scaled logits with their bias."""
+    (rows, n_class), acc, valid = logits.shape, losses.dtype, target != ignore_index
+    label = target.where(valid, 0)
+    if needs_gradient:
+        rate = torch.full((), logit_scale, dtype=acc, device=logits.device) * (1 if dloss is None else dloss)
+        rate = torch.where(valid, rate if count is None else rate / count, 0).unsqueeze(1)
+    block = BLOCK_BYTES.get(logits.device.type, chunks.LOGITS_BYTES) // (n_class * acc.itemsize)
     block = max(min(block, rows), 1)
-    space = logits.new_empty(block, classes, dtype=acc)  # one for all blocks: memory that is warm
+    space = logits.new_empty(block, n_class, dtype=acc)  # one for all blocks: memory that is warm
     row = torch.arange(block, device=logits.device)
     for start in range(0, rows, block):
         part = slice(start, start + block)
-        label = target[part]
-        here = row[: len(label)]
-        log_p = torch.log_softmax(logits[part], 1, dtype=acc, out=space[: len(label)])
-        loss = -log_p[here, label]
+        part_label = label[part]
+        part_row = row[: len(part_label)]
+        log_p = torch.log_softmax(logits[part], 1, dtype=acc, out=space[: len(part_label)])
+        loss = -log_p[part_row, part_label]
         if label_smoothing > 0:
             loss = (1 - label_smoothing) * loss - label_smoothing * log_p.mean(1)
         losses[part] = loss
-        if rate is not None:
+        if needs_gradient:
             p = log_p.exp_()
             if label_smoothing > 0:
-                p -= label_smoothing / classes
-            p[here, label] -= 1 - label_smoothing
-            torch.mul(p, rate[part].unsqueeze(1), out=logits[part])
+                p -= label_smoothing / n_class
+            p[part_row, part_label] -= 1 - label_smoothing
+            torch.mul(p, rate[part], out=logits[part])
+    losses.masked_fill_(~valid, 0)
+
+
+_KERNEL = chunks.RowKernel(_cross_entropy_rows, scaled_logits=_scaled_linear)

@@ -18,8 +18,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from fastattn.backends import constants
+
 # How the extension numbers dtypes: csrc/common/dtype_switch.h.
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {dtype: number for number, dtype in enumerate(constants.DTYPES)}
 
 _emulator: ModuleType | None = None
 
@@ -140,8 +142,3 @@ def address(x: Tensor | None) -> int:
 def typed(x: Tensor | None) -> tuple[int, int]:
     """A tensor whose type the kernel is told: (address, its dtype's number; of integers, their size)."""
     return (0, 0) if x is None else (x.data_ptr(), DTYPES.get(x.dtype, x.element_size()))
-
-
-def dropout_constants(dropout_p: float) -> tuple[int, float]:
-    """(threshold, scale) of the dropout rule (fastattn/backends/reference/philox.py)."""
-    return round(dropout_p * 65536), 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)

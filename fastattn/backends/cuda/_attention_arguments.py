@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import DTYPES, address, dropout_constants
+from fastattn.backends.constants import dropout_constants, uses_tf32
+from fastattn.backends.cuda import DTYPES, address
 from fastattn.masks import PreparedMask
 
 
@@ -33,7 +33,7 @@ def common(
         arguments.dropout = (address(rng_state), *dropout_constants(dropout_p))
     arguments.dtype = DTYPES[q.dtype]
     arguments.softmax_scale = softmax_scale
-    arguments.tf32 = _tf32()
+    arguments.tf32 = uses_tf32()
     return arguments
 
 
@@ -75,10 +75,3 @@ def empty_like(x: Tensor, head_dim: int) -> Tensor:
 def _strides(t: Tensor, dims: int) -> tuple[int, ...]:
     """The strides of the first dimensions, 0 along those of size 1: they are broadcast."""
     return tuple(t.stride(i) if t.shape[i] > 1 else 0 for i in range(dims))
-
-
-def _tf32() -> bool:
-    """float32 is multiplied as torch multiplies it on a GPU, by default exactly."""
-    matmul = torch.backends.cuda.matmul
-    # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.backends.constants import dropout_constants
 from fastattn.backends.cuda import (
     DTYPES,
     address,
     device_index,
-    dropout_constants,
     extension,
     refuse_device,
     stream,

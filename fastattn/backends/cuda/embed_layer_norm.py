@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.constants import dropout_constants
 from fastattn.backends.cuda import (
     DTYPES,
     address,
     device_index,
-    dropout_constants,
     extension,
     refuse_device,
     stream,

@@ -14,19 +14,18 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from fastattn.backends.constants import GATED, dropout_constants
 from fastattn.backends.cuda import (
     DTYPES,
     address,
     compute_capability,
     device_index,
-    dropout_constants,
     extension,
     refuse_device,
     stream,
 )
 
 ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # as csrc/feed_forward/feed_forward.h numbers them
-GATED_FORMS = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 SUM_ROWS = 64  # kSumRows
 
 
@@ -96,7 +95,7 @@ def feed_forward_hidden(
     """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d). Returns h (tokens, d_ff) and what the
     backward wants: relu h itself, else z, as wide as weight1."""
     (tokens, d), columns = x.shape, weight1.shape[0]
-    d_ff = columns // (2 if activation in GATED_FORMS else 1)
+    d_ff = columns // (2 if activation in GATED else 1)
     saves_z = activation != "relu"
     route = route_of(x, weight1, d_ff)
     if route == Route.CUBLAS:
@@ -177,7 +176,7 @@ def feed_forward_bwd(
 
 def _how(activation: str) -> tuple[int, bool]:
     """The number of what acts on z or its gate, and whether it is gated."""
-    return ACTIVATIONS[GATED_FORMS.get(activation, activation)], activation in GATED_FORMS
+    return ACTIVATIONS[GATED.get(activation, activation)], activation in GATED
 
 
 def _aligned(bias: Tensor | None) -> Tensor | None:

@@ -63,7 +63,7 @@ def cross_entropy_rows(
     )  # fmt: skip
 
 
-_ROWS = products.Rows(cross_entropy_rows, _empty_logits)
+_ROWS = products.RowKernel(cross_entropy_rows, _empty_logits)
 
 
 def linear_cross_entropy_fwd(*call: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:

@@ -13,17 +13,7 @@ from torch import Tensor
 
 from fastattn.backends.reference import philox
 
-
-def unsupported_reason(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    x_bias: Tensor | None = None,
-) -> str | None:
-    """The formula serves everything."""
-    return None
+DIFFERENTIABLE = True
 
 
 def add_layer_norm(

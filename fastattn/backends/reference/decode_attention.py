@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache, the formula: each query's keys are gathered, then fastattn.backends.reference.attention.
+"""Attention of new tokens to a cache, the formula: each query's keys are gathered for the formula of attention.
 
 k_bwj = key[b, j, ancestors[b, w, j]], v_bwj likewise;  visible where j < lengths[b] and the ancestor is a row
 out_bw = softmax over visible j of (softmax_scale * q_bw k_bwj), times v_bwj
@@ -12,10 +12,7 @@ from torch import Tensor
 from fastattn.backends.reference.attention import attention
 from fastattn.masks import AttentionMask
 
-
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
-    """The formula serves everything."""
-    return None
+DIFFERENTIABLE = True
 
 
 def decode_attention(

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.backends.constants import GATED
 from fastattn.backends.reference import philox
+
+DIFFERENTIABLE = True
 
 
 def _gelu_tanh(z: Tensor) -> Tensor:
@@ -27,20 +30,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "silu": F.silu,
 }
-GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
-
-
-def unsupported_reason(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-) -> str | None:
-    """The formula serves everything."""
-    return None
 
 
 def activate(z: Tensor, activation: str) -> Tensor:

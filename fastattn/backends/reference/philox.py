@@ -1,4 +1,4 @@
-"""The dropout rule, once, in plain PyTorch. Every backend draws exactly these bits.
+"""The dropout rule in plain PyTorch. The reference and all kernel backends draw exactly these bits; aten does not.
 
 Element (row, col) of a matrix takes one 16-bit lane of Philox 4x32 with 7 rounds (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3"), the fewest rounds that pass BigCrush:
@@ -8,14 +8,14 @@ numbers: as easy as 1, 2, 3"), the fewest rounds that pass BigCrush:
     lane    = col mod 8: word lane div 2, its low half when lane is even and its high half when it is odd
     keep    = lane value >= round(dropout_p * 65536);   kept values are multiplied by 1 / (1 - dropout_p)
 
-One call thus serves 8 neighbours, a 16-byte vector of 16-bit numbers. The probability is exact to 2^-17, and the bits
-depend on the element's global position alone, never on tiles, so a backward pass may read the data in another order.
+So one call gives the numbers of 8 neighbours, a 16-byte vector of 16-bit numbers. The probability is exact to 2^-17.
+The bits depend on the element's global position only, not on tiles: a backward may read the data in another order.
 Rows and columns: attention (b * H + h) * Lq + i and key j; the other ops flattened row and column of their input.
 
-The backend `aten` drops by PyTorch's own generator instead. On a CPU, where that takes a tenth of the time, its
-rng_state holds a seed alone, (1,), and the lanes of a matrix, row after row, are the 16-bit parts of the 64-bit numbers
-that torch.Generator draws from that seed. Threshold and factor are the same. On a GPU, where the rule would take over a
-hundred operators, rng_state (1,) holds nothing: the device's generator draws when the mask is made.
+The backend `aten` uses PyTorch's generator instead, with the same threshold and scale. On a CPU this takes a tenth of
+the time: rng_state holds only a seed, (1,). The lanes of a matrix, row after row, are the 16-bit parts of the 64-bit
+numbers that torch.Generator draws from that seed. On a GPU the rule would take over a hundred operators: rng_state (1,)
+holds nothing, and the device's generator draws when the mask is made.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, is_transformed
+from fastattn.backends.constants import dropout_scale, dropout_threshold
 
 ROUNDS = 7
 LANES = 8
@@ -37,7 +38,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 BLOCK = 64  # rng_states that are drawn at once; the forward of a base model takes 50
 
-_drops_as: list[str] = []  # see reference_dropout_rule
+_reference_rule: str | None = None  # see reference_dropout_rule
 
 
 def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
@@ -45,12 +46,12 @@ def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
 
     From torch's generator of the device: no host synchronisation, new at every call, repeatable under
     torch.manual_seed, replayed by activation checkpointing and renewed by CUDA-graph replay."""
-    if _drops_as and backend in (None, "reference"):
-        backend = _drops_as[-1]
+    if _reference_rule is not None and backend in (None, "reference"):
+        backend = _reference_rule
     if backend == "aten" and device.type != "cpu":
         return torch.empty(1, dtype=torch.int64, device=device)
     numbers = 1 if backend == "aten" else 2
-    ahead = None if torch.compiler.is_compiling() else _of_thread.ahead
+    ahead = None if torch.compiler.is_compiling() else _thread_state.ahead
     if ahead is None or ahead.modes != _modes():
         return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
     if (key := (device, numbers)) not in ahead.rows:
@@ -67,11 +68,11 @@ def seeds_drawn_ahead() -> Iterator[None]:
     if torch.compiler.is_compiling() or is_transformed():  # both have their own rules for random numbers
         yield
         return
-    before, _of_thread.ahead = _of_thread.ahead, _Ahead(_modes(), {})
+    before, _thread_state.ahead = _thread_state.ahead, _Ahead(_modes(), {})
     try:
         yield
     finally:
-        _of_thread.ahead = before
+        _thread_state.ahead = before
 
 
 def _modes() -> tuple[Any, ...]:
@@ -93,34 +94,25 @@ class _Ahead(NamedTuple):
     rows: dict[tuple[torch.device, int], Iterator[Tensor]]
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """ahead: the innermost context. Of a thread, since DataParallel runs a replica in each."""
 
     def __init__(self) -> None:
         self.ahead: _Ahead | None = None
 
 
-_of_thread = _OfThread()
+_thread_state = _ThreadState()
 
 
 @contextmanager
 def reference_dropout_rule(backend: str) -> Iterator[None]:
     """The reference path drops what this backend would drop, so that the two can be compared."""
-    _drops_as.append(backend)
+    global _reference_rule
+    before, _reference_rule = _reference_rule, backend
     try:
         yield
     finally:
-        _drops_as.pop()
-
-
-def threshold(dropout_p: float) -> int:
-    """Lane values below it are dropped; 65536 drops all."""
-    return round(dropout_p * 65536)
-
-
-def rescale(dropout_p: float) -> float:
-    """The factor of kept values."""
-    return 0.0 if dropout_p >= 1.0 else 1.0 / (1.0 - dropout_p)
+        _reference_rule = before
 
 
 class LaneStream:
@@ -183,7 +175,7 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
         return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
     if len(rng_state) == 1:  # drawn as bool, since what the generator gives depends on the dtype
         return rng_state.new_empty(rows, cols, dtype=torch.bool).bernoulli_(1 - dropout_p).to(dtype)
-    lanes, limit = philox_lanes(rng_state, rows, cols), threshold(dropout_p)
+    lanes, limit = philox_lanes(rng_state, rows, cols), dropout_threshold(dropout_p)
     if limit > 65535:
         return torch.zeros_like(lanes, dtype=dtype)
     return (lanes + (-32768) >= limit - 32768).to(dtype)  # unsigned comparison: both sides moved down by 2^15
@@ -191,7 +183,7 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
 
 def keep_mask_from_lanes(lanes: Tensor, dropout_p: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """1 where a lane of a LaneStream is kept, else 0. Written into out where that is given."""
-    if (limit := threshold(dropout_p)) > 65535:  # int16 has no such number
+    if (limit := dropout_threshold(dropout_p)) > 65535:  # int16 has no such number
         return lanes.new_zeros(lanes.shape, dtype=dtype) if out is None else out.zero_()
     # Written as a number at once: on a CPU a product with that costs a tenth of a choice by a bool.
     return torch.ge(lanes, limit - 32768, out=lanes.new_empty(lanes.shape, dtype=dtype) if out is None else out)
@@ -199,7 +191,7 @@ def keep_mask_from_lanes(lanes: Tensor, dropout_p: float, dtype: torch.dtype, ou
 
 def keep_factor(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype) -> Tensor:
     """What dropout multiplies each element of a (rows, cols) matrix by: 0 or 1 / (1 - dropout_p)."""
-    return keep_mask(rng_state, rows, cols, dropout_p, dtype).mul_(rescale(dropout_p))
+    return keep_mask(rng_state, rows, cols, dropout_p, dtype).mul_(dropout_scale(dropout_p))
 
 
 def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
@@ -207,4 +199,4 @@ def dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
     if rng_state is None:
         return x
     keep = keep_mask(rng_state, x.numel() // max(x.shape[-1], 1), x.shape[-1], dropout_p).view(x.shape)
-    return torch.where(keep, x * rescale(dropout_p), 0.0)
+    return torch.where(keep, x * dropout_scale(dropout_p), 0.0)

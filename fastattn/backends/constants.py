@@ -1,0 +1,36 @@
+"""Facts that several backends share: the kernels' dtypes, the gated activations, the numbers of dropout, TF32."""
+
+from __future__ import annotations
+
+import torch
+
+# The dtypes that the Triton and CUDA kernels take. csrc/common/dtype_switch.h numbers them in this order.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Gated activations of the feed-forward network, and the function that makes the gate.
+GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+
+# The dropout rule (fastattn/backends/reference/philox.py) draws one number below this for each element.
+DROPOUT_NUMBERS = 1 << 16
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """Elements whose number is below it are dropped; DROPOUT_NUMBERS drops all."""
+    return round(dropout_p * DROPOUT_NUMBERS)
+
+
+def dropout_scale(dropout_p: float) -> float:
+    """The factor of the elements that are kept."""
+    return 0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)
+
+
+def dropout_constants(dropout_p: float) -> tuple[int, float]:
+    """(threshold, scale), as the kernels take them."""
+    return dropout_threshold(dropout_p), dropout_scale(dropout_p)
+
+
+def uses_tf32() -> bool:
+    """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. The default is exact."""
+    matmul = torch.backends.cuda.matmul
+    # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
