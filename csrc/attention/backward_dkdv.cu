@@ -5,7 +5,7 @@
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S^T and dP^T [16, kStream], float32. Beyond a head
 //   dimension of 128 they do not fit: two blocks then share the work, one for dk and one for dv, which computes no dP.
 // Shared memory: k and v, read once; q and dout with lse and delta, kStages deep.
-// WorkItem: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key tile.
+// Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key tile.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
 //   head_dim 64    222 / 232 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   252 / 252            69 KiB                   2

@@ -10,7 +10,7 @@
 //   of 128 these do not fit: there are two launches then, one for dk and one for dv, which makes no dP.
 // Shared memory: k and v; q and dout, two stages (one of dout beyond 128, where memory is full).
 // Overlap: exponentials run beside dP's product, and with 64 queries a tile the work on dS beside dv's product.
-// WorkItem: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a key
+// Work: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a key
 //   tile, mostly from L2.
 // With dq (Makes::dk_dv_dq; backward_sum_sm90): dS of both warpgroups goes through shared memory, twice buffered, so that one
 //   barrier a tile is enough. Each makes a half of the tile's dq and adds it, by TMA, to a float32 copy in memory: 2 Dk FLOPs

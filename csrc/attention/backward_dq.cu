@@ -5,7 +5,7 @@
 // Registers: dq [16, kHeadDim] of each warp, a tile each of S and dP [16, kStream], float32. A warp of 16 rows reads k and v
 //   from shared memory as fast as the tensor cores of an A100 consume them; with 32 rows dk and dv would not fit.
 // Shared memory: q and dout, read once; k and v, kStages deep.
-// WorkItem: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a query
+// Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a query
 //   tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are branches that a block takes as one.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
 //   head_dim 64    226 / 231 registers, 55 KiB of shared memory, 2 blocks a multiprocessor

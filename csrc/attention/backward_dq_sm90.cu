@@ -9,7 +9,7 @@
 // Registers of a consumer thread: S and dP (kBlockN / 2 each), dq (kHeadDim / 2); dS, packed, takes the place of S and dP.
 // Shared memory: q and dout; k, two stages; v, two stages, or one beyond a head dimension of 128, reloaded beside dq's product.
 // Overlap: exponentials run beside dP's product; the rest of a warpgroup's work on scores beside the other one's products.
-// WorkItem: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
+// Work: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
 //
 // Why a kernel of its own. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16 heads of
 // 8192 tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s:

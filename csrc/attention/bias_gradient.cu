@@ -5,7 +5,7 @@
 //   whole row of scores, which moves lse by as much and no probability, so its gradient is that of lse.
 // Grid: one block per (batch or 1, head or 1, 64 queries, 64 keys) of dbias. It loops over whatever is summed.
 // Registers: the sum of dS and a tile each of S and dP, [16, 64] of each warp, float32.
-// WorkItem: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.
+// Work: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.
 #include "attention/backward.cuh"
 
 namespace fastattn::attention {

@@ -8,7 +8,7 @@
 // Shared memory: a ring of parts, 128 x 64 of either operand; the sum of dS, for which registers were too few: 96 to 216
 //   bytes were spilled.
 // Overlap: exponentials run beside the product of dP's first part.
-// WorkItem: 2 (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: 512 (Dk + Dv) a tile, from L2: 64 FLOPs a byte,
+// Work: 2 (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: 512 (Dk + Dv) a tile, from L2: 64 FLOPs a byte,
 //   so that L2, at 5.5 TB/s, allows 350 TFLOP/s. No larger tile fits into registers; neighbours that share operands by
 //   multicast would help.
 #include "attention/backward_scores_sm90.cuh"

@@ -10,7 +10,7 @@
 //   dimension 128, all 128 queries fit into Hopper's shared memory alone; elsewhere blocks share a head, 2 on sm_80, 4 on
 //   chips of 99 KiB. The kernels are those of long sequences, but for 16-bit types up to head dimension 64: these have one
 //   with 32 keys a tile, whose 128 registers let 16 warps run, two blocks of 128 queries; 64 keys allow one block.
-// WorkItem: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
+// Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
 //   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
 //   kernels serve every call.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (no GPU has timed it yet), nothing spills; blocks of a multiprocessor:

@@ -16,7 +16,7 @@
 // Shared memory: the queries, two stages of keys and of values, the output on its way out.
 // Overlap: while a warpgroup computes the softmax of tile i, tensor cores work on its P V of tile i - 1 and, as warpgroups
 //   take turns to issue, on another one's products.
-// WorkItem: 2 (Dk + Dv) FLOPs per score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
+// Work: 2 (Dk + Dv) FLOPs per score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and the exponentials of a tile, 64 a thread and two
 //   factors, stand between the wait for its scores and the wait for the last P V. tests/codegen asserts both.
 // Dropped: 240 registers for a consumer and 24 for the producer, which then spills 32 to 44 bytes; a template parameter for

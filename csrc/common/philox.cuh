@@ -1,8 +1,9 @@
-// The dropout rule on the device.   Specification: fastattn/backends/reference/philox.py, equal to it bit for bit.
+// The dropout rule on the device.   Specification: fastattn/backends/reference/philox.py. The reference and all Triton and
+// CUDA kernels draw the same bits; only the backend aten uses PyTorch's own generator.
 //
-// Element (row, col) takes a 16-bit lane of Philox 4x32 with 7 rounds: key = seed, counter = (col / 8, row, offset),
-// lane = col % 8; it is kept if lane >= threshold. One call serves a chunk of eight columns, and depends on the
-// element's global position alone, so the backward pass draws the mask again instead of reading it.
+// Element (row, col) uses a 16-bit lane of Philox 4x32 with 7 rounds: key = seed, counter = (col / 8, row, offset),
+// lane = col % 8; it is kept if lane >= threshold. One call gives a chunk of eight columns. The bits depend only on the
+// element's global position, so the backward pass draws the mask again instead of reading it.
 #pragma once
 #include "common/dropout.h"
 #include "common/launch.cuh"
