@@ -14,7 +14,7 @@ from fastattn._tracing import differentiable_gradients
 from fastattn.backends import Backend, timings
 from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.masks import AttentionMask, Layout, PreparedMask, flatten, prepare, unflatten
+from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_args, prepare, to_operator_args
 from fastattn.ops import _checks
 from fastattn.ops._autograd import Operator
 
@@ -226,13 +226,13 @@ def scaled_dot_product_attention(
                 layouts = layouts[:1]
             build = partial(_prepare, name, q)
             prepared = [mask.prepare(q.shape[2], k.shape[2], layout, device, build) for layout in layouts]
-            out, lse = _Attention.call(q, k, v, mask.bias, *flatten(prepared), *options, name, remember=mask)
+            out, lse = _Attention.call(q, k, v, mask.bias, *to_operator_args(prepared), *options, name, remember=mask)
             weights = None
             if wanted is not None:
                 prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
                 with torch.no_grad():
-                    given = (q, k, lse.detach(), mask.bias, *flatten(prepared), *options, wanted == "mean", name)
-                    weights = (_weights_operator if torch.compiler.is_compiling() else _weights)(*given)
+                    given = (q, k, lse.detach(), mask.bias, *to_operator_args(prepared), *options)
+                    weights = (_weights_operator if torch.compiler.is_compiling() else _weights)(*given, wanted == "mean", name)
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = _leading(query, key, value, out.shape[1])
         out, lse = out.view(*leading, *out.shape[2:]), lse if lse is None else lse.view(*leading, -1)
@@ -271,7 +271,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 class _Attention(Operator, name="attention"):
-    """The mask comes as `flatten` takes it apart: the forward's layout first, then those of the backward."""
+    """The mask comes as `to_operator_args` gives it: in the forward's layout first, then in those of the backward."""
 
     results, outputs, inputs = 2, 2, 4
 
@@ -288,7 +288,7 @@ class _Attention(Operator, name="attention"):
         rng_state: Tensor | None,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        mask, *_ = unflatten(masks, mask_numbers)
+        mask, *_ = from_operator_args(masks, mask_numbers)
         module = backends.load_backend("attention", backend)
         return module.attention_fwd(q, k, v, bias, mask, softmax_scale, dropout_p, rng_state)
 
@@ -299,9 +299,10 @@ class _Attention(Operator, name="attention"):
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
         q, k, v, bias, masks, mask_numbers, softmax_scale, dropout_p, rng_state, backend = inputs
-        of_backward = masks[mask_numbers[2].bit_count() :], mask_numbers[3:]
-        ctx.save_for_backward(q, k, v, *outputs, bias, rng_state, *of_backward[0])
-        ctx.options = (of_backward[1], softmax_scale, dropout_p, backend)
+        _, *backward_masks = from_operator_args(masks, mask_numbers)
+        masks, mask_numbers = to_operator_args(backward_masks)
+        ctx.save_for_backward(q, k, v, *outputs, bias, rng_state, *masks)
+        ctx.options = (mask_numbers, softmax_scale, dropout_p, backend)
 
     @staticmethod
     def backward(
@@ -344,7 +345,7 @@ class _Attention(Operator, name="attention"):
         backend: str,
     ) -> tuple[Tensor | None, ...]:
         module = backends.load_backend("attention", backend)
-        options = (unflatten(masks, mask_numbers), softmax_scale, dropout_p, rng_state, needs_dbias)
+        options = (from_operator_args(masks, mask_numbers), softmax_scale, dropout_p, rng_state, needs_dbias)
         return module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options)
 
     @staticmethod
@@ -375,7 +376,7 @@ def _weights(
     backend: str,
 ) -> Tensor:
     module = backends.load_backend("attention", backend)
-    (mask,) = unflatten(masks, mask_numbers)
+    (mask,) = from_operator_args(masks, mask_numbers)
     return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, mean)
 
 

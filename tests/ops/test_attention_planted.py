@@ -70,7 +70,7 @@ SHAPE = {"B": 2, "H": 2, "Lq": 20, "Lk": 140, "D": 16}
 MATRIX = make(**SHAPE, mask="attn_mask", bias=(1, 2, 20, 140), dropout_p=0.3)
 WINDOW = make(B=1, H=1, Lq=140, Lk=300, D=16, mask={"window": (70, 70), "align": "bottom_right"})
 PADDED = make(**SHAPE, mask="key_padding_holes")
-TILES, FORWARD, BACKWARD = ("attention." + name for name in ("tiles", "forward", "backward"))
+TILES, FORWARD, BACKWARD = ("attention." + name for name in ("masked_tiles", "forward", "backward"))
 KERNEL_BUGS = [
     Bug("interval one key long", TILES, "(col < end[:, None])", "(col <= end[:, None])", WINDOW, "out"),
     Bug("bits of the neighbour", TILES, "2 * octet + tl.arange(0, 2)[None, None, None, :]",

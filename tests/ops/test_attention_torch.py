@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends import load_backend
 from fastattn.backends.reference import philox
-from fastattn.masks import Layout, flatten
+from fastattn.masks import Layout, to_operator_args
 
 SDPA = scaled_dot_product_attention
 
@@ -21,7 +21,7 @@ def operator_arguments(p: Problem, backend: str) -> tuple:
     q, k, v, bias = (None if t is None else t.detach().requires_grad_() for t in (p.q, p.k, p.v, p.bias))
     layouts = load_backend("attention", backend).mask_layouts(q, k, v, bias)
     mask = AttentionMask(**p.mask)
-    prepared = flatten([mask.prepare(q.shape[2], k.shape[2], layout, q.device) for layout in layouts])
+    prepared = to_operator_args([mask.prepare(q.shape[2], k.shape[2], layout, q.device) for layout in layouts])
     rng_state = philox.draw_rng_state(p.q.device) if p.dropout_p else None
     return q, k, v, bias, *prepared, p.scale, p.dropout_p, rng_state, backend
 
@@ -49,12 +49,12 @@ def test_opcheck(backend: str, name: str, device: torch.device) -> None:
     torch.library.opcheck(torch.ops.fastattn.attention.default, arguments)
     mask = AttentionMask(**p.mask)
     layouts = load_backend("attention", backend).mask_layouts(p.q, p.k, p.v, p.bias)[1:]
-    of_backward = flatten([mask.prepare(*p.shape[2:], layout, device) for layout in layouts])
+    of_backward = to_operator_args([mask.prepare(*p.shape[2:], layout, device) for layout in layouts])
     out, lse = torch.ops.fastattn.attention(*arguments)
     given = (p.dout, None, p.q, p.k, p.v, out.detach(), lse.detach(), p.bias, *of_backward, *arguments[6:9])
     operator = torch.ops.fastattn.attention_backward.default
     torch.library.opcheck(operator, (*given, p.bias is not None, backend), test_utils="test_faketensor")
-    prepared = flatten([AttentionMask(**p.mask).prepare(*p.shape[2:], Layout(), device)])
+    prepared = to_operator_args([AttentionMask(**p.mask).prepare(*p.shape[2:], Layout(), device)])
     lse = torch.zeros(p.shape[:3], device=device)
     given = (p.q, p.k, lse, p.bias, *prepared, *arguments[6:9], False, backend)
     torch.library.opcheck(torch.ops.fastattn.attention_weights.default, given)
