@@ -19,6 +19,7 @@ from fastattn.backends.cuda import _attention_sm90 as sm90
 from fastattn.masks import AttentionMask, Layout, PreparedMask
 
 MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/attention.h
+SM80, SM90, SHORT = (80,), (90,), (128,)  # Layout.launch: the kernels that read the mask
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -36,24 +37,19 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | No
 
 
 def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Layout, ...]:
-    """How the kernels read the mask: the forward's layout, then those of the backward: by query and by key, or by query
-    alone where short sequences have their own kernel. The kernels of short sequences use no lists of tiles."""
-    head_dim = max(q.shape[3], v.shape[3])
-    *tiles, max_short, has_short_backward = _plan(
-        q.device.type == "cpu", device_index(q), DTYPES[q.dtype], head_dim, _uses_sm90(q, k, v)
-    )
-    forward = Layout(False, *tiles[:2])
-    if max(q.shape[2], k.shape[2]) <= max_short:
-        if has_short_backward:
-            return Layout(), Layout()
-        forward = Layout()
-    return forward, Layout(False, *tiles[2:4]), Layout(True, *tiles[4:])
-
-
-def _uses_sm90(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether Hopper's kernels compute the call. Masks are prepared for their tiles then."""
+    """How the kernels read the mask, and which kernels they are: the forward's layout, then those of the backward: by
+    query and by key, or by query alone where short sequences have their own kernel, which uses no lists of tiles."""
     empty = q.numel() == 0 or k.numel() == 0 or v.numel() == 0
-    return not empty and sm90.supports(compute_capability(q), q.dtype, q.shape[3], v.shape[3])
+    uses_sm90 = not empty and sm90.supports(compute_capability(q), q.dtype, q.shape[3], v.shape[3])
+    place, head_dim = (q.device.type == "cpu", device_index(q)), max(q.shape[3], v.shape[3])
+    *tiles, max_short, has_short_backward = _plan(*place, DTYPES[q.dtype], head_dim, uses_sm90)
+    launch = SM90 if uses_sm90 else SM80
+    forward = Layout(False, *tiles[:2], launch)
+    if max(q.shape[2], k.shape[2]) <= max_short:
+        forward = Layout(launch=launch)
+        if has_short_backward:
+            return forward, Layout(launch=SHORT)
+    return forward, Layout(False, *tiles[2:4], launch), Layout(True, *tiles[4:], launch)
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace C++
@@ -78,7 +74,7 @@ def attention_fwd(
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
     lse (B, H, Lq) float32. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None without
     dropout."""
-    module, uses_sm90 = extension(q.device), _uses_sm90(q, k, v)
+    module, uses_sm90 = extension(q.device), mask.layout.launch == SM90
     out = structs.empty_like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if uses_sm90:
@@ -111,8 +107,8 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; masks: in mask_layouts()[1:]; the rest
     from the forward. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias."""
-    is_short = len(masks) == 1
-    uses_sm90 = not is_short and _uses_sm90(q, k, v)
+    launch = masks[0].layout.launch
+    is_short, uses_sm90 = launch == SHORT, launch == SM90
     dq, dk, dv = (structs.empty_like(t, t.shape[3]) for t in (q, k, v))
     if uses_sm90:
         q, k, v, out, dout = map(sm90.aligned, (q, k, v, out, dout))
