@@ -1,22 +1,19 @@
 """Builds fastattn, and the CUDA extension fastattn._C where nvcc is found. Everything static is in pyproject.toml.
 
-torch takes no part in the build: _C receives device pointers and a raw stream as integers, so one build serves every
-torch. nvcc compiles and links everything, several files at a time under ninja; it knows its own headers and libraries,
-also behind a wrapper script. Without nvcc, or when a compile fails, the package is installed without _C, with a warning
-here and the same explanation from fastattn.explain().
+The build does not need torch: _C gets device pointers and a raw stream as integers, so one build works with every
+torch. nvcc compiles and links everything, several files at a time under ninja. Without nvcc, or if a compile fails, the
+package is installed without _C, with a warning here and the same explanation from fastattn.explain().
 
 Environment
   FASTATTN_SKIP_CUDA=1    do not build _C
   FASTATTN_FORCE_CUDA=1   a missing nvcc or a failed compile is an error
   FASTATTN_CUDA_ARCHS     semicolon-separated; default "80;90+PTX": one binary for Ampere and Ada, one for Hopper, and
-                          PTX, the lowest's, for what comes after. A file named *_sm90.cu is always and only built
-                          for sm_90a.
+                          PTX of the lowest for later GPUs. A file named *_sm90.cu is always built for sm_90a only.
   CUDA_HOME, CUDA_PATH    the toolkit to use; else nvcc on PATH, in /usr/local/cuda, in PyPI's nvidia-cuda-nvcc
   CXX                     nvcc's host compiler
   MAX_JOBS                how many compilers run at once
 
-Where ccache is installed, compiles go through it, so that what another checkout compiled is not compiled again; hence
-relative paths.
+If ccache is installed, it is used. Paths are relative, so that checkouts share its cache.
 """
 
 import importlib.util
@@ -46,7 +43,7 @@ def packages() -> dict[str, str]:
 
 
 def find_nvcc() -> str | None:
-    """A toolkit named by the environment is the only one looked at."""
+    """nvcc, or None. If the environment names a toolkit, no other is used."""
     if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return shutil.which("nvcc", path=f"{home}/bin")
     spec = importlib.util.find_spec("nvidia")  # the namespace package that PyPI's CUDA wheels share
@@ -56,9 +53,9 @@ def find_nvcc() -> str | None:
 
 
 def gencode(archs: str) -> str:
-    """nvcc's flags for what FASTATTN_CUDA_ARCHS holds, such as 80;90+PTX or 90a.
+    """nvcc's flags for a value of FASTATTN_CUDA_ARCHS, such as 80;90+PTX or 90a.
 
-    Numbers without a letter are compiled from one PTX, the lowest's: nvcc's front end, half of its time, runs once.
+    Numbers without a letter share the lowest's PTX, so that nvcc's front end, half of its time, runs once.
     """
     entries = [entry.strip().partition("+") for entry in archs.split(";")]
     plain = [number for number, _, _ in entries if number.isdigit()]
@@ -73,7 +70,7 @@ def gencode(archs: str) -> str:
 
 def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> str:
     """The build of `target` from the CUDA and C++ sources, as the text of a build.ninja for ninja in ROOT."""
-    import pybind11  # a requirement of the build, absent when only the metadata is asked for
+    import pybind11  # required by the build, but absent if only metadata is built
 
     archs = gencode(os.environ.get("FASTATTN_CUDA_ARCHS", "80;90+PTX"))
     include = " ".join(f"-I{path}" for path in ("csrc", pybind11.get_include(), sysconfig.get_path("include")))
@@ -98,7 +95,7 @@ def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> 
 
 
 class BuildExtension(build_ext):
-    """Compiles _C with ninja; a failure drops the extension, unless FASTATTN_FORCE_CUDA=1."""
+    """Compiles _C with ninja. If that fails, the extension is left out, unless FASTATTN_FORCE_CUDA=1."""
 
     def run(self) -> None:
         try:
@@ -118,12 +115,12 @@ class BuildExtension(build_ext):
         file = build_dir / "build.ninja"
         file.write_text(ninja_file(nvcc, ext.sources, target, build_dir))
         jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
-        environment = os.environ | {"CCACHE_NOHASHDIR": "1"}  # else ccache keyed *_sm90.cu by ROOT too
+        environment = os.environ | {"CCACHE_NOHASHDIR": "1"}  # without it ccache's key of *_sm90.cu has ROOT in it
         subprocess.run([sys.executable, "-m", "ninja", "-f", str(file), *jobs], cwd=ROOT, env=environment, check=True)
 
 
 class BuildWheel(bdist_wheel):
-    """Tags the wheel by what was built: py3-none-any when _C had to be left out."""
+    """Tags the wheel by what was built: py3-none-any without _C."""
 
     def run(self) -> None:
         self.run_command("build")
@@ -132,7 +129,9 @@ class BuildWheel(bdist_wheel):
 
 
 def warn(reason: str) -> None:
-    text = f"fastattn is installed WITHOUT its CUDA extension fastattn._C: {reason}. Triton and PyTorch serve instead."
+    text = (
+        f"fastattn is installed WITHOUT its CUDA extension fastattn._C: {reason}. Triton and PyTorch are used instead."
+    )
     print("\n".join(["", "*" * len(text), text, "*" * len(text), ""]), file=sys.stderr)
 
 

@@ -1,7 +1,6 @@
 // fastattn._C: one line an op. The same file, built with g++ and csrc/emulator, is the emulator's module.
 #include "add_layer_norm/bind.h"
 #include "attention/bind.h"
-#include "attention/bind_sm90.h"
 #include "common/bind.h"
 #include "decode_attention/bind.h"
 #include "embed_layer_norm/bind.h"
@@ -18,7 +17,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("compute_capability", fastattn::compute_capability);
   fastattn::add_layer_norm::bindings::bind(m);
   fastattn::attention::bindings::bind(m);
-  fastattn::attention::bindings_sm90::bind(m);
   fastattn::decode_attention::bindings::bind(m);
   fastattn::embed_layer_norm::bindings::bind(m);
   fastattn::feed_forward::bindings::bind(m);

@@ -33,8 +33,7 @@ SM90_COMPLETIONS = (*COMPLETIONS, "crossed")  # where work also reads shared mem
 # Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/emulator/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_EMULATOR")
 FLAGS += ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi")
-# As on other processors: no switch of csrc/emulator/fiber.cpp, aarch64's unsigned char, and pages of 64 KiB on some.
-ELSEWHERE = ("-DFASTATTN_EMULATOR_UCONTEXT", "-funsigned-char", "-DLARGE_PAGES")
+ELSEWHERE = ("-funsigned-char",)  # as on aarch64
 
 
 @cache
@@ -77,7 +76,7 @@ def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
 
 
 def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
-    csrc = next((path for path in source.parents if path.name == "csrc"), CSRC)
+    csrc = next((path for path in source.parents if (path / "common" / "launch.cuh").is_file()), CSRC)
     contents = [path.read_bytes() for path in _headers(source, csrc)]
     bindings = source.suffix == ".cpp" and source not in EMULATOR_SOURCES  # small, and slow to optimise
     options = [*FLAGS, "-O0" if bindings else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]

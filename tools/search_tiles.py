@@ -145,7 +145,7 @@ def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             checked=partial(problem, min(tokens, 400)),
             timed=partial(problem, tokens),
             direction="both",
-            current=matmul.tile_for(dtype, tokens, wide),
+            current=matmul.tile_for(dtype, arch, tokens, wide),
             candidates=[matmul.Tile(*tile) for tile in ([(16, 32, 16, 4, 1), (32, 32, 16, 4, 1)] if quick else grid)],
             use=lambda tile: _replaced("tile_for", tile, forward, backward),
             paste=paste,

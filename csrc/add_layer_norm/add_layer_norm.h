@@ -3,12 +3,12 @@
 //   z = residual + dropout(x + x_bias);   out = (z - mean) * rstd * weight + bias
 //   mean, 1 / rstd^2 = mean(z), var(z) + eps of a row
 //   RMSNorm, where bias is null:  out = z * rstd * weight;   1 / rstd^2 = mean(z^2) + eps
-//   with eps_on_std:              1 / rstd = std + eps,   std^2 = var(z) * hidden / (hidden - 1);   hidden > 1, not RMSNorm
+//   with eps_on_std:              1 / rstd = std + eps,   std^2 = var(z) * hidden / (hidden - 1);   hidden > 1
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
-// (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either. Pointers are device pointers, of any
-// alignment: 16-byte vectors are used where all of them and the row length allow. hidden <= norm::kMaxHidden, rows is any
-// 64-bit count, zero included. Sums and statistics run in float32. Nothing synchronises with the host.
+// (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either type. Pointers are device pointers,
+// of any alignment: 16-byte vectors are used if all pointers and the row length allow it. hidden <= norm::kMaxHidden,
+// rows is any 64-bit count, including 0. Sums and statistics run in float32. Nothing synchronises with the host.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -36,19 +36,19 @@ struct Forward {
 };
 
 struct Backward {
-  static constexpr bool kHasXBias = true;  // norm_backward.cuh: there may be one
+  static constexpr bool kHasXBias = true;  // norm_backward.cuh: there may be an x_bias
 
   const void* dout;    // in   (rows, hidden) T
   const void* dz;      // in   (rows, hidden) T, the gradient of a returned z; or null: z was not returned
   const void* z;       // in   (rows, hidden) T, from forward
   const void* weight;  // in   (hidden,) weight_dtype
   float* statistics;   // in   from forward; work: its tickets, zero again at the end
-  void* dsum;          // out  (rows, hidden) T, the gradient of z: that of residual, and without dropout of x; or null
+  void* dsum;          // out  (rows, hidden) T, the gradient of z, of residual and, without dropout, of x; or null
   void* dx;            // out  (rows, hidden) T, dropout applied to dsum; or null
   void* dweight;       // out  (hidden,) weight_dtype
   void* dbias;         // out  (hidden,) weight_dtype, or null: RMSNorm
-  Array dx_bias;       // out  (hidden,), or null: there is no x_bias, or hidden > 8192
-  float* partial;      // work (norm::backward_partials(blocks), 1 to 3, hidden): sums of dweight, dbias if any, dx_bias if any
+  Array dx_bias;       // out  (hidden,), or null: no x_bias, or hidden > norm::kMaxHiddenDxBias
+  float* partial;      // work (norm::backward_partials(blocks), 1 to 3, hidden): sums of dweight, dbias, dx_bias
   int64_t rows;
   int hidden, blocks;
   bool eps_on_std;
@@ -59,7 +59,7 @@ struct Backward {
 void forward(const Forward& p, cudaStream_t stream);
 void backward(const Backward& p, cudaStream_t stream);
 
-// How many blocks `backward` runs on a device of `multiprocessors`.
+// The blocks of `backward` on a device with `multiprocessors`.
 int backward_blocks(int64_t rows, int hidden, int multiprocessors);
 
 }  // namespace fastattn::add_layer_norm

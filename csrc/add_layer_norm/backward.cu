@@ -3,27 +3,27 @@
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dsum = (g - mean(g) - normal * mean(g * normal)) * rstd + dz       (means along the row)
 //   dx = dropout(dsum);   dweight = sum over rows of dout * normal;   dbias = sum over rows of dout;   dx_bias = of dx
-//   RMSNorm: mean and mean(g) are 0, and there is no dbias;   with eps_on_std: mean(g * normal) times the row's ratio (norm.h)
+//   RMSNorm: mean and mean(g) are 0, no dbias;   with eps_on_std: mean(g * normal) times the row's ratio (norm.h)
 //
-// Grid: about two blocks of 256 threads a multiprocessor, each taking every grid-th row. A row belongs to
-//   one warp up to hidden 512, to hidden / 512 warps above; narrow rows share a block, several in flight.
-// Registers: a thread owns the same columns in every row, so it sums their dweight and dbias in registers, and keeps
-//   their weight there. dout and z of the row stay in registers, as read, between the two passes; beyond hidden 8192,
-//   where they do not fit 512 threads' registers, the second pass reads them again, from L2.
+// Grid: about two blocks of 256 threads a multiprocessor, each computing every grid-th row. A row belongs to one warp
+//   up to hidden 512, and to hidden / 512 warps above; a block has several narrow rows at the same time.
+// Registers: a thread owns the same columns in every row, so it sums their dweight and dbias in registers, and has
+//   their weight there. dout and z of the row stay in registers between the two passes. Beyond hidden 8192 they do not
+//   fit into the registers of 512 threads: the second pass reads them again, from L2.
 // Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias. With x_bias, each
 //   thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and written for each row, 8 bytes an element of
-//   the 128 a clock. Beyond 8192 the registers of the addresses would spill, and the sum is a launch of its own.
-// Code: all but how z is read and its gradient written is in common/norm_backward.cuh, shared with embed_layer_norm.
-// Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024 the
-//   last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order: which
-//   block adds depends on the run, what it adds does not, so equal inputs give equal bits. Wider rows leave it to a second kernel.
-//   By arithmetic, not measured: a block alone reads about 0.1 TB/s of L2, so the end of this launch costs 2 tickets, 1 us
-//   each, and 2 x 17 rows of 8 hidden bytes: 3.5 us at hidden 512, 5 at 1024, 11 at 4096. A second launch is 1 us of gap
-//   and 3 of loads at any width, and 2 to 3 us of the host, which eager training of small models waits for.
+//   the 128 a clock. Beyond 8192 the registers of the addresses would spill, and the caller sums dx.
+// Code: common/norm_backward.cuh, shared with embed_layer_norm, except how z is read and its gradient written.
+// Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024
+//   the last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order.
+//   Which block adds may differ, but the sums do not: equal inputs give equal bits. For wider rows a second kernel
+//   adds. By arithmetic, not measured: a single block reads about 0.1 TB/s of L2, so the end of this launch costs 2
+//   tickets, 1 us each, and 2 x 17 rows of 8 hidden bytes: 3.5 us at hidden 512, 5 at 1024, 11 at 4096. A second launch
+//   costs 1 us of gap and 3 of loads at any width, and 2 to 3 us of the host, for which eager training waits.
 // Traffic: reads dout, z (, dz), writes dsum (, dx): 6 to 10 bytes an element in 16-bit types. `partial` is written and
-//   read once: 264 blocks at hidden 1024 make 2.2 MB, which stays in L2.
-// Dropped before measuring: one last block for all of `partial`, 11 us at hidden 512; the sums of dx in registers, which spill
-//   where a thread holds two chunks.
+//   read once: 264 blocks at hidden 1024 write 2.2 MB, which stays in L2.
+// Dropped before measuring: one last block for all of `partial`, 11 us at hidden 512; the sums of dx in registers,
+//   which spill if a thread has two chunks.
 #include "add_layer_norm/rows.cuh"
 #include "common/norm_backward.cuh"
 
@@ -32,7 +32,7 @@ namespace {
 
 constexpr int kKeepChunks = 2;
 
-// z as forward stored it; its gradient, with that of a returned z, into dsum and dx.
+// Reads z as forward stored it; writes its gradient, plus that of a returned z, to dsum and dx.
 template <class T, bool kAligned>
 struct Rows {
   static constexpr int kKeep = kKeepChunks;
@@ -88,7 +88,7 @@ void backward(const Backward& p, cudaStream_t stream) {
     });
   }
   if (norm::backward_finishes(p.blocks, p.hidden)) return;
-  const dim3 grid = norm::add_partial_grid(norm::width_of(p));
+  const dim3 grid = norm::add_partial_grid(norm::sums_width(p));
   dtype_switch(p.weight_dtype, [&](auto w) {
     launch(add_partial_kernel<decltype(w)>, grid, dim3(kWarp, norm::kAddRows), sizeof(norm::AddShared), stream, p);
   });

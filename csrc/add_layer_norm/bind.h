@@ -1,4 +1,4 @@
-// Python's view of add_layer_norm: fastattn/backends/cuda/add_layer_norm.py passes pointers as integers, 0 for null.
+// Python's view of add_layer_norm: fastattn/backends/cuda/add_layer_norm.py.
 #pragma once
 #include "add_layer_norm/add_layer_norm.h"
 #include "common/bind.h"
@@ -10,10 +10,11 @@ inline void forward(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t
                     uintptr_t rng_state, uint32_t threshold, float scale, int dtype, int weight_dtype, int device,
                     uintptr_t stream) {
   const DeviceGuard guard(device);
-  add_layer_norm::forward({pointer<void>(x), pointer<void>(residual), pointer<void>(weight), pointer<void>(bias),
-                           array(x_bias), pointer<void>(out), pointer<void>(z), pointer<float>(statistics), rows, hidden, eps,
-                           eps_on_std, {pointer<int64_t>(rng_state), threshold, scale}, DType(dtype), DType(weight_dtype)},
-                          pointer<CUstream_st>(stream));
+  const Dropout dropout{at(rng_state), threshold, scale};
+  const Forward p{at(x),   at(residual), at(weight),     at(bias),     array(x_bias),
+                  at(out), at(z),        at(statistics), rows,         hidden,
+                  eps,     eps_on_std,   dropout,        DType(dtype), DType(weight_dtype)};
+  add_layer_norm::forward(p, at(stream));
 }
 
 inline void backward(uintptr_t dout, uintptr_t dz, uintptr_t z, uintptr_t weight, uintptr_t statistics, uintptr_t dsum,
@@ -21,11 +22,11 @@ inline void backward(uintptr_t dout, uintptr_t dz, uintptr_t z, uintptr_t weight
                      int hidden, int blocks, bool eps_on_std, uintptr_t rng_state, uint32_t threshold, float scale,
                      int dtype, int weight_dtype, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
-  add_layer_norm::backward({pointer<void>(dout), pointer<void>(dz), pointer<void>(z), pointer<void>(weight),
-                            pointer<float>(statistics), pointer<void>(dsum), pointer<void>(dx), pointer<void>(dweight),
-                            pointer<void>(dbias), array(dx_bias), pointer<float>(partial), rows, hidden, blocks,
-                            eps_on_std, {pointer<int64_t>(rng_state), threshold, scale}, DType(dtype), DType(weight_dtype)},
-                           pointer<CUstream_st>(stream));
+  const Dropout dropout{at(rng_state), threshold, scale};
+  const Backward p{at(dout), at(dz),      at(z),      at(weight),     at(statistics), at(dsum),
+                   at(dx),   at(dweight), at(dbias),  array(dx_bias), at(partial),    rows,
+                   hidden,   blocks,      eps_on_std, dropout,        DType(dtype),   DType(weight_dtype)};
+  add_layer_norm::backward(p, at(stream));
 }
 
 inline int backward_blocks(int64_t rows, int hidden, int device) {
@@ -35,6 +36,9 @@ inline int backward_blocks(int64_t rows, int hidden, int device) {
 inline int backward_partials(int blocks) { return norm::backward_partials(blocks); }
 
 inline void bind(pybind11::module_& m) {
+  m.attr("NORM_MAX_HIDDEN") = norm::kMaxHidden;
+  m.attr("NORM_TICKETS") = norm::kTickets;
+  m.attr("NORM_MAX_HIDDEN_DX_BIAS") = norm::kMaxHiddenDxBias;
   m.def("add_layer_norm_fwd", forward);
   m.def("add_layer_norm_bwd", backward);
   m.def("add_layer_norm_bwd_blocks", backward_blocks);

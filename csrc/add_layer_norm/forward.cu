@@ -1,13 +1,13 @@
 // Forward of dropout + residual + LayerNorm or RMSNorm.   Formula, shapes and limits: add_layer_norm.h
 //
 // Grid: one warp a row, four rows a block, up to hidden 1024; above, one block of hidden / 1024 warps a row.
-// Registers: a thread holds up to 32 elements of z as float32, so x and residual are read once and the variance is
-//   two-pass: the mean square of z - mean, with none of the cancellation of E[z^2] - mean^2.
-// Shared memory: the warps' partial sums, where a row has several.
-// Traffic: reads x and residual, writes z and out, 8 bytes an element in 16-bit types (4 without residual,
-//   dropout and x_bias, where z is x). weight, bias and x_bias stay in L1. The dropout mask is computed, never stored.
-// Dropped before measuring: dropout, residual, x_bias and RMSNorm as template parameters. They are uniform branches, and would
-//   make sixteen times as many kernels to compile.
+// Registers: a thread has up to 32 elements of z as float32, so x and residual are read once, and the variance is the
+//   mean square of z - mean, without the cancellation of E[z^2] - mean^2.
+// Shared memory: the warps' partial sums, if a row has several warps.
+// Traffic: reads x and residual, writes z and out, 8 bytes an element in 16-bit types (4 without residual, dropout and
+//   x_bias, where z is x). weight, bias and x_bias stay in L1. The dropout mask is computed, never stored.
+// Dropped before measuring: dropout, residual, x_bias and RMSNorm as template parameters. They are uniform branches; as
+//   parameters they would need sixteen times as many kernels.
 #include "add_layer_norm/rows.cuh"
 
 namespace fastattn::add_layer_norm {
@@ -26,12 +26,12 @@ __device__ __forceinline__ void add(float (&values)[kChunk], const T* from, int 
 template <class T, class W, int kChunks, bool kAligned>
 __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forward p) {
   const int64_t row = norm::forward_row(p);
-  if (row >= p.rows) return;  // whole warps, and only where a row is a warp, so at no barrier
+  if (row >= p.rows) return;  // whole warps, and only if a row is one warp, without barriers
   const int64_t start = row * p.hidden;
   const T* x = static_cast<const T*>(p.x) + start;
   const T* residual = static_cast<const T*>(p.residual) + start;
 
-  // All loads of the row are issued before the first is waited for.
+  // All loads of the row are issued before the first is used.
   Chunk<T> x_chunk[kChunks], residual_chunk[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forwar
 #pragma unroll
     for (int j = 0; j < kChunk; j++) z[c][j] += skip[j];  // both are zero outside the row
     if (p.z != nullptr)
-      store_chunk<kAligned>(static_cast<T*>(p.z) + start + column(c), z[c], columns_inside<kAligned>(column(c), p.hidden));
+      store_chunk<kAligned>(static_cast<T*>(p.z) + start + column(c), z[c],
+                            columns_inside<kAligned>(column(c), p.hidden));
   }
   norm::normalize<T, W, kAligned>(p, row, z);
 }

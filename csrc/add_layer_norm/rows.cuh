@@ -1,4 +1,4 @@
-// What forward and backward share: which compiled kernel a call needs.
+// Shared by forward and backward: the choice of the compiled kernel.
 #pragma once
 #include "add_layer_norm/add_layer_norm.h"
 #include "common/norm.cuh"
@@ -9,7 +9,7 @@ using norm::aligned;
 using norm::column;
 using norm::Int;
 
-// Calls f(T, W, kChunks, kAligned), each as a value that carries the type or the number in its type.
+// Calls f(T, W, kChunks, kAligned): two values of the types and two integral constants.
 template <class Function>
 void dispatch(DType dtype, DType weight_dtype, int chunks, bool is_aligned, Function&& f) {
   dtype_switch(dtype, [&](auto t) {

@@ -3,11 +3,11 @@
 //   S = softmax_scale * q k^T + bias;  S_ij = -inf where query i may not attend to key j
 //   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v
 //
-// q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv), out (B, H, Lq, Dv) of type T = float32, bfloat16 or float16, in
-// any strides with a contiguous last dimension; Dk, Dv <= kMaxHeadDim; query head h reads key head h / (H / Hk). Pointers
-// are device pointers. Sums run in float32, offsets in 64 bits; nothing synchronises with the host.
-// m counts queries, n counts keys. A query that may attend to nothing has out 0 and lse -inf. Keys that take no part (struct
-// Mask) are read as zeros, so that what they hold (NaN, in padding) reaches nothing.
+// q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv), out (B, H, Lq, Dv) of type T = float32, bfloat16 or float16,
+// in any strides with a contiguous last dimension; Dk, Dv <= kMaxHeadDim; query head h reads key head h / (H / Hk).
+// Pointers are device pointers. Sums run in float32, offsets in 64 bits; nothing synchronises with the host. m counts
+// queries, n counts keys. A query that may attend to nothing has out 0 and lse -inf. Keys that take no part (struct
+// Mask) are read as zeros, because padding may hold NaN.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -17,15 +17,15 @@
 namespace fastattn::attention {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxShort = 128;  // queries and keys, at most, of a short sequence
+constexpr int kMaxShort = 128;  // most queries and keys of a short sequence
 
-// Bits of columns lie in blocks of 128, four words a block, in an order that suits the tensor cores' accumulators:
+// Bits of columns are in blocks of 128, four words a block, in the order of the tensor cores' accumulators:
 // fastattn/masks/kernel_format.py.
 constexpr int kBitBlock = 128;
 constexpr int kBitWords = 4;
 
-// A matrix of rows for each batch and head: element (b, h, row, col) is at b * stride_b + h * stride_h + row * stride + col.
-struct Rows {
+// A matrix for each batch and head: element (b, h, row, col) is at b * stride_b + h * stride_h + row * stride + col.
+struct StridedMatrix {
   void* data;
   int64_t stride_b, stride_h, stride;
 };
@@ -34,15 +34,15 @@ struct Shape {
   int batch, heads, key_heads, seqlen_q, seqlen_k, head_dim_k, head_dim_v;
 };
 
-// Which rows may attend to which columns: class PreparedMask of fastattn/masks/kernel_format.py, which says more. Rows are
-// queries and columns keys or, for a kernel whose blocks own keys, the other way round. Strides of 0 broadcast.
+// Which rows may attend to which columns: PreparedMask of fastattn/masks/kernel_format.py. Rows are queries and columns
+// are keys or, for a kernel whose blocks own keys, the other way round. Strides of 0 broadcast.
 struct Mask {
-  int band_lo, band_hi;    // row r may attend to columns r + band_lo .. r + band_hi
-  const int2* intervals;   // (b, rows): row r may attend to columns x <= c < y; or null: the band says it
+  int band_lo, band_hi;   // row r may attend to columns r + band_lo .. r + band_hi
+  const int2* intervals;  // (b, rows): row r may attend to columns x <= c < y; or null: the band says it
   int64_t intervals_stride_b;
-  const uint32_t* columns;  // (b, ceil(columns / 128), 4): bits of the columns that take part; null: all do
+  const uint32_t* columns;  // (b, ceil(columns / 128), 4): bits of the columns that take part; null: all
   int64_t columns_stride_b;
-  const uint32_t* bits;  // (b, h, rows or 1, ceil(columns / 128), 4): of a bool matrix, or the same as columns; or null
+  const uint32_t* bits;  // (b, h, rows or 1, ceil(columns / 128), 4): of a bool matrix, or equal to columns; or null
   int64_t bits_stride_b, bits_stride_h, bits_stride_row;
   // For each row tile, a list of column tiles: counts.x partial ones, then full ones up to counts.y. Null: no lists.
   const int2* counts;    // (b, h, row tiles)
@@ -59,9 +59,9 @@ struct Bias {
 };
 
 struct Forward {
-  Rows q, k, v;  // in
-  Rows out;      // out
-  float* lse;    // out  (B, H, Lq) contiguous, natural logarithm
+  StridedMatrix q, k, v;  // in
+  StridedMatrix out;      // out
+  float* lse;             // out  (B, H, Lq) contiguous, natural logarithm
   Shape shape;
   float softmax_scale;
   Mask mask;
@@ -71,24 +71,24 @@ struct Forward {
   bool tf32;  // float32 is multiplied by tensor cores, rounded to tf32; else exactly
 };
 
-// The tiles for which a kernel wants its lists: rows of the side that a block owns, and of the side that it streams. 0 where
-// it wants none.
+// A kernel's tile of scores, in rows and columns of its Mask: a block owns the rows and loops over the columns. The
+// lists of the mask must be made for this tile.
 struct TileSize {
-  int own, stream;
+  int rows, columns;
 };
 TileSize forward_tile(int head_dim, DType dtype);  // head_dim: the larger of the two
 
 void forward(const Forward& p, cudaStream_t stream);
 
-// P after dropout, of all heads or, mean, their mean.
+// P after dropout: of all heads, or with `mean` their mean.
 struct Weights {
-  Rows q, k;         // in
-  const float* lse;  // in   (B, H, Lq) contiguous, of the forward
-  void* weights;     // out  T (B, H, Lq, Lk), or of the mean (B, Lq, Lk), contiguous
+  StridedMatrix q, k;  // in
+  const float* lse;    // in   (B, H, Lq) contiguous, of the forward
+  void* weights;       // out  T (B, H, Lq, Lk), or of the mean (B, Lq, Lk), contiguous
   bool mean;
   Shape shape;
   float softmax_scale;
-  Mask mask;  // without lists: every tile is written
+  Mask mask;  // lists are not used: every tile is written
   Bias bias;
   Dropout dropout;
   DType dtype;

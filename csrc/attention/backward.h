@@ -3,21 +3,21 @@
 //   P = exp(S - lse);  Z = keep / (1 - dropout_p);  dP = Z * (dout v^T);  delta_i = sum_d out_id dout_id - dlse_i
 //   dS = P * (dP - delta);  dq = softmax_scale * dS k;  dk = softmax_scale * dS^T q;  dv = (P * Z)^T dout;  dbias = dS
 //
-// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in kernels that own what they write: backward_dq owns
-// query tiles, backward_dkdv key tiles. S and dP are computed twice, 7 products where one kernel needs 5, but no block adds
-// into memory that another block writes: no atomics, no float32 copy of dq, no pass to make delta, equal results run to run.
-// backward_dq makes delta, which the kernels after it read.
+// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in kernels whose blocks own what they write: query
+//   tiles in backward_dq, key tiles in backward_dkdv. S and dP are computed twice: 7 products, where one kernel needs
+//   5. But no block adds to memory that another block writes: no atomics, no float32 copy of dq, no separate pass for
+//   delta, and equal results in every run. backward_dq also writes delta, which the kernels after it read.
 #pragma once
 #include "attention/attention.h"
 
 namespace fastattn::attention {
 
 struct Backward {
-  Rows q, k, v, out, dout;  // in
-  Rows dq, dk, dv;          // out
-  const float *lse, *dlse;  // in   (B, H, Lq) contiguous; dlse may be null
-  float* delta;             //      (B, H, Lq), made by the first kernel for the others
-  float* dbias_keys;        // out  (B, H, Lk), or null: dS summed over the queries
+  StridedMatrix q, k, v, out, dout;  // in
+  StridedMatrix dq, dk, dv;          // out
+  const float *lse, *dlse;           // in   (B, H, Lq) contiguous; dlse may be null
+  float* delta;                      //      (B, H, Lq), written by the first kernel for the others
+  float* dbias_keys;                 // out  (B, H, Lk), or null: dS summed over the queries
   Shape shape;
   float softmax_scale;
   Mask by_query, by_key;  // rows are queries, or keys
@@ -33,7 +33,7 @@ TileSize backward_tile(int head_dim, DType dtype);
 void backward_dq(const Backward& p, cudaStream_t stream);
 void backward_dkdv(const Backward& p, cudaStream_t stream);
 
-// dbias (b, h, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; b and h are batch and heads, or 1 where
+// dbias (batch, heads, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; batch and heads are 1 where
 // dS is summed.
 void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream);
 

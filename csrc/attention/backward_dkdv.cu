@@ -1,17 +1,18 @@
 // dk and dv.   Formulas: backward.h
 //
-// Grid: one block per (batch, key head, kOwn keys); it loops over the queries of every head of its group, so that their
-//   gradients add up in registers. Each warp owns 16 keys. Tiles of scores are transposed, keys by queries.
-// Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S^T and dP^T [16, kStream], float32. Beyond a head
-//   dimension of 128 they do not fit: two blocks then share the work, one for dk and one for dv, which computes no dP.
+// Grid: one block per (batch, key head, kBlockN keys); it loops over the queries of every head of its group, so that
+//   their gradients add up in registers. Each warp owns 16 keys. Tiles of scores are transposed, keys by queries.
+// Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S^T and dP^T [16, kBlockM], float32. Beyond a head
+//   dimension of 128 they do not fit: there are two blocks then, one for dk and one for dv, which needs no dP.
 // Shared memory: k and v, read once; q and dout with lse and delta, kStages deep.
-// WorkItem: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key tile.
+// Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key
+//   tile.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
 //   head_dim 64    222 / 232 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   252 / 252            69 KiB                   2
 //   head_dim 256   255 / 255            83 KiB                   1 on sm_80, 2 on sm_90
-// With dbias_keys, a row sum of dS^T more: the gradient of a bias that all queries share costs next to nothing here.
-#include "attention/backward.cuh"
+// dbias_keys is one more row sum of dS^T: the gradient of a bias that all queries share costs very little here.
+#include "attention/backward_common.cuh"
 
 namespace fastattn::attention {
 namespace {
@@ -21,21 +22,21 @@ constexpr int kSplitFrom = 256;  // head dimension from which dk and dv are made
 template <class T, int kHeadDim>
 struct DkdvShared : Tiling<T, kHeadDim> {
   using Size = Tiling<T, kHeadDim>;
-  alignas(16) typename Size::Own k, v;
-  alignas(16) typename Size::Stream q[Size::kStages], dout[Size::kStages];
-  alignas(16) float shift[Size::kStages][Size::kStream], delta[Size::kStages][Size::kStream];
-  KeptBits<Size::kStream, Size::kOwn> kept;
+  alignas(16) typename Size::RowTile k, v;
+  alignas(16) typename Size::ColumnTile q[Size::kStages], dout[Size::kStages];
+  alignas(16) float shift[Size::kStages][Size::kColumns], delta[Size::kStages][Size::kColumns];
+  KeptBits<Size::kColumns, Size::kRows> kept;
 };
 
 template <class T, int kHeadDim>
 __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkdv_kernel(const Backward p) {
   using Size = Tiling<T, kHeadDim>;
-  constexpr int kOwn = Size::kOwn, kStream = Size::kStream, kStages = Size::kStages, kThreads = Size::kThreads;
+  constexpr int kBlockN = Size::kRows, kBlockM = Size::kColumns, kStages = Size::kStages, kThreads = Size::kThreads;
   constexpr int kStride = kTileStride<T, kHeadDim>;
   constexpr bool kSplit = kHeadDim >= kSplitFrom;
   auto& shared = shared_memory<DkdvShared<T, kHeadDim>>();
   const Shape& shape = p.shape;
-  const int tiles = blocks_of(shape.seqlen_k, kOwn), n0 = blockIdx.x % tiles * kOwn;
+  const int tiles = ceil_div(shape.seqlen_k, kBlockN), n0 = blockIdx.x % tiles * kBlockN;
   const int h_k = blockIdx.x / tiles % shape.key_heads, b = blockIdx.x / tiles / shape.key_heads;
   const int group = shape.heads / shape.key_heads;
   const bool makes_dk = !kSplit || blockIdx.y == 0, makes_dv = !kSplit || blockIdx.y == 1;
@@ -43,50 +44,51 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
   const Mask& mask = p.by_key;
   const DropoutMask dropout(p.dropout);
-  const ScoreExponent exponent = exponent_of<T>(p);
+  const ScoreExponent exponent = make_exponent<T>(p);
 
   // Keys that take no part, or that the band excludes from all queries, may hold anything: they are read as zeros.
   const auto read = [&](int n) {
     return max(n + mask.band_lo, 0) <= min(n + mask.band_hi, shape.seqlen_q - 1) && takes_part(p.by_query, b, n);
   };
-  load_tile<T, kOwn, kHeadDim, kThreads>(shared.k, k, n0, read);
-  load_tile<T, kOwn, kHeadDim, kThreads>(shared.v, v, n0, read);
+  load_tile<T, kBlockN, kHeadDim, kThreads>(shared.k, k, n0, read);
+  load_tile<T, kBlockN, kHeadDim, kThreads>(shared.v, v, n0, read);
 
-  // Without a split the first is of dk, the second of dv; with it, there is one.
+  // Without kSplit dk and dv; with it, one of them.
   float sums[kSplit ? 1 : 2][kHeadDim / 8][4] = {};
   for (int h = h_k * group; h < (h_k + 1) * group; h++) {
-    const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
+    const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k);
+    const Matrix<T> dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
     const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
-    const TileLoop loop = plan_tiles<kStream>(mask, b, h, n0, kOwn, shape.seqlen_k, shape.seqlen_q);
+    const TileLoop loop = plan_tiles<kBlockM>(mask, b, h, n0, kBlockN, shape.seqlen_k, shape.seqlen_q);
 
     const auto load = [&](int i) {
-      const int m0 = loop.tile(i) * kStream, stage = i % kStages;
+      const int m0 = loop.tile(i) * kBlockM, stage = i % kStages;
       // A query that may attend to nothing may hold anything, and its gradient too.
       const auto has_visible_keys = [&](int m) { return i >= loop.partial || p.lse[row0 + m] != -kInfinity; };
-      load_tile<T, kStream, kHeadDim, kThreads>(shared.q[stage], q, m0, has_visible_keys);
-      load_tile<T, kStream, kHeadDim, kThreads>(shared.dout[stage], dout, m0, has_visible_keys);
+      load_tile<T, kBlockM, kHeadDim, kThreads>(shared.q[stage], q, m0, has_visible_keys);
+      load_tile<T, kBlockM, kHeadDim, kThreads>(shared.dout[stage], dout, m0, has_visible_keys);
     };
-    // lse and delta of a tile's queries, one of them a thread, on their way to shared memory.
+    // lse and delta of a tile's queries, one query a thread, before they are stored in shared memory.
     struct {
       float lse, delta;
-    } of_query = {};
+    } query_stats = {};
     const auto load_rows = [&](int i) {
-      const int m = loop.tile(i) * kStream + static_cast<int>(threadIdx.x);
-      const bool inside = threadIdx.x < kStream && m < shape.seqlen_q;
-      of_query.lse = inside ? p.lse[row0 + m] : -kInfinity;
-      of_query.delta = inside ? p.delta[row0 + m] : 0.0f;
+      const int m = loop.tile(i) * kBlockM + static_cast<int>(threadIdx.x);
+      const bool inside = threadIdx.x < kBlockM && m < shape.seqlen_q;
+      query_stats.lse = inside ? p.lse[row0 + m] : -kInfinity;
+      query_stats.delta = inside ? p.delta[row0 + m] : 0.0f;
     };
     const auto store_rows = [&](int i) {
-      if (threadIdx.x >= kStream) return;
-      shared.shift[i % kStages][threadIdx.x] = exponent.shift(of_query.lse);
-      shared.delta[i % kStages][threadIdx.x] = of_query.delta;
+      if (threadIdx.x >= kBlockM) return;
+      shared.shift[i % kStages][threadIdx.x] = exponent.shift(query_stats.lse);
+      shared.delta[i % kStages][threadIdx.x] = query_stats.delta;
     };
 
     float key_sum[2] = {};  // of dS over the queries
     if (loop.count > 0) load(0), load_rows(0), store_rows(0);
     cp_async_commit();
     for (int i = 0; i < loop.count; i++) {
-      const int m0 = loop.tile(i) * kStream, stage = i % kStages;
+      const int m0 = loop.tile(i) * kBlockM, stage = i % kStages;
       if (kStages > 1) {
         if (i + 1 < loop.count) load(i + 1), load_rows(i + 1);
         cp_async_commit();
@@ -96,24 +98,22 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       __syncthreads();
 
       const auto query = [&](int j, int e) { return 8 * j + 2 * c + e % 2; };
-      const auto kept = [&](int j, int e) {
-        return (shared.kept.of[query(j, e)][warp_row / 8 + e / 2] >> g & 1) != 0;
-      };
-      float s[kStream / 8][4], dp[kStream / 8][4];
+      const auto kept = [&](int j, int e) { return (shared.kept.of[query(j, e)][warp_row / 8 + e / 2] >> g & 1) != 0; };
+      float s[kBlockM / 8][4], dp[kBlockM / 8][4];
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
       if (kStages > 1 && i + 1 < loop.count) store_rows(i + 1);  // by now they have come
       make_probabilities<true>(s, exponent, p, b, h, n0 + warp_row, m0,
                                [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
       if (i < loop.partial) {
         const auto bits = [&](int half) {
-          return visible_bits<kStream>(mask, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q);
+          return visible_bits<kBlockM>(mask, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q);
         };
         clear_masked(s, bits(0), bits(1));
       }
       if (makes_dk) {
         multiply_rows<T, kHeadDim>(dp, shared.v, warp_row, shared.dout[stage]);
 #pragma unroll
-        for (int j = 0; j < kStream / 8; j++) {
+        for (int j = 0; j < kBlockM / 8; j++) {
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       if (makes_dv) {
         if (dropout.active()) {
 #pragma unroll
-          for (int j = 0; j < kStream / 8; j++) {
+          for (int j = 0; j < kBlockM / 8; j++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
           }
@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
                             shared.k + warp_row * kStride, sums[0], p.softmax_scale);
   if (makes_dv)
     store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), n0 + warp_row,
-                            shared.v + warp_row * kStride, sums[kSplit ? 0 : 1], dropout.active() ? dropout.scale() : 1.0f);
+                            shared.v + warp_row * kStride, sums[kSplit ? 0 : 1],
+                            dropout.active() ? dropout.scale() : 1.0f);
 }
 
 }  // namespace
@@ -166,7 +167,7 @@ void backward_dkdv(const Backward& p, cudaStream_t stream) {
     using T = decltype(t);
     constexpr int kHeadDim = padded();
     const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.key_heads *
-                           blocks_of(p.shape.seqlen_k, Tiling<T, kHeadDim>::kOwn);
+                           ceil_div(p.shape.seqlen_k, Tiling<T, kHeadDim>::kRows);
     if (blocks > 0)
       launch(backward_dkdv_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks), kHeadDim >= kSplitFrom ? 2 : 1),
              dim3(Tiling<T, kHeadDim>::kThreads), sizeof(DkdvShared<T, kHeadDim>), stream, p);

@@ -1,38 +1,41 @@
 // dk and dv on Hopper, and dq where it may be added up in memory.   Formulas: backward.h
+// Tiles, shared memory, work items and the producer: backward_dkdv_sm90_pipeline.cuh
 //
-// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al. 2024, FlashAttention-3, arXiv:2407.08608.
-// Grid: a block per (batch, key head, kBlockN keys), the first keys of a head first, as they have the longest loop under a
-//   causal mask, and heads whose queries fit in the L2 cache together. It loops over the queries of every head of its group,
-//   so that their dk and dv add up.
-// Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 keys. Their scores are
-//   transposed, keys by queries: P^T and dS^T then enter dv += P^T dout and dk += dS^T q from registers.
-// Registers of a consumer thread: S^T and dP^T (kBlockM / 2 each), dk and dv (kHeadDim / 2 each). Beyond a head dimension
-//   of 128 these do not fit: there are two launches then, one for dk and one for dv, which makes no dP.
+// Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al. 2024, FlashAttention-3,
+//   arXiv:2407.08608.
+// Grid: a block per (batch, key head, kBlockN keys): the first keys of a head first, as they have the longest loop
+//   under a causal mask, and together the heads whose queries fit in the L2 cache. It loops over the queries of every
+//   head of its group, so that their dk and dv add up.
+// Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 keys. Their scores
+//   are transposed, keys by queries: in dv += P^T dout and dk += dS^T q, P^T and dS^T are operands in registers.
+// Registers of a consumer thread: S^T and dP^T (kBlockM / 2 each), dk and dv (kHeadDim / 2 each). Beyond a head
+//   dimension of 128 these do not fit: there are two launches then, one for dk and one for dv, which needs no dP.
 // Shared memory: k and v; q and dout, two stages (one of dout beyond 128, where memory is full).
-// Overlap: exponentials run beside dP's product, and with 64 queries a tile the work on dS beside dv's product.
-// WorkItem: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a key
-//   tile, mostly from L2.
-// With dq (Makes::dk_dv_dq; backward_sum_sm90): dS of both warpgroups goes through shared memory, twice buffered, so that one
-//   barrier a tile is enough. Each makes a half of the tile's dq and adds it, by TMA, to a float32 copy in memory: 2 Dk FLOPs
-//   a score and 4 Dk bytes a query of a tile more. Only without bias and dropout: what it is good for is speed.
+// Overlap: exponentials overlap dP's product; with 64 queries a tile, the work on dS overlaps dv's product.
+// Work: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a
+//   key tile, mostly from L2.
+// With dq (Outputs::dk_dv_dq; backward_sum_sm90): both warpgroups write dS to shared memory, double buffered, so that
+//   one barrier a tile is enough. Each computes a half of the tile's dq and adds it, by TMA, to a float32 copy in
+//   memory: 2 Dk more FLOPs a score, and 4 Dk more bytes for each query and tile. Only without bias and dropout.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts.
-// Dropped: one kernel with a branch for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's
-//   product beside the work on dS with 128 queries, for which P, S and dP would take 160 registers.
-#include "attention/backward_dkdv_sm90.cuh"
+// Dropped: one kernel with a branch for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes;
+//   dv's product overlapping the work on dS with 128 queries, for which P, S and dP would need 160 registers.
+#include "attention/backward_dkdv_sm90_pipeline.cuh"
 #include "common/check.h"
 
 namespace fastattn::attention {
 namespace {
 
-enum NamedBarrier { kOfGroup = 1, kOfBoth = 3 };  // one for each consumer, and one for both
+enum NamedBarrier { kGroupBarrier = 1, kBothBarrier = 3 };  // one for each consumer, and one for both
 
-template <class T, class Tiles, bool kGeneral, Makes kMakes>
+template <class T, class Tiles, bool kGeneral, Outputs kOutputs>
 class Consumer {
  public:
-  static constexpr bool kDk = kMakes != Makes::dv, kDv = kMakes != Makes::dk, kSumsDq = kMakes == Makes::dk_dv_dq;
+  static constexpr bool kDk = kOutputs != Outputs::dv, kDv = kOutputs != Outputs::dk;
+  static constexpr bool kSumsDq = kOutputs == Outputs::dk_dv_dq;
 
-  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles, kMakes>& shared)
-      : a_(a), shared_(shared), item_(item_of_block<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
+  __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles, kOutputs>& shared)
+      : a_(a), shared_(shared), item_(block_item<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
         thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
@@ -43,7 +46,7 @@ class Consumer {
     if constexpr (kSumsDq) clear_keys();
 #pragma unroll 1
     for (int h = item_.h_k * item_.group; h < (item_.h_k + 1) * item_.group; h++) {
-      const TileLoop loop = loop_of<Tiles, kMakes>(a_, item_, h);
+      const TileLoop loop = loop_of<Tiles, kOutputs>(a_, item_, h);
       key_sum_[0] = key_sum_[1] = 0.0f;
       int i = 0;
 #pragma unroll 1
@@ -54,18 +57,21 @@ class Consumer {
       }
       if (kGeneral && kDk) store_key_sums(h);
     }
-    if constexpr (kSumsDq) named_barrier_sync(kOfBoth, kConsumers * kGroup);  // k has been read by both
-    if constexpr (kDk) write_lines<T, kHeadDim>(shared_.k, group_ * kRowsOfGroup, thread_, dk, a_.p.softmax_scale);
+    if constexpr (kSumsDq) named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both have read k
+    if constexpr (kDk) write_lines<T, kHeadDim>(shared_.k, group_ * kGroupRows, thread_, dk, a_.p.softmax_scale);
     if constexpr (kDv)
-      write_lines<T, kHeadDim>(shared_.v, group_ * kRowsOfGroup, thread_, dv, dropout_.active() ? dropout_.scale() : 1.0f);
+      write_lines<T, kHeadDim>(shared_.v, group_ * kGroupRows, thread_, dv,
+                               dropout_.active() ? dropout_.scale() : 1.0f);
     fence_async_proxy();
-    named_barrier_sync(kOfGroup + group_, kGroup);
+    named_barrier_sync(kGroupBarrier + group_, kGroup);
     if (thread_ > 0) return;
-    const int first = group_ * kRowsOfGroup;
+    const int first = group_ * kGroupRows;
 #pragma unroll
     for (int panel = 0; panel < Tiles::kPanels; panel++) {
-      if (kDk) tma_store(a_.dk, shared_.k[panel] + first * kLineBytes, panel * kPanel, item_.n0 + first, item_.h_k, item_.b);
-      if (kDv) tma_store(a_.dv, shared_.v[panel] + first * kLineBytes, panel * kPanel, item_.n0 + first, item_.h_k, item_.b);
+      if (kDk)
+        tma_store(a_.dk, shared_.k[panel] + first * kLineBytes, panel * kPanel, item_.n0 + first, item_.h_k, item_.b);
+      if (kDv)
+        tma_store(a_.dv, shared_.v[panel] + first * kLineBytes, panel * kPanel, item_.n0 + first, item_.h_k, item_.b);
     }
     bulk_commit();
     bulk_wait<0>();
@@ -77,25 +83,25 @@ class Consumer {
   using Tile = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 16][4];  // an operand of the next product
 
-  // The tile of queries from m0 on of head h: a schedule for each of what fits into registers.
+  // The tile of queries from m0 on of head h. The order of work depends on what fits into registers.
   template <bool kMasked, class Dk, class Dv>
   __device__ __forceinline__ void step(Dk& dk, Dv& dv, int h, int m0) {
-    if constexpr (kMakes == Makes::dk)
+    if constexpr (kOutputs == Outputs::dk)
       step_dk<kMasked>(dk, h, m0);
-    else if constexpr (kMakes == Makes::dv)
+    else if constexpr (kOutputs == Outputs::dv)
       step_dv<kMasked>(dv, h, m0);
     else if constexpr (kBlockM == 64)
-      step_of_64_queries<kMasked>(dk, dv, h, m0);
+      step_64_queries<kMasked>(dk, dv, h, m0);
     else
-      step_of_128_queries<kMasked>(dk, dv, h, m0);
+      step_128_queries<kMasked>(dk, dv, h, m0);
     wgmma_wait<0>(dk, dv);
     release(shared_.empty_q, queries_);
     release(shared_.empty_dout, gradients_);
   }
 
-  // S^T and dP^T are started together; the exponentials run beside dP's product, the work on dS beside dv's.
+  // S^T and dP^T are started together; the exponentials overlap dP's product, the work on dS overlaps dv's.
   template <bool kMasked>
-  __device__ __forceinline__ void step_of_64_queries(Sum& dk, Sum& dv, int h, int m0) {
+  __device__ __forceinline__ void step_64_queries(Sum& dk, Sum& dv, int h, int m0) {
     Tile s, dp;
     Packed p, ds;
     uint32_t bits[2];
@@ -112,9 +118,10 @@ class Consumer {
     add_dk(dk, ds, h, m0);
   }
 
-  // With 128 queries S, dP and P at once would take too many registers: P is packed after dS, and dv's product follows.
+  // With 128 queries S, dP and P together would need too many registers: P is packed after dS, then dv's product
+  // starts.
   template <bool kMasked>
-  __device__ __forceinline__ void step_of_128_queries(Sum& dk, Sum& dv, int h, int m0) {
+  __device__ __forceinline__ void step_128_queries(Sum& dk, Sum& dv, int h, int m0) {
     Tile s, dp;
     Packed p, ds;
     uint32_t bits[2];
@@ -132,7 +139,7 @@ class Consumer {
     add_dk(dk, ds, h, m0);
   }
 
-  // dk alone, where dv is made by another block.
+  // dk only; another block computes dv.
   template <bool kMasked>
   __device__ __forceinline__ void step_dk(Sum& dk, int h, int m0) {
     Tile s, dp;
@@ -149,7 +156,7 @@ class Consumer {
     add_dk(dk, ds, h, m0);
   }
 
-  // dv alone, which takes no dP.
+  // dv only, which needs no dP.
   template <bool kMasked>
   __device__ __forceinline__ void step_dv(Sum& dv, int h, int m0) {
     Tile s;
@@ -160,7 +167,7 @@ class Consumer {
     load_mask<kMasked>(bits, h, m0);
     wgmma_wait<0>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
-    fence_async_proxy_after_reads();  // of the queries' numbers; all warps', as wgmma takes all four
+    fence_async_proxy_after_reads();  // of shift; all four warps, as wgmma needs all
     pack(p, s);
     wgmma_fence(dv, p);
     add_lines<T, kHeadDim>(dv, p, dout());
@@ -175,17 +182,17 @@ class Consumer {
     shared_.full_q[queries_.stage].wait(queries_.phase);
     if (kMasked) clear_queries(m0);
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kRowsOfGroup, q());
+    multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kGroupRows, q());
   }
 
   // dp = v dout^T
   __device__ __forceinline__ void start_gradients(Tile& dp) {
     shared_.full_dout[gradients_.stage].wait(gradients_.phase);
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kRowsOfGroup, dout());
+    multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kGroupRows, dout());
   }
 
-  // Starts dk += ds q, and with it the tile's part of dq, if that is made here.
+  // Starts dk += ds q, and the tile's part of dq, if it is computed here.
   __device__ __forceinline__ void add_dk(Sum& dk, Packed& ds, int h, int m0) {
     if constexpr (kSumsDq) {
       add_dq(dk, ds, h, m0);
@@ -203,7 +210,7 @@ class Consumer {
     const float unit = a_.p.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 shift = of_two_queries(shared_.shift[queries_.stage], j);
+      const float2 shift = query_pair(shared_.shift[queries_.stage], j);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         s[j + e] = exp2_approximate(s[j + e] * unit - (e % 2 == 0 ? shift.x : shift.y));
@@ -216,24 +223,24 @@ class Consumer {
     const BiasMatrix bias(a_.p.bias, item_.b, h);
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 shift = of_two_queries(shared_.shift[queries_.stage], j);
+      const float2 shift = query_pair(shared_.shift[queries_.stage], j);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int m = m0 + 2 * j + thread_ % 4 * 2 + e % 2;
         const float term = is_visible(bits, j, e) ? bias(m, first_key() + e / 2 * 8) : -kInfinity;
         const float above = s[j + e] * a_.p.softmax_scale + term - (e % 2 == 0 ? shift.x : shift.y);
-        if (term == -kInfinity) bits[e / 2] &= ~(1u << (j / 2 + e % 2));  // 128 bytes are spilled without
+        if (term == -kInfinity) bits[e / 2] &= ~(1u << (j / 2 + e % 2));  // without this 128 bytes are spilled
         s[j + e] = term == -kInfinity ? 0.0f : exp2_approximate(above * kLog2e);
       }
     }
   }
 
-  // ds = dS, packed as an operand; s loses what dropout drops.
+  // ds = dS, packed as an operand.
   template <bool kMasked>
   __device__ __forceinline__ void make_gradients(Packed& ds, Tile& s, Tile& dp, const uint32_t (&bits)[2]) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 delta = of_two_queries(shared_.delta[gradients_.stage], j);
+      const float2 delta = query_pair(shared_.delta[gradients_.stage], j);
       const uint32_t kept = kGeneral && dropout_.active() ? kept_bits(j) : ~0u;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
@@ -259,24 +266,24 @@ class Consumer {
     }
   }
 
-  // dk's product, and the tile's part of dq, which takes both warpgroups' dS: each makes a half of it.
+  // dk's product, and the tile's part of dq, which needs the dS of both warpgroups: each computes a half of it.
   __device__ __forceinline__ void add_dq(Sum& dk, Packed& ds, int h, int m0) {
     auto& ds_tile = shared_.ds[buffer_];
-    const int lane = thread_ % 32, line = group_ * kRowsOfGroup + thread_ / 32 * 16 + lane % 16;
+    const int lane = thread_ % 32, line = group_ * kGroupRows + thread_ / 32 * 16 + lane % 16;
 #pragma unroll
     for (int column = 0; column < kBlockM; column += 16)
       stmatrix(ds_tile[column / kPanel] + swizzled(line, column % kPanel / 8 + lane / 16), ds[column / 16]);
     fence_async_proxy();
-    named_barrier_sync(kOfBoth, kConsumers * kGroup);  // dS of both warpgroups is there, and the last one has been read
-    // With 64 queries a warpgroup makes 64 columns of dq, with 128 the rows of 64 queries.
-    constexpr bool kByColumns = kBlockM == kRowsOfGroup;
-    const int row = kByColumns ? 0 : group_ * kRowsOfGroup, column = kByColumns ? group_ * kPanel : 0;
+    named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // dS of both is written, the last one was read
+    // With 64 queries a warpgroup computes 64 columns of dq, with 128 the rows of 64 queries.
+    constexpr bool kByColumns = kBlockM == kGroupRows;
+    const int row = kByColumns ? 0 : group_ * kGroupRows, column = kByColumns ? group_ * kPanel : 0;
     float dq[32];
     wgmma_fence(dk, ds);
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16)
-      wgmma<T, 64, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row), along_lines<kBlockN>(shared_.k, key, column),
-                               key > 0);
+      wgmma<T, 64, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row),
+                               along_lines<kBlockN>(shared_.k, key, column), key > 0);
     wgmma_commit();
     add_lines<T, kHeadDim>(dk, ds, shared_.q[queries_.stage]);
     wgmma_wait<1>(dq);
@@ -289,7 +296,7 @@ class Consumer {
     auto& staged = shared_.dq[group_];
     if (thread_ == 0) bulk_wait_read<0>();
     __syncwarp();
-    named_barrier_sync(kOfGroup + group_, kGroup);  // the last one has left shared memory
+    named_barrier_sync(kGroupBarrier + group_, kGroup);  // the last one has left shared memory
     const int lane = thread_ % 32, line = thread_ / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
@@ -298,15 +305,16 @@ class Consumer {
       *reinterpret_cast<float2*>(staged[i / 16] + place) = make_float2(dq[i], dq[i + 1]);
     }
     fence_async_proxy();
-    named_barrier_sync(kOfGroup + group_, kGroup);
+    named_barrier_sync(kGroupBarrier + group_, kGroup);
     if (thread_ == 0) {
-      for (int panel = 0; panel < 2; panel++) tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, item_.b);
+      for (int panel = 0; panel < 2; panel++)
+        tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, item_.b);
       bulk_commit();
     }
     __syncwarp();  // before the wait for dk's product
   }
 
-  // To which queries of the tile the thread's two keys are visible; and dropout is drawn.
+  // The queries of the tile that see the thread's two keys; it also draws dropout.
   template <bool kMasked>
   __device__ __forceinline__ void load_mask(uint32_t (&bits)[2], int h, int m0) {
 #pragma unroll
@@ -316,29 +324,29 @@ class Consumer {
     if (kGeneral && dropout_.active()) draw_dropout(h, m0);
   }
 
-  // Keys that take no part may be NaN, and 0 * NaN is NaN: they become zero, for dq. (dP is selected, not multiplied.)
+  // Sets keys that take no part to zero, for dq: they may be NaN, and 0 * NaN is NaN. (dP is selected, not multiplied.)
   __device__ __forceinline__ void clear_keys() {
     const Mask& mask = a_.p.by_query;
     if (mask.columns == nullptr) return;
     const int line = threadIdx.x - kGroup, n = item_.n0 + line;
     if (line < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item_.b, n)) clear_line(shared_.k, line);
     fence_async_proxy();
-    named_barrier_sync(kOfBoth, kConsumers * kGroup);
+    named_barrier_sync(kBothBarrier, kConsumers * kGroup);
   }
 
-  // Likewise queries that may attend to nothing, and their gradients. Each warpgroup does it for itself.
+  // The same for queries that may attend to nothing, and their gradients. Each warpgroup does it for itself.
   __device__ __forceinline__ void clear_queries(int m0) {
     const auto is_empty = [&](int line) {
       return m0 + line < a_.p.shape.seqlen_q && shared_.shift[queries_.stage][line] == kInfinity;
     };
     bool some = false;
     for (int line = thread_ % 32; line < kBlockM; line += 32) some |= is_empty(line);
-    if (__ballot_sync(0xffffffffu, some) == 0) return;  // every warp says the same
+    if (__ballot_sync(0xffffffffu, some) == 0) return;  // all warps decide the same
     shared_.full_dout[gradients_.stage].wait(gradients_.phase);
     if (thread_ < kBlockM && is_empty(thread_))
       clear_line(shared_.q[queries_.stage], thread_), clear_line(shared_.dout[gradients_.stage], thread_);
     fence_async_proxy();
-    named_barrier_sync(kOfGroup + group_, kGroup);
+    named_barrier_sync(kGroupBarrier + group_, kGroup);
   }
 
   // Dropout of the warp's 16 keys, for all queries of the tile.
@@ -351,23 +359,25 @@ class Consumer {
     __syncwarp();
   }
 
-  // Of accumulators j .. j + 3, which are two queries by two keys: their dropout, a byte for each half of the keys;
+  // Accumulators j .. j + 3 are two queries by two keys. Their dropout, a byte for each half of the keys:
   __device__ __forceinline__ uint32_t kept_bits(int j) const {
     const auto* const bytes = &shared_.kept[group_ * 4 + thread_ / 32][2 * j + thread_ % 4 * 2][0];
     return *reinterpret_cast<const uint32_t*>(bytes) >> thread_ % 32 / 4;
   }
-  static __device__ __forceinline__ bool is_kept(uint32_t kept, int e) { return (kept >> (e % 2 * 16 + e / 2 * 8) & 1) != 0; }
-  // what is visible;
+  static __device__ __forceinline__ bool is_kept(uint32_t kept, int e) {
+    return (kept >> (e % 2 * 16 + e / 2 * 8) & 1) != 0;
+  }
+  // Whether accumulator j + e is visible:
   static __device__ __forceinline__ bool is_visible(const uint32_t (&bits)[2], int j, int e) {
     return (bits[e / 2] >> (j / 2 + e % 2) & 1) != 0;
   }
-  // and what belongs to the queries.
-  __device__ __forceinline__ float2 of_two_queries(const float (&values)[kBlockM], int j) const {
+  // The values of the two queries:
+  __device__ __forceinline__ float2 query_pair(const float (&values)[kBlockM], int j) const {
     return *reinterpret_cast<const float2*>(&values[2 * j + thread_ % 4 * 2]);
   }
-  // The first of the thread's two keys; the other one is 8 further.
+  // The first of the thread's two keys; the second is 8 later.
   __device__ __forceinline__ int first_key() const {
-    return item_.n0 + group_ * kRowsOfGroup + thread_ / 32 * 16 + thread_ % 32 / 4;
+    return item_.n0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4;
   }
 
   // dS of the thread's keys, summed over the queries of head h.
@@ -383,20 +393,21 @@ class Consumer {
   }
 
   const Arguments& a_;
-  Shared<Tiles, kMakes>& shared_;
+  Shared<Tiles, kOutputs>& shared_;
   const WorkItem item_;
   const int group_, thread_;
   const DropoutMask dropout_;
   Ring queries_;
   RingOf<Tiles::kGradientStages> gradients_;
-  int buffer_ = 0;      // of dS in shared memory
+  int buffer_ = 0;  // of dS in shared memory
   float key_sum_[2];
 };
 
 // kGeneral: with a bias or dropout.
-template <class T, class Tiles, bool kGeneral, Makes kMakes>
-__global__ void __launch_bounds__(Registers::kThreads, 1) backward_dkdv_sm90_kernel(const __grid_constant__ Arguments a) {
-  auto& shared = shared_memory<Shared<Tiles, kMakes>>();
+template <class T, class Tiles, bool kGeneral, Outputs kOutputs>
+__global__ void __launch_bounds__(Registers::kThreads, 1)
+    backward_dkdv_sm90_kernel(const __grid_constant__ Arguments a) {
+  auto& shared = shared_memory<Shared<Tiles, kOutputs>>();
   if (threadIdx.x == 0) {
     shared.full_kv.init(1);
     for (Barrier& full : shared.full_q) full.init(1);
@@ -411,47 +422,46 @@ __global__ void __launch_bounds__(Registers::kThreads, 1) backward_dkdv_sm90_ker
     if (threadIdx.x == 0) produce<Tiles>(a, shared);
   } else {
     more_registers<Registers::kConsumer>();
-    Consumer<T, Tiles, kGeneral, kMakes>(a, shared).run();
+    Consumer<T, Tiles, kGeneral, kOutputs>(a, shared).run();
   }
 }
 
-template <Makes kMakes, class T, class Tiles, bool kGeneral>
+template <Outputs kOutputs, class T, class Tiles, bool kGeneral>
 void start(Arguments a, cudaStream_t stream) {
   const Shape& s = a.p.shape;
   const int64_t rows = int64_t{s.seqlen_q} * (s.heads / s.key_heads);
-  const int bytes_of_row = 2 * (s.head_dim_k + s.head_dim_v) + (kMakes == Makes::dk_dv_dq ? 4 * s.head_dim_k : 0);
-  a.heads_together = heads_together(s.batch * s.key_heads, rows * bytes_of_row);
-  launch_with_registers<Registers>("backward_dkdv_sm90_kernel", backward_dkdv_sm90_kernel<T, Tiles, kGeneral, kMakes>,
-                                   dim3(s.batch * s.key_heads * blocks_of(s.seqlen_k, kBlockN)),
-                                   sizeof(Shared<Tiles, kMakes>), stream, a);
+  const int row_bytes = 2 * (s.head_dim_k + s.head_dim_v) + (kOutputs == Outputs::dk_dv_dq ? 4 * s.head_dim_k : 0);
+  a.heads_together = heads_together(s.batch * s.key_heads, rows * row_bytes);
+  launch_with_registers<Registers>("backward_dkdv_sm90_kernel", backward_dkdv_sm90_kernel<T, Tiles, kGeneral, kOutputs>,
+                                   dim3(s.batch * s.key_heads * ceil_div(s.seqlen_k, kBlockN)),
+                                   sizeof(Shared<Tiles, kOutputs>), stream, a);
 }
 
 template <class T, class Tiles>
 void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
   const Arguments a = arguments(p, rows, Tiles::kBlockM, kBlockN);
   if constexpr (Tiles::kSplit) {
-    start<Makes::dk, T, Tiles, true>(a, stream);
-    start<Makes::dv, T, Tiles, true>(a, stream);
+    start<Outputs::dk, T, Tiles, true>(a, stream);
+    start<Outputs::dv, T, Tiles, true>(a, stream);
   } else {
-    is_general(p) ? start<Makes::dk_dv, T, Tiles, true>(a, stream) : start<Makes::dk_dv, T, Tiles, false>(a, stream);
+    is_general(p) ? start<Outputs::dk_dv, T, Tiles, true>(a, stream)
+                  : start<Outputs::dk_dv, T, Tiles, false>(a, stream);
   }
 }
 
 template <class T, class Tiles>
 void run_with_sum(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
   Arguments a = arguments(p, rows, Tiles::kBlockM, kBlockN);
-  a.dq = map_of_sum(p.shape, sum);
+  a.dq = sum_map(p.shape, sum);
   const int64_t elements = int64_t{p.shape.batch} * p.shape.heads * p.shape.seqlen_q * p.shape.head_dim_k;
   FASTATTN_CHECK(cudaMemsetAsync(sum, 0, elements * sizeof(float), stream));
-  start<Makes::dk_dv_dq, T, Tiles, false>(a, stream);
+  start<Outputs::dk_dv_dq, T, Tiles, false>(a, stream);
 }
 
 }  // namespace
 
 TileSize backward_dkdv_sm90_tile(int head_dim) {
-  TileSize tile = {};
-  with_tiles<Tiles>(head_dim, [&](auto tiles) { tile = {kBlockN, tiles.kBlockM}; });
-  return tile;
+  return with_tiles<Tiles>(head_dim, [](auto tiles) { return TileSize{kBlockN, tiles.kBlockM}; });
 }
 
 void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
@@ -464,7 +474,7 @@ void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t 
 void backward_sum_sm90(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
   const auto with_type = [&](auto t) {
     head_dim(p.shape) <= 64 ? run_with_sum<decltype(t), Tiles<64>>(p, rows, sum, stream)
-                      : run_with_sum<decltype(t), Tiles<128>>(p, rows, sum, stream);
+                            : run_with_sum<decltype(t), Tiles<128>>(p, rows, sum, stream);
   };
   p.dtype == DType::bfloat16 ? with_type(__nv_bfloat16{}) : with_type(__half{});
 }

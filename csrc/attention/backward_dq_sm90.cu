@@ -1,48 +1,49 @@
-// dq on Hopper, by a kernel that owns what it writes.   Formulas: backward.h
+// dq on Hopper, by a kernel whose blocks own what they write.   Formulas: backward.h
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, with the loops exchanged; Shah et al. 2024,
 //   FlashAttention-3, arXiv:2407.08608, for warp specialisation.
-// Grid: a block per (batch, head, 128 queries), the last queries of a head first, as they have the longest loop under a causal
-//   mask, and heads whose keys and values fit in the L2 cache together. It loops over the keys.
-// Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 queries. dS enters
-//   dq += dS k from registers.
-// Registers of a consumer thread: S and dP (kBlockN / 2 each), dq (kHeadDim / 2); dS, packed, takes the place of S and dP.
-// Shared memory: q and dout; k, two stages; v, two stages, or one beyond a head dimension of 128, reloaded beside dq's product.
-// Overlap: exponentials run beside dP's product; the rest of a warpgroup's work on scores beside the other one's products.
-// WorkItem: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
+// Grid: a block per (batch, head, 128 queries): the last queries of a head first, as they have the longest loop under a
+//   causal mask, and together the heads whose keys and values fit in the L2 cache. It loops over the keys.
+// Roles: one thread of the producer warpgroup copies by TMA; each of two consumer warpgroups owns 64 queries. In
+//   dq += dS k, dS is an operand in registers.
+// Registers of a consumer thread: S and dP (kBlockN / 2 each), dq (kHeadDim / 2); packed dS replaces S and dP.
+// Shared memory: q and dout; two stages of k; two stages of v, or one beyond a head dimension of 128, where the next v
+//   is loaded during dq's product.
+// Overlap: exponentials overlap dP's product; the other work on scores overlaps products of the other warpgroup.
+// Work: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
 //
-// Why a kernel of its own. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16 heads of
-// 8192 tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s:
-//   this kernel      7 products in all, 2.44 ms; nothing of dq in float32, no block waits for another
-//   adding in order  5 products, 1.74 ms; each block adds its part of a query tile after the block before it: 64 additions
-//                    of 67 MB float32 go through L2, 8.6 GB read and written, or 1.6 ms at 5.5 TB/s, beside the products;
-//                    dq is zeroed before and rounded after, 0.3 GB more; the blocks of a head must run in an order in which
-//                    nobody waits for one that has not started, and with tile lists each query tile has another order.
-//                    FlashAttention reports 14 % less speed for it on a later chip.
-//   adding freely    as that, without the waits, and with another sum in every run: backward_sum_sm90.
-// The first is the simplest that repeats; a record is to tell what its two products more cost.
-// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and all exponentials stand between the wait for S
-// and the wait for dP; tests/codegen asserts the former. kGeneral, with a bias or dropout, also serves head dimensions
-// beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
+// Why dq has its own kernel. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16
+// heads of 8192 tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s:
+//   this kernel      7 products in all, 2.44 ms; no float32 copy of dq, no block waits for another
+//   adding in order  5 products, 1.74 ms; each block adds its part of a query tile after the block before it: 64
+//                    additions of 67 MB float32 go through L2, 8.6 GB read and written, or 1.6 ms at 5.5 TB/s, during
+//                    the products. dq is zeroed before and rounded after, 0.3 GB more. The blocks of a head must run in
+//                    an order in which no block waits for one that has not started, and with tile lists each query tile
+//                    has another order. FlashAttention reports 14 % less speed for it on a later chip.
+//   adding freely    the same without the waits, but with another sum in every run: backward_sum_sm90.
+// The first is the simplest with equal results in every run. A record must show what its two more products cost.
+// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts, and all
+// exponentials are between the wait for S and the wait for dP. kGeneral, with a bias or dropout, is also used for head
+// dimensions beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
 #include "attention/backward_scores_sm90.cuh"
 #include "common/check.h"
 
 namespace fastattn::attention {
 namespace {
 
-enum NamedBarrier { kOfGroup = 1 };  // one for each consumer
+enum NamedBarrier { kGroupBarrier = 1 };  // one for each consumer
 
 template <int kHeadDimPadded>
 struct Tiles {
   static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
-  static constexpr int kBlockM = kRowsOfGroup * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kBlockM = kGroupRows * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
   static constexpr int kValueStages = kHeadDim <= 128 ? kStages : 1;  // shared memory is full
 };
 
 template <class Tiles>
 struct alignas(1024) Shared {
   static constexpr int kPanels = Tiles::kPanels, kBytesN = Tiles::kBlockN * kLineBytes;
-  unsigned char q[kPanels][Tiles::kBlockM * kLineBytes], dout[kPanels][Tiles::kBlockM * kLineBytes];  // at the end q is dq
+  unsigned char q[kPanels][Tiles::kBlockM * kLineBytes], dout[kPanels][Tiles::kBlockM * kLineBytes];  // last, q is dq
   unsigned char k[kStages][kPanels][kBytesN], v[Tiles::kValueStages][kPanels][kBytesN];
   Barrier full_q, full_k[kStages], empty_k[kStages], full_v[Tiles::kValueStages], empty_v[Tiles::kValueStages];
 };
@@ -53,14 +54,13 @@ struct WorkItem {
 };
 
 template <class Tiles>
-__device__ __forceinline__ WorkItem item_of_block(const Arguments& a) {
+__device__ __forceinline__ WorkItem block_item(const Arguments& a) {
   const Shape& shape = a.p.shape;
-  const int tiles = blocks_of(shape.seqlen_q, Tiles::kBlockM);
+  const int tiles = ceil_div(shape.seqlen_q, Tiles::kBlockM);
   const auto [head, tile] = item_in_order(blockIdx.x, shape.batch * shape.heads, tiles, a.heads_together);
   const int b = head / shape.heads, h = head % shape.heads, m0 = (tiles - 1 - tile) * Tiles::kBlockM;
   const Mask& mask = a.p.by_query;
-  return {b, h, m0,
-          plan_tiles<Tiles::kBlockN>(mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k)};
+  return {b, h, m0, plan_tiles<Tiles::kBlockN>(mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k)};
 }
 
 template <class Tiles>
@@ -73,7 +73,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
   RingOf<Tiles::kValueStages> values;
   const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, int i) {
     empty[ring.stage].wait(ring.phase ^ 1);
-    load_panels(tiles[ring.stage], map, full[ring.stage], item.loop.tile(i) * Tiles::kBlockN - a.key_begin, h_k, item.b);
+    load_panels(tiles[ring.stage], map, full[ring.stage], item.loop.tile(i) * Tiles::kBlockN - a.key_begin, h_k,
+                item.b);
     ring.advance();
   };
 #pragma unroll 1
@@ -87,12 +88,12 @@ template <class T, class Tiles, bool kGeneral>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared, const WorkItem& item)
-      : a_(a), shared_(shared), item_(item), group_(threadIdx.x / kGroup - 1),
-        thread_(threadIdx.x % kGroup), rows_(a) {}
+      : a_(a), shared_(shared), item_(item), group_(threadIdx.x / kGroup - 1), thread_(threadIdx.x % kGroup), rows_(a) {
+  }
 
   __device__ __forceinline__ void run() {
     const TileLoop& loop = item_.loop;
-    rows_.load_rows(item_.b, item_.h, item_.m0 + group_ * kRowsOfGroup);
+    rows_.load_rows(item_.b, item_.h, item_.m0 + group_ * kGroupRows);
     shared_.full_q.wait(0);
     float dq[kHeadDim / 2];
 #pragma unroll
@@ -104,10 +105,10 @@ class Consumer {
 #pragma unroll 1
       for (; i < loop.count; i++) step<false>(dq, 0);
     }
-    const int first = group_ * kRowsOfGroup;
+    const int first = group_ * kGroupRows;
     write_lines<T, kHeadDim>(shared_.q, first, thread_, dq, a_.p.softmax_scale);
     fence_async_proxy();
-    named_barrier_sync(kOfGroup + group_, kGroup);
+    named_barrier_sync(kGroupBarrier + group_, kGroup);
     if (thread_ > 0) return;
 #pragma unroll
     for (int panel = 0; panel < Tiles::kPanels; panel++)
@@ -125,10 +126,10 @@ class Consumer {
     float s[kBlockN / 2], dp[kBlockN / 2];
     shared_.full_k[keys_.stage].wait(keys_.phase);
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockN>(s, shared_.q, group_ * kRowsOfGroup, shared_.k[keys_.stage]);
+    multiply_lines<T, kHeadDim, kBlockN>(s, shared_.q, group_ * kGroupRows, shared_.k[keys_.stage]);
     shared_.full_v[values_.stage].wait(values_.phase);
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kRowsOfGroup, shared_.v[values_.stage]);
+    multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kGroupRows, shared_.v[values_.stage]);
     rows_.template load_mask<kMasked>(n0);
     wgmma_wait<1>(s);
     rows_.template make_probabilities<kMasked>(s);
@@ -147,11 +148,11 @@ class Consumer {
     release(shared_.empty_k, keys_);
   }
 
-  // Keys that take no part may be NaN, and 0 * NaN is NaN: in the tile from n0 on, they become zero.
+  // Sets keys that take no part to zero, in the tile from n0 on: they may be NaN, and 0 * NaN is NaN.
   __device__ __forceinline__ void clear_keys(int n0) {
     if (clear_excluded_lines(shared_.k[keys_.stage], a_.p.by_query, item_.b, n0, a_.p.shape.seqlen_k, thread_)) {
       fence_async_proxy();
-      named_barrier_sync(kOfGroup + group_, kGroup);
+      named_barrier_sync(kGroupBarrier + group_, kGroup);
     }
   }
 
@@ -177,11 +178,11 @@ __global__ void __launch_bounds__(Registers::kThreads, 1) backward_dq_sm90_kerne
   __syncthreads();
   if (threadIdx.x < kGroup) {
     fewer_registers<Registers::kProducer>();
-    const WorkItem item = item_of_block<Tiles>(a);
+    const WorkItem item = block_item<Tiles>(a);
     if (threadIdx.x == 0) produce<Tiles>(a, shared, item);
   } else {
     more_registers<Registers::kConsumer>();
-    Consumer<T, Tiles, kGeneral>(a, shared, item_of_block<Tiles>(a)).run();
+    Consumer<T, Tiles, kGeneral>(a, shared, block_item<Tiles>(a)).run();
   }
 }
 
@@ -189,12 +190,12 @@ template <class T, class Tiles>
 void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
   const Shape& s = p.shape;
   Arguments a = arguments(p, rows, Tiles::kBlockM, Tiles::kBlockN);
-  const int64_t bytes_of_keys = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
-  a.heads_together = heads_together(s.batch * s.key_heads, bytes_of_keys) * (s.heads / s.key_heads);
+  const int64_t key_bytes = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
+  a.heads_together = heads_together(s.batch * s.key_heads, key_bytes) * (s.heads / s.key_heads);
   const auto start = [&](auto kernel) {
     launch_with_registers<Registers>("backward_dq_sm90_kernel", kernel,
-                                     dim3(s.batch * s.heads * blocks_of(s.seqlen_q, Tiles::kBlockM)), sizeof(Shared<Tiles>),
-                                     stream, a);
+                                     dim3(s.batch * s.heads * ceil_div(s.seqlen_q, Tiles::kBlockM)),
+                                     sizeof(Shared<Tiles>), stream, a);
   };
   if constexpr (Tiles::kHeadDim > 128)
     start(backward_dq_sm90_kernel<T, Tiles, true>);
@@ -205,9 +206,7 @@ void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
 }  // namespace
 
 TileSize backward_dq_sm90_tile(int head_dim) {
-  TileSize tile = {};
-  with_tiles<Tiles>(head_dim, [&](auto tiles) { tile = {tiles.kBlockM, tiles.kBlockN}; });
-  return tile;
+  return with_tiles<Tiles>(head_dim, [](auto tiles) { return TileSize{tiles.kBlockM, tiles.kBlockN}; });
 }
 
 void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {

@@ -1,7 +1,7 @@
-// What the kernels of the backward on Hopper make of scores whose rows are queries: exp(S - lse) and dS, with all that a
-// thread must know for it. A warpgroup holds 64 queries by kBlockN keys in an accumulator of wgmma (wgmma.cuh).
+// For kernels of the backward on Hopper whose rows are queries: exp(S - lse) and dS of a tile of scores, with the state
+// of a thread for it. A warpgroup has 64 queries by kBlockN keys in an accumulator of wgmma (wgmma.cuh).
 #pragma once
-#include "attention/backward_sm90.cuh"
+#include "attention/backward_sm90_common.cuh"
 
 namespace fastattn::attention {
 namespace {
@@ -24,7 +24,7 @@ class QueryRows {
     }
   }
 
-  // What is visible in the tile of keys from n0 on, and dropout.
+  // The visible elements of the tile of keys from n0 on, and dropout.
   template <bool kMasked>
   __device__ __forceinline__ void load_mask(int n0) {
     n0_ = n0;
@@ -60,7 +60,7 @@ class QueryRows {
     }
   }
 
-  // dp = dout v^T becomes dP. A select, not a product: of a key that takes no part it may be NaN.
+  // dp = dout v^T becomes dP. A select, not a product: it may be NaN for a key that takes no part.
   template <bool kMasked>
   __device__ __forceinline__ void finish_gradients(Tile& dp) const {
 #pragma unroll
@@ -99,9 +99,9 @@ class QueryRows {
 
   const Arguments& a_;
   const DropoutMask dropout_;
-  int b_, h_, m_, n0_;  // m_: the first of the thread's two rows; the other one is 8 further
+  int b_, h_, m_, n0_;  // m_: the first of the thread's two rows; the second is m_ + 8
   float shift_[2], delta_[2];
-  uint32_t bits_[2], kept_[2];  // of their columns in the tile at hand, two in every eight
+  uint32_t bits_[2], kept_[2];  // of their columns in this tile, two in every eight
 };
 
 }  // namespace

@@ -1,12 +1,13 @@
-// dbias of a bias that has queries and keys: dS, summed over the batches and heads that share it.   Formulas: backward.h
+// dbias of a bias that has queries and keys: dS, summed over the batches and heads that share it. Formulas: backward.h
 //
-// A kernel of its own: dS is computed once more, so that every element of dbias has one writer, which sums in one order.
-//   A bias without queries is a by-product of backward_dkdv, and one without keys needs no kernel: it adds one number to a
-//   whole row of scores, which moves lse by as much and no probability, so its gradient is that of lse.
-// Grid: one block per (batch or 1, head or 1, 64 queries, 64 keys) of dbias. It loops over whatever is summed.
+// A separate kernel: dS is computed again, so that each element of dbias has one writer, which sums in a fixed order.
+// The gradient of a bias without queries comes from backward_dkdv. A bias without keys needs no kernel: it adds one
+// number to a whole row of scores and so to lse, changes no probability, and its gradient is that of lse.
+// Grid: one block per (batch or 1, head or 1, 64 queries, 64 keys) of dbias. It loops over the batches and heads that
+//   are summed.
 // Registers: the sum of dS and a tile each of S and dP, [16, 64] of each warp, float32.
-// WorkItem: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.
-#include "attention/backward.cuh"
+// Work: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.
+#include "attention/backward_common.cuh"
 
 namespace fastattn::attention {
 namespace {
@@ -26,9 +27,9 @@ struct ScoreShared {
 
 using ScoreTile = float[kScoreTile / 8][4];
 
-// Is `mine` true of some thread of the block?
+// Whether `mine` is true for any thread of the block.
 template <class T>
-__device__ __forceinline__ bool any_of_block(ScoreShared<T>& shared, bool mine) {
+__device__ __forceinline__ bool any_in_block(ScoreShared<T>& shared, bool mine) {
   __syncthreads();  // the answer before was read
   if (threadIdx.x == 0) shared.any = 0;
   __syncthreads();
@@ -39,8 +40,8 @@ __device__ __forceinline__ bool any_of_block(ScoreShared<T>& shared, bool mine) 
 
 // product = rows m0 .. of x times the transpose of rows n0 .. of y. The head dimension comes in parts of 128 bytes.
 template <class T, class ReadRow, class ReadColumn>
-__device__ __forceinline__ void multiply_parts(ScoreShared<T>& shared, ScoreTile& product, Matrix<T> x, Matrix<T> y, int m0,
-                                               int n0, ReadRow read_row, ReadColumn read_column) {
+__device__ __forceinline__ void multiply_parts(ScoreShared<T>& shared, ScoreTile& product, Matrix<T> x, Matrix<T> y,
+                                               int m0, int n0, ReadRow read_row, ReadColumn read_column) {
 #pragma unroll
   for (int j = 0; j < kScoreTile / 8; j++) product[j][0] = product[j][1] = product[j][2] = product[j][3] = 0.0f;
 #pragma unroll 1
@@ -55,8 +56,8 @@ __device__ __forceinline__ void multiply_parts(ScoreShared<T>& shared, ScoreTile
   }
 }
 
-// The probabilities and dP of queries m0 .. and keys n0 .. of a batch and head; false where all of them are masked. lse: of a
-// lane's two rows. The whole block calls it.
+// Computes the probabilities and dP of queries m0 .. and keys n0 .. of a batch and head; returns false if all of them
+// are masked. lse: of a lane's two rows. Called by the whole block.
 template <class T>
 __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& shared, int b, int h, int m0, int n0,
                                             const float (&lse)[2], ScoreTile& s, ScoreTile& dp) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& s
 #pragma unroll
   for (int half = 0; half < 2; half++)
     bits[half] = visible_bits<kScoreTile>(mask, b, h, row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k);
-  if (!any_of_block(shared, ((bits[0] | bits[1]) & 0xffff) != 0)) return false;
+  if (!any_in_block(shared, ((bits[0] | bits[1]) & 0xffff) != 0)) return false;
 
   const int h_k = h / (shape.heads / shape.key_heads), last_m = min(m0 + kScoreTile, shape.seqlen_q) - 1;
   const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
@@ -80,13 +81,13 @@ __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& s
   multiply_parts<T>(shared, s, q, k, m0, n0, read_query, read_key);
   multiply_parts<T>(shared, dp, dout, v, m0, n0, read_query, read_key);
 
-  const ScoreExponent exponent = exponent_of<T>(p);
+  const ScoreExponent exponent = make_exponent<T>(p);
   const float shift[2] = {exponent.shift(lse[0]), exponent.shift(lse[1])};
   make_probabilities<false>(s, exponent, p, b, h, row, n0, [&](int, int e) { return shift[e / 2]; });
   clear_masked(s, bits[0], bits[1]);
   const DropoutMask dropout(p.dropout);
   if (dropout.active()) {
-    shared.kept.draw(dropout, row0 + m0, n0);  // what was drawn before was read before any_of_block
+    shared.kept.draw(dropout, row0 + m0, n0);  // what was drawn before was read before any_in_block
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kScoreTile / 8; j++) {
@@ -101,10 +102,11 @@ __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& s
 }
 
 template <class T>
-__global__ void __launch_bounds__(kScoreThreads, 2) bias_gradient_kernel(const Backward p, void* dbias, int batch, int heads) {
+__global__ void __launch_bounds__(kScoreThreads, 2)
+    bias_gradient_kernel(const Backward p, void* dbias, int batch, int heads) {
   auto& shared = shared_memory<ScoreShared<T>>();
   const Shape& shape = p.shape;
-  const int tiles_n = blocks_of(shape.seqlen_k, kScoreTile), tiles_m = blocks_of(shape.seqlen_q, kScoreTile);
+  const int tiles_n = ceil_div(shape.seqlen_k, kScoreTile), tiles_m = ceil_div(shape.seqlen_q, kScoreTile);
   const int n0 = blockIdx.x % tiles_n * kScoreTile, m0 = blockIdx.x / tiles_n % tiles_m * kScoreTile;
   const int matrix = blockIdx.x / tiles_n / tiles_m, first_h = matrix % heads, first_b = matrix / heads;
 
@@ -131,7 +133,8 @@ __global__ void __launch_bounds__(kScoreThreads, 2) bias_gradient_kernel(const B
 
   const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   const auto store = [&](auto zero) {
-    auto* const to = static_cast<decltype(zero)*>(dbias) + static_cast<int64_t>(matrix) * shape.seqlen_q * shape.seqlen_k;
+    auto* const to =
+        static_cast<decltype(zero)*>(dbias) + static_cast<int64_t>(matrix) * shape.seqlen_q * shape.seqlen_k;
 #pragma unroll
     for (int j = 0; j < kScoreTile / 8; j++) {
 #pragma unroll
@@ -148,13 +151,13 @@ __global__ void __launch_bounds__(kScoreThreads, 2) bias_gradient_kernel(const B
 }  // namespace
 
 void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream) {
-  const int64_t blocks = static_cast<int64_t>(batch) * heads * blocks_of(p.shape.seqlen_q, kScoreTile) *
-                         blocks_of(p.shape.seqlen_k, kScoreTile);
+  const int64_t blocks = static_cast<int64_t>(batch) * heads * ceil_div(p.shape.seqlen_q, kScoreTile) *
+                         ceil_div(p.shape.seqlen_k, kScoreTile);
   if (blocks == 0) return;
   with_type(p.dtype, p.tf32, [&](auto t) {
     using T = decltype(t);
-    launch(bias_gradient_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kScoreThreads), sizeof(ScoreShared<T>), stream,
-           p, dbias, batch, heads);
+    launch(bias_gradient_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kScoreThreads), sizeof(ScoreShared<T>),
+           stream, p, dbias, batch, heads);
   });
 }
 

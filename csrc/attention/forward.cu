@@ -3,16 +3,17 @@
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 // Grid: one block a (batch, head, kBlockM queries), the last queries of a head first: under a causal mask they have the
 //   longest loop. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
-// Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the copy
-//   of the other runs; blocks of one multiprocessor fill each other's waits.
-// Short sequences, Lq and Lk up to 128: one block a (batch, head), with a warp for every 16 queries, so that k and v are read
-//   once. They want no lists: a block looks at the bits of the columns to find the last real key. In float32 beyond head
-//   dimension 128, all 128 queries fit into Hopper's shared memory alone; elsewhere blocks share a head, 2 on sm_80, 4 on
-//   chips of 99 KiB. The kernels are those of long sequences, but for 16-bit types up to head dimension 64: these have one
-//   with 32 keys a tile, whose 128 registers let 16 warps run, two blocks of 128 queries; 64 keys allow one block.
-// WorkItem: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only visited
-//   tiles cost. Whether a tile is partial, whether there is a bias or dropout, is a branch that a block takes as one: 14
-//   kernels serve every call.
+// Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the
+//   other is copied; while one block waits, another block of the multiprocessor runs.
+// Short sequences, Lq and Lk up to 128: one block a (batch, head), with a warp for every 16 queries, so that k and v
+//   are read once. They use no lists: a block finds the last real key in the bits of the columns. In float32 beyond
+//   head dimension 128, all 128 queries fit into shared memory on Hopper only; on other chips several blocks share a
+//   head, 2 on sm_80, 4 on chips of 99 KiB. The kernels are those of long sequences, except for 16-bit types up to head
+//   dimension 64: their kernel has 32 keys a tile and needs 128 registers, so that 16 warps run, two blocks of 128
+//   queries; 64 keys allow one block.
+// Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only
+//   visited tiles cost. Whether a tile is partial, and whether there is a bias or dropout, are uniform branches: 14
+//   kernels are enough for every call.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (no GPU has timed it yet), nothing spills; blocks of a multiprocessor:
 //   bfloat16, head_dim 64     163 / 163 registers, 27.0 KiB of shared memory, 3 blocks
 //                 short       128 / 128            27.0 KiB of 128 queries,   2
@@ -21,9 +22,9 @@
 //   float32,  head_dim 64     up to 128            34.0 KiB                   4; of 128 queries  51.0 KiB, 2
 //             head_dim 128    168 to 179           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
 //             head_dim 256    232 to 240           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
-// Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each type
-//   of bias still had code of its own: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
-//   compile; short sequences with 64 keys a tile in 128 registers: 4 to 84 bytes spilled, whatever was taken out of the loop.
+// Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each
+//   type of bias still had its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
+//   compile; short sequences with 64 keys a tile in 128 registers: always 4 to 84 bytes spilled.
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/tile_loop.cuh"
@@ -35,33 +36,34 @@ namespace {
 template <class T, int kHeadDim, int kBlockN>
 struct alignas(16) ForwardShared {
   unsigned char k[kBlockN * kTileStride<T, kHeadDim>], v[kBlockN * kTileStride<T, kHeadDim>];
-  // Behind it: q, 16 rows a warp.
+  // After it: q, 16 rows a warp.
 
-  static constexpr size_t kBytesOfWarp = 16 * kTileStride<T, kHeadDim>;
+  static constexpr size_t kWarpBytes = 16 * kTileStride<T, kHeadDim>;
 };
 
-// A block of kThreads threads, or, 0, of any number: 16 queries a warp. kLists: whether the mask may have lists.
+// A block of kThreads threads, 0: of any number; 16 queries a warp. kLists: whether the mask may have lists.
 template <class T, int kHeadDim, int kBlockN, int kThreads, bool kLists>
 __device__ __forceinline__ void attend(const Forward& p) {
   constexpr int kTiles = kBlockN / 8;
   auto& shared = shared_memory<ForwardShared<T, kHeadDim, kBlockN>>();
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
-  const int block_m = (kThreads > 0 ? kThreads : blockDim.x) / 2, query_tiles = blocks_of(Lq, block_m);
+  const int block_m = (kThreads > 0 ? kThreads : blockDim.x) / 2, query_tiles = ceil_div(Lq, block_m);
   const int m0 = (query_tiles - 1 - static_cast<int>(blockIdx.x) % query_tiles) * block_m;
   const int head = blockIdx.x / query_tiles, h = head % p.shape.heads, b = head / p.shape.heads;
   const int key_head = h / (p.shape.heads / p.shape.key_heads);
-  const int own = threadIdx.x / 32 * 16, m = m0 + own + g;  // this warp's first query in the tile; this lane's two: m, m + 8
-  unsigned char* const own_q = reinterpret_cast<unsigned char*>(&shared + 1) + own * kTileStride<T, kHeadDim>;
+  const int warp_row = threadIdx.x / 32 * 16;
+  const int m = m0 + warp_row + g;  // this warp's first query in the tile; this lane's two: m, m + 8
+  unsigned char* const warp_q = reinterpret_cast<unsigned char*>(&shared + 1) + warp_row * kTileStride<T, kHeadDim>;
   const int64_t row = static_cast<int64_t>(head) * Lq + m;
   const Mask& mask = p.mask;
   const DropoutMask dropout(p.dropout);
 
   // Keys that take no part, or that the band excludes from the whole tile, may hold anything: they are read as zeros.
   const TileLoop loop = kLists ? plan_tiles<kBlockN>(mask, b, h, m0, block_m, Lq, Lk)
-                               : plan_tiles_of_band<kBlockN>(mask, b, m0, block_m, Lq, Lk);
+                               : plan_band_tiles<kBlockN>(mask, b, m0, block_m, Lq, Lk);
   const int first_key = m0 + mask.band_lo, last_key = min(m0 + block_m, Lq) - 1 + mask.band_hi;
-  const auto load_keys = [&](unsigned char* tile, const Rows& of, int columns, int i) {
-    const Matrix<T> x(of, b, key_head, Lk, columns);  // made where it is used: registers are scarce
+  const auto load_keys = [&](unsigned char* tile, const StridedMatrix& of, int columns, int i) {
+    const Matrix<T> x(of, b, key_head, Lk, columns);  // local: saves registers
     const bool all = kLists && i >= loop.partial;
     load_tile<T, kBlockN, kHeadDim, kThreads>(tile, x, loop.tile(i) * kBlockN, [&](int n) {
       return all || (n >= first_key && n <= last_key && takes_part(mask, b, n));
@@ -71,8 +73,9 @@ __device__ __forceinline__ void attend(const Forward& p) {
 
   const Exponent<T> exponent(p.bias, p.softmax_scale);
   float sum[kHeadDim / 8][4] = {};
-  float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; the sum of this lane's columns
-  load_tile<T, 16, kHeadDim, 32>(own_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + own, [](int) { return true; });
+  float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; sums of the lane's columns
+  load_tile<T, 16, kHeadDim, 32>(warp_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + warp_row,
+                                 [](int) { return true; });
   cp_async_commit();
   if (loop.count > 0) load_keys(shared.k, p.k, p.shape.head_dim_k, 0);
   for (int i = 0; i < loop.count; i++) {
@@ -81,7 +84,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
     __syncthreads();  // k is there, and v was read
     load_keys(shared.v, p.v, p.shape.head_dim_v, i);
     float s[kTiles][4];  // (j, e) is query m + e / 2 * 8, key n0 + 8 j + 2 c + e % 2
-    multiply_rows<T, kHeadDim>(s, own_q, 0, shared.k);
+    multiply_rows<T, kHeadDim>(s, warp_q, 0, shared.k);
     cp_async_wait<0>();
     __syncthreads();  // v is there, and k was read
     if (i + 1 < loop.count) load_keys(shared.k, p.k, p.shape.head_dim_k, i + 1);
@@ -90,13 +93,12 @@ __device__ __forceinline__ void attend(const Forward& p) {
     if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (i < loop.partial)
-        mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));
+      if (i < loop.partial) mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));
       float max = row_max[half];
 #pragma unroll
       for (int j = 0; j < kTiles * 2; j++) max = fmaxf(max, s[j / 2][2 * half + j % 2]);
       max = quad_max(max);
-      // A row without a visible key so far keeps the maximum -inf; 0 in its place avoids -inf - -inf.
+      // A row without a visible key so far has the maximum -inf; 0 instead avoids -inf - -inf.
       const float shift = max == -kInfinity ? 0.0f : max;
       const float rescale = exp2_approximate((row_max[half] - shift) * exponent.unit);
       exponent.apply(s, half, exponent.folded ? shift * exponent.unit : shift);
@@ -122,19 +124,20 @@ __device__ __forceinline__ void attend(const Forward& p) {
     if (c == 0 && m + 8 * half < Lq)
       p.lse[row + 8 * half] = total == 0.0f ? -kInfinity : row_max[half] * (exponent.unit * kLn2) + logf(total);
   }
-  store_tile<T, kHeadDim>(Matrix<T>(p.out, b, h, Lq, p.shape.head_dim_v), m0 + own, own_q, sum, 1.0f);
+  store_tile<T, kHeadDim>(Matrix<T>(p.out, b, h, Lq, p.shape.head_dim_v), m0 + warp_row, warp_q, sum, 1.0f);
 }
 
 constexpr int kShortThreads = kMaxShort / 16 * 32;
 
-// Whether short sequences have a kernel of their own.
+// Whether short sequences have their own kernel.
 template <class T, int kHeadDim>
 constexpr bool kShortApart = sizeof(T) == 2 && kHeadDim == 64;
 
 template <class T, int kHeadDim>
-__global__ void __launch_bounds__(kShortApart<T, kHeadDim> ? 128 : kShortThreads,
-                                  kShortApart<T, kHeadDim> ? 3 : kHeadDim == 64 ? 2 : 1)
-forward_kernel(const Forward p) {
+__global__ void __launch_bounds__(kShortApart<T, kHeadDim> ? 128 : kShortThreads, kShortApart<T, kHeadDim> ? 3
+                                                                                  : kHeadDim == 64         ? 2
+                                                                                                           : 1)
+    forward_kernel(const Forward p) {
   attend<T, kHeadDim, ForwardTile<T, kHeadDim>::kBlockN, kShortApart<T, kHeadDim> ? 128 : 0, true>(p);
 }
 
@@ -145,15 +148,15 @@ __global__ void __launch_bounds__(kShortThreads, 2) short_forward_kernel(const F
 
 bool is_short_forward(const Shape& shape) { return std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort; }
 
-// Warps of a block: all that a short sequence wants, or an equal share of them that fits into shared memory.
+// Warps of a block: all that a short sequence needs, or an equal part of them that fits into shared memory.
 template <class Shared>
 int short_warps(int seqlen_q) {
   int device;
   FASTATTN_CHECK(cudaGetDevice(&device));
   const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int fitting = (bytes - static_cast<int>(sizeof(Shared))) / static_cast<int>(Shared::kBytesOfWarp);
-  const int wanted = blocks_of(seqlen_q, 16);
-  return blocks_of(wanted, blocks_of(wanted, fitting));
+  const int fitting = (bytes - static_cast<int>(sizeof(Shared))) / static_cast<int>(Shared::kWarpBytes);
+  const int wanted = ceil_div(seqlen_q, 16);
+  return ceil_div(wanted, ceil_div(wanted, fitting));
 }
 
 template <class T, int kHeadDim>
@@ -165,8 +168,8 @@ void launch_forward(const Forward& p, cudaStream_t stream) {
   const auto run = [&](auto kernel, auto block_n) {
     using Shared = ForwardShared<T, kHeadDim, block_n()>;
     const int warps = is_short ? short_warps<Shared>(p.shape.seqlen_q) : Tile::kWarps;
-    launch(kernel, dim3(static_cast<unsigned>(heads * blocks_of(p.shape.seqlen_q, 16 * warps))), dim3(32 * warps),
-           sizeof(Shared) + warps * Shared::kBytesOfWarp, stream, p);
+    launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(p.shape.seqlen_q, 16 * warps))), dim3(32 * warps),
+           sizeof(Shared) + warps * Shared::kWarpBytes, stream, p);
   };
   if constexpr (kShortApart<T, kHeadDim>) {
     if (is_short) return run(short_forward_kernel<T>, Int<32>{});

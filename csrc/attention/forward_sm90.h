@@ -7,8 +7,8 @@ namespace fastattn::attention {
 // head_dim: the larger of the two.
 TileSize forward_sm90_tile(int head_dim);
 
-// q, k, v and out have no empty dimension; they start at a multiple of 16 bytes, and so do their rows, heads and batches.
-// mask: with lists of forward_sm90_tile(), or without. next_item: an int of scratch on the device.
+// q, k, v and out have no empty dimension. They, their rows, heads and batches start at multiples of 16 bytes. mask:
+// with lists of forward_sm90_tile(), or without. next_item: an int of scratch on the device.
 void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream);
 
 }  // namespace fastattn::attention

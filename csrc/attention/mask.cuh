@@ -7,7 +7,7 @@ namespace fastattn::attention {
 
 constexpr float kInfinity = __builtin_huge_valf();
 
-__host__ __device__ __forceinline__ int blocks_of(int count, int block) { return (count + block - 1) / block; }
+__host__ __device__ __forceinline__ int ceil_div(int count, int block) { return (count + block - 1) / block; }
 
 __device__ __forceinline__ uint32_t first_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 // Word c of the bits of columns 0 .. end - 1 of a block, and of columns begin .. end - 1.
@@ -18,19 +18,20 @@ __device__ __forceinline__ uint32_t word_between(int begin, int end, int c) {
   return end > begin ? word_before(end, c) & ~word_before(begin, c) : 0;
 }
 
-// Word c of the columns that are visible to a row in a tile of kColumns from `column` on, of `columns` in all: bit 2j + e is
-// column 8j + 2c + e.
+// Word c of the columns that are visible to a row in a tile of kColumns from `column` on, of `columns` in all: bit 2j +
+// e is column 8j + 2c + e.
 template <int kColumns>
-__device__ __forceinline__ uint32_t visible_word(const Mask& mask, int64_t b, int64_t h, int row, int column, int columns,
-                                                 int c) {
-  static_assert(kBitBlock % kColumns == 0, "a tile lies in one block of bits");
+__device__ __forceinline__ uint32_t visible_word(const Mask& mask, int64_t b, int64_t h, int row, int column,
+                                                 int columns, int c) {
+  static_assert(kBitBlock % kColumns == 0, "a tile is inside one block of bits");
   uint32_t word = ~0u;
   if (mask.bits != nullptr)
     word = mask.bits[b * mask.bits_stride_b + h * mask.bits_stride_h + row * mask.bits_stride_row +
-                     column / kBitBlock * kBitWords + c] >> column % kBitBlock / 4;
+                     column / kBitBlock * kBitWords + c] >>
+           column % kBitBlock / 4;
   int begin = row + mask.band_lo, end = row + mask.band_hi + 1;
   if (mask.intervals != nullptr) {
-    // 32 bits count all rows that memory holds, and 64 would spill registers of the Hopper kernels.
+    // 32 bits are enough for all rows that fit into memory; 64 would spill registers of the Hopper kernels.
     const int2 interval = mask.intervals[static_cast<uint32_t>(b * mask.intervals_stride_b + row)];
     begin = interval.x, end = interval.y;
   }
@@ -38,25 +39,24 @@ __device__ __forceinline__ uint32_t visible_word(const Mask& mask, int64_t b, in
   return word & word_between(begin, end, c);
 }
 
-// The bits of the columns that this lane's accumulators hold: bit 2j + e is column 8j + 2 (lane % 4) + e. A row past the last
-// has none.
+// The bits of the columns that this lane's accumulators hold: bit 2j + e is column 8j + 2 (lane % 4) + e. A row past
+// the last row has none.
 template <int kColumns>
 __device__ __forceinline__ uint32_t visible_bits(const Mask& mask, int64_t b, int64_t h, int row, int rows, int column,
                                                  int columns) {
   return row < rows ? visible_word<kColumns>(mask, b, h, row, column, columns, threadIdx.x % 4) : 0;
 }
 
-// Does a column take part? One that does not may hold anything.
+// Whether a column takes part. If not, it may hold anything.
 __device__ __forceinline__ bool takes_part(const Mask& mask, int64_t b, int column) {
   if (mask.columns == nullptr) return true;
   const int in_block = column % kBitBlock;
-  const uint32_t word =
-      mask.columns[b * mask.columns_stride_b + column / kBitBlock * kBitWords + in_block % 8 / 2];
+  const uint32_t word = mask.columns[b * mask.columns_stride_b + column / kBitBlock * kBitWords + in_block % 8 / 2];
   return (word >> (in_block / 8 * 2 + in_block % 2) & 1) != 0;
 }
 
-// Does some column of the tile of kColumns from `column` on take part, and do all of them? Past the last column none does.
-// Where mask.columns is not null.
+// Whether any or all columns of the tile of kColumns from `column` on take part; none does past the last column.
+// Requires mask.columns.
 __device__ __forceinline__ uint4 column_words(const Mask& mask, int64_t b, int column) {
   return *reinterpret_cast<const uint4*>(mask.columns + b * mask.columns_stride_b + column / kBitBlock * kBitWords);
 }
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool all_columns_take_part(const Mask& mask, int64_t 
   return (~(words.x & words.y & words.z & words.w) >> column % kBitBlock / 4 & first_bits(kColumns / 4)) == 0;
 }
 
-// The bias of one batch and head. One piece of code reads all types: it stands many times in a kernel.
+// The bias of one batch and head. The same code reads all types, as a kernel has many copies of it.
 struct BiasMatrix {
   const unsigned char* data;
   int64_t stride_m, stride_n;

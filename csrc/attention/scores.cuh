@@ -1,5 +1,5 @@
-// What happens to a warp's tile of scores, (16 x 8 kTiles): element (j, e) of lane 4g + c is query g + e / 2 * 8 of the tile
-// and key 8 j + 2 c + e % 2. `half` names one of a lane's two queries.
+// Operations on a warp's tile of scores, (16 x 8 kTiles): element (j, e) of lane 4g + c is query g + e / 2 * 8 of the
+// tile and key 8 j + 2 c + e % 2. `half` is one of a lane's two queries.
 #pragma once
 #include "attention/mask.cuh"
 #include "common/philox.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& give
   }
 }
 
-// Makes -inf of what is masked. visible: bit 2 j + e, as visible_bits() gives it.
+// Sets masked scores to -inf. visible: from visible_bits().
 template <int kTiles>
 __device__ __forceinline__ void mask_scores(float (&s)[kTiles][4], int half, uint32_t visible) {
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[kTiles][4], int half, uin
     if ((visible >> j & 1) == 0) s[j / 2][2 * half + j % 2] = -kInfinity;
 }
 
-// Makes 0 of what dropout drops, in row `row` of its rule, from key n0 on.
+// Sets dropped scores to 0, for row `row` of the dropout rule, from key n0 on.
 template <int kTiles>
 __device__ __forceinline__ void drop(float (&p)[kTiles][4], int half, const DropoutMask& dropout, int64_t row, int n0) {
   static_assert(kTiles % 4 == 0, "a quad draws for 32 keys at once");
@@ -45,9 +45,9 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], int half, const Drop
   }
 }
 
-// exp(score - shift) as a power of two: the hardware has no other. Folding softmax_scale into its unit makes it one
-// multiply-add an element; that needs a maximum that commutes with the scale and nothing added after it, and rounds once
-// more than float32 would like.
+// exp(score - shift) as a power of two, the only one that the hardware has. With softmax_scale folded into the unit it
+// is one multiply-add an element. That needs a positive scale and no bias, and rounds once more, which is too inexact
+// for float32.
 template <class T>
 struct Exponent {
   float softmax_scale, unit;
@@ -65,7 +65,7 @@ struct Exponent {
     for (int j = 0; j < kTiles * 4; j++) s[j / 4][j % 4] *= softmax_scale;
   }
 
-  // shift: of a folded exponent in its unit, scaled by the caller.
+  // shift: if folded, already multiplied with the unit.
   template <int kTiles>
   __device__ __forceinline__ void apply(float (&s)[kTiles][4], int half, float shift) const {
     const auto each = [&](auto power) {

@@ -1,34 +1,34 @@
 // dq, dk and dv of sequences so short that a block holds all keys: 16-bit types, head dimensions up to 128.
 //   Interface: short_backward.h, formulas: backward.h
 //
-// Grid: one block per (batch, key head), and in it the query heads of the group one after the other, in chunks of 32
-//   queries; backward_dkdv.cu has no more blocks either. A block has two warps for 32 keys. All of a row's scores are in the
-//   block, so that delta = sum_j P dP - dlse comes from the scores themselves: out is not read and no pass goes before. S and
-//   dP are computed once, 5 products where kernels that own their tiles need 7, and only results go to memory.
-// A chunk: (1) warp w takes queries 16 (w % 2) .. and keys 32 (w / 2) .., makes P and dP, and adds up its share of each row's
-//   delta; (2) it makes dS and leaves P and dS in shared memory, rounded to T; (3) it takes keys 16 w .. for dk and dv, with
-//   P^T and dS^T read transposed, and queries 16 (w % 2) .. for its share of the columns of dq, which is then complete. Where
-//   no key of 32 is visible to 16 queries, (1) and (3) leave out the products. In (2) it writes dS to dbias, if wanted.
+// Grid: one block per (batch, key head), as many as in backward_dkdv.cu. It computes the query heads of its group one
+//   after the other, in chunks of 32 queries, with two warps for 32 keys. The block has all scores of a row, so that
+//   delta = sum_j P dP - dlse is computed from the scores: out is not read, and no other kernel runs before. S and dP
+//   are computed once: 5 products, where kernels that own their tiles need 7, and only results are written to memory.
+// A chunk: (1) warp w computes P and dP of queries 16 (w % 2) .. and keys 32 (w / 2) .., and its part of each row's
+//   delta; (2) it computes dS, writes P and dS to shared memory, rounded to T, and dS to dbias, if needed; (3) it adds
+//   to dk and dv of keys 16 w .., with P^T and dS^T read transposed, and computes its columns of dq of queries 16 (w %
+//   2) .., which are then complete. If none of 32 keys is visible to 16 queries, (1) and (3) skip the products.
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S and dP [16, 32].
 // Shared memory: k, v, two chunks of q and dout, P and dS of one, in KiB:
 //   keys                           64    128
 //   16 bits, head dimension 64     55     73
 //   16 bits, head dimension 128    87    121
-//   What a chip cannot hold goes to the kernels of all lengths.
+//   If this does not fit on a chip, the kernels of all lengths are used.
 // Bytes: q, k, v and dout once, dq, dk and dv once.
-// dbias: of a bias (B, H, Lq, Lk) each element is dS of one block, which writes it before it is rounded. One that is shared
-//   by batches or heads is a sum over blocks, which without atomics needs memory of the size of all dS and a second pass:
-//   bias_gradient.cu computes dS once more instead, for which this kernel leaves delta. Of one that queries
-//   share, dbias_keys, the chunks add up their columns of dS.
-// Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64, as
-//   its __launch_bounds__ ask for more threads than there are: three blocks of 4 warps a multiprocessor, or one of 8;
-//   246 at 128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled; float32 here, which
-//   took 103 to 137 KiB at head dimension 64 and would take 233 at 128, more than any chip has.
+// dbias: for a bias (B, H, Lq, Lk) each element is dS of one block, which writes it unrounded. If batches or heads
+//   share the bias, dbias is a sum over blocks, which without atomics needs memory of the size of all dS and a second
+//   pass: bias_gradient.cu computes dS again instead, and this kernel writes delta for it. If queries share the bias,
+//   the chunks add up their columns of dS: dbias_keys.
+// Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64,
+//   because __launch_bounds__ asks for more threads than there are: three blocks of 4 warps a multiprocessor, or one of
+//   8; 246 at 128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled; float32, which
+//   needed 103 to 137 KiB at head dimension 64 and would need 233 at 128, more than any chip has.
 #include "attention/short_backward.h"
 
 #include <limits>
 
-#include "attention/backward.cuh"
+#include "attention/backward_common.cuh"
 #include "common/device.h"
 
 namespace fastattn::attention {
@@ -36,9 +36,9 @@ namespace {
 
 constexpr int kChunkRows = 32, kMaxWarps = kMaxShort / 16;
 
-constexpr int kScoreStride = kMaxShort * 2 + 16;  // bytes of a row of P or dS: no two lanes of a load meet in a memory bank
+constexpr int kScoreStride = kMaxShort * 2 + 16;  // bytes of a row of P or dS, without bank conflicts
 
-// Leaves a warp's 16 x 8 kTiles scores, of queries from `row` and keys from `key` on, rounded to T.
+// Stores a warp's 16 x 8 kTiles scores, of queries from `row` and keys from `key` on, rounded to T.
 template <class T, int kTiles>
 __device__ __forceinline__ void store_scores(unsigned char* scores, int row, int key, const float (&s)[kTiles][4]) {
   const int lane = threadIdx.x % 32;
@@ -46,8 +46,8 @@ __device__ __forceinline__ void store_scores(unsigned char* scores, int row, int
   for (int j = 0; j < kTiles; j++) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      *reinterpret_cast<uint32_t*>(scores + (row + lane / 4 + 8 * half) * kScoreStride + (key + 8 * j + lane % 4 * 2) * 2) =
-          pack_word<T>(s[j][2 * half], s[j][2 * half + 1]);
+      *reinterpret_cast<uint32_t*>(scores + (row + lane / 4 + 8 * half) * kScoreStride +
+                                   (key + 8 * j + lane % 4 * 2) * 2) = pack_word<T>(s[j][2 * half], s[j][2 * half + 1]);
   }
 }
 
@@ -70,11 +70,11 @@ __device__ __forceinline__ void add_transposed(float (&sum)[kTiles][4], const un
   }
 }
 
-// sum (16 x 16) += 16 queries from `row` on of scores, times 16 columns from `column` on of tile b, whose rows are keys; those
-// of which visible(key) is false, a product's depth at a time, are left out.
+// sum (16 x 16) += 16 queries from `row` on of scores, times 16 columns from `column` on of tile b, whose rows are
+// keys. Products of keys for which visible(key) is false are skipped.
 template <class T, int kStride, class Visible>
-__device__ __forceinline__ void add_rows(float (&sum)[2][4], const unsigned char* scores, int row, const unsigned char* b,
-                                         int column, int keys, Visible visible) {
+__device__ __forceinline__ void add_rows(float (&sum)[2][4], const unsigned char* scores, int row,
+                                         const unsigned char* b, int column, int keys, Visible visible) {
 #pragma unroll 2
   for (int key = 0; key < keys; key += kMmaDepth<T>) {
     if (!visible(key)) continue;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_accumulators(const Matrix<T>& x, int row, 
   }
 }
 
-// A warp's dS, of queries m .. and keys n .., to its place in dbias (B, H, Lq, Lk), whose matrix begins at row0.
+// Writes a warp's dS, of queries m .. and keys n .., to dbias (B, H, Lq, Lk), whose matrix begins at row0.
 template <class To, int kTiles>
 __device__ __forceinline__ void write_dbias(void* dbias, int64_t row0, int m, int n, const Shape& shape,
                                             const float (&ds)[kTiles][4]) {
@@ -141,17 +141,17 @@ struct ShortShared {
   alignas(16) Chunk q[2], dout[2];
   alignas(16) unsigned char p[kChunkRows * kScoreStride], ds[kChunkRows * kScoreStride];
   float delta[kMaxWarps / 2][kChunkRows];  // the part of each 32 keys
-  float key_sum[2][kMaxShort];  // of dS, over queries 16 i .. of the chunks
+  float key_sum[2][kMaxShort];             // of dS, over queries 16 i .. of the chunks
   unsigned char kept[kChunkRows][kMaxShort / 8];
   bool visible[kMaxWarps / 2][2];  // is any of these 32 keys visible to queries 16 i .. of the chunk
-  // Behind it: k and v, of as many rows as there are keys.
+  // After it: k and v, a row for each key.
 };
 
-int warps_of(int seqlen_k) { return 2 * blocks_of(seqlen_k, 32); }
+int warp_count(int seqlen_k) { return 2 * ceil_div(seqlen_k, 32); }
 
 template <class T, int kHeadDim>
 size_t shared_bytes(int seqlen_k) {
-  return sizeof(ShortShared<T, kHeadDim>) + 2 * 16 * warps_of(seqlen_k) * kTileStride<T, kHeadDim>;
+  return sizeof(ShortShared<T, kHeadDim>) + 2 * 16 * warp_count(seqlen_k) * kTileStride<T, kHeadDim>;
 }
 
 template <class T, int kHeadDim>
@@ -162,31 +162,32 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
   const Mask& mask = p.by_query;
   const int h_k = blockIdx.x % shape.key_heads, b = blockIdx.x / shape.key_heads, group = shape.heads / shape.key_heads;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int keys = 16 * warps, row = warp % 2 * 16, key = warp / 2 * 32, own_key = warp * 16;
+  const int keys = 16 * warps, row = warp % 2 * 16, key = warp / 2 * 32, warp_key = warp * 16;
   unsigned char* const k_tile = reinterpret_cast<unsigned char*>(&shared + 1);
   unsigned char* const v_tile = k_tile + keys * kStride;
   const DropoutMask dropout(p.dropout);
-  const ScoreExponent exponent = exponent_of<T>(p);
+  const ScoreExponent exponent = make_exponent<T>(p);
 
   // Keys that take no part, or that the band excludes from all queries, may hold anything: they are read as zeros.
   const auto read = [&](int n) {
     return max(n - mask.band_hi, 0) <= min(n - mask.band_lo, shape.seqlen_q - 1) && takes_part(mask, b, n);
   };
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
-  load_tile<T, 16, kHeadDim, 32>(k_tile + own_key * kStride, k, own_key, read);
-  load_tile<T, 16, kHeadDim, 32>(v_tile + own_key * kStride, v, own_key, read);
-  const int chunks = blocks_of(shape.seqlen_q, kChunkRows), count = group * chunks;
+  load_tile<T, 16, kHeadDim, 32>(k_tile + warp_key * kStride, k, warp_key, read);
+  load_tile<T, 16, kHeadDim, 32>(v_tile + warp_key * kStride, v, warp_key, read);
+  const int chunks = ceil_div(shape.seqlen_q, kChunkRows), count = group * chunks;
   const auto load = [&](int i) {
     const int h = h_k * group + i / chunks, m0 = i % chunks * kChunkRows;
     const float* lse = p.lse + (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
     const auto has_visible_keys = [&](int m) { return lse[m] != -kInfinity; };
-    for (int part = warp; part < 4; part += warps) {  // a warp takes 16 rows of one of the two
+    for (int part = warp; part < 4; part += warps) {  // 16 rows of one of the two for a warp
       const bool is_q = part < 2;
       const int from = part % 2 * 16;
-      const Rows rows = {is_q ? p.q.data : p.dout.data, is_q ? p.q.stride_b : p.dout.stride_b,
-                         is_q ? p.q.stride_h : p.dout.stride_h, is_q ? p.q.stride : p.dout.stride};
+      const StridedMatrix rows = {is_q ? p.q.data : p.dout.data, is_q ? p.q.stride_b : p.dout.stride_b,
+                                  is_q ? p.q.stride_h : p.dout.stride_h, is_q ? p.q.stride : p.dout.stride};
       const Matrix<T> x(rows, b, h, shape.seqlen_q, is_q ? shape.head_dim_k : shape.head_dim_v);
-      load_tile<T, 16, kHeadDim, 32>((is_q ? shared.q : shared.dout)[i % 2] + from * kStride, x, m0 + from, has_visible_keys);
+      load_tile<T, 16, kHeadDim, 32>((is_q ? shared.q : shared.dout)[i % 2] + from * kStride, x, m0 + from,
+                                     has_visible_keys);
     }
   };
 
@@ -270,8 +271,8 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         const float sum = column_sum(dp, j / 2, j % 2);
-        float& total_of_key = shared.key_sum[warp % 2][key + j / 2 * 8 + 2 * c + j % 2];
-        if (g == 0) total_of_key = m0 == 0 ? sum : total_of_key + sum;
+        float& key_total = shared.key_sum[warp % 2][key + j / 2 * 8 + 2 * c + j % 2];
+        if (g == 0) key_total = m0 == 0 ? sum : key_total + sum;
       }
     }
     store_scores<T>(shared.p, row, key, s);
@@ -279,8 +280,8 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     __syncthreads();
 
     if (shared.visible[warp / 2][0] || shared.visible[warp / 2][1]) {
-      add_transposed<T, kStride>(dv, shared.p, own_key, shared.dout[i % 2]);
-      add_transposed<T, kStride>(dk, shared.ds, own_key, shared.q[i % 2]);
+      add_transposed<T, kStride>(dv, shared.p, warp_key, shared.dout[i % 2]);
+      add_transposed<T, kStride>(dk, shared.ds, warp_key, shared.q[i % 2]);
     }
     const Matrix<T> dq(p.dq, b, h, shape.seqlen_q, shape.head_dim_k);
     for (int column = warp / 2 * 16; column < shape.head_dim_k; column += 8 * warps) {
@@ -295,13 +296,13 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
   }
   cp_async_wait<0>();
   __syncthreads();
-  store_tile<T, kHeadDim>(Matrix<T>(p.dk, b, h_k, shape.seqlen_k, shape.head_dim_k), own_key, k_tile + own_key * kStride, dk,
-                          p.softmax_scale);
-  store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), own_key, v_tile + own_key * kStride, dv,
-                          dropout.active() ? dropout.scale() : 1.0f);
+  store_tile<T, kHeadDim>(Matrix<T>(p.dk, b, h_k, shape.seqlen_k, shape.head_dim_k), warp_key,
+                          k_tile + warp_key * kStride, dk, p.softmax_scale);
+  store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), warp_key,
+                          v_tile + warp_key * kStride, dv, dropout.active() ? dropout.scale() : 1.0f);
 }
 
-// Calls f(T, kHeadDim), as values that carry them in their types, where there is such a kernel.
+// Calls f(T, kHeadDim), if there is such a kernel; kHeadDim is an integral constant.
 template <class Function>
 void with_short_kernel(int head_dim, DType dtype, Function&& f) {
   const auto with_type = [&](auto t) {
@@ -316,7 +317,8 @@ void with_short_kernel(int head_dim, DType dtype, Function&& f) {
 
 bool has_short_backward(int head_dim, DType dtype, int device) {
   size_t bytes = std::numeric_limits<size_t>::max();
-  with_short_kernel(head_dim, dtype, [&](auto t, auto padded) { bytes = shared_bytes<decltype(t), padded()>(kMaxShort); });
+  with_short_kernel(head_dim, dtype,
+                    [&](auto t, auto padded) { bytes = shared_bytes<decltype(t), padded()>(kMaxShort); });
   return bytes <= static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
 }
 
@@ -325,8 +327,8 @@ void short_backward(const Backward& p, void* dbias, cudaStream_t stream) {
   if (blocks == 0 || p.shape.seqlen_k == 0) return;
   with_short_kernel(head_dim(p.shape), p.dtype, [&](auto t, auto padded) {
     using T = decltype(t);
-    launch(short_backward_kernel<T, padded()>, dim3(static_cast<unsigned>(blocks)), dim3(32 * warps_of(p.shape.seqlen_k)),
-           shared_bytes<T, padded()>(p.shape.seqlen_k), stream, p, dbias);
+    launch(short_backward_kernel<T, padded()>, dim3(static_cast<unsigned>(blocks)),
+           dim3(32 * warp_count(p.shape.seqlen_k)), shared_bytes<T, padded()>(p.shape.seqlen_k), stream, p, dbias);
   });
 }
 

@@ -1,4 +1,4 @@
-// What the Hopper kernels of attention share: rings of stages, and the tensor maps of their operands.
+// Shared by the Hopper kernels of attention: rings of stages, and the tensor maps of their operands.
 #pragma once
 #include "attention/tile_loop.cuh"
 #include "common/mma.cuh"
@@ -10,20 +10,20 @@
 namespace fastattn::attention {
 
 constexpr int kStages = 2, kPanel = 64;  // columns of a panel
-constexpr int kRowsOfGroup = 64;         // of a tile of scores, for each consumer warpgroup
+constexpr int kGroupRows = 64;           // of a tile of scores, for each consumer warpgroup
 
 // Calls f(Tiles<n>{}) with head_dim padded to n.
-// Not to 96: as a transposed B of wgmma that is one and a half patterns of the 128-byte swizzle, which no document promises.
-// If the probe "bf16 96 64" of tests/cuda/hopper.cu passes on a chip, Tiles<96> may come back: at head dimensions 65 to 96
-// it saves a quarter of all products, and a quarter of the registers of out, dq, dk and dv.
+// Not to 96: a transposed B of wgmma would then be one and a half patterns of the 128-byte swizzle, which no document
+//   describes. If the probe "bf16 96 64" of tests/cuda/hopper.cu passes on a chip, Tiles<96> can be added: at head
+//   dimensions 65 to 96 it saves a quarter of all products, and of the registers of out, dq, dk and dv.
 template <template <int> class Tiles, class Function>
-void with_tiles(int head_dim, Function&& f) {
+auto with_tiles(int head_dim, Function&& f) {
   if (head_dim <= 64) return f(Tiles<64>{});
   if (head_dim <= 128) return f(Tiles<128>{});
   return f(Tiles<256>{});
 }
 
-// A place in a ring of stages, and the parity of its phase.
+// A position in a ring of stages, and the parity of its phase.
 template <int kCount>
 struct RingOf {
   int stage = 0, phase = 0;
@@ -34,8 +34,8 @@ struct RingOf {
 };
 using Ring = RingOf<kStages>;
 
-// Work item `index` of heads * tiles. As many heads as fit into the L2 cache `together` come before all others, and of these
-// tile 0 of each head, then tile 1 of each.
+// Work item `index` of heads * tiles. The first `together` heads, which fit into the L2 cache, come before all others:
+// tile 0 of each of them, then tile 1 of each.
 struct HeadAndTile {
   int head, tile;
 };
@@ -44,26 +44,29 @@ __device__ __forceinline__ HeadAndTile item_in_order(int index, int heads, int t
   const int count = min(together, heads - first);
   return {first + rest % count, rest / count};
 }
-// How many heads fit, each with `bytes` that all of its tiles read.
+// How many heads fit into the L2 cache, if the tiles of a head read `bytes`.
 inline int heads_together(int heads, int64_t bytes) {
   constexpr int64_t kCacheBytes = 32 << 20;  // over half of the L2 cache
   return static_cast<int>(std::clamp<int64_t>(kCacheBytes / std::max<int64_t>(bytes, 1), 1, heads));
 }
 
-// Loads a tile of panels: rows from `row` on of (b, h). load_panels announces it, too.
+// Loads a tile of panels: rows from `row` on of (b, h). load_panels also announces it to the barrier.
 template <class Tile>
-__device__ __forceinline__ void copy_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h, int b) {
+__device__ __forceinline__ void copy_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h,
+                                            int b) {
 #pragma unroll
   for (int panel = 0; panel < static_cast<int>(sizeof to / sizeof to[0]); panel++)
     sm90::tma_load(to[panel], map, full, panel * kPanel, row, h, b);
 }
 template <class Tile>
-__device__ __forceinline__ void load_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h, int b) {
+__device__ __forceinline__ void load_panels(Tile& to, const sm90::TensorMap& map, sm90::Barrier& full, int row, int h,
+                                            int b) {
   full.arrive_expect(sizeof to);
   copy_panels(to, map, full, row, h, b);
 }
 
-// Starts d = (64 lines from `line` on of x) times the transpose of y, or, adds, d += that: sums run along the columns of both.
+// Starts d = (64 lines from `line` on of x) times the transpose of y; adds: d +=. The sum runs along the columns of
+// both.
 template <class T, int kHeadDim, int kN, int kPanels, int kBytesX, int kBytesY>
 __device__ __forceinline__ void multiply_lines(float (&d)[kN / 2], const unsigned char (&x)[kPanels][kBytesX], int line,
                                                const unsigned char (&y)[kPanels][kBytesY], bool adds = false) {
@@ -75,7 +78,7 @@ __device__ __forceinline__ void multiply_lines(float (&d)[kN / 2], const unsigne
   sm90::wgmma_commit();
 }
 
-// Starts d += a y, where a, in registers, has a column for each line of y.
+// Starts d += a y; a, in registers, has a column for each line of y.
 template <class T, int kHeadDim, int kSteps, int kPanels, int kBytes>
 __device__ __forceinline__ void add_lines(float (&d)[kHeadDim / 2], const uint32_t (&a)[kSteps][4],
                                           const unsigned char (&y)[kPanels][kBytes]) {
@@ -86,9 +89,10 @@ __device__ __forceinline__ void add_lines(float (&d)[kHeadDim / 2], const uint32
   sm90::wgmma_commit();
 }
 
-// Writes factor * sum, 64 rows of a warpgroup, to lines from `line` on of a tile; thread: of the warpgroup.
+// Writes factor * sum, 64 rows of a warpgroup, to lines from `line` on of a tile; thread: in the warpgroup.
 template <class T, int kHeadDim, class Tile>
-__device__ __forceinline__ void write_lines(Tile& tile, int line, int thread, const float (&sum)[kHeadDim / 2], float factor) {
+__device__ __forceinline__ void write_lines(Tile& tile, int line, int thread, const float (&sum)[kHeadDim / 2],
+                                            float factor) {
   const int lane = thread % 32, mine = line + thread / 32 * 16 + lane % 16;
 #pragma unroll
   for (int column = 0; column < kHeadDim; column += 16) {
@@ -100,10 +104,10 @@ __device__ __forceinline__ void write_lines(Tile& tile, int line, int thread, co
   }
 }
 
-// Row of its two, of a thread's accumulator i: row + {0, 8}.
+// Which of its two rows, row and row + 8, a thread's accumulator i is of.
 __device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
 
-// A line of a tile of panels becomes zero.
+// Sets a line of a tile of panels to zero.
 template <class Tile>
 __device__ __forceinline__ void clear_line(Tile& tile, int line) {
   for (auto& panel : tile)
@@ -112,8 +116,9 @@ __device__ __forceinline__ void clear_line(Tile& tile, int line) {
 }
 
 // Rows first .. first + rows - 1 of x, in boxes of one panel and `box_rows` rows.
-inline sm90::TensorMap map_of(const Rows& x, int columns, int first, int rows, int heads, int batch, int box_rows) {
-  // A dimension of size 1 may come with any stride; cuda.h asks for no less than what the dimensions inside it take.
+inline sm90::TensorMap matrix_map(const StridedMatrix& x, int columns, int first, int rows, int heads, int batch,
+                                  int box_rows) {
+  // A dimension of size 1 may have any stride; cuda.h requires at least the size of the dimensions inside it.
   uint64_t inside = 2 * uint64_t(columns);
   const auto bytes = [&inside](int size, int64_t stride) {
     const uint64_t step = size > 1 ? 2 * stride : inside;
@@ -128,8 +133,7 @@ inline sm90::TensorMap map_of(const Rows& x, int columns, int first, int rows, i
                                 true});
 }
 
-// The keys that the band leaves to some query. Maps of k and v hold these: the others are outside, and read as
-// zeros whatever they are.
+// The keys that the band leaves to any query. The maps of k and v have only these: all others are read as zeros.
 struct KeyRange {
   int first, count;
 };

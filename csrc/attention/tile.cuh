@@ -1,7 +1,7 @@
-// Tiles of q, k, v and their kin in shared memory: filled, multiplied by warps, and written back.
+// Tiles of q, k, v and similar matrices in shared memory: loaded, multiplied by warps, and written back.
 //
-// A tile is some rows of kHeadDim elements, each followed by 16 bytes that keep the rows apart in the memory banks
-// (fragment.cuh). What a matrix does not have, rows past its end and columns past its width, is zero in a tile.
+// A tile is some rows of kHeadDim elements. 16 bytes follow each row, against bank conflicts (fragment.cuh). Rows past
+// the end of the matrix and columns past its width are zero in a tile.
 #pragma once
 #include <algorithm>
 
@@ -11,14 +11,14 @@
 
 namespace fastattn::attention {
 
-// What a T is in memory: Tf32 is float32 that is rounded on its way into a product.
+// The type of a T in memory: Tf32 is float32 that is rounded when it is loaded for a product.
 template <class T>
 using Element = std::conditional_t<std::is_same_v<T, Tf32>, float, T>;
 
 template <class T, int kHeadDim>
 constexpr int kTileStride = kHeadDim * static_cast<int>(sizeof(T)) + 16;  // bytes
 
-// Sizes of a block that owns queries and visits keys: the forward's, and of what is computed from its lse.
+// The sizes of a block that owns queries and loops over keys, in the forward and the weights.
 template <class T, int kHeadDim>
 struct ForwardTile {
   static constexpr bool k16Bit = sizeof(T) == 2;
@@ -34,7 +34,7 @@ struct Matrix {
   int rows, columns;
   bool vectors;  // every row is made of aligned 16-byte vectors
 
-  __device__ __forceinline__ Matrix(const Rows& of, int64_t b, int64_t h, int rows, int columns)
+  __device__ __forceinline__ Matrix(const StridedMatrix& of, int64_t b, int64_t h, int rows, int columns)
       : data(static_cast<Element<T>*>(of.data) + b * of.stride_b + h * of.stride_h), stride(of.stride), rows(rows),
         columns(columns),
         vectors((reinterpret_cast<uintptr_t>(data) | stride * sizeof(T) | columns * sizeof(T)) % 16 == 0) {}
@@ -42,8 +42,8 @@ struct Matrix {
   __device__ __forceinline__ Element<T>* row(int i) const { return data + i * stride; }
 };
 
-// Starts to copy rows first .. first + kRows - 1 of a matrix into a tile. A row that takes no part is not read: it is zero.
-// kThreads threads share the work, a warp or the whole block, 0: whatever size it has; a commit and a wait end it.
+// Starts to copy rows first .. first + kRows - 1 of a matrix into a tile. A row that takes no part is not read, but
+// zero. kThreads: a warp or the whole block; 0: a block of any size. A commit and a wait must follow.
 template <class T, int kRows, int kHeadDim, int kThreads = 0, class TakesPart>
 __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& x, int first, TakesPart takes_part) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(T)), kVectors = kHeadDim / kVector;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& 
   }
 }
 
-// Writes factor * sum, the warp's 16 rows, to rows first .. first + 15 of a matrix, by way of `scratch`: 16 rows of a tile
-// that no other warp uses any more.
+// Writes factor * sum, the warp's 16 rows, to rows first .. first + 15 of a matrix, through `scratch`: 16 rows of a
+// tile that no other warp uses any more.
 template <class T, int kHeadDim>
 __device__ __forceinline__ void store_tile(const Matrix<T>& x, int first, unsigned char* scratch,
                                            const float (&sum)[kHeadDim / 8][4], float factor) {
@@ -111,11 +111,12 @@ __device__ __forceinline__ void store_tile(const Matrix<T>& x, int first, unsign
   }
 }
 
-// Exact products of floats are long: their loop stays one.
+// The code of exact float products is long: it is not unrolled.
 template <class T>
 constexpr int kUnrolled = std::is_same_v<T, float> ? 1 : 4;
 
-// product (16 x 8 kTiles) = rows row .. row + 15 of tile a times the transpose of the first 8 kTiles rows of tile b; adds: +=.
+// product (16 x 8 kTiles) = rows row .. row + 15 of tile a times the transpose of the first 8 kTiles rows of tile b;
+// adds: +=.
 template <class T, int kHeadDim, int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&product)[kTiles][4], const unsigned char* a, int row,
                                               const unsigned char* b, bool adds = false) {
@@ -155,7 +156,7 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[kHeadDim / 8][4],
   }
 }
 
-// The compiled kernels. Calls f with a T, as a value, and a head dimension, as a type: Int<64>{}() is 64.
+// The compiled kernels. Calls f with a value of T and with the head dimension: Int<64>{}() is 64.
 template <int kValue>
 using Int = std::integral_constant<int, kValue>;
 
@@ -172,7 +173,7 @@ void with_head_dim(int head_dim, Function&& f) {
   f(Int<256>{});
 }
 
-// Calls f(T, kHeadDim), as values that carry them in their types.
+// Calls f(T, kHeadDim).
 template <class Function>
 void with_kernel(int head_dim, DType dtype, bool tf32, Function&& f) {
   with_head_dim(head_dim, [&](auto padded) { with_type(dtype, tf32, [&](auto t) { f(t, padded); }); });

@@ -1,10 +1,10 @@
 // The attention weights on request, from q, k and the forward's lse: dropout(exp(S - lse)) of all heads, or their mean.
 // Layouts: attention.h
 //
-// For looking at, not for training: the only kernel that may write something as large as the scores. What it writes of a
-// head is what the forward multiplied with v, rounded to T; the mean is summed in float32 and rounded once.
-// Grid: one block a (batch, head, kBlockM queries, kBlockN keys), or, of the mean, one for all heads of a tile, which meet
-//   in its registers. The next head is loaded while one is multiplied.
+// For inspection, not for training: only this kernel writes a tensor as large as the scores. Of a head it writes what
+// the forward multiplied with v, rounded to T; the mean is summed in float32 and rounded once.
+// Grid: one block a (batch, head, kBlockM queries, kBlockN keys), or, for the mean, one for all heads of a tile, which
+//   it adds in registers. The next head is loaded while one is multiplied.
 // Bytes: the weights once, and q and k once a tile of the other, from L2. Work: 2 * Dk FLOPs a score.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90, nothing spills:
 //   head_dim 64    128 / 128 registers, 36.0 KiB of shared memory, 4 blocks a multiprocessor
@@ -29,17 +29,19 @@ struct alignas(16) WeightsShared {
 };
 
 template <class T, int kHeadDim>
-__global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) > 2 ? 2 : kHeadDim > 128 ? 3 : 4)
-weights_kernel(const Weights p) {
+__global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) > 2    ? 2
+                                                                      : kHeadDim > 128 ? 3
+                                                                                       : 4)
+    weights_kernel(const Weights p) {
   using Tile = WeightsTile<T, kHeadDim>;
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kTiles = kBlockN / 8;
   constexpr int kStride = kTileStride<T, kHeadDim>;
   auto& shared = shared_memory<WeightsShared<T, kHeadDim>>();
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
-  const int query_tiles = blocks_of(Lq, kBlockM), m0 = blockIdx.x % query_tiles * kBlockM, n0 = blockIdx.y * kBlockN;
+  const int query_tiles = ceil_div(Lq, kBlockM), m0 = blockIdx.x % query_tiles * kBlockM, n0 = blockIdx.y * kBlockN;
   const int matrices = p.mean ? 1 : p.shape.heads, matrix = blockIdx.x / query_tiles % matrices;
   const int b = blockIdx.x / query_tiles / matrices;
-  const int own = threadIdx.x / 32 * 16, m = m0 + own + g;
+  const int warp_row = threadIdx.x / 32 * 16, m = m0 + warp_row + g;
   const Mask& mask = p.mask;
   const DropoutMask dropout(p.dropout);
   const Exponent<T> exponent(p.bias, p.softmax_scale);
@@ -63,7 +65,7 @@ weights_kernel(const Weights p) {
     cp_async_wait<kStages - 1>();
     __syncthreads();
     float s[kTiles][4];
-    multiply_rows<T, kHeadDim>(s, shared.q[i % kStages], own, shared.k[i % kStages]);
+    multiply_rows<T, kHeadDim>(s, shared.q[i % kStages], warp_row, shared.k[i % kStages]);
     __syncthreads();  // q and k were read
     if (kStages == 1 && i + 1 < heads) load(i + 1);
 
@@ -75,7 +77,9 @@ weights_kernel(const Weights p) {
     for (int half = 0; half < 2; half++) {
       const bool inside = m + 8 * half < Lq;
       const float lse = inside ? p.lse[row + 8 * half] : -kInfinity;
-      const float shift = lse == -kInfinity ? 0.0f : exponent.folded ? lse * kLog2e : lse;  // of an empty row all scores are -inf
+      const float shift = lse == -kInfinity ? 0.0f
+                          : exponent.folded ? lse * kLog2e
+                                            : lse;  // empty row: all scores -inf
       mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));
       exponent.apply(s, half, shift);
       if (dropout.active()) drop(s, half, dropout, row + 8 * half, n0);
@@ -86,9 +90,10 @@ weights_kernel(const Weights p) {
   cp_async_wait<0>();
 
   const int64_t elements = static_cast<int64_t>(Lq) * Lk;
-  const Rows rows{static_cast<Element<T>*>(p.weights) + n0, matrices * elements, elements, Lk};
+  const StridedMatrix rows{static_cast<Element<T>*>(p.weights) + n0, matrices * elements, elements, Lk};
   const float scale = (dropout.active() ? dropout.scale() : 1.0f) / heads;
-  store_tile<T, kBlockN>(Matrix<T>(rows, b, matrix, Lq, min(Lk - n0, kBlockN)), m0 + own, shared.q[0] + own * kStride, sum,
+  store_tile<T, kBlockN>(Matrix<T>(rows, b, matrix, Lq, min(Lk - n0, kBlockN)), m0 + warp_row,
+                         shared.q[0] + warp_row * kStride, sum,
                          scale);  // nobody else reads these rows of q
 }
 
@@ -96,8 +101,8 @@ template <class T, int kHeadDim>
 void launch_weights(const Weights& p, cudaStream_t stream) {
   using Tile = WeightsTile<T, kHeadDim>;
   const int64_t matrices = static_cast<int64_t>(p.shape.batch) * (p.mean ? 1 : p.shape.heads);
-  const int64_t blocks = matrices * blocks_of(p.shape.seqlen_q, Tile::kBlockM);
-  const int key_tiles = blocks_of(p.shape.seqlen_k, Tile::kBlockN);
+  const int64_t blocks = matrices * ceil_div(p.shape.seqlen_q, Tile::kBlockM);
+  const int key_tiles = ceil_div(p.shape.seqlen_k, Tile::kBlockN);
   if (blocks > 0 && key_tiles > 0)
     launch(weights_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks), key_tiles), dim3(Tile::kThreads),
            sizeof(WeightsShared<T, kHeadDim>), stream, p);

@@ -1,7 +1,7 @@
-// What every op's bind.h uses: tensors come from Python as the integers of their addresses, 0 for null.
+// Used by every op's bind.h. A tensor comes from Python as the integer of its address, 0 for null.
 //
-// An op's bind.h is Python's view of the op. csrc/bindings.cpp includes them all: one file to compile, as pybind11's
-// headers cost more than everything else in it.
+// An op's bind.h is Python's view of the op. csrc/bindings.cpp includes them all, so that pybind11's headers, which are
+// slow to compile, are compiled once.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -12,14 +12,20 @@
 
 namespace fastattn {
 
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
+// Python's integer, as a pointer of the type that is needed.
+struct Address {
+  uintptr_t value;
 
-// A tensor whose type is its own: its address, and the number of its elements' dtype.
+  template <class T>
+  operator T*() const {
+    return reinterpret_cast<T*>(value);
+  }
+};
+inline Address at(uintptr_t value) { return {value}; }
+
+// A tensor whose dtype a kernel reads when it runs: its address, and the dtype's number.
 using Typed = std::tuple<uintptr_t, int>;
 
-inline Array array(const Typed& t) { return {pointer<void>(std::get<0>(t)), DType(std::get<1>(t))}; }
+inline Array array(const Typed& t) { return {at(std::get<0>(t)), DType(std::get<1>(t))}; }
 
 }  // namespace fastattn

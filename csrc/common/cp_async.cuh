@@ -1,7 +1,7 @@
-// Copies from global to shared memory that run beside the computation (Ampere's cp.async).
+// Asynchronous copies from global to shared memory (Ampere's cp.async).
 //
-// A thread's copies since its last commit are a group; wait<n>() waits until at most its n latest groups are under way.
-// What other threads copied is there after their wait and a barrier.
+// A thread's copies since its last commit are a group. wait<n>() returns when at most the n latest groups are not done.
+// Copies of other threads are visible after their wait and a barrier.
 #pragma once
 #include "common/launch.cuh"
 
@@ -17,7 +17,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* at) {
 
 // 16 bytes, or 16 zero bytes unless `inside`; then `from` is not read. Both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async(void* to, const void* from, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(inside ? 16 : 0)
                : "memory");
 }
 

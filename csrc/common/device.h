@@ -1,13 +1,12 @@
-// The device of a call: making it current, and what the host must know of it.
+// The device of a call: sets it as current, and reads its properties.
 #pragma once
 #include "common/check.h"
 
 namespace fastattn {
 
-// Makes `device` the calling thread's current device while in scope, as a launch needs when it is another one's turn.
-// This is the only guard: the Python side passes tensors of any device and sets nothing.
-// Also where it is current: a thread that has not used CUDA yet has a device but no context, which the driver's functions want
-// (that for tensor maps is one); cudaSetDevice() makes it current.
+// Makes `device` the calling thread's current device while in scope. This is the only guard: the Python side passes
+// tensors of any device and sets nothing. cudaSetDevice() is called even for the current device: a thread that has not
+// used CUDA yet has no context, and the driver's functions, such as that for tensor maps, need one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : device_(device) {
@@ -46,7 +45,7 @@ inline std::string device_problem(int device) {
   };
   if (driver == 0) return "there is no NVIDIA driver";
   if (driver / 1000 < runtime / 1000)
-    return "fastattn._C was built with CUDA " + text(runtime) + ", the driver serves CUDA " + text(driver) + " at most";
+    return "fastattn._C was built with CUDA " + text(runtime) + ", the driver supports CUDA up to " + text(driver);
   const int capability = compute_capability(device);
   if (capability < 80)
     return "the CUDA kernels need compute capability 8.0, got " + std::to_string(capability / 10) + "." +

@@ -1,4 +1,4 @@
-// The parameters of dropout, as a launcher receives them. The rule itself: philox.cuh.
+// The parameters of dropout that a launcher gets. The rule: philox.cuh.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// From a tensor's dtype, known when called, to a C++ type, known when compiled.
+// From a dtype, known at run time, to a C++ type, known at compile time.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,14 +11,14 @@ namespace fastattn {
 // The numbers are those of fastattn/backends/cuda/__init__.py.
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-// Elements of a type that a kernel learns when it runs (any.cuh).
+// Elements of a dtype that a kernel reads when it runs (dynamic_dtype.cuh).
 struct Array {
   void* at;
   DType dtype;
   __host__ __device__ explicit operator bool() const { return at != nullptr; }
 };
 
-// Calls f with a value of the dtype's type: dtype_switch(dtype, [&](auto zero) { using T = decltype(zero); ... });
+// Calls f with a zero of the type: dtype_switch(dtype, [&](auto zero) { using T = decltype(zero); ... });
 template <class Function>
 void dtype_switch(DType dtype, Function&& f) {
   switch (dtype) {

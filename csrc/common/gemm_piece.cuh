@@ -1,18 +1,18 @@
 // How a product's accumulators reach an epilogue: piece by piece, through shared memory.
 //
-// A piece is 64 rows of two runs of 32 columns each; four warps have 16 rows of it each. On the way through shared memory an
-// accumulator's scattered pairs become whole chunks of eight columns of a row, which is what an epilogue wants: 16-byte accesses
-// of memory, one Philox call a chunk, and the same arithmetic as a pointwise kernel's.
-// The two runs come from the two halves of a tile's columns. The halves may lie apart in B: a gate and what it gates, of the
-// same hidden columns, then meet in one thread.
+// A piece is 64 rows of two runs of 32 columns each; each of four warps has 16 rows of it. In shared memory the
+// scattered pairs of an accumulator become whole chunks of eight columns of a row, as an epilogue needs them: 16-byte
+// accesses, one Philox call a chunk, and the same arithmetic as in a pointwise kernel. The two runs come from the two
+// halves of a tile's columns. The halves need not be adjacent in B: a gate and the value that it gates then come to the
+// same thread.
 //
 // An epilogue is an object with
-//   expect(row, rows, column0, column1, columns, thread, threads)   by `threads` threads, long before: which part of the matrix
-//                              it will be called for, so that it can fetch what it reads into L2
-//   operator()(piece, sync)    by the four warps; sync() waits for all of them
+//   expect(row, rows, column0, column1, columns, thread, threads)   called early, by `threads` threads: the part of the
+//                              matrix that follows, so that the epilogue can prefetch into L2 what it reads
+//   operator()(piece, sync)    called by the four warps; sync() waits for all of them
 // and a piece is a PiecePlace with
-//   read(values, line, index)   chunk 0 to 7 of row 0 to 15 of this warp: 0 to 3 are of the first run
-//   sums(warp)                  128 floats of each warp, for the epilogue, once this warp has read all that it needs
+//   read(values, line, index)  chunk 0 to 7 of row 0 to 15 of this warp: 0 to 3 are of the first run
+//   sums(warp)                 128 floats of each warp for the epilogue, after this warp has read all that it needs
 #pragma once
 #include "common/launch.cuh"
 #include "common/vec.cuh"
@@ -31,15 +31,15 @@ struct PiecePlace {
   }
 };
 
-// The line of 128 bytes at `from` is brought into L2.
+// Prefetches the line of 128 bytes at `from` into L2.
 __device__ __forceinline__ void prefetch_line([[maybe_unused]] const void* from) {
 #ifndef FASTATTN_EMULATOR
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 #endif
 }
 
-// Tile `index` of tiles in columns of kGroup tiles, one after another: those that are worked on together then cover about as
-// many rows as columns, and L2 serves most of both operands.
+// Tile `index`, in the order of columns of kGroup tiles: the tiles in progress then cover about as many rows as
+// columns, and most reads of both operands hit L2.
 struct TilePlace {
   int m, n;
 };

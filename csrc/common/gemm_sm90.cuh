@@ -1,16 +1,17 @@
-// A product on Hopper: A (rows x depth) times B, 16-bit types, summed in float32, by blocks that take one tile after the other.
+// A product on Hopper: A (rows x depth) times B, 16-bit types, summed in float32, by blocks that compute one tile after
+// the other.
 //
 // Roles: one warpgroup runs the epilogue; two multiply, each 64 of the tile's rows and all its 2 x kHalf columns, 128
-//   accumulators a thread. One thread of the second fetches by TMA: a stage is filled again, kStages steps ahead and across
-//   tiles, where its products have ended. (With a warpgroup that only fetches there would be 128 registers a thread, and nvcc
-//   wants 154 for the product.)
-// Overlap: a multiplying warpgroup hands its accumulators over, rounded as cuBLAS would write them, 32 KiB in shared memory, and
-//   goes on with the next tile: the epilogue, however long, runs beside products. The second warpgroup begins kLag steps after
-//   the first and, as both take equally long, stays behind: one multiplies while the other hands over, and a stage that the
-//   second has read was read by both.
+//   accumulators a thread. One thread of the second loads by TMA: a stage is filled again, kStages steps ahead and
+//   across tiles, when its products have ended. (A warpgroup that only loads would leave 128 registers a thread, and
+//   nvcc needs 154 for the product.)
+// Overlap: a multiplying warpgroup writes its accumulators, rounded as cuBLAS rounds them, to 32 KiB of shared memory
+//   and continues with the next tile: the epilogue runs at the same time as products. The second warpgroup begins kLag
+//   steps after the first and stays kLag steps later, as both need the same time: one multiplies while the other
+//   writes, and a stage that the second has read was read by both.
 // A bias, one number for each column of B, is added before the rounding.
-// What the epilogue is called for, and the halves of a tile: gemm_piece.cuh. Half 1 begins `second` columns of B after half 0.
-// B is depth-contiguous (columns x depth), or, kBTransposed, (depth x columns); both come by TMA as they lie in memory.
+// The epilogue's interface and the halves of a tile: gemm_piece.cuh. Half 1 begins `second` columns of B after half 0.
+// B is depth-contiguous (columns x depth), or, kBTransposed, (depth x columns); TMA loads both as they are in memory.
 #pragma once
 #include "common/gemm_piece.cuh"
 #include "common/mma.cuh"
@@ -44,7 +45,7 @@ struct GemmPiece : PiecePlace {
     memcpy(&chunk, lines + swizzled(warp * 16 + line, index), sizeof chunk);
     chunk.unpack(values);
   }
-  __device__ __forceinline__ float* sums(int of_warp) const { return scratch[of_warp]; }
+  __device__ __forceinline__ float* sums(int index) const { return scratch[index]; }
 };
 
 struct Gemm {
@@ -63,13 +64,14 @@ struct Gemm {
   }
 };
 
-// pairs: column c meets column c + columns of B, which has 2 * columns; otherwise B has `columns`.
+// pairs: column c is paired with column c + columns of B, which has 2 * columns; otherwise B has `columns`.
 template <bool kBTransposed>
 Gemm make_gemm(const void* a, const void* b, int rows, int depth, int columns, bool pairs) {
   constexpr uint32_t kPanel = kLineBytes / 2;  // elements
   const auto map = [](const void* data, int lines, int width, uint32_t box_lines) {
     const uint64_t size = lines, line = uint64_t{2} * width, all = size * line;
-    return make_tensor_map({data, {uint64_t(width), size, 1, 1}, {line, all, all}, {kPanel, box_lines, 1, 1}, false, true});
+    return make_tensor_map(
+        {data, {uint64_t(width), size, 1, 1}, {line, all, all}, {kPanel, box_lines, 1, 1}, false, true});
   };
   const int b_columns = pairs ? 2 * columns : columns, step = pairs ? GemmTile::kHalf : 2 * GemmTile::kHalf;
   return {map(a, rows, depth, GemmTile::kM),
@@ -91,13 +93,14 @@ struct GemmRing {
   }
 };
 
-// Fetches the steps of all tiles of the block, one after the other. One thread's.
+// Loads the steps of all tiles of the block, one after the other. Used by one thread.
 template <bool kBTransposed>
 class GemmFetcher {
  public:
-  __device__ __forceinline__ GemmFetcher(const Gemm& g, GemmShared& shared) : g_(g), shared_(shared), tile_(g.tile(blockIdx.x)) {}
+  __device__ __forceinline__ GemmFetcher(const Gemm& g, GemmShared& shared)
+      : g_(g), shared_(shared), tile_(g.tile(blockIdx.x)) {}
 
-  // Into a stage that nothing reads any more; nothing after the last step.
+  // Loads into a stage that nothing reads any more; after the last step it does nothing.
   __device__ __forceinline__ void next(int stage) {
     if (index_ >= g_.tiles()) return;
     Barrier& full = shared_.full[stage];
@@ -153,7 +156,7 @@ __device__ __forceinline__ void multiply_gemm(const Gemm& g, const T* bias, Gemm
 #pragma unroll 1
   for (int index = blockIdx.x; index < g.tiles(); index += gridDim.x, turn ^= 1) {
     float d[kColumns / 2];
-    GemmRing last = ring;  // where the product under way reads
+    GemmRing last = ring;  // what the running product reads
 #pragma unroll 1
     for (int k = 0; k < g.depth; k += GemmTile::kDepth) {
       shared.full[ring.stage].wait(ring.phase);
@@ -183,22 +186,23 @@ __device__ __forceinline__ void multiply_gemm(const Gemm& g, const T* bias, Gemm
     const int line = thread / 32 * 16 + lane % 16, n0 = g.tile(index).n;
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
-      const int half = column / GemmTile::kHalf, of_half = column % GemmTile::kHalf;
+      const int half = column / GemmTile::kHalf, in_half = column % GemmTile::kHalf;
       uint32_t words[4];
 #pragma unroll
       for (int eight = 0; eight < 2; eight++) {
         const float* const from = d + column / 2 + 4 * eight;  // rows lane / 4 and eight after it, two columns each
-        const int n = n0 + half * g.second + of_half + 8 * eight + lane % 4 * 2;
+        const int n = n0 + half * g.second + in_half + 8 * eight + lane % 4 * 2;
         T pair[2];
-        const uint32_t word = bias != nullptr && n < g.b_columns ? __ldg(reinterpret_cast<const uint32_t*>(bias + n)) : 0;
+        const uint32_t word =
+            bias != nullptr && n < g.b_columns ? __ldg(reinterpret_cast<const uint32_t*>(bias + n)) : 0;
         memcpy(pair, &word, sizeof word);
         float low, high;
         unpack_pair(pair, low, high);
         words[2 * eight] = pack_word<T>(from[0] + low, from[1] + high);
         words[2 * eight + 1] = pack_word<T>(from[2] + low, from[3] + high);
       }
-      const int chunk = (half * kRun + of_half % kRun) / kChunk + lane / 16;
-      stmatrix(shared.pieces[group][of_half / kRun] + swizzled(line, chunk), words);
+      const int chunk = (half * kRun + in_half % kRun) / kChunk + lane / 16;
+      stmatrix(shared.pieces[group][in_half / kRun] + swizzled(line, chunk), words);
     }
     shared.handed[group].arrive();
   }
@@ -217,7 +221,7 @@ __device__ __forceinline__ void finish_gemm(const Gemm& g, GemmShared& shared, E
   for (int index = blockIdx.x; index < g.tiles(); index += gridDim.x, turn ^= 1) {
     const auto [m0, n0] = g.tile(index);
     if (index + static_cast<int>(gridDim.x) < g.tiles()) expect(g.tile(index + gridDim.x));  // a tile ahead
-    // Not unrolled: an epilogue is long, and stands here once.
+    // Not unrolled: an epilogue is long, and this is its only copy.
 #pragma unroll 1
     for (int i = 0; i < GemmTile::kMultipliers * GemmTile::kPieces; i++) {
       const int group = i / GemmTile::kPieces, piece = i % GemmTile::kPieces, n = n0 + piece * kRun;
@@ -235,8 +239,7 @@ __device__ __forceinline__ void run_gemm(const Gemm& g, const T* bias, Epilogue&
   GemmShared& shared = shared_memory<GemmShared>();
   if (threadIdx.x == 0) {
     prefetch(g.a), prefetch(g.b);
-    for (int stage = 0; stage < GemmTile::kStages; stage++)
-      shared.full[stage].init(1), shared.empty[stage].init(1);
+    for (int stage = 0; stage < GemmTile::kStages; stage++) shared.full[stage].init(1), shared.empty[stage].init(1);
     for (int group = 0; group < GemmTile::kMultipliers; group++)
       shared.handed[group].init(kGroup), shared.taken[group].init(kGroup);
     fence_barrier_init();

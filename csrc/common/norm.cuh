@@ -1,9 +1,9 @@
-// LayerNorm and RMSNorm of rows in registers: what the ops that normalise share; the backward's part: norm_backward.cuh
+// LayerNorm and RMSNorm of rows in registers, shared by the ops that normalise. The backward: norm_backward.cuh
 //
-// P is an op's Forward or Backward, with the members weight, bias or dbias, statistics, rows, hidden and so on of
-// add_layer_norm.h. Types may be Any (any.cuh); then the op has an Array where others have a pointer.
+// P is an op's Forward or Backward, with members such as weight, bias or dbias, statistics, rows and hidden, as in
+// add_layer_norm.h. Types may be DynamicDtype (dynamic_dtype.cuh); the op then has an Array instead of a pointer.
 #pragma once
-#include "common/any.cuh"
+#include "common/dynamic_dtype.cuh"
 #include "common/norm.h"
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
@@ -38,7 +38,7 @@ bool aligned(int hidden, Pointers... pointers) {
 template <int kValue>
 using Int = std::integral_constant<int, kValue>;
 
-// Calls f(kChunks, kAligned), each as a value that carries the number in its type.
+// Calls f(kChunks, kAligned), both as integral constants.
 template <class Function>
 void shape_switch(int chunks, bool is_aligned, Function&& f) {
   const auto with_alignment = [&](auto k) { is_aligned ? f(k, Int<1>{}) : f(k, Int<0>{}); };
@@ -58,7 +58,7 @@ inline ForwardGrid forward_grid(int64_t rows, int hidden) {
           dim3(shape.row_warps * kWarp, rows_per_block)};
 }
 
-// Of a thread of the forward; all its statistics' tickets are zero then.
+// The row of a thread of the forward. It also sets the tickets of the statistics to zero.
 template <class P>
 __device__ __forceinline__ int64_t forward_row(const P& p) {
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -70,7 +70,7 @@ struct ForwardShared {
   float sum[1][kMaxWarps], square[1][kMaxWarps];
 };
 
-// out and statistics of a row from z, which is zero outside of it. T, W: types of out, and of weight and bias.
+// out and statistics of a row, from z, which is zero past the row's end. T, W: types of out, and of weight and bias.
 template <class T, class W, bool kAligned, int kChunks, class P>
 __device__ __forceinline__ void normalize(const P& p, int64_t row, float (&z)[kChunks][kChunk]) {
   ForwardShared& shared = shared_memory<ForwardShared>();
@@ -80,7 +80,7 @@ __device__ __forceinline__ void normalize(const P& p, int64_t row, float (&z)[kC
 #pragma unroll
     for (int j = 0; j < kChunk; j++) sum[0] += z[c][j];
   }
-  row_sum(sum, shared.sum);  // by RMSNorm too: skipping it takes more registers than it saves time
+  row_sum(sum, shared.sum);  // RMSNorm, too: to skip it costs registers and saves little
   const float mean = p.bias ? sum[0] / p.hidden : 0.0f;
   float square[1] = {0.0f};
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ void normalize(const P& p, int64_t row, float (&z)[kC
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
     const int inside = columns_inside<kAligned>(column(c), p.hidden);
-    if (!kAligned) __syncwarp();  // keeps the compiler from loading all chunks at once: registers would spill
+    if (!kAligned) __syncwarp();  // stops the compiler from loading all chunks at once: registers would spill
     Chunk<W> weight_chunk, bias_chunk = {};
     weight_chunk.template load<kAligned>(elements<W>(p.weight) + column(c), inside);
     if (p.bias) bias_chunk.template load<kAligned>(elements<W>(p.bias) + column(c), inside);

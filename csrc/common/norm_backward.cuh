@@ -1,18 +1,18 @@
-// Backward of LayerNorm and RMSNorm: what the ops that normalise share. Grid, registers, sums: add_layer_norm/backward.cu
+// Backward of LayerNorm and RMSNorm, shared by the ops that normalise. Grid, registers: add_layer_norm/backward.cu
 //
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dz = (g - mean(g) - normal * mean(g * normal)) * rstd;   dweight = sum of dout * normal;   dbias = sum of dout
-//   dx_bias = sum of what the op makes of dz;   with eps_on_std: mean(g * normal) times the row's ratio (norm.h)
+//   dx_bias = sum of the dx that the op computes from dz;   with eps_on_std: mean(g * normal) times ratio (norm.h)
 //
-// How an op reads z, and what it makes of dz, is its Rows:
-//   kKeep                                   chunks of a row, at most, that a thread holds between its two passes
+// An op's Rows reads z, and writes what it computes from dz:
+//   kKeep                                   chunks of a row, at most, that a thread keeps between its two passes
 //   Z                                       the type in which a chunk of z is held
-//   begin(row, live)                        before all others: the thread's row; live: it exists
-//   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, zero outside; twice, if need be
+//   begin(row, live)                        called first: the thread's row; live: it exists
+//   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, else zero; may be called twice
 //   write(grad, row, c, count)              the gradient of that chunk; leaves in grad what dx_bias sums
 //
-// P::kHasXBias: the op has a dx_bias, which may be null. Its sums are in shared memory, where a thread adds to its own; in
-// registers they would take those that hold the row.
+// P::kHasXBias: the op has a dx_bias, which may be null. Each thread has its sums in shared memory: there are not
+// enough registers for them and the row.
 #pragma once
 #include "common/norm.cuh"
 
@@ -20,19 +20,19 @@
 
 namespace fastattn::norm {
 
-constexpr int kThreads = 256;  // of a block, where the row does not need more
+constexpr int kThreads = 256;  // of a block, unless a row needs more
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kFinishHidden = 1024;  // widest row whose weight gradients need no second kernel
-constexpr int kSumsDxChunks = 2;     // above, where rows are wider than 8192, dx_bias must be null: registers would spill
-constexpr int kAddRows = 16;         // rows of `partial` that the second kernel adds side by side
+constexpr int kSumsDxChunks = 2;     // chunks of a thread, at most, up to kMaxHiddenDxBias
+constexpr int kAddRows = 16;         // rows of `partial` that the second kernel adds at a time
 constexpr int kAddThreads = kAddRows * kWarp;
 
 struct alignas(16) BackwardShared {
-  float sums[2][2][kMaxWarps];  // used in turns: a warp may enter the next row while another still reads
+  float sums[2][2][kMaxWarps];  // used alternately: a warp may begin the next row while another still reads
   bool last;                    // whether this block arrived last
 };
 
-// Columns of one thread's dx_bias. Four of its columns, then the same four of the next thread: without bank conflicts.
+// One thread's columns of dx_bias: four of its columns, then the same four of the next thread, without bank conflicts.
 struct ColumnSums {
   float4* mine;
   int threads;
@@ -57,7 +57,7 @@ __host__ __device__ __forceinline__ bool has_dx_bias(const P& p) {
 }
 
 template <class P>
-__host__ __device__ __forceinline__ int width_of(const P& p) {
+__host__ __device__ __forceinline__ int sums_width(const P& p) {
   return p.hidden * (1 + (p.dbias ? 1 : 0) + (has_dx_bias(p) ? 1 : 0));
 }
 
@@ -66,13 +66,13 @@ template <class W, class P>
 __device__ __forceinline__ void store_sum(const P& p, int col, float sum) {
   if (col < p.hidden) return store_element(elements<W>(p.dweight) + col, sum);
   if constexpr (P::kHasXBias) {
-    const int start = width_of(p) - p.hidden;
+    const int start = sums_width(p) - p.hidden;
     if (has_dx_bias(p) && col >= start) return store_element(p.dx_bias + (col - start), sum);
   }
   store_element(elements<W>(p.dbias) + (col - p.hidden), sum);
 }
 
-// Whether this block is the last of `count` to come here; then what the others wrote before is visible to it.
+// Whether this block is the last of `count` to arrive. It then sees what the others wrote before.
 __device__ __forceinline__ bool arrives_last(int* ticket, int count, bool& last) {
   __threadfence();
   __syncthreads();
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool arrives_last(int* ticket, int count, bool& last)
   return last;
 }
 
-// The sum of `count` rows of `partial` from row `first` on at column `col`: kSpan loads at a time in flight, added in pairs.
+// The sum of `count` rows of `partial` from row `first` on at column `col`: kSpan loads at a time, added in pairs.
 template <class P>
 __device__ __forceinline__ float sum_rows(const P& p, int first, int count, int col, int width) {
   float total = 0.0f;
@@ -104,10 +104,10 @@ __device__ __forceinline__ float sum_rows(const P& p, int first, int count, int 
   return total;
 }
 
-// Adds the rows of `partial` without another launch; each block calls it once its row is written.
+// Adds the rows of `partial` without another launch. Each block calls it after it wrote its row.
 template <class W, class P>
 __device__ void finish(const P& p, bool& last) {
-  const int width = width_of(p), threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int width = sums_width(p), threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int group = blockIdx.x / kSpan, groups = (p.blocks + kSpan - 1) / kSpan;
   const int members = min(kSpan, p.blocks - group * kSpan);
   int* const tickets = reinterpret_cast<int*>(p.statistics + 2 * p.rows);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
   float dweight[kChunks][kChunk] = {}, dbias[kChunks][kChunk] = {};
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int turn = 0;
-  // The bound is the block's, not the warp's: all warps of a block meet at the same barriers.
+  // All warps of a block have the same bound, so that they reach the same barriers.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows; first += stride, turn ^= 1) {
     const int64_t row = first + threadIdx.y, start = row * p.hidden;
     const bool live = row < p.rows;
@@ -160,13 +160,13 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     const float rstd = live ? p.statistics[p.rows + row] : 0.0f;
 
     const auto read = [&](int c) {
-      if (!kKeepRow) __syncwarp();  // keeps the compiler from loading all chunks at once, for which there are no registers
+      if (!kKeepRow) __syncwarp();  // all chunks loaded at once would need too many registers
       rows.read(z_chunk[c % kHeld], row, c, live ? inside(c) : 0);
       if (!kKeepRow) weight_chunk[0].template load<kAligned>(weight + column(c), inside(c));
       dout_chunk[c % kHeld].template load<kAligned>(dout + (start + column(c)), live ? inside(c) : 0);
     };
     // dout, normal and g of chunk c; g and dout are zero outside the row.
-    const auto terms = [&](int c, float(&grad)[kChunk], float(&normal)[kChunk], float(&g)[kChunk]) {
+    const auto terms = [&](int c, float (&grad)[kChunk], float (&normal)[kChunk], float (&g)[kChunk]) {
       dout_chunk[c % kHeld].unpack(grad);
       z_chunk[c % kHeld].unpack(normal);
       weight_chunk[c % kHeld].unpack(g);
@@ -214,9 +214,9 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     }
   }
 
-  // The rows of the block, one after the other, into the block's row of `partial`: by way of shared memory, but for the last.
+  // Adds the rows of the block, one after the other, in shared memory; the last writes the block's row of `partial`.
   float* const block_sums = reinterpret_cast<float*>(dx_sums + (sums_dx ? 2 * kChunks * threads : 0));
-  const int width = (p.dbias ? 2 * p.hidden : p.hidden) + (sums_dx ? p.hidden : 0);  // width_of(p)
+  const int width = (p.dbias ? 2 * p.hidden : p.hidden) + (sums_dx ? p.hidden : 0);  // sums_width(p)
   float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * width;
   for (unsigned y = 0; y < blockDim.y; y++) {
     if (y == threadIdx.y) {
@@ -255,7 +255,7 @@ struct AddShared {
 template <class W, class P>
 __device__ __forceinline__ void add_partial(const P& p) {
   AddShared& shared = shared_memory<AddShared>();
-  const int width = width_of(p), col = blockIdx.x * kWarp + threadIdx.x;
+  const int width = sums_width(p), col = blockIdx.x * kWarp + threadIdx.x;
   float sum = 0.0f;
   if (col < width) {
 #pragma unroll 4
@@ -274,8 +274,8 @@ struct BackwardGrid {
   size_t shared_bytes;
 };
 
-// Shared memory of a block, after BackwardShared: with dx_bias the ColumnSums of its threads; where it holds several rows,
-// its column sums of dweight and dbias. keep: Rows::kKeep.
+// Shared memory of a block, after BackwardShared: with dx_bias the ColumnSums of its threads; where it holds several
+// rows, its column sums of dweight and dbias. keep: Rows::kKeep.
 inline BackwardGrid backward_grid(int hidden, int keep, bool has_dx_bias = false) {
   const Shape shape = shape_of(hidden, keep);
   const int rows_per_block = std::max(kThreads / (shape.row_warps * kWarp), 1);
@@ -284,14 +284,15 @@ inline BackwardGrid backward_grid(int hidden, int keep, bool has_dx_bias = false
   return {shape.chunks, dim3(shape.row_warps * kWarp, rows_per_block), sizeof(BackwardShared) + floats * sizeof(float)};
 }
 
-// How many blocks the backward runs on a device of `multiprocessors`.
+// The blocks of the backward on a device with `multiprocessors`.
 inline int backward_blocks(int64_t rows, int hidden, int keep, int multiprocessors) {
   const int64_t rows_per_block = backward_grid(hidden, keep).block.y;
   const int wanted = std::min(kBlocksPerMultiprocessor * multiprocessors, kMaxBlocks);
   return static_cast<int>(std::min<int64_t>((rows + rows_per_block - 1) / rows_per_block, wanted));
 }
 
-// Whether that launch makes the weight gradients too; else add_partial does, in blocks of (32 columns, kAddRows).
+// Whether that launch also computes the weight gradients; if not, add_partial does, in blocks of (32 columns,
+// kAddRows).
 inline bool backward_finishes(int blocks, int hidden) { return blocks > 0 && hidden <= kFinishHidden; }
 
 inline dim3 add_partial_grid(int width) { return dim3((width + kWarp - 1) / kWarp); }

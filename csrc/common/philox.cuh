@@ -1,8 +1,9 @@
-// The dropout rule on the device.   Specification: fastattn/backends/reference/philox.py, equal to it bit for bit.
+// The dropout rule on the device.   Specification: fastattn/backends/reference/philox.py. The reference and all Triton
+// and CUDA kernels draw the same bits; only the backend aten uses PyTorch's own generator.
 //
-// Element (row, col) takes a 16-bit lane of Philox 4x32 with 7 rounds: key = seed, counter = (col / 8, row, offset),
-// lane = col % 8; it is kept if lane >= threshold. One call serves a chunk of eight columns, and depends on the
-// element's global position alone, so the backward pass draws the mask again instead of reading it.
+// Element (row, col) uses a 16-bit lane of Philox 4x32 with 7 rounds: key = seed, counter = (col / 8, row, offset),
+// lane = col % 8; it is kept if lane >= threshold. One call gives a chunk of eight columns. The bits depend only on the
+// element's global position, so the backward pass draws the mask again instead of reading it.
 #pragma once
 #include "common/dropout.h"
 #include "common/launch.cuh"
@@ -28,12 +29,13 @@ class DropoutMask {
     draw(words, row, group);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      bits |= ((words[j] & 0xffff) >= threshold_ ? 1u : 0u) << (2 * j) | (words[j] >> 16 >= threshold_ ? 2u : 0u) << (2 * j);
+      bits |= ((words[j] & 0xffff) >= threshold_ ? 1u : 0u) << (2 * j) | (words[j] >> 16 >= threshold_ ? 2u : 0u)
+                                                                             << (2 * j);
     return bits;
   }
 
-  // The same of four groups from `group` on, for the four lanes of a quad, which are of one row and take one call each: bit
-  // 8k + j for column 8 * (group + k) + j.
+  // The same for four groups from `group` on, for a quad: four lanes of one row, which make one call each. Bit 8k + j
+  // is column 8 * (group + k) + j.
   __device__ __forceinline__ uint32_t kept_by_quad(int64_t row, int group) const {
     const int lane = threadIdx.x % 4;
     uint32_t bits = kept(row, group + lane) << 8 * lane;

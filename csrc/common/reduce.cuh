@@ -1,4 +1,4 @@
-// Sums over the threads that share a row. Every sum has one order: equal inputs give equal bits.
+// Sums over the threads that share a row, each in a fixed order: equal inputs give equal bits.
 #pragma once
 #include "common/launch.cuh"
 
@@ -13,9 +13,9 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Replaces each of kCount values by its sum over the threads of equal threadIdx.y; blockDim.x is a multiple of the warp.
-// A row of one warp needs shuffles only. A wider one meets in `scratch`, at one barrier for the whole block: the next
-// call that shares no barrier in between must be given another scratch.
+// Replaces each of kCount values by its sum over the threads of equal threadIdx.y; blockDim.x is a multiple of the
+// warp. A row of one warp needs shuffles only. Wider rows use `scratch` and one barrier of the whole block: without
+// another barrier in between, the next call must use another scratch.
 template <int kCount>
 __device__ __forceinline__ void row_sum(float (&values)[kCount], float (&scratch)[kCount][kMaxWarps]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// What a softmax over mma accumulators needs: a power of two, and sums and maxima over the four lanes that share a row.
+// For a softmax over mma accumulators: powers of two, and sums and maxima over the four lanes that share a row.
 #pragma once
 #include "common/launch.cuh"
 
@@ -6,7 +6,7 @@ namespace fastattn {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// The hardware's, right to 2 units in the last place; 0 for -inf.
+// The hardware's power of two, with an error of up to 2 units in the last place; 0 for -inf.
 __device__ __forceinline__ float exp2_approximate(float x) {
 #ifdef FASTATTN_EMULATOR
   return exp2f(x);

@@ -1,8 +1,8 @@
 // Chunk<T>: eight consecutive elements of a row, the unit in which kernels read, write and compute.
 //
 // Eight 16-bit numbers are one 16-byte vector, eight floats are two; eight elements are one Philox call (philox.cuh).
-// Where a row cannot be cut into aligned 16-byte vectors (an odd width, a tensor that starts off a boundary), kAligned is
-// false and the elements are read and written one by one; which thread owns which element does not change.
+// If a row is not made of aligned 16-byte vectors (an odd width, an unaligned tensor), kAligned is false and elements
+// are read and written one by one. The thread that owns an element is the same.
 #pragma once
 #include "common/launch.cuh"
 
@@ -12,7 +12,9 @@ namespace fastattn {
 
 constexpr int kChunk = 8;
 
-__device__ __forceinline__ void unpack_pair(const float* pair, float& low, float& high) { low = pair[0], high = pair[1]; }
+__device__ __forceinline__ void unpack_pair(const float* pair, float& low, float& high) {
+  low = pair[0], high = pair[1];
+}
 __device__ __forceinline__ void unpack_pair(const __nv_bfloat16* pair, float& low, float& high) {
   low = __bfloat162float(pair[0]), high = __bfloat162float(pair[1]);
 }
@@ -35,12 +37,13 @@ __device__ __forceinline__ void store_vector(uint4* to, const uint4& value) {
 #ifdef FASTATTN_EMULATOR
   *to = value;
 #else
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
                : "memory");
 #endif
 }
 
-// How many of the kChunk columns from `col` on lie in a row of `hidden`. An aligned row is made of whole chunks.
+// How many of the kChunk columns from `col` on a row of `hidden` has. An aligned row consists of whole chunks.
 template <bool kAligned>
 __device__ __forceinline__ int columns_inside(int col, int hidden) {
   if (kAligned) return col < hidden ? kChunk : 0;
@@ -51,8 +54,8 @@ template <class T>
 struct alignas(16) Chunk {
   T at[kChunk];
 
-  // Reads `count` elements from `from`; the others are zero. kOverwritten: the same kernel may write there, in place. The
-  // read-only path, ld.global.nc, is not for that.
+  // Reads `count` elements from `from`; the others are zero. kOverwritten: the same kernel may write there, in place,
+  // so the read-only path, ld.global.nc, is not used.
   template <bool kAligned, bool kOverwritten = false>
   __device__ __forceinline__ void load(const T* from, int count) {
     uint4 words[sizeof(Chunk) / 16] = {};

@@ -1,16 +1,16 @@
 // Attention of new tokens to a cache of keys and values, a step of decoding.
 // Specification: fastattn/backends/reference/decode_attention.py
 //
-//   S_j = softmax_scale * q[b, w, h] k[b, j, row_j, h / group],   row_j = ancestors[b, w, j], or w, or 0 where there is one row
+//   S_j = softmax_scale * q[b, w, h] k[b, j, row_j, h / group],   row_j = ancestors[b, w, j], or w, or 0 of one row
 //   out[b, w, h] = sum_j exp(S_j - lse) v[b, j, row_j, h / group],   lse = log sum_j exp(S_j)
 //
-// over the visible positions: j < lengths[b], and 0 <= row_j < rows. What is not visible is never read. A query without a
+// over the visible positions: j < lengths[b], and 0 <= row_j < rows. Other positions are never read. A query without a
 // visible position gives 0.
 //
 // T = float32, bfloat16 or float16. Pointers are device pointers, of any alignment; the last dimension of q, k and v is
-// contiguous, other strides are in elements. Sums run in float32, each in one order: equal inputs give equal bits. Nothing
-// synchronises with the host, and how much is launched follows from shapes and the device alone, so that a CUDA graph may
-// repeat it with other lengths.
+// contiguous, other strides are in elements. Sums run in float32, each in one order: equal inputs give equal bits.
+// Nothing synchronises with the host. Launches depend on the shapes and the device only, so that a CUDA graph may
+// repeat them with other lengths.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -19,7 +19,7 @@
 namespace fastattn::decode_attention {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kQueries = 8;  // that share their keys, in a block at most
+constexpr int kQueries = 8;  // most queries with the same keys in a block
 
 struct Cached {
   const void* at;  // in  (batch, positions, rows, key_heads, head_dim) T
@@ -42,8 +42,9 @@ struct Decode {
   DType dtype;
 };
 
-// Blocks among which a problem's positions are divided.
-int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys, int multiprocessors);
+// The number of blocks that share a problem's positions.
+int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys,
+                  int multiprocessors);
 
 void decode_attention(const Decode& p, cudaStream_t stream);
 

@@ -1,21 +1,20 @@
 // Attention of new tokens to a cache.   Formula, shapes and limits: decode_attention.h
 //
-// Source: Dao et al. 2023, "Flash-Decoding for long-context inference": where there are few sequences, the positions of each
-// are divided among several blocks, and a second kernel merges what these have found.
-//
-// Grid: a block of four warps for each (sequence, key head, split, queries that have the same keys). With ancestors, or where
-//   each query reads its own row, those are the heads of a group; where there is one row, all queries, up to kQueries of
-//   them, so that keys are read once. Beams read their common history once from memory and then from L2: the blocks of a
-//   head are neighbours.
+// Source: Dao et al. 2023, "Flash-Decoding for long-context inference": with few sequences, several blocks share the
+//   positions of one, and a second kernel merges their results.
+// Grid: a block of four warps for each (sequence, key head, split, queries that have the same keys). With ancestors, or
+//   if each query reads its own row, those queries are the heads of a group; if there is one row, all queries, up to
+//   kQueries of them, so that keys are read once. Beams read their common history once from memory and then from L2:
+//   the blocks of a head are neighbours.
 // A position is read by as many lanes as its head dimension has chunks of eight, four positions at a time a warp at
-//   head_dim 64. Keys and values of kAhead positions are under way at once, as no value waits for its weight to be known.
-// Registers: a lane's eight columns of the sum, its maximum and total, for each query. The groups of lanes keep sums of
-//   their own, which are added in one order at the end.
+//   head_dim 64. Keys and values of kAhead positions are loaded together: no load of a value waits for its weight.
+// Registers: a lane's eight columns of the sum, its maximum and total, for each query. Each group of lanes has its own
+//   sums, which are added in a fixed order at the end.
 // Shared memory: the queries in float32, and at the end the groups' sums: 48 KiB for eight queries, 6 KiB for one.
-// Bytes: the visible keys and values once, q and out; of each split head_dim + 1 floats a query, written and read. Work:
-//   2 * (head_dim of k + of v) FLOPs a query and visible position, on CUDA cores: at eight queries in bfloat16 eight FLOPs
-//   a byte, of which an H100 has some 20 at 3.0 TB/s.
-// Tensors that begin off a 16-byte boundary, and head dimensions that eight does not divide, are read element by element.
+// Bytes: the visible keys and values once, q and out; for each split head_dim + 1 floats a query, written and read.
+//   Work: 2 * (head_dim of k + of v) FLOPs a query and visible position, on CUDA cores: at eight queries in bfloat16
+//   eight FLOPs a byte, of which an H100 has some 20 at 3.0 TB/s.
+// Unaligned tensors, and head dimensions that are no multiple of eight, are read element by element.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills; no GPU has timed it yet:
 //   one query      bfloat16 80 / 76 registers   float32 70 / 70
 //   eight queries  bfloat16 168 / 168           float32 132 / 142: three blocks a multiprocessor
@@ -27,7 +26,7 @@ namespace fastattn::decode_attention {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 128;
-constexpr int kSplitPositions = 256;  // of a block at least, to be worth the merge
+constexpr int kSplitPositions = 256;  // least of a block, so that the merge pays
 constexpr int kMaxSplits = 64;
 constexpr int kBlocks = 4;  // that a multiprocessor can run at once
 
@@ -44,8 +43,10 @@ __device__ __forceinline__ float power(float x) {
   return sizeof(T) == 4 ? exp_exact(x) : exp2_approximate(x * kLog2e);
 }
 
-// Queries that have the same keys: all of them, or one.
-__host__ __device__ __forceinline__ int queries_together(bool shared_keys, int queries) { return shared_keys ? queries : 1; }
+// The number of queries with the same keys: all, or one.
+__host__ __device__ __forceinline__ int queries_together(bool shared_keys, int queries) {
+  return shared_keys ? queries : 1;
+}
 
 template <class T, int kCount, bool kAligned>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const int lanes) {
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
   const int part = blockIdx.x % parts, split = blockIdx.x / parts % p.splits, head = blockIdx.x / parts / p.splits;
   const int h_k = head % p.key_heads, first_query = part / tiles * together, first = part % tiles * kCount;
   const int64_t b = head / p.key_heads;
-  // Of the block's i-th query: which it is, and which head.
+  // The query and the head of the block's i-th query.
   const auto query = [&](int i) { return first_query + (first + i) / group; };
   const auto query_head = [&](int i) { return h_k * group + (first + i) % group; };
 
@@ -71,8 +72,9 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
 
   const int length = p.lengths == nullptr ? p.positions : min(max(p.lengths[b], 0), p.positions);
   const int span = (length + p.splits - 1) / p.splits, begin = split * span, end = min(begin + span, length);
-  const int groups = kThreads / lanes, own_group = threadIdx.x / lanes, col = threadIdx.x % lanes * kChunk;
-  const int columns_k = columns_inside<kAligned>(col, p.k.head_dim), columns_v = columns_inside<kAligned>(col, p.v.head_dim);
+  const int groups = kThreads / lanes, thread_group = threadIdx.x / lanes, col = threadIdx.x % lanes * kChunk;
+  const int columns_k = columns_inside<kAligned>(col, p.k.head_dim);
+  const int columns_v = columns_inside<kAligned>(col, p.v.head_dim);
   const T* const keys = static_cast<const T*>(p.k.at) + b * p.k.stride_b + h_k * p.k.stride_h + col;
   const T* const values = static_cast<const T*>(p.v.at) + b * p.v.stride_b + h_k * p.v.stride_h + col;
   const int* const ancestors =
@@ -82,13 +84,13 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
 #pragma unroll
   for (int i = 0; i < kCount; i++) peak[i] = -INFINITY;
 
-  // All threads take as many turns, as the lanes of a warp meet in the sums of products.
+  // All threads have the same number of turns, as the lanes of a warp share the sums of products.
   for (int turn = begin; turn < end; turn += groups * kAhead) {
     bool visible[kAhead];
     Chunk<T> k[kAhead], v[kAhead];
 #pragma unroll
     for (int a = 0; a < kAhead; a++) {
-      const int64_t n = turn + a * groups + own_group;
+      const int64_t n = turn + a * groups + thread_group;
       visible[a] = n < end;
       int64_t row = shared_keys ? 0 : first_query;
       if (ancestors != nullptr) {
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
         s[a][i] = visible[a] ? s[a][i] * p.softmax_scale : -INFINITY;
         peak[i] = fmaxf(peak[i], s[a][i]);
       }
-      const float shift = peak[i] == -INFINITY ? 0.0f : peak[i];  // nothing visible yet: no -inf - -inf
+      const float shift = peak[i] == -INFINITY ? 0.0f : peak[i];  // nothing visible yet: avoids -inf - -inf
       const float rescale = power<T>(before - shift);
       total[i] *= rescale;
 #pragma unroll
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
   for (int i = 0; i < kCount; i++) {
 #pragma unroll
     for (int j = 0; j < kChunk; j++) shared.sums[i][threadIdx.x][j] = sums[i][j];
-    if (col == 0) shared.peak[own_group][i] = peak[i], shared.total[own_group][i] = total[i];
+    if (col == 0) shared.peak[thread_group][i] = peak[i], shared.total[thread_group][i] = total[i];
   }
   __syncthreads();
 
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
   }
 }
 
-// A thread a column of out, the splits in their order.
+// A thread for each column of out; splits in a fixed order.
 template <class T>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const Decode p, const int64_t rows) {
   const int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -196,16 +198,18 @@ bool is_aligned(const Cached& t) {
 }
 
 // Blocks of a split.
-int64_t blocks_of(int batch, int queries, int heads, int key_heads, bool shared_keys) {
+int64_t ceil_div(int batch, int queries, int heads, int key_heads, bool shared_keys) {
   if (queries == 0) return 0;
   const int together = queries_together(shared_keys, queries), same = together * (heads / key_heads);
-  return static_cast<int64_t>(batch) * key_heads * (queries / together) * (same == 1 ? 1 : (same + kQueries - 1) / kQueries);
+  return static_cast<int64_t>(batch) * key_heads * (queries / together) *
+         (same == 1 ? 1 : (same + kQueries - 1) / kQueries);
 }
 
 }  // namespace
 
-int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys, int multiprocessors) {
-  const int64_t blocks = blocks_of(batch, queries, heads, key_heads, shared_keys);
+int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys,
+                  int multiprocessors) {
+  const int64_t blocks = ceil_div(batch, queries, heads, key_heads, shared_keys);
   const int64_t possible = static_cast<int64_t>(kBlocks) * multiprocessors / (blocks > 0 ? blocks : 1);
   const int64_t worth = positions / kSplitPositions, most = worth < kMaxSplits ? worth : kMaxSplits;
   const int64_t splits = possible < most ? possible : most;
@@ -220,7 +224,7 @@ void decode_attention(const Decode& p, cudaStream_t stream) {
   int lanes = 1;
   while (lanes < chunks) lanes *= 2;
   const bool one = queries_together(shared_keys, p.queries) * (p.heads / p.key_heads) == 1;
-  const int64_t blocks = blocks_of(p.batch, p.queries, p.heads, p.key_heads, shared_keys) * p.splits;
+  const int64_t blocks = ceil_div(p.batch, p.queries, p.heads, p.key_heads, shared_keys) * p.splits;
   dtype_switch(p.dtype, [&](auto t) {
     using T = decltype(t);
     const auto start = [&](auto kernel, size_t shared) {
@@ -232,8 +236,8 @@ void decode_attention(const Decode& p, cudaStream_t stream) {
     else
       start(aligned ? decode_kernel<T, kQueries, true> : decode_kernel<T, kQueries, false>, sizeof(Shared<kQueries>));
     if (p.partial != nullptr)
-      launch(merge_kernel<T>, dim3(static_cast<unsigned>((rows * p.v.head_dim + kThreads - 1) / kThreads)), dim3(kThreads), 0,
-             stream, p, rows);
+      launch(merge_kernel<T>, dim3(static_cast<unsigned>((rows * p.v.head_dim + kThreads - 1) / kThreads)),
+             dim3(kThreads), 0, stream, p, rows);
   });
 }
 

@@ -4,14 +4,15 @@
 //   drow = dropout((g - mean(g) - normal * mean(g * normal)) * rstd) * scale       (means along the row)
 //   dweight = sum over rows of dout * normal;   dbias = sum over rows of dout
 //
-// drow of row r is added to row index[r] of the embedding's gradient by the caller.
-// Grid, shared memory and the weight gradients: as in add_layer_norm/backward.cu, by the same code, common/norm_backward.cuh;
-//   but a thread holds one chunk of a row between the two passes, not two: up to hidden 4096 a row belongs to hidden / 256
-//   warps. Of a wider row z is gathered in each pass.
-// Registers: z is gathered again, its dropout too, and held as float32. 106 to 113 of a thread up to hidden 4096, so two
-//   blocks a multiprocessor; no spills up to hidden 8192; wider, where 64 are sums, 12 to 108 loads and stores of spilled ones.
-//   Dropped, offline: two chunks held, which spills 30 registers.
-// Traffic: reads dout and a row of embedding, writes drow: 10 bytes an element with a float32 embedding and a 16-bit dout.
+// The caller adds drow of row r to row index[r] of the embedding's gradient.
+// Grid, shared memory and the weight gradients: as in add_layer_norm/backward.cu, by the same code,
+//   common/norm_backward.cuh; but a thread keeps one chunk of a row between the two passes, not two: up to hidden 4096
+//   a row belongs to hidden / 256 warps. For a wider row z is gathered in each pass.
+// Registers: z is gathered again, with its dropout, and kept as float32. 106 to 113 a thread up to hidden 4096, so two
+//   blocks a multiprocessor. No spills up to hidden 8192; wider rows, where 64 are sums, spill 12 to 108 loads and
+//   stores. Dropped, offline: two chunks, which spills 30 registers.
+// Traffic: reads dout and a row of embedding, writes drow: 10 bytes an element with a float32 embedding and a 16-bit
+//   dout.
 #include "common/norm_backward.cuh"
 #include "embed_layer_norm/rows.cuh"
 
@@ -33,10 +34,10 @@ struct Rows {
   }
 
   __device__ __forceinline__ void read(Chunk<float>& chunk, int64_t /*row*/, int c, int count) const {
-    Chunk<Any> word, spot;
+    Chunk<DynamicDtype> word, spot;
     embedded.load<kAligned>(word, spot, column(c), count);
     embedded.combine(chunk.at, word, spot, column(c));
-    if (kChunks > kKeep) __syncwarp();  // before dout and weight are loaded: registers
+    if (kChunks > kKeep) __syncwarp();  // before dout and weight are loaded: saves registers
   }
 
   __device__ __forceinline__ void write(float (&grad)[kChunk], int64_t row, int c, int count) const {
@@ -47,10 +48,12 @@ struct Rows {
 
 template <int kChunks, bool kAligned>
 __global__ void __launch_bounds__(norm::kMaxThreads) backward_kernel(const Backward p) {
-  norm::backward_rows<Any, Any, kChunks, kAligned>(p, Rows<kChunks, kAligned>{p, Embedded(p.source)});
+  norm::backward_rows<DynamicDtype, DynamicDtype, kChunks, kAligned>(p, Rows<kChunks, kAligned>{p, Embedded(p.source)});
 }
 
-__global__ void __launch_bounds__(norm::kAddThreads) add_partial_kernel(const Backward p) { norm::add_partial<Any>(p); }
+__global__ void __launch_bounds__(norm::kAddThreads) add_partial_kernel(const Backward p) {
+  norm::add_partial<DynamicDtype>(p);
+}
 
 }  // namespace
 

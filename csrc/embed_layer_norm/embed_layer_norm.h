@@ -2,10 +2,10 @@
 //
 //   z = dropout(embedding[token] * scale + position_table[position]);   out = (z - mean) * rstd * weight + bias
 //
-// Matrices are row-major and contiguous, their rows `hidden` wide. Every tensor has a type of its own, float32, bfloat16 or
-// float16, which the kernels learn when they run; only weight and bias, and their gradients, share one. Pointers are device
-// pointers, of any alignment: 16-byte vectors are used where all of them and the row length allow. hidden <=
-// norm::kMaxHidden, rows is any 64-bit count, zero included. z is float32 and never stored. Nothing synchronises with the
+// Matrices are row-major and contiguous, their rows `hidden` wide. Every tensor has its own type, float32, bfloat16 or
+// float16, which the kernels read at run time; only weight and bias, and their gradients, share one. Pointers are
+// device pointers, of any alignment: 16-byte vectors are used if all pointers and the row length allow it. hidden <=
+// norm::kMaxHidden, rows is any 64-bit count, including 0. z is float32 and never stored. Nothing synchronises with the
 // host. A token or a position out of range reads nothing: its row of out is NaN, and so is its row of drows.
 #pragma once
 #include <cuda_runtime.h>
@@ -21,7 +21,7 @@ struct Indices {
   bool wide;       // int64
 };
 
-// Where the rows of z come from.
+// The source of the rows of z.
 struct Source {
   Indices tokens;        // in   rows of embedding
   Indices position;      // in   rows of position_table; null: that of row r is r % length
@@ -53,7 +53,7 @@ struct Backward {
   Array weight;       // in   (hidden,)
   float* statistics;  // in   from forward; work: its tickets, zero again at the end
   Array drows;        // out  (rows, hidden), what each row adds to the gradient of its row of embedding
-  int64_t* index;     // out  (rows,): that row; 0 for a token or position out of range
+  int64_t* index;     // out  (rows,): this row; 0 for a token or position out of range
   Array dweight;      // out  (hidden,)
   Array dbias;        // out  (hidden,)
   float* partial;     // work (norm::backward_partials(blocks), 2, hidden): sums of dweight and dbias
@@ -64,7 +64,7 @@ struct Backward {
 void forward(const Forward& p, cudaStream_t stream);
 void backward(const Backward& p, cudaStream_t stream);
 
-// How many blocks `backward` runs on a device of `multiprocessors`.
+// The blocks of `backward` on a device with `multiprocessors`.
 int backward_blocks(int64_t rows, int hidden, int multiprocessors);
 
 }  // namespace fastattn::embed_layer_norm

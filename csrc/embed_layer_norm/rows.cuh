@@ -1,4 +1,4 @@
-// What forward and backward share: a row of z, gathered.
+// Shared by forward and backward: a gathered row of z.
 #pragma once
 #include "common/norm.cuh"
 #include "embed_layer_norm/embed_layer_norm.h"
@@ -15,7 +15,7 @@ class Embedded {
   __device__ __forceinline__ explicit Embedded(const Source& source)
       : source_(source), mask_(source.dropout), word_(source.embedding), spot_(source.position_table) {}
 
-  // The row that the others are about; live: it exists.
+  // Sets the row for the other functions; live: it exists.
   __device__ __forceinline__ void begin(int64_t row, int hidden, bool live) {
     row_ = row;
     const int64_t token = live ? at(source_.tokens, row) : 0;
@@ -26,18 +26,19 @@ class Embedded {
     spot_ = source_.position_table + (known_ ? place : 0) * hidden;
   }
 
-  // The row of embedding; 0 where it, or the position, is out of range.
+  // The row of embedding; 0 if it, or the position, is out of range.
   __device__ __forceinline__ int64_t token() const { return token_; }
 
-  // The chunk of embedding and of the table at column `col`, of `count` columns. Of a row out of range nothing is read.
+  // The chunk of embedding and of the table at column `col`, of `count` columns. A row out of range is not read.
   template <bool kAligned>
-  __device__ __forceinline__ void load(Chunk<Any>& word, Chunk<Any>& spot, int col, int count) const {
+  __device__ __forceinline__ void load(Chunk<DynamicDtype>& word, Chunk<DynamicDtype>& spot, int col, int count) const {
     word.template load<kAligned>(word_ + col, known_ ? count : 0);
     spot.template load<kAligned>(spot_ + col, known_ ? count : 0);
   }
 
-  // z at that chunk: zero outside the row.
-  __device__ __forceinline__ void combine(float (&z)[kChunk], const Chunk<Any>& word, const Chunk<Any>& spot, int col) const {
+  // z of that chunk, zero past the row's end.
+  __device__ __forceinline__ void combine(float (&z)[kChunk], const Chunk<DynamicDtype>& word,
+                                          const Chunk<DynamicDtype>& spot, int col) const {
     float places[kChunk];
     word.unpack(z);
     spot.unpack(places);
@@ -58,7 +59,7 @@ class Embedded {
     return indices.wide ? static_cast<const int64_t*>(indices.at)[row] : static_cast<const int*>(indices.at)[row];
   }
 
-  // Dropout; and NaN throughout a row out of range.
+  // Dropout; all NaN for a row out of range.
   __device__ __forceinline__ void drop(float (&values)[kChunk], int col) const {
     mask_.apply(values, row_, col);
 #pragma unroll

@@ -1,10 +1,10 @@
-// Asynchronous work on the CPU: what cp.async, TMA or wgmma starts, and a later wait completes.
+// Asynchronous work on the CPU: cp.async, TMA or wgmma starts it, and a later wait completes it.
 //
-// A GPU may finish such work any time between its start and the wait. FASTATTN_EMULATOR_ASYNC picks an end: eager does it where
-// it starts, lazy (the default) where it is waited for, or, where a barrier tells of its end, when no thread can go on
-// without it; crossed does what writes shared memory at once and what reads it late. Data read before the wait is missing in
-// lazy, data overwritten while threads still use it is lost in eager, and while a product still uses it in crossed: a kernel
-// is right only if all give the same.
+// A GPU may do such work at any time between its start and the wait. FASTATTN_EMULATOR_ASYNC chooses the time: eager
+// does it at its start; lazy (the default) at the wait or, if a barrier signals its end, when no thread can continue
+// without it; crossed does writes of shared memory at once and reads late. lazy finds reads before the wait, eager
+// finds writes over data that threads still use, crossed finds writes over data that a product still uses. A kernel is
+// right only if all give the same results.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -29,7 +29,8 @@ class AsyncGroups {
     closed_.erase(closed_.begin(), closed_.begin() + static_cast<std::ptrdiff_t>(done));
   }
   bool idle() const {
-    return open_.empty() && std::all_of(closed_.begin(), closed_.end(), [](const auto& group) { return group.empty(); });
+    return open_.empty() &&
+           std::all_of(closed_.begin(), closed_.end(), [](const auto& group) { return group.empty(); });
   }
 
  private:

@@ -14,9 +14,9 @@ namespace fastattn::emulator {
 namespace {
 
 constexpr size_t kMaxSharedBytes = 227 << 10;
-constexpr size_t kGuardBytes = 4 << 10;  // before and behind a block's shared memory
+constexpr size_t kGuardBytes = 4 << 10;                    // before and after a block's shared memory
 constexpr int kRegisters = 64 << 10, kMaxRegisters = 256;  // of a multiprocessor, of a thread
-constexpr unsigned char kPoison = 0xff;  // NaN in every floating-point type
+constexpr unsigned char kPoison = 0xff;                    // NaN in every floating-point type
 constexpr unsigned char kGuard = 0xa5;
 
 struct alignas(1024) SharedArena {
@@ -50,7 +50,8 @@ void release_stacks() { stacks.clear(); }
 thread_local Block* Block::current = nullptr;
 
 std::vector<Order> Order::from_environment() {
-  const auto names = listed("FASTATTN_EMULATOR_ORDER", "forward"), completions = listed("FASTATTN_EMULATOR_ASYNC", "lazy");
+  const auto names = listed("FASTATTN_EMULATOR_ORDER", "forward");
+  const auto completions = listed("FASTATTN_EMULATOR_ASYNC", "lazy");
   std::vector<Order> orders;
   for (size_t i = 0; i < names.size() * completions.size(); i++)
     orders.emplace_back(names[i % names.size()], completions[i % completions.size()]);
@@ -100,10 +101,13 @@ size_t Order::first_warp(size_t last, size_t count) { return kind_ == Kind::rand
 bool Order::groups_stay() { return kind_ != Kind::random || next_random() % 2 == 1; }
 
 Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body)
-    : grid(grid), dim(dim), index(index), shared(shared_arena(0)), async_view(shared_arena(1)), shared_bytes_(shared_bytes),
-      order_(order), body_(body), threads_(dim.x * dim.y * dim.z), alive_(static_cast<int>(threads_.size())) {
-  if (threads_.empty() || threads_.size() > kMaxThreads) throw std::runtime_error("emulator: a block has 1 to 1024 threads");
-  if (shared_bytes > kMaxSharedBytes) throw std::runtime_error("emulator: a block has at most 227 KiB of shared memory");
+    : grid(grid), dim(dim), index(index), shared(shared_arena(0)), async_view(shared_arena(1)),
+      shared_bytes_(shared_bytes), order_(order), body_(body), threads_(dim.x * dim.y * dim.z),
+      alive_(static_cast<int>(threads_.size())) {
+  if (threads_.empty() || threads_.size() > kMaxThreads)
+    throw std::runtime_error("emulator: a block has 1 to 1024 threads");
+  if (shared_bytes > kMaxSharedBytes)
+    throw std::runtime_error("emulator: a block has at most 227 KiB of shared memory");
   std::memset(shared, kPoison, shared_bytes);
   std::memset(async_view, kPoison, shared_bytes);
   for (unsigned char* guard : {shared - kGuardBytes, shared + shared_bytes}) std::memset(guard, kGuard, kGuardBytes);
@@ -155,7 +159,7 @@ void Block::complete_one() {
   in_flight_.erase(place);
   try {
     work();
-  } catch (const Failure&) {  // of fail(), outside the fibers
+  } catch (const Failure&) {  // from fail(), outside the fibers
   }
 }
 
@@ -170,13 +174,14 @@ void Block::enter() {
   Fiber::switch_between(thread.fiber, block.scheduler_);
 }
 
-// A ready thread of the warp that ran last; or of the first warp after it that has one, of the same warpgroup if there is
-// one; null if every thread waits.
+// A ready thread of the warp that ran last, else of the next warp that has one, first of the same warpgroup; null if
+// every thread waits.
 Thread* Block::next() {
   const int last = thread != nullptr ? thread->warp() : static_cast<int>(warp_order_[0]);
   if (ready_[last] != 0) return &threads_[last * kLanes + order_.lane(ready_[last])];
   const size_t count = warp_order_.size();
-  const auto place = std::find(warp_order_.begin(), warp_order_.end(), static_cast<uint64_t>(last)) - warp_order_.begin();
+  const auto place =
+      std::find(warp_order_.begin(), warp_order_.end(), static_cast<uint64_t>(last)) - warp_order_.begin();
   const size_t first = order_.first_warp(static_cast<size_t>(place), count);
   for (const bool same_group : {true, false}) {
     if (same_group && !order_.groups_stay()) continue;
@@ -225,13 +230,14 @@ void Block::collective(uint32_t mask, void* slot, Site site, const Exchange& exc
 
 void Block::named_barrier(int id, int count, bool waits, Site site) {
   if (id < 1 || id >= kNamedBarriers) fail(site.text() + ": barriers 1 to 15 have a name, got " + std::to_string(id));
-  if (count <= 0 || count % kLanes != 0) fail(site.text() + ": a barrier is for whole warps, got " + std::to_string(count));
+  if (count <= 0 || count % kLanes != 0)
+    fail(site.text() + ": a barrier is for whole warps, got " + std::to_string(count));
   NamedBarrier& barrier = named_[id];
   const int me = thread->linear, warp = thread->warp(), first = warp * kLanes;
   if (barrier.arrived.none()) barrier.count = count;
   if (barrier.count != count)
-    fail(site.text() + ": barrier " + std::to_string(id) + " is for " + std::to_string(barrier.count) + " threads and for " +
-         std::to_string(count));
+    fail(site.text() + ": barrier " + std::to_string(id) + " is for " + std::to_string(barrier.count) +
+         " threads and for " + std::to_string(count));
   if (barrier.arrived[me]) fail(site.text() + ": a thread arrives twice at barrier " + std::to_string(id));
   for (int other = first; other < first + kLanes; other++)
     if (barrier.arrived[other] && !(barrier.sites[warp] == site))
@@ -286,12 +292,13 @@ void Block::wait_for_products(size_t left, Site site) {
   while (group.waiting[thread->warp() - first]) wait(site);
 }
 
-// The launch has given every thread as many as all can have. Who wants more waits until others have given some back.
+// The launch gave every thread as many registers as all can have. A request for more waits until others gave some back.
 void Block::change_registers(int count, bool more, Site site) {
   Warpgroup& group = warpgroup();
   warpgroup_collective(nullptr, site, [&](void* const*) {
     if (more ? count < group.registers : count > group.registers)
-      fail(site.text() + ": a thread has " + std::to_string(group.registers) + ", and asks for " + std::to_string(count));
+      fail(site.text() + ": a thread has " + std::to_string(group.registers) + ", and asks for " +
+           std::to_string(count));
     if (more) return;
     free_registers_ += (group.registers - count) * kGroupThreads;
     group.registers = count;
@@ -335,12 +342,13 @@ void Block::fence_async_proxy() {
   thread->proxy_fenced = true;
 }
 
-// This thread comes to a barrier.
+// Called when this thread arrives at a barrier.
 void Block::come_to(std::bitset<kMaxThreads>& fenced) {
   fenced[thread->linear] = std::exchange(thread->proxy_fenced, false);
 }
 
-// At a barrier that is complete. A fence is for its own thread's writes: a warpgroup's threads pass it all, or none does.
+// Called when a barrier is complete. A fence is for the writes of its own thread: all threads of a warpgroup must call
+// it, or none.
 void Block::check_fences(const std::bitset<kMaxThreads>& arrived, std::bitset<kMaxThreads>& fenced, Site site) {
   for (size_t first = 0; first + kGroupThreads <= threads_.size(); first += kGroupThreads) {
     size_t came = 0, passed = 0;
@@ -354,7 +362,8 @@ void Block::check_fences(const std::bitset<kMaxThreads>& arrived, std::bitset<kM
 void Block::check_barrier_after_fence(Site site) {
   const size_t first = thread->warpgroup() * kGroupThreads;
   for (size_t i = first; i < std::min(first + kGroupThreads, threads_.size()); i++)
-    if (threads_[i].proxy_fenced) fail(site.text() + ": no barrier since fence_async_proxy(): other warps may be behind it");
+    if (threads_[i].proxy_fenced)
+      fail(site.text() + ": no barrier since fence_async_proxy(): other warps may be behind it");
 }
 
 void Block::fail(const std::string& what) {
@@ -379,7 +388,8 @@ std::string Block::whereabouts() const {
   std::map<std::string, int> counts;
   for (const Thread& other : threads_) counts[other.finished ? "have finished" : "wait at " + other.waits_at.text()]++;
   std::string text;
-  for (const auto& [place, count] : counts) text += (text.empty() ? "" : ", ") + std::to_string(count) + " threads " + place;
+  for (const auto& [place, count] : counts)
+    text += (text.empty() ? "" : ", ") + std::to_string(count) + " threads " + place;
   return text;
 }
 

@@ -1,17 +1,15 @@
 // One block of a launch on the CPU: its threads as fibers, its barrier, its warps' collectives, its shared memory.
 //
-// A thread runs until it waits; then the next ready thread of its warp runs, and only when its warp can do no more, another
-// warp, of its warpgroup first. Warps and warpgroups thus run as far ahead of each other as the barriers allow, in an order
-// (Order) that tests vary: a missing barrier shows as a wrong or NaN result in one order or another, because shared memory
-// starts as NaN in every block.
-// Asynchronous work is done as early or as late as it may be: async.h.
-// What cannot go on, or is undefined on a GPU, is reported as an exception: threads that wait for each other for ever, a
-// barrier reached from two places of the source, lanes that a collective names but that have left or wait elsewhere, a
-// shuffle that reads a lane outside its mask, asynchronous work that nobody waited for, and a write just before the start or
-// past the end of shared memory, where 4 KiB on either side are watched.
+// A thread runs until it waits; then the next ready thread of its warp runs. If its whole warp waits, another warp
+// runs, first one of its warpgroup. So warps and warpgroups run as far ahead of each other as the barriers allow, in an
+// order (Order) that tests vary. Shared memory starts as NaN in every block, so a missing barrier gives a wrong or NaN
+// result in some order. Asynchronous work is done as early or as late as possible: async.h.
+// Deadlocks, and what is undefined on a GPU, raise an exception: a barrier reached from two places of the source, lanes
+// in the mask of a collective that have left or wait elsewhere, a shuffle that reads a lane outside its mask,
+// asynchronous work without a wait, and a write to the 4 KiB before or after shared memory.
 // The asynchronous proxy (TMA, wgmma) sees what threads wrote to shared memory only after fence.proxy.async: it reads a
-// second copy of shared memory, which that fence brings up to date.
-// That fence and wgmma's, barriers behind them, and registers are checked for what PTX demands, also where results are right.
+// second copy of shared memory, which that fence updates. PTX's rules for that fence, for wgmma's fence, for the
+// barriers after them and for registers are checked, even if results are right.
 // Not modelled: other memory fences and caches (all accesses are in program order), bank conflicts, time.
 #pragma once
 #include <cuda_runtime.h>
@@ -31,7 +29,7 @@ namespace fastattn::emulator {
 constexpr int kLanes = 32, kGroupWarps = 4, kGroupThreads = kLanes * kGroupWarps;
 constexpr int kMaxThreads = 1024;
 
-// Where in the source a thread waits.
+// The source line at which a thread waits.
 struct Site {
   const char* what;
   const char* file;
@@ -41,18 +39,18 @@ struct Site {
   std::string text() const { return std::string(what) + " (" + file + ":" + std::to_string(line) + ")"; }
 };
 
-// The order in which warps, lanes, blocks and asynchronous work get their turn: FASTATTN_EMULATOR_ORDER = forward (default),
-// reverse, or the seed of a random order. FASTATTN_EMULATOR_ASYNC = lazy (default), eager or crossed: async.h. Either may be a
-// list, as in forward,reverse,1: the blocks of a launch take its entries in turn. Both are read at each launch.
+// The order of warps, lanes, blocks and asynchronous work: FASTATTN_EMULATOR_ORDER = forward (default), reverse, or the
+// seed of a random order. FASTATTN_EMULATOR_ASYNC = lazy (default), eager or crossed: async.h. Both may be lists, such
+// as forward,reverse,1, whose entries the blocks of a launch use in turn. Both are read at each launch.
 class Order {
  public:
   Order(const std::string& name, const std::string& completion);
-  static std::vector<Order> from_environment();  // of block 0, 1, .., and from the first again
+  static std::vector<Order> from_environment();  // of block 0, 1, ..; then the first again
   std::vector<uint64_t> permutation(uint64_t count);
-  int lane(uint32_t ready);  // one of the set bits
-  size_t pick(size_t count);  // which of so many asynchronous works is done first
-  size_t first_warp(size_t last, size_t count);  // the place in the permutation from which on a ready warp is looked for
-  bool groups_stay();  // whether warps of one warpgroup go before others
+  int lane(uint32_t ready);                          // one of the set bits
+  size_t pick(size_t count);                         // which of `count` asynchronous works is done first
+  size_t first_warp(size_t last, size_t count);      // where in the permutation the search for a ready warp begins
+  bool groups_stay();                                // whether warps of the same warpgroup run first
   bool groups_meet() const { return groups_meet_; }  // at fences and waits of wgmma: not where the seed is odd
   bool writes_early() const { return writes_early_; }
   bool reads_early() const { return reads_early_; }
@@ -73,7 +71,7 @@ struct Thread {
   bool finished = false;
   Site waits_at = {};
   AsyncGroups copies = {}, stores = {};  // cp.async; stores from shared memory by TMA and bulk copies
-  bool proxy_fenced = false;             // by fence.proxy.async, since it last came to a barrier
+  bool proxy_fenced = false;             // by fence.proxy.async, since its last barrier
 
   int warp() const { return linear / kLanes; }
   int lane() const { return linear % kLanes; }
@@ -94,46 +92,46 @@ struct Warpgroup {
 // bar.sync and bar.arrive with a number of threads.
 struct NamedBarrier {
   int count = 0;
-  std::bitset<kMaxThreads> arrived, waiting, fenced;  // fenced: by fence.proxy.async, before they came
-  std::array<Site, kMaxThreads / kLanes> sites;  // of each warp
+  std::bitset<kMaxThreads> arrived, waiting, fenced;  // fenced: by fence.proxy.async, before they arrived
+  std::array<Site, kMaxThreads / kLanes> sites;       // of each warp
 };
 
-// Gives back the stacks that the threads of all blocks so far ran on.
+// Frees the stacks of the threads of all blocks so far.
 void release_stacks();
 
 class Block {
  public:
-  // What the last thread to arrive computes for all: slots[lane] is what each lane of the mask brought.
+  // Computed by the last thread to arrive, for all: slots[lane] is the argument of each lane in the mask.
   using Exchange = std::function<void(void* const* slots)>;
   static constexpr int kNamedBarriers = 16;
 
   Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body);
-  void run();  // throws std::runtime_error with what went wrong
+  void run();  // throws std::runtime_error with the error
 
   void barrier(Site site);
   void named_barrier(int id, int count, bool waits, Site site);
   void collective(uint32_t mask, void* slot, Site site, const Exchange& exchange);
   void warpgroup_collective(void* slot, Site site, const Exchange& exchange);  // slots of its 128 threads
-  // For wgmma.fence and waits: once for each warp, or once for all four, which then meet; only some orders let them, as PTX
-  // does not say that they do. act is told which warps of the warpgroup it is for.
+  // For wgmma.fence and waits: act runs once for each warp, or once for all four together; only some orders do the
+  // latter, as PTX does not promise it. act gets the warps of the warpgroup.
   void at_products(Site site, const std::function<void(std::bitset<kGroupWarps>)>& act);
-  void wait_for_products(size_t left, Site site);  // unless reads are early, until no thread can go on without it
+  void wait_for_products(size_t left, Site site);  // unless reads are early, until no thread can continue
   Warpgroup& warpgroup() { return warpgroups_[thread->warpgroup()]; }
   void change_registers(int count, bool more, Site site);  // setmaxnreg, by a whole warpgroup
 
-  // Work that writes shared memory, and ends at its group's wait or when a barrier in shared memory says so; and work that
-  // reads it, and ends at its group's wait.
+  // Work that writes shared memory, and ends at its group's wait or at a barrier in shared memory; and work that reads
+  // it, and ends at its group's wait.
   void start(AsyncGroups& groups, Work work) { order_.writes_early() ? work() : groups.add(std::move(work)); }
   void start(Work work) { order_.writes_early() ? work() : in_flight_.push_back(std::move(work)); }
   void start_reading(AsyncGroups& groups, Work work) { order_.reads_early() ? work() : groups.add(std::move(work)); }
-  void sleep(Site site);  // until wake_sleepers(): for a thread that looks at a barrier in shared memory again and again
+  void sleep(Site site);  // until wake_sleepers(): for a thread that polls a barrier
   void wake_sleepers();
 
-  // The place in shared memory of `bytes` bytes at `pointer`, which must lie inside it.
+  // The offset in shared memory of `bytes` bytes at `pointer`, which must be inside it.
   size_t shared_offset(const void* pointer, size_t bytes, const char* what);
   void check_shared(size_t offset, size_t bytes, const char* what);
   void fence_async_proxy();
-  void check_barrier_after_fence(Site site);  // of the threads of this one's warpgroup
+  void check_barrier_after_fence(Site site);  // for all threads of this warpgroup
   [[noreturn]] void fail(const std::string& what);
 
   const dim3 grid, dim;
@@ -152,7 +150,7 @@ class Block {
     void* slots[kLanes];
   };
 
-  struct Failure {};  // thrown by fail() where there is no fiber to leave
+  struct Failure {};  // thrown by fail() outside the fibers
 
   static void enter();
   void complete_one();
@@ -177,7 +175,7 @@ class Block {
   std::bitset<kMaxThreads> fenced_;  // of those at __syncthreads()
   std::vector<Work> in_flight_;
   std::vector<Thread*> sleepers_;
-  int alive_, at_barrier_ = 0, free_registers_ = 0;  // given back, and not yet given again
+  int alive_, at_barrier_ = 0, free_registers_ = 0;  // given back and free
   bool in_fiber_ = false;
   Site barrier_site_ = {};
   std::string failure_;

@@ -1,4 +1,4 @@
-// Host twin of common/cp_async.cuh. When a copy arrives: async.h.
+// CPU version of common/cp_async.cuh. When a copy arrives: async.h.
 #pragma once
 #include <cstring>
 
@@ -6,7 +6,8 @@
 
 namespace fastattn {
 
-inline void cp_async(void* to, const void* from, bool inside, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+inline void cp_async(void* to, const void* from, bool inside, const char* file = __builtin_FILE(),
+                     int line = __builtin_LINE()) {
   emulator::Block& block = *emulator::Block::current;
   const std::string place = emulator::Site{"cp_async", file, line}.text();
   block.shared_offset(to, 16, place.c_str());

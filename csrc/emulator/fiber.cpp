@@ -1,8 +1,6 @@
 // The switch between two fibers.
 #include "emulator/fiber.h"
 
-#ifndef FASTATTN_EMULATOR_UCONTEXT
-
 asm(".text\n"
     ".globl fastattn_switch_stacks\n"
     ".hidden fastattn_switch_stacks\n"
@@ -12,7 +10,8 @@ asm(".text\n"
     "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
     "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
     "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n"
-#else  // aarch64; from: x0, to: x1. Where to continue is a word of its own, for entry begins with a return address of 0.
+#elif defined( \
+    __aarch64__)  // from: x0, to: x1. The address to continue at has its own word: entry has a return address of 0.
     "hint #34\n"  // bti c: calls may land here
     "stp x29, x30, [sp, #-176]!\n"
     "stp x19, x20, [sp, #16]\n stp x21, x22, [sp, #32]\n stp x23, x24, [sp, #48]\n"
@@ -26,7 +25,7 @@ asm(".text\n"
     "ldp x23, x24, [sp, #48]\n ldp x21, x22, [sp, #32]\n ldp x19, x20, [sp, #16]\n"
     "ldp x29, x30, [sp], #176\n"
     "ret x9\n"
+#else
+#error "fastattn's emulator runs on x86-64 and aarch64"
 #endif
     ".size fastattn_switch_stacks, .-fastattn_switch_stacks\n");
-
-#endif

@@ -1,4 +1,4 @@
-// The words of CUDA device code that fastattn's kernels use, for a C++ compiler. Included instead of nvcc's own.
+// The keywords and intrinsics of CUDA that fastattn's kernels use, for a C++ compiler. Replaces nvcc's.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,7 +8,7 @@
 
 #include "emulator/block.h"
 
-// CUDA's headers define these for other compilers too, as attributes that g++ does not have or not in this place.
+// CUDA's headers define these for other compilers, too, as attributes that g++ does not accept here.
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __forceinline__
@@ -26,8 +26,8 @@ using std::min;
 
 namespace fastattn::emulator {
 
-// A collective in which each lane of the mask brings a value and receives take(lane, value_of), where value_of(lane) is
-// what another lane brought.
+// A collective: each lane of the mask gives a value and gets take(lane, value_of), where value_of(lane) is another
+// lane's.
 template <class T, class Take>
 T exchange(uint32_t mask, T value, Site site, Take take) {
   struct Slot {
@@ -50,17 +50,19 @@ T exchange(uint32_t mask, T value, Site site, Take take) {
 
 }  // namespace fastattn::emulator
 
-// The last two parameters of each are its place in the kernel's source.
+// The last two parameters are the place in the kernel's source.
 #define FASTATTN_EMULATOR_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define FASTATTN_EMULATOR_SITE (::fastattn::emulator::Site{__func__, file, line})
 
-inline void __syncthreads(FASTATTN_EMULATOR_PLACE) { fastattn::emulator::Block::current->barrier(FASTATTN_EMULATOR_SITE); }
+inline void __syncthreads(FASTATTN_EMULATOR_PLACE) {
+  fastattn::emulator::Block::current->barrier(FASTATTN_EMULATOR_SITE);
+}
 
 inline void __syncwarp(uint32_t mask = 0xffffffffu, FASTATTN_EMULATOR_PLACE) {
   fastattn::emulator::exchange(mask, 0, FASTATTN_EMULATOR_SITE, [](int, auto) { return 0; });
 }
 
-// Each lane names its own source.
+// Each lane gives its own source lane.
 template <class T>
 T __shfl_sync(uint32_t mask, T value, int source, int width = 32, FASTATTN_EMULATOR_PLACE) {
   struct Brought {
@@ -99,7 +101,7 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate, FASTATTN_EMULATOR_PL
   return fastattn::emulator::exchange(mask, static_cast<uint32_t>(predicate != 0), FASTATTN_EMULATOR_SITE, take);
 }
 
-// Threads run one at a time, so an access is atomic and ordered by itself.
+// Threads run one at a time, so each access is atomic and ordered.
 template <class T>
 T atomicAdd(T* address, T value) {
   const T old = *address;

@@ -1,6 +1,6 @@
-// Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns.
-// Where FASTATTN_EMULATOR_LAUNCHES names a file, nothing runs: a line there says which kernel, by its place in this library,
-// how many blocks, how many threads each, and how much shared memory. Tests of the launches read it.
+// Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns. With
+// FASTATTN_EMULATOR_LAUNCHES=file nothing runs: each launch adds a line to the file, with the kernel's address in this
+// library, the number of blocks, of threads in a block, and the bytes of shared memory. Tests read it.
 #pragma once
 #include "emulator/block.h"
 

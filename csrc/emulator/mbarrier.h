@@ -1,4 +1,4 @@
-// Host twin of common/sm90/barrier.cuh.
+// CPU version of common/sm90/barrier.cuh.
 #pragma once
 #include "emulator/block.h"
 #include "emulator/intrinsics.h"
@@ -10,7 +10,8 @@ class Barrier {
   void init(int arrivals, FASTATTN_EMULATOR_PLACE) {
     auto& block = check(FASTATTN_EMULATOR_SITE, false);
     if (arrivals < 1 || arrivals > emulator::kMaxThreads)
-      block.fail(FASTATTN_EMULATOR_SITE.text() + ": a barrier is for 1 to 1024 arrivals, got " + std::to_string(arrivals));
+      block.fail(FASTATTN_EMULATOR_SITE.text() + ": a barrier is for 1 to 1024 arrivals, got " +
+                 std::to_string(arrivals));
     state_ = static_cast<uint16_t>(kTag | arrivals);
     pending_ = static_cast<uint16_t>(arrivals);
     bytes_ = 0;
@@ -37,7 +38,7 @@ class Barrier {
     if (parity != 0 && parity != 1) block.fail(FASTATTN_EMULATOR_SITE.text() + ": a parity is 0 or 1");
     while (state_ >> kPhaseBit == parity) block.sleep(FASTATTN_EMULATOR_SITE);
   }
-  // Announced bytes have come. Not a word of the device side: TMA and bulk copies do it.
+  // Announced bytes have arrived. Called by TMA and bulk copies only.
   void complete(int bytes) {
     bytes_ -= bytes;
     settle();

@@ -1,4 +1,4 @@
-// Host twins of common/mma.cuh and of the ldmatrix of common/fragment.cuh.
+// CPU versions of common/mma.cuh and of the ldmatrix of common/fragment.cuh.
 #pragma once
 #include "emulator/intrinsics.h"
 

@@ -1,4 +1,4 @@
-// Running a grid on the CPU, and the few CUDA runtime calls that the library makes, for a machine without a driver.
+// Runs a grid on the CPU, and has the few CUDA runtime functions that the library calls, without a driver.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
@@ -17,18 +17,21 @@ static int capability() {
   return value != nullptr ? std::atoi(value) : 80;
 }
 
-// That a block may have. Chips for desktops have less than those for data centres.
+// The shared memory of a block. Chips for desktops have less than those for data centres.
 static int shared_limit() {
   switch (capability()) {
-    case 80: case 87: return 163 << 10;
-    case 86: case 89: case 120: return 99 << 10;
+    case 80:
+    case 87: return 163 << 10;
+    case 86:
+    case 89:
+    case 120: return 99 << 10;
     default: return 227 << 10;
   }
 }
 
 namespace fastattn::emulator {
 
-// Of this thread: CUDA's runtime makes one current where it needs it, and by cudaSetDevice.
+// The context of this thread: CUDA's runtime makes one when it needs it, and in cudaSetDevice.
 static thread_local bool has_context = false;
 
 bool has_current_context() { return has_context; }
@@ -39,7 +42,8 @@ static void note_launch(const char* file, const void* kernel, dim3 grid, dim3 bl
   Dl_info library;
   if (dladdr(kernel, &library) == 0) throw std::runtime_error("emulator: a kernel is in no library");
   const auto place = static_cast<const char*>(kernel) - static_cast<const char*>(library.dli_fbase);
-  std::ofstream(file, std::ios::app) << place << ' ' << size_of(grid) << ' ' << size_of(block) << ' ' << shared_bytes << '\n';
+  std::ofstream(file, std::ios::app) << place << ' ' << size_of(grid) << ' ' << size_of(block) << ' ' << shared_bytes
+                                     << '\n';
 }
 
 void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body) {
@@ -47,11 +51,13 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || grid.x > 0x7fffffffu)
     throw std::runtime_error("emulator: a grid has 1 to 2^31 - 1, 65535 and 65535 blocks");
   if (shared_bytes > static_cast<size_t>(shared_limit()))
-    throw std::runtime_error("emulator: " + std::to_string(shared_bytes) + " bytes of shared memory for a block, of the " +
-                             std::to_string(shared_limit()) + " of compute capability " + std::to_string(capability()));
-  if (const char* const file = std::getenv("FASTATTN_EMULATOR_LAUNCHES")) return note_launch(file, kernel, grid, block, shared_bytes);
+    throw std::runtime_error("emulator: " + std::to_string(shared_bytes) +
+                             " bytes of shared memory for a block, of the " + std::to_string(shared_limit()) +
+                             " of compute capability " + std::to_string(capability()));
+  if (const char* const file = std::getenv("FASTATTN_EMULATOR_LAUNCHES"))
+    return note_launch(file, kernel, grid, block, shared_bytes);
   std::vector<Order> orders = Order::from_environment();
-  const struct Release {  // a stack is two mappings, and a process with many libraries of kernels would run out of them
+  const struct Release {  // a stack is two mappings; a process with many libraries of kernels would run out of them
     ~Release() { release_stacks(); }
   } release;
   for (const uint64_t i : orders[0].permutation(size_of(grid))) {
@@ -63,8 +69,8 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
 
 }  // namespace fastattn::emulator
 
-// One device with two multiprocessors, few enough that the kernels' loops over blocks turn. Its compute capability is 8.0,
-// or FASTATTN_EMULATOR_CAPABILITY, such as 90.
+// One device with two multiprocessors, so few that the kernels' loops over blocks run several times. Its compute
+// capability is 8.0, or FASTATTN_EMULATOR_CAPABILITY, such as 90.
 extern "C" {
 
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
@@ -77,7 +83,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
 }
 const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }
 
-// A compiler gives a kernel as many as its launch bounds allow; tests plant fewer.
+// A compiler gives a kernel as many registers as its launch bounds allow; tests set fewer.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   const char* const planted = std::getenv("FASTATTN_EMULATOR_REGISTERS");
   *attributes = {};
@@ -94,5 +100,4 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     default: return cudaErrorInvalidValue;
   }
 }
-
 }

@@ -15,9 +15,10 @@ TensorMap make_tensor_map(const TensorLayout& layout) {
   for (const uint64_t size : layout.size)
     if (size == 0 || size > uint64_t{1} << 32) refuse("has sizes of 1 to 2^32");
   for (const uint64_t stride : layout.stride)
-    if (stride % 16 != 0 || stride >= uint64_t{1} << 40) refuse("has strides that are multiples of 16 bytes, below 2^40");
-  // cuda.h says it of every stride; drivers take less for sizes above 1, such as other libraries' heads inside rows.
-  uint64_t inside = layout.size[0] * element;  // bytes that the dimensions so far take
+    if (stride % 16 != 0 || stride >= uint64_t{1} << 40)
+      refuse("has strides that are multiples of 16 bytes, below 2^40");
+  // cuda.h requires it of every stride; drivers accept less for sizes above 1, such as heads inside rows.
+  uint64_t inside = layout.size[0] * element;  // bytes of the dimensions so far
   for (int d = 0; d < 3; inside = std::max(inside, layout.stride[d] * layout.size[d + 1]), d++)
     if ((d == 0 || layout.size[d + 1] == 1) && layout.stride[d] < inside)
       refuse("has strides of lines, and of sizes of 1, that are no less than what the dimensions inside take");
@@ -84,7 +85,8 @@ size_t check_place(const void* shared, int bytes, int alignment, Site site) {
   Block& block = *Block::current;
   const size_t offset = block.shared_offset(shared, bytes, site.what);
   if (offset % alignment != 0)
-    block.fail(site.text() + ": its place in shared memory is not at a multiple of " + std::to_string(alignment) + " bytes");
+    block.fail(site.text() + ": its place in shared memory is not at a multiple of " + std::to_string(alignment) +
+               " bytes");
   return offset;
 }
 
@@ -95,10 +97,12 @@ void check_bulk(const void* global, int bytes, Site site) {
     Block::current->fail(site.text() + ": copies whole multiples of 16 bytes at multiples of 16 bytes");
 }
 
-void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site site, std::function<void(size_t)> copy) {
+void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site site,
+                std::function<void(size_t)> copy) {
   Block& block = barrier.check(site);
   const size_t offset = check_place(to, bytes, alignment, site);
-  if (!block.barriers_initialised) block.fail(site.text() + ": no fence_barrier_init() since a barrier was initialised");
+  if (!block.barriers_initialised)
+    block.fail(site.text() + ": no fence_barrier_init() since a barrier was initialised");
   block.start([copy = std::move(copy), offset, bytes, &barrier] {
     copy(offset);
     barrier.complete(bytes);

@@ -1,4 +1,4 @@
-// Host twin of common/sm90/tma.cuh.
+// CPU version of common/sm90/tma.cuh.
 #pragma once
 #include "common/sm90/tensor_map.h"
 #include "emulator/mbarrier.h"
@@ -7,15 +7,16 @@ namespace fastattn::emulator {
 
 enum class Direction { load, store, add };
 
-// A swizzled address: bits 4 to 6 of the offset in shared memory, exclusive or bits 7 to 9.
+// A swizzled address: bits 4 to 6 of the offset in shared memory, xor bits 7 to 9.
 inline size_t swizzle_128(size_t offset) { return offset ^ (offset >> 7 & 7) << 4; }
 
-// The work of one TMA instruction: every element of the box.
+// Moves every element of the box, as one TMA instruction does.
 void move_box(Direction direction, const sm90::TensorMap& map, size_t shared_offset, const std::array<int, 4>& corner);
 int box_bytes(const sm90::TensorMap& map);
 void check_bulk(const void* global, int bytes, Site site);  // of a bulk copy
 
-void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site site, std::function<void(size_t)> copy);
+void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site site,
+                std::function<void(size_t)> copy);
 void start_store(const void* from, int bytes, int alignment, Site site, std::function<void(size_t)> copy);
 
 }  // namespace fastattn::emulator
@@ -24,23 +25,27 @@ namespace fastattn::sm90 {
 
 inline void prefetch(const TensorMap&) {}
 
-inline void tma_load(void* to, const TensorMap& map, Barrier& barrier, int c0, int c1, int c2, int c3, FASTATTN_EMULATOR_PLACE) {
-  emulator::start_load(to, emulator::box_bytes(map), 128, barrier, FASTATTN_EMULATOR_SITE, [map, c0, c1, c2, c3](size_t offset) {
-    emulator::move_box(emulator::Direction::load, map, offset, {c0, c1, c2, c3});
-  });
+inline void tma_load(void* to, const TensorMap& map, Barrier& barrier, int c0, int c1, int c2, int c3,
+                     FASTATTN_EMULATOR_PLACE) {
+  emulator::start_load(to, emulator::box_bytes(map), 128, barrier, FASTATTN_EMULATOR_SITE,
+                       [map, c0, c1, c2, c3](size_t offset) {
+                         emulator::move_box(emulator::Direction::load, map, offset, {c0, c1, c2, c3});
+                       });
 }
 
 inline void tma_store(const TensorMap& map, const void* from, int c0, int c1, int c2, int c3, FASTATTN_EMULATOR_PLACE) {
-  emulator::start_store(from, emulator::box_bytes(map), 128, FASTATTN_EMULATOR_SITE, [map, c0, c1, c2, c3](size_t offset) {
-    emulator::move_box(emulator::Direction::store, map, offset, {c0, c1, c2, c3});
-  });
+  emulator::start_store(from, emulator::box_bytes(map), 128, FASTATTN_EMULATOR_SITE,
+                        [map, c0, c1, c2, c3](size_t offset) {
+                          emulator::move_box(emulator::Direction::store, map, offset, {c0, c1, c2, c3});
+                        });
 }
 
 inline void tma_add(const TensorMap& map, const void* from, int c0, int c1, int c2, int c3, FASTATTN_EMULATOR_PLACE) {
   if (!map.layout.is_float) emulator::Block::current->fail(FASTATTN_EMULATOR_SITE.text() + ": adds floats only");
-  emulator::start_store(from, emulator::box_bytes(map), 128, FASTATTN_EMULATOR_SITE, [map, c0, c1, c2, c3](size_t offset) {
-    emulator::move_box(emulator::Direction::add, map, offset, {c0, c1, c2, c3});
-  });
+  emulator::start_store(from, emulator::box_bytes(map), 128, FASTATTN_EMULATOR_SITE,
+                        [map, c0, c1, c2, c3](size_t offset) {
+                          emulator::move_box(emulator::Direction::add, map, offset, {c0, c1, c2, c3});
+                        });
 }
 
 inline void bulk_load(void* to, const void* from, int bytes, Barrier& barrier, FASTATTN_EMULATOR_PLACE) {

@@ -21,12 +21,12 @@ float to_float(uint16_t bits, bool is_half) {
   return __bfloat162float(__nv_bfloat16(__nv_bfloat16_raw{bits}));
 }
 
-// Element (line, k) of an operand in shared memory: the descriptor's start, leading and stride byte offsets, as PTX defines
-// them for swizzled tiles of 16-bit elements.
+// Element (line, k) of an operand in shared memory: the descriptor's start, leading and stride byte offsets, as PTX
+// defines them for swizzled tiles of 16-bit elements.
 float element(uint64_t descriptor, bool transposed, int line, int k, bool is_half) {
   Block& block = *Block::current;
-  const size_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
-               stride = (descriptor >> 32 & 0x3fff) << 4;
+  const size_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
+  const size_t stride = (descriptor >> 32 & 0x3fff) << 4;
   const size_t offset = transposed ? line / 64 * leading + k / 8 * stride + k % 8 * 128 + line % 64 * 2
                                    : line / 8 * stride + line % 8 * 128 + k * 2;
   const size_t place = swizzle_128(start + offset);
@@ -36,8 +36,8 @@ float element(uint64_t descriptor, bool transposed, int line, int k, bool is_hal
   return to_float(bits, is_half);
 }
 
-// Without a base offset the pattern of the swizzle, eight lines, begins at a multiple of 1024 bytes. An operand begins with
-// its first line; anywhere in it, if its columns are what is summed.
+// Without a base offset the pattern of the swizzle, eight lines, begins at a multiple of 1024 bytes. An operand begins
+// with a pattern's first line, or anywhere in it if the sum runs along the columns.
 void check_descriptor(uint64_t descriptor, bool transposed, Site site) {
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
     Block::current->fail(site.text() + ": a descriptor has a 128-byte swizzle and no base offset");
@@ -45,7 +45,7 @@ void check_descriptor(uint64_t descriptor, bool transposed, Site site) {
     Block::current->fail(site.text() + ": an operand does not start with the first of eight swizzled lines");
 }
 
-// Where a thread's i-th number of a 64 x n accumulator stands.
+// The row and column of a thread's i-th number of a 64 x n accumulator.
 int row_of(int thread, int i) { return thread / kLanes * 16 + thread % kLanes / 4 + i / 2 % 2 * 8; }
 int column_of(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
@@ -56,7 +56,7 @@ void multiply(const Product& p, const Registers& registers) {
       for (int k = 0; k < kK; k++) a[m][k] = element(p.a, p.transpose_a, m, k, p.is_half);
   } else {
     for (int thread = 0; thread < kGroupThreads; thread++)
-      for (int i = 0; i < 8; i++)  // words 0 to 3 hold what accumulators 0 to 7 would
+      for (int i = 0; i < 8; i++)  // words 0 to 3 have the values of accumulators 0 to 7
         a[row_of(thread, i)][column_of(thread, i)] =
             to_float(static_cast<uint16_t>(registers.a[thread][i / 2] >> (i % 2 * 16)), p.is_half);
   }

@@ -1,4 +1,4 @@
-// Host twin of common/sm90/wgmma.cuh.
+// CPU version of common/sm90/wgmma.cuh.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -31,7 +31,7 @@ inline uint32_t descriptor_address(const void* at) {
   return static_cast<uint32_t>(offset);
 }
 
-// Arrays of registers are for nvcc alone.
+// Only nvcc needs the arrays of registers.
 template <class A = int, class B = int>
 void wgmma_fence(const A& = {}, const B& = {}, FASTATTN_EMULATOR_PLACE) {
   auto& block = *emulator::Block::current;
@@ -39,7 +39,8 @@ void wgmma_fence(const A& = {}, const B& = {}, FASTATTN_EMULATOR_PLACE) {
 }
 inline void wgmma_commit(FASTATTN_EMULATOR_PLACE) {
   auto& block = *emulator::Block::current;
-  block.warpgroup_collective(nullptr, FASTATTN_EMULATOR_SITE, [&](void* const*) { block.warpgroup().products.commit(); });
+  block.warpgroup_collective(nullptr, FASTATTN_EMULATOR_SITE,
+                             [&](void* const*) { block.warpgroup().products.commit(); });
 }
 template <int kUnderWay, class A = int, class B = int>
 void wgmma_wait(const A& = {}, const B& = {}, FASTATTN_EMULATOR_PLACE) {
@@ -50,11 +51,12 @@ void wgmma_wait(const A& = {}, const B& = {}, FASTATTN_EMULATOR_PLACE) {
 template <class T, int kN, bool kTransposeA, bool kTransposeB>
 void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate, FASTATTN_EMULATOR_PLACE) {
   emulator::start_product({d, nullptr, a, b, kN, std::is_same_v<T, __half>, kTransposeA, kTransposeB, accumulate},
-                      FASTATTN_EMULATOR_SITE);
+                          FASTATTN_EMULATOR_SITE);
 }
 template <class T, int kN, bool kTransposeB>
 void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, FASTATTN_EMULATOR_PLACE) {
-  emulator::start_product({d, a, 0, b, kN, std::is_same_v<T, __half>, false, kTransposeB, accumulate}, FASTATTN_EMULATOR_SITE);
+  emulator::start_product({d, a, 0, b, kN, std::is_same_v<T, __half>, false, kTransposeB, accumulate},
+                          FASTATTN_EMULATOR_SITE);
 }
 
 template <int kRegisters>

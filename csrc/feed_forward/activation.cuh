@@ -16,11 +16,11 @@ __device__ __forceinline__ float reciprocal(float x) {
 #endif
 }
 
-// 1 / (1 + exp(-z)), right to a few units in the last place where it matters; 0 and 1 far out.
+// 1 / (1 + exp(-z)), with an error of a few units in the last place; 0 and 1 for large |z|.
 __device__ __forceinline__ float sigmoid(float z) { return reciprocal(1.0f + exp2_approximate(-kLog2e * z)); }
 
-// The normal distribution function at z, for results of type T; power: exp(-z^2 / 2), which a slope wants as well.
-// Rounded to 16 bits, an error of 7.5e-8 is nothing, and a gelu takes 14 instructions instead of erff's 26.
+// The normal distribution function at z, for results of type T; power: exp(-z^2 / 2), which the slope needs, too. In 16
+// bits the error of 7.5e-8 does not matter, and a gelu needs 14 instructions instead of erff's 26.
 // Source: Abramowitz and Stegun 1964, Handbook of Mathematical Functions, 26.2.17, its constants over sqrt(2 pi).
 template <class T>
 __device__ __forceinline__ float normal_below(float z, float power) {
@@ -62,8 +62,8 @@ struct GeluTanh {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
   static __device__ __forceinline__ float at(float z, float& slope) {
     constexpr float kScale = 1.5957691216057308f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
     const float twice_u = (z + kCubic * z * z * z) * kScale;
-    float share, rise;  // sigmoid and its slope
-    if constexpr (sizeof(T) == 4) {  // 1 - share would lose what z^3 then makes twenty times as large
+    float share, rise;               // sigmoid and its slope
+    if constexpr (sizeof(T) == 4) {  // the rounding of 1 - share would be multiplied by z^3
       const float power = exp2_approximate(-kLog2e * fabsf(twice_u)), inverse = reciprocal(1.0f + power);
       share = twice_u < 0.0f ? power * inverse : inverse;
       rise = power * inverse * inverse;
@@ -84,7 +84,7 @@ struct Silu {
   }
 };
 
-// Calls f with a value of the activation's type, for results of type T: one branch for a chunk, which all threads take alike.
+// Calls f with a value of the activation's type, for results of type T: one uniform branch for a chunk.
 template <class T, class Function>
 __device__ __forceinline__ void with_activation(Activation activation, Function&& f) {
   switch (activation) {

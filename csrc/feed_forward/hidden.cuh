@@ -1,5 +1,5 @@
-// The pointwise part of both directions, on a chunk: eight columns of one row of h, as float32 in one thread's registers.
-// It is the same behind our products and behind cuBLAS's.
+// The pointwise part of both directions, on a chunk: eight columns of one row of h, as float32 in one thread's
+// registers. It is the same after our products and after cuBLAS's.
 #pragma once
 #include "common/philox.cuh"
 #include "common/vec.cuh"
@@ -8,23 +8,23 @@
 namespace fastattn::feed_forward {
 
 __device__ __forceinline__ int64_t z_columns(const Hidden& hidden) {
-  return hidden.gated ? 2 * static_cast<int64_t>(hidden.d_ff) : hidden.d_ff;
+  return hidden.gated ? 2 * static_cast<int64_t>(hidden.d_inner) : hidden.d_inner;
 }
 
-// Where the gate, or, with `up`, the second half of z begins in a row, from column `col` of h on.
+// The column of z of column `col` of h: of the gate, or, with `up`, of the second half.
 template <class T>
 __device__ __forceinline__ const T* z_at(const Hidden& hidden, const void* z, int64_t row, int col, bool up = false) {
-  return static_cast<const T*>(z) + row * z_columns(hidden) + (up ? hidden.d_ff : 0) + col;
+  return static_cast<const T*>(z) + row * z_columns(hidden) + (up ? hidden.d_inner : 0) + col;
 }
 template <class T>
 __device__ __forceinline__ T* z_at(const Hidden& hidden, void* z, int64_t row, int col, bool up = false) {
   return const_cast<T*>(z_at<T>(hidden, static_cast<const void*>(z), row, col, up));
 }
 
-// One half of z: bias1 is added, and z stored. The rounded value goes on, so that the backward reads the same.
+// One half of z: adds bias1, and stores z. The rounded value is used, so that the backward reads the same.
 template <class T, bool kAligned>
 __device__ __forceinline__ void finish_z(const Forward& p, float (&z)[kChunk], int64_t row, int col, bool up) {
-  const int inside = columns_inside<kAligned>(col, p.hidden.d_ff);
+  const int inside = columns_inside<kAligned>(col, p.hidden.d_inner);
   Chunk<T> chunk;
   if (p.bias1 != nullptr) {
     float bias[kChunk];
@@ -40,7 +40,7 @@ __device__ __forceinline__ void finish_z(const Forward& p, float (&z)[kChunk], i
   }
 }
 
-// h, and z where it is stored, of columns col .. col + 7 of a row, from the product's gate and, gated, `up`.
+// h, and z if it is stored, of columns col .. col + 7 of a row, from the product's gate and, gated, `up`.
 template <class T, bool kAligned>
 __device__ __forceinline__ void forward_chunk(const Forward& p, const DropoutMask& dropout, float (&gate)[kChunk],
                                               float (&up)[kChunk], int64_t row, int col) {
@@ -58,32 +58,34 @@ __device__ __forceinline__ void forward_chunk(const Forward& p, const DropoutMas
   dropout.apply(gate, row, col);
   Chunk<T> h;
   h.pack(gate);
-  h.template store<kAligned>(static_cast<T*>(p.h) + row * p.hidden.d_ff + col, columns_inside<kAligned>(col, p.hidden.d_ff));
+  h.template store<kAligned>(static_cast<T*>(p.h) + row * p.hidden.d_inner + col,
+                             columns_inside<kAligned>(col, p.hidden.d_inner));
 }
 
-// What the forward saved of a chunk.
+// A chunk of what the forward saved.
 template <class T>
 struct Saved {
   Chunk<T> gate, up;
 
   template <bool kAligned>
   __device__ __forceinline__ void load(const Backward& p, int64_t row, int col) {
-    const int inside = row < p.hidden.tokens ? columns_inside<kAligned>(col, p.hidden.d_ff) : 0;
+    const int inside = row < p.hidden.tokens ? columns_inside<kAligned>(col, p.hidden.d_inner) : 0;
     gate.template load<kAligned>(z_at<T>(p.hidden, p.saved, row, col), inside);
     if (p.hidden.gated) up.template load<kAligned>(z_at<T>(p.hidden, p.saved, row, col, true), inside);
   }
 };
 
-// dz, and h where it is stored, of a chunk. grad: dout weight2, becomes dz, gated the gate's; dup: gated the second half's.
+// dz, and h if it is stored, of a chunk. grad: dout weight2; becomes dz, gated that of the gate; dup: gated that of the
+// second half.
 template <class T, bool kAligned>
 __device__ __forceinline__ void backward_chunk(const Backward& p, const DropoutMask& dropout, const Saved<T>& saved,
                                                float (&grad)[kChunk], float (&dup)[kChunk], int64_t row, int col) {
   const Hidden& hidden = p.hidden;
-  const int inside = columns_inside<kAligned>(col, hidden.d_ff);
+  const int inside = columns_inside<kAligned>(col, hidden.d_inner);
   float gate[kChunk];
   saved.gate.unpack(gate);
   Chunk<T> chunk;
-  if (p.h == nullptr) {  // relu: h is positive where relu and dropout both let through
+  if (p.h == nullptr) {  // relu: h is positive if neither relu nor dropout made it 0
 #pragma unroll
     for (int j = 0; j < kChunk; j++) grad[j] = gate[j] > 0.0f ? grad[j] * hidden.dropout.scale : 0.0f;
   } else {
@@ -103,7 +105,7 @@ __device__ __forceinline__ void backward_chunk(const Backward& p, const DropoutM
       }
     });
     chunk.pack(h);
-    chunk.template store<kAligned>(static_cast<T*>(p.h) + row * hidden.d_ff + col, inside);
+    chunk.template store<kAligned>(static_cast<T*>(p.h) + row * hidden.d_inner + col, inside);
     if (hidden.gated) {
       chunk.pack(dup);
       chunk.template store<kAligned>(z_at<T>(hidden, p.dz, row, col, true), inside);

@@ -1,11 +1,11 @@
-// The feed-forward's pointwise passes behind cuBLAS's products, and the bias gradient.   Formulas: feed_forward.h
+// The feed-forward's pointwise passes after cuBLAS's products, and the bias gradient.   Formulas: feed_forward.h
 //
-// Grid: blocks of 32 x 8 threads; a thread owns a chunk of eight columns. Forward: of kForwardRows rows, whose loads are all
-//   under way before the first is used. Backward: of every eighth of kSumRows rows, the next row's loads under way while one
-//   is worked on; it adds up its columns of dz in registers, and the block adds its threads' sums in a fixed order, through
-//   16 KiB of shared memory, into one row of `partial`.
-// Traffic in 16-bit types, bytes an element of h: forward reads z (2, gated 4) and writes h; backward reads dh and z, writes
-//   dz and, but for relu, h: relu 6, others 8, gated 12. `partial` is 4 bytes for 64 elements.
+// Grid: blocks of 32 x 8 threads; a thread owns a chunk of eight columns. Forward: of kForwardRows rows, all loaded
+//   before the first is used. Backward: of every eighth of kSumRows rows, the next loaded before one is computed; it
+//   adds up its columns of dz in registers, and the block adds its threads' sums in a fixed order, through 16 KiB of
+//   shared memory, to one row of `partial`.
+// Traffic in 16-bit types, bytes an element of h: forward reads z (2, gated 4) and writes h; backward reads dh and z,
+//   writes dz and, except for relu, h: relu 6, others 8, gated 12. `partial` is 4 bytes for 64 elements.
 // The bias gradient adds the rows of `partial` in a fixed order: no atomics, equal inputs give equal bits.
 // Not here: bias1, which cuBLAS adds in its own epilogue.
 #include "common/reduce.cuh"
@@ -17,11 +17,11 @@ namespace {
 constexpr int kRowThreads = 8, kForwardRows = 2, kAddRows = 16;
 constexpr int kBlockColumns = kWarp * kChunk;
 
-__device__ __forceinline__ int own_column() { return (blockIdx.y * kWarp + threadIdx.x) * kChunk; }
+__device__ __forceinline__ int thread_column() { return (blockIdx.y * kWarp + threadIdx.x) * kChunk; }
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kWarp * kRowThreads) forward_pointwise_kernel(const void* z, const Forward p) {
-  const int col = own_column(), inside = columns_inside<kAligned>(col, p.hidden.d_ff);
+__global__ void __launch_bounds__(kWarp* kRowThreads) forward_pointwise_kernel(const void* z, const Forward p) {
+  const int col = thread_column(), inside = columns_inside<kAligned>(col, p.hidden.d_inner);
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.y) * kForwardRows;
   Chunk<T> gate_chunk[kForwardRows], up_chunk[kForwardRows];
 #pragma unroll
@@ -48,9 +48,9 @@ struct BackwardShared {
 };
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kWarp * kRowThreads) backward_pointwise_kernel(const void* dh, const Backward p) {
+__global__ void __launch_bounds__(kWarp* kRowThreads) backward_pointwise_kernel(const void* dh, const Backward p) {
   BackwardShared& shared = shared_memory<BackwardShared>();
-  const int col = own_column(), inside = columns_inside<kAligned>(col, p.hidden.d_ff);
+  const int col = thread_column(), inside = columns_inside<kAligned>(col, p.hidden.d_inner);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kSumRows + threadIdx.y;
   const DropoutMask dropout(p.hidden.dropout);
   float dgate_sum[kChunk] = {}, dup_sum[kChunk] = {};
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kWarp * kRowThreads) backward_pointwise_kernel
   Saved<T> saved, next_saved;
   const auto read = [&](int64_t row) {
     // dh may be dz.
-    next_grad.template load<kAligned, true>(static_cast<const T*>(dh) + row * p.hidden.d_ff + col,
+    next_grad.template load<kAligned, true>(static_cast<const T*>(dh) + row * p.hidden.d_inner + col,
                                             row < p.hidden.tokens ? inside : 0);
     next_saved.template load<kAligned>(p, row, col);
   };
@@ -82,14 +82,14 @@ __global__ void __launch_bounds__(kWarp * kRowThreads) backward_pointwise_kernel
     shared.dup[threadIdx.y][threadIdx.x * kChunk + j] = dup_sum[j];
   }
   __syncthreads();
-  const int column = threadIdx.y * kWarp + threadIdx.x, of_h = blockIdx.y * kBlockColumns + column;  // one for each thread
-  if (of_h >= p.hidden.d_ff) return;
+  const int column = threadIdx.y * kWarp + threadIdx.x, sum_col = blockIdx.y * kBlockColumns + column;  // one a thread
+  if (sum_col >= p.hidden.d_inner) return;
   float dgate = 0.0f, dup = 0.0f;
 #pragma unroll
   for (int y = 0; y < kRowThreads; y++) dgate += shared.dgate[y][column], dup += shared.dup[y][column];
-  float* const to = p.partial + blockIdx.x * z_columns(p.hidden) + of_h;
+  float* const to = p.partial + blockIdx.x * z_columns(p.hidden) + sum_col;
   to[0] = dgate;
-  if (p.hidden.gated) to[p.hidden.d_ff] = dup;
+  if (p.hidden.gated) to[p.hidden.d_inner] = dup;
 }
 static_assert(kBlockColumns == kWarp * kRowThreads, "a thread adds up one column of the block");
 
@@ -99,7 +99,8 @@ struct AddShared {
 
 // dbias1 = the sum of the rows of `partial`. Block (32 columns, kAddRows).
 template <class T>
-__global__ void __launch_bounds__(kAddRows * kWarp) add_partial_kernel(const float* partial, T* sum_of, int rows, int columns) {
+__global__ void __launch_bounds__(kAddRows* kWarp)
+    add_partial_kernel(const float* partial, T* sum_of, int rows, int columns) {
   AddShared& shared = shared_memory<AddShared>();
   const int col = blockIdx.x * kWarp + threadIdx.x;
   float sum = 0.0f;
@@ -115,29 +116,30 @@ __global__ void __launch_bounds__(kAddRows * kWarp) add_partial_kernel(const flo
 }
 
 template <class... Pointers>
-bool aligned(int d_ff, Pointers... pointers) {
-  return d_ff % kChunk == 0 && ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
+bool aligned(int d_inner, Pointers... pointers) {
+  return d_inner % kChunk == 0 && ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
 }
 
-dim3 grid_of(const Hidden& hidden, int rows_of_block) {
-  return {static_cast<unsigned>((hidden.tokens + rows_of_block - 1) / rows_of_block),
-          static_cast<unsigned>((hidden.d_ff + kBlockColumns - 1) / kBlockColumns)};
+dim3 grid_for(const Hidden& hidden, int block_rows) {
+  return {static_cast<unsigned>((hidden.tokens + block_rows - 1) / block_rows),
+          static_cast<unsigned>((hidden.d_inner + kBlockColumns - 1) / kBlockColumns)};
 }
 
 }  // namespace
 
 void forward_pointwise(const void* z, const Forward& p, cudaStream_t stream) {
-  const dim3 grid = grid_of(p.hidden, kRowThreads * kForwardRows), block(kWarp, kRowThreads);
-  const bool is_aligned = aligned(p.hidden.d_ff, z, p.bias1, p.z, p.h);
+  const dim3 grid = grid_for(p.hidden, kRowThreads * kForwardRows), block(kWarp, kRowThreads);
+  const bool is_aligned = aligned(p.hidden.d_inner, z, p.bias1, p.z, p.h);
   dtype_switch(p.hidden.dtype, [&](auto t) {
     using T = decltype(t);
-    launch(is_aligned ? forward_pointwise_kernel<T, true> : forward_pointwise_kernel<T, false>, grid, block, 0, stream, z, p);
+    launch(is_aligned ? forward_pointwise_kernel<T, true> : forward_pointwise_kernel<T, false>, grid, block, 0, stream,
+           z, p);
   });
 }
 
 void backward_pointwise(const void* dh, const Backward& p, cudaStream_t stream) {
-  const dim3 grid = grid_of(p.hidden, kSumRows), block(kWarp, kRowThreads);
-  const bool is_aligned = aligned(p.hidden.d_ff, dh, p.saved, p.dz, p.h);
+  const dim3 grid = grid_for(p.hidden, kSumRows), block(kWarp, kRowThreads);
+  const bool is_aligned = aligned(p.hidden.d_inner, dh, p.saved, p.dz, p.h);
   dtype_switch(p.hidden.dtype, [&](auto t) {
     using T = decltype(t);
     launch(is_aligned ? backward_pointwise_kernel<T, true> : backward_pointwise_kernel<T, false>, grid, block,
@@ -147,7 +149,7 @@ void backward_pointwise(const void* dh, const Backward& p, cudaStream_t stream) 
 
 void bias_gradient(const Backward& p, cudaStream_t stream) {
   if (p.partial == nullptr) return;
-  const int columns = p.hidden.gated ? 2 * p.hidden.d_ff : p.hidden.d_ff;
+  const int columns = p.hidden.gated ? 2 * p.hidden.d_inner : p.hidden.d_inner;
   const int rows = static_cast<int>((p.hidden.tokens + kSumRows - 1) / kSumRows);
   dtype_switch(p.hidden.dtype, [&](auto t) {
     using T = decltype(t);

@@ -5,7 +5,7 @@
 
 namespace fastattn::feed_forward {
 
-// A lane takes a whole chunk of h at a time, gated from a gate of the first run and its fellow in the second.
+// A lane computes a chunk of h at a time; gated, from a gate of the first run and its partner in the second.
 template <class T>
 class ForwardEpilogue {
  public:
@@ -20,7 +20,7 @@ class ForwardEpilogue {
     for (int i = threadIdx.x % 32; i < 16 << shift; i += 32) {
       const int line = i >> shift, index = i & ((1 << shift) - 1), col = piece.chunk_column(index);
       const int64_t row = piece.row + piece.warp * 16 + line;
-      if (row >= p_.hidden.tokens || col >= p_.hidden.d_ff) continue;
+      if (row >= p_.hidden.tokens || col >= p_.hidden.d_inner) continue;
       float gate[kChunk], up[kChunk];
       piece.read(gate, line, index);
       if (p_.hidden.gated) piece.read(up, line, index + kRun / kChunk);
@@ -33,8 +33,8 @@ class ForwardEpilogue {
   const DropoutMask dropout_;
 };
 
-// A lane has one chunk of columns in four rows. What the forward saved was fetched into L2 while the product ran; the loads of
-// kAhead rows, as registers allow, are under way before the first is used.
+// A lane has one chunk of columns in four rows. What the forward saved was prefetched into L2 during the product;
+// kAhead rows, as registers allow, are loaded before the first is used.
 template <class T, int kAhead>
 class BackwardEpilogue {
  public:
@@ -46,7 +46,7 @@ class BackwardEpilogue {
     const int lines = columns / kLine;
     for (int i = thread; i < rows * 2 * lines; i += threads) {
       const int col = (i / lines % 2 ? column1 : column0) + i % lines * kLine, m = row + i / (2 * lines);
-      if (m >= p_.hidden.tokens || col >= p_.hidden.d_ff) continue;
+      if (m >= p_.hidden.tokens || col >= p_.hidden.d_inner) continue;
       prefetch_line(z_at<T>(p_.hidden, p_.saved, m, col));
       if (p_.hidden.gated) prefetch_line(z_at<T>(p_.hidden, p_.saved, m, col, true));
     }
@@ -69,7 +69,7 @@ class BackwardEpilogue {
 #pragma unroll
       for (int k = 0; k < kAhead; k++)
         if (i % kAhead == k) saved = held[k];
-      if (row >= p_.hidden.tokens || col >= p_.hidden.d_ff) continue;
+      if (row >= p_.hidden.tokens || col >= p_.hidden.d_inner) continue;
       float grad[kChunk], dup[kChunk] = {};
       piece.read(grad, lane / 8 + i * kRowStep, index);
       backward_chunk<T, true>(p_, dropout_, saved, grad, dup, row, col);
@@ -80,11 +80,12 @@ class BackwardEpilogue {
   }
 
  private:
-  // The 64 rows' sums become one row of `partial`. Every sum has one order.
+  // The sums of 64 rows become one row of `partial`, in a fixed order.
   template <class Piece, class Sync>
-  __device__ __forceinline__ void add_up(const Piece& piece, float (&dgate)[kChunk], float (&dup)[kChunk], Sync sync) const {
+  __device__ __forceinline__ void add_up(const Piece& piece, float (&dgate)[kChunk], float (&dup)[kChunk],
+                                         Sync sync) const {
     const int lane = threadIdx.x % 32;
-    float* const own = piece.sums(piece.warp);
+    float* const sums = piece.sums(piece.warp);
 #pragma unroll
     for (int j = 0; j < kChunk; j++) {
 #pragma unroll
@@ -93,20 +94,21 @@ class BackwardEpilogue {
         dup[j] += __shfl_xor_sync(0xffffffffu, dup[j], step);
       }
     }
-    __syncwarp();  // all have read what they need of the piece
+    __syncwarp();  // all have read their part of the piece
     if (lane < 8) {
 #pragma unroll
-      for (int j = 0; j < kChunk; j++) own[lane * kChunk + j] = dgate[j], own[kPieceColumns + lane * kChunk + j] = dup[j];
+      for (int j = 0; j < kChunk; j++)
+        sums[lane * kChunk + j] = dgate[j], sums[kPieceColumns + lane * kChunk + j] = dup[j];
     }
     sync();
     const int column = piece.warp * 32 + lane;  // of dgate, then of dup
     const int col = piece.chunk_column(column % kPieceColumns / kChunk) + column % kChunk;
     const bool up = column >= kPieceColumns;
-    if (piece.row < p_.hidden.tokens && col < p_.hidden.d_ff && (!up || p_.hidden.gated)) {
+    if (piece.row < p_.hidden.tokens && col < p_.hidden.d_inner && (!up || p_.hidden.gated)) {
       float sum = 0.0f;
 #pragma unroll
       for (int warp = 0; warp < 4; warp++) sum += piece.sums(warp)[column];
-      p_.partial[piece.row / kSumRows * z_columns(p_.hidden) + (up ? p_.hidden.d_ff : 0) + col] = sum;
+      p_.partial[piece.row / kSumRows * z_columns(p_.hidden) + (up ? p_.hidden.d_inner : 0) + col] = sum;
     }
     sync();  // the sums may be overwritten
   }

@@ -1,4 +1,4 @@
-// Python's view of the cross-entropy's rows: fastattn/backends/cuda/linear_cross_entropy.py passes pointers as integers, 0 for null.
+// Python's view of the cross-entropy of rows: fastattn/backends/cuda/linear_cross_entropy.py.
 #pragma once
 #include "common/bind.h"
 #include "linear_cross_entropy/linear_cross_entropy.h"
@@ -9,11 +9,10 @@ inline void rows(uintptr_t logits, uintptr_t bias, uintptr_t target, uintptr_t l
                  int64_t rows, int64_t stride, int classes, int dloss_stride, int64_t ignore_index, float logit_scale,
                  float on_target, float on_each, bool has_gradient, int dtype, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
-  linear_cross_entropy::cross_entropy_rows(
-      {pointer<void>(logits), pointer<void>(bias), pointer<int64_t>(target), pointer<float>(losses), pointer<float>(dloss),
-       pointer<int64_t>(count), rows, stride, classes, dloss_stride, ignore_index, logit_scale, on_target, on_each,
-       has_gradient, DType(dtype)},
-      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device), pointer<CUstream_st>(stream));
+  const Params p{at(logits), at(bias),     at(target),   at(losses),  at(dloss), at(count), rows,         stride,
+                 classes,    dloss_stride, ignore_index, logit_scale, on_target, on_each,   has_gradient, DType(dtype)};
+  const int shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cross_entropy_rows(p, shared_bytes, at(stream));
 }
 
 inline void bind(pybind11::module_& m) { m.def("cross_entropy_rows", rows); }

@@ -1,18 +1,19 @@
-// Cross-entropy of rows of logits, and its gradient in their place.   Formula, shapes and limits: linear_cross_entropy.h
+// Cross-entropy of rows of logits, and its gradient in their place.
+// Formula, shapes and limits: linear_cross_entropy.h
 //
-// Grid: a block a row, of a warp for every 1024 classes up to 16 warps; up to 1024 classes a warp a row, four rows a block.
-// The row is read twice, in chunks of eight, of which a thread has kAhead loads under way at once.
-//   The first pass keeps a running maximum, a sum of exponentials relative to it and a sum of logits a thread: no exchange
-//   before the row's end, and then one. The second makes the gradient. Powers are of 2, and log2(e) is part of the scale.
-// Shared memory: the row, where it fits (163 KiB on an A100, 227 on an H100: 83k and 116k classes in 16 bits); a thread reads
-//   back what it wrote itself, so that no barrier is needed. A wider row is read from memory again: from L2 in part, as 264
-//   rows of 128k classes are 68 MB. And the warps' partial sums.
-// Traffic: a logit is read and written, 4 bytes in 16-bit types; where no gradient is asked for, read. bias stays in L2.
-//   On an H200 two exponentials a logit take half of the time that memory does, some 22 instructions three quarters.
-// Rows or a bias that begin off a 16-byte boundary are read and written one by one, as are the last up to seven of a count
-//   of classes that eight does not divide. fastattn/backends/cuda/linear_cross_entropy.py makes rows begin on a boundary.
-// Dropped before measuring: the row in registers, which asks for a kernel for each of some widths; cp.async, whose data its
-//   own thread would have to wait for as well.
+// Grid: a block a row, with a warp for every 1024 classes up to 16 warps; up to 1024 classes a warp a row, four rows a
+//   block. The row is read twice, in chunks of eight; a thread has kAhead loads in flight. In the first pass a thread
+//   has a running maximum, a sum of exponentials relative to it and a sum of logits, which are exchanged once, at the
+//   row's end. The second pass computes the gradient. Powers are of 2, and log2(e) is part of the scale.
+// Shared memory: the row, if it fits (163 KiB on an A100, 227 on an H100: 83k and 116k classes in 16 bits). A thread
+//   reads only what it wrote itself, so that no barrier is needed. A wider row is read from memory again: partly from
+//   L2, as 264 rows of 128k classes are 68 MB. Also the warps' partial sums.
+// Traffic: a logit is read and written, 4 bytes in 16-bit types; without a gradient only read. bias stays in L2. On an
+//   H200 two exponentials a logit need half of the time of memory, some 22 instructions three quarters.
+// Unaligned rows or an unaligned bias are read and written element by element, and so are the last up to seven classes
+//   if their number is no multiple of eight. fastattn/backends/cuda/linear_cross_entropy.py aligns rows.
+// Dropped before measuring: the row in registers, which needs a kernel for each of some widths; cp.async, for whose
+//   data its own thread would have to wait as well.
 #include "common/reduce.cuh"
 #include "common/softmax.cuh"
 #include "common/vec.cuh"
@@ -22,19 +23,19 @@ namespace fastattn::linear_cross_entropy {
 namespace {
 
 constexpr int kMaxThreads = kMaxWarps * kWarp;
-constexpr int kWarpClasses = 1024;  // of a warp, at least: four chunks a lane
-constexpr int kRowsOfABlock = 4;    // where a row is a warp
+constexpr int kWarpClasses = 1024;  // least of a warp: four chunks a lane
+constexpr int kBlockRows = 4;       // if a row is one warp
 
 struct Shared {
   float peak[kMaxWarps], total[kMaxWarps], level[kMaxWarps];
-};  // and behind it the block's rows, in chunks
+};  // after it the block's rows, in chunks
 
-// What is left of a row's logits v = logits + bias: total = the sum of 2^(k (v - peak)), level = the sum of v, where
-// k = logit_scale * log2(e) and peak is the highest v, the lowest if k < 0. Logits that are all high or low lose nothing.
+// The sums of a row's logits v = logits + bias: total = the sum of 2^(k (v - peak)), level = the sum of v, where k =
+// logit_scale * log2(e) and peak is the highest v, or the lowest if k < 0: exact for high and low logits.
 struct Sums {
   float k, peak, total = 0.0f, level = 0.0f;
 
-  // The peak is finite: a -inf alone then adds 2^-inf, not 2^(-inf + inf).
+  // The peak is finite: a single -inf then adds 2^-inf, not 2^(-inf + inf).
   __device__ __forceinline__ explicit Sums(float k) : k(k), peak(k < 0.0f ? 3.0e38f : -3.0e38f) {}
 
   template <int kCount>
@@ -55,12 +56,12 @@ struct Sums {
   __device__ __forceinline__ float power(float v) const { return exp2_approximate(k * (v - peak)); }
   __device__ __forceinline__ float higher(float a, float b) const { return k < 0.0f ? fminf(a, b) : fmaxf(a, b); }
 
-  // Of a thread -> of its row. Behind this, no thread of the row reads what another may have overwritten.
+  // From a thread's sums to its row's. After this, no thread of the row reads what another may have overwritten.
   __device__ __forceinline__ void reduce(Shared& shared) {
-    const float own = peak;
+    const float lane_peak = peak;
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) peak = higher(peak, __shfl_xor_sync(0xffffffffu, peak, step));
-    total = warp_sum(total * power(own));
+    total = warp_sum(total * power(lane_peak));
     level = warp_sum(level);
     __syncwarp();
     if (blockDim.x == kWarp) return;
@@ -77,7 +78,7 @@ struct Sums {
   }
 };
 
-// Between shared memory and registers, 16 bytes at a time: nvcc splits an assignment.
+// Copies between shared memory and registers, 16 bytes at a time: nvcc splits an assignment.
 template <class T>
 __device__ __forceinline__ void copy(Chunk<T>& to, const Chunk<T>& from) {
 #pragma unroll
@@ -91,7 +92,7 @@ struct Row {
 
   T* logits;
   const T* bias;
-  int classes, chunks;  // chunks: in vectors; the columns behind them go one by one
+  int classes, chunks;  // chunks: in vectors; the columns after them are read one by one
 
   // use(index, chunk, v) for each of the thread's chunks: chunk = read(index), and v are its eight elements with bias.
   template <class Read, class Use>
@@ -110,7 +111,7 @@ struct Row {
         float v[kChunk];
         chunk[i].unpack(v);
         if (bias != nullptr) {
-          Chunk<T> bias_chunk;  // loaded ahead as well, it would spill
+          Chunk<T> bias_chunk;  // if it were loaded ahead, too, it would spill
           bias_chunk.template load<true>(bias + index * kChunk, kChunk);
           float more[kChunk];
           bias_chunk.unpack(more);
@@ -146,16 +147,16 @@ struct Row {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kMaxThreads, 2) rows_kernel(const Rows p, const int chunks, const bool held) {
+__global__ void __launch_bounds__(kMaxThreads, 2) rows_kernel(const Params p, const int chunks, const bool held) {
   Shared& shared = shared_memory<Shared>();
   Chunk<T>* const kept = reinterpret_cast<Chunk<T>*>(&shared + 1) + threadIdx.y * chunks;
-  const int64_t index_of_row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (index_of_row >= p.rows) return;  // whole warps, and only where a row is a warp, so at no barrier
-  const Row<T> row{static_cast<T*>(p.logits) + index_of_row * p.stride, static_cast<const T*>(p.bias), p.classes, chunks};
-  const int64_t label = p.target[index_of_row];
+  const int64_t row_index = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row_index >= p.rows) return;  // whole warps, and only if a row is one warp, without barriers
+  const Row<T> row{static_cast<T*>(p.logits) + row_index * p.stride, static_cast<const T*>(p.bias), p.classes, chunks};
+  const int64_t label = p.target[row_index];
 
-  if (label == p.ignore_index) {  // what x holds there is not looked at
-    if (threadIdx.x == 0) p.losses[index_of_row] = 0.0f;
+  if (label == p.ignore_index) {  // the logits are not read
+    if (threadIdx.x == 0) p.losses[row_index] = 0.0f;
     if (!p.has_gradient) return;
     const float nothing[kChunk] = {};
     for (int index = threadIdx.x; index < chunks; index += blockDim.x) row.write(index, nothing);
@@ -178,15 +179,15 @@ __global__ void __launch_bounds__(kMaxThreads, 2) rows_kernel(const Rows p, cons
   sums.reduce(shared);
 
   if (threadIdx.x == 0) {
-    float below = sums.peak - wanted;  // exact, and the logarithm is small: lse itself would be rounded
+    float below = sums.peak - wanted;  // exact, and the logarithm is small; lse would be rounded
     if (p.on_each != 0.0f)
       below = fmaf(p.on_target, below, (1.0f - p.on_target) * (sums.peak - sums.level / p.classes));
-    p.losses[index_of_row] = fmaf(p.logit_scale, below, logf(sums.total));
+    p.losses[row_index] = fmaf(p.logit_scale, below, logf(sums.total));
   }
 
   if (!p.has_gradient) return;
   float rate = known ? p.logit_scale : NAN;
-  if (p.dloss != nullptr) rate *= p.dloss[index_of_row * p.dloss_stride];
+  if (p.dloss != nullptr) rate *= p.dloss[row_index * p.dloss_stride];
   if (p.count != nullptr) rate /= static_cast<float>(*p.count);
   const float share = 1.0f / sums.total;
   row.each_chunk(
@@ -216,19 +217,19 @@ __global__ void __launch_bounds__(kMaxThreads, 2) rows_kernel(const Rows p, cons
 
 }  // namespace
 
-void cross_entropy_rows(const Rows& p, int shared_bytes, cudaStream_t stream) {
+void cross_entropy_rows(const Params& p, int shared_bytes, cudaStream_t stream) {
   if (p.rows == 0) return;
-  const bool aligned = p.stride % kChunk == 0 &&
-                       (reinterpret_cast<uintptr_t>(p.logits) | reinterpret_cast<uintptr_t>(p.bias)) % 16 == 0;
+  const bool aligned =
+      p.stride % kChunk == 0 && (reinterpret_cast<uintptr_t>(p.logits) | reinterpret_cast<uintptr_t>(p.bias)) % 16 == 0;
   const int chunks = aligned ? p.classes / kChunk : 0;
   const int warps = min((p.classes + kWarpClasses - 1) / kWarpClasses, kMaxWarps);
-  const int rows = warps == 1 ? kRowsOfABlock : 1;
+  const int rows = warps == 1 ? kBlockRows : 1;
   const dim3 grid(static_cast<unsigned>((p.rows + rows - 1) / rows)), block(warps * kWarp, rows);
   dtype_switch(p.dtype, [&](auto t) {
     using T = decltype(t);
-    const size_t of_rows = sizeof(Chunk<T>) * chunks * rows;
-    const bool held = p.has_gradient && sizeof(Shared) + of_rows <= static_cast<size_t>(shared_bytes);
-    launch(rows_kernel<T>, grid, block, sizeof(Shared) + (held ? of_rows : 0), stream, p, chunks, held);
+    const size_t row_bytes = sizeof(Chunk<T>) * chunks * rows;
+    const bool held = p.has_gradient && sizeof(Shared) + row_bytes <= static_cast<size_t>(shared_bytes);
+    launch(rows_kernel<T>, grid, block, sizeof(Shared) + (held ? row_bytes : 0), stream, p, chunks, held);
   });
 }
 

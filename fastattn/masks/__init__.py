@@ -1,17 +1,15 @@
-"""AttentionMask, and what kernels read of one."""
+"""AttentionMask, and the format in which kernels read it."""
 
 from fastattn.masks.attention_mask import AttentionMask, get_pad_mask, get_subsequent_mask
-from fastattn.masks.kernel_format import BIT_BLOCK, BIT_WORDS, Layout, PreparedMask, flatten, prepare, unflatten
+from fastattn.masks.kernel_format import Layout, PreparedMask, from_operator_args, prepare, to_operator_args
 
 __all__ = [
-    "BIT_BLOCK",
-    "BIT_WORDS",
     "AttentionMask",
     "Layout",
     "PreparedMask",
-    "flatten",
+    "from_operator_args",
     "get_pad_mask",
     "get_subsequent_mask",
     "prepare",
-    "unflatten",
+    "to_operator_args",
 ]

@@ -1,7 +1,7 @@
-"""AttentionMask: everything that decides which query may see which key, in one object built once a batch.
+"""AttentionMask: everything that decides which query may see which key, in one object that is built once per batch.
 
-Polarity is fixed here and nowhere else: bool masks say True = attend. (The padding masks of torch.nn.Transformer say
-True = ignore: invert them.)
+The meaning of a mask's values is decided here and nowhere else: True = attend. (In the padding masks of
+torch.nn.Transformer True means ignore: invert them.)
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, is_transformed
-from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, prepare, sequences
+from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, locate_in_sequences, prepare
 
 Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None = unbounded
 FREE: Band = (None, None)
 _ALIGNMENTS = ("top_left", "bottom_right")
-_STRUCTURE = ("attn_mask", "key_padding", "query_padding", "cu_seqlens_q", "cu_seqlens_k")
-# How many of its prepared layouts a mask keeps, the newest: those of the last few lengths.
-KEPT = 16
+MAX_CACHED = 16  # entries in a mask's cache: enough for the layouts of its last few lengths
 
 
 class AttentionMask:
-    """Who may attend to whom, in any combination; all that is given must hold (logical and).
+    """Which query may attend to which key. All restrictions that are given must hold (logical and).
 
     attn_mask: bool, True = attend, broadcastable to (B, H, Lq, Lk).
     bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); may require grad; -inf masks the entry.
@@ -41,12 +39,12 @@ class AttentionMask:
 
     cu_seqlens_q, cu_seqlens_k: int32 or int64 (n + 1,), cumulative lengths of n sequences packed along Lq and Lk, from
         0 to Lq and Lk: ``F.pad(lengths.cumsum(0), (1, 0))``. A query attends to keys of its own sequence only, and
-        causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. The values are checked on a CPU only:
-        on a GPU, where a look would wait, a position that is in no sequence attends to nothing and is masked.
+        causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. The values are checked on a CPU only,
+        because on a GPU a check would wait. There a position that is in no sequence attends to nothing and is masked.
 
-    A query that may attend to nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks. The
-    tensors are kept as they are given, and a change of them in place is seen by the next call.
-    Raises TypeError or ValueError naming the argument.
+    A query that may attend to nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks. The mask
+    keeps the tensors that it is given. If one is changed in place, the next call uses the new values.
+    Raises TypeError or ValueError that names the argument.
     """
 
     attn_mask: Tensor | None  # with bias: four dimensions
@@ -85,15 +83,15 @@ class AttentionMask:
         )
         self._bands = {name: FREE for name in _ALIGNMENTS}
         self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else FREE)
-        self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, what was made)
-        tensors = list(self._tensors().values())
-        self._made_while = _recording(tensors[0].device if tensors else None)
+        self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, value)
+        first = next(iter(self._tensors().values()), None)
+        self._made_while = _recording(None if first is None else first.device)
 
     def _set(self, **tensors: Tensor | None) -> None:
-        """Take these tensors, checked, as those of the mask."""
+        """Check these tensors and make them the mask's."""
         for name, t in tensors.items():
             if name not in _CHECKS:
-                raise TypeError(f"an AttentionMask has no tensor {name!r}, only {', '.join(_CHECKS)}")
+                raise TypeError(f"an AttentionMask has no tensor {name!r}. It has {', '.join(_CHECKS)}")
             setattr(self, name, None if t is None else _CHECKS[name](name, t))
         offsets_q, offsets_k = self.cu_seqlens_q, self.cu_seqlens_k
         if (offsets_q is None) != (offsets_k is None):
@@ -105,12 +103,20 @@ class AttentionMask:
             )
 
     @classmethod
-    def of(cls, attn_mask: AttentionMask | Tensor | None) -> AttentionMask | None:
-        """A tensor as scaled_dot_product_attention takes it: bool is a mask, floating point is a bias."""
+    def of(cls, attn_mask: AttentionMask | Tensor | None, *, has_heads: bool = True) -> AttentionMask | None:
+        """The AttentionMask of a tensor. An AttentionMask or None is returned as it is.
+
+        has_heads: True: a tensor as scaled_dot_product_attention takes it, broadcastable to (B, H, Lq, Lk). bool is a
+            mask, floating point is a bias. False: a tensor as the models take it, (B, 1, Lk), (B, Lq, Lk) or
+            (1, Lq, Lk), bool or integer; what is not 0 means attend.
+        """
         if attn_mask is None or isinstance(attn_mask, AttentionMask):
             return attn_mask
         if not isinstance(attn_mask, Tensor):
-            raise TypeError(f"attn_mask must be a Tensor, an AttentionMask or None, got {type(attn_mask).__name__}")
+            name = "attn_mask" if has_heads else "a mask"
+            raise TypeError(f"{name} must be an AttentionMask, a Tensor or None, got {type(attn_mask).__name__}")
+        if not has_heads:
+            return cls._of_sequences(attn_mask)
         if attn_mask.dtype == torch.bool:
             return cls(attn_mask)
         if not attn_mask.is_floating_point():
@@ -119,8 +125,19 @@ class AttentionMask:
         _warn_of_zeros_and_ones(attn_mask)
         return cls(bias=attn_mask)
 
+    @classmethod
+    def _of_sequences(cls, mask: Tensor) -> AttentionMask:
+        if mask.dim() != 3:
+            shapes = "(B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk)"
+            raise ValueError(f"a dense mask must be {shapes}, got shape {tuple(mask.shape)}")
+        if mask.is_floating_point():
+            advice = "An additive mask goes into AttentionMask(bias=...)"
+            raise ValueError(f"a dense mask must be bool or integer, nonzero = attend, got {mask.dtype}. {advice}")
+        keep = mask != 0
+        return cls(key_padding=keep[:, 0]) if keep.shape[1] == 1 else cls(keep[:, None])
+
     def __and__(self, other: AttentionMask) -> AttentionMask:
-        """Both must allow it; biases add up."""
+        """Both masks must allow it. Biases are added."""
         if not isinstance(other, AttentionMask):
             return NotImplemented
         _check_packing(self, other)
@@ -137,17 +154,21 @@ class AttentionMask:
         return both
 
     def with_bias(self, bias: Tensor | None) -> AttentionMask:
-        """The same mask over another bias; what was prepared for this one is shared."""
-        other = object.__new__(AttentionMask)
-        other.__dict__.update(self.__dict__)
+        """The same mask with another bias. The two share their cache, because nothing in it depends on the bias."""
+        other = self._copy(self._cache)
         other._set(bias=bias)
         return other
 
     def replace(self, **tensors: Tensor | None) -> AttentionMask:
-        """The same mask with other tensors, given by their names. Errors are those of the constructor."""
-        other = object.__new__(AttentionMask)
-        other.__dict__.update(self.__dict__, _cache=[])
+        """The same mask with other tensors, given by name. Raises what the constructor raises."""
+        other = self._copy([])
         other._set(**tensors)
+        return other
+
+    def _copy(self, cache: list[tuple[Any, ...]]) -> AttentionMask:
+        """This mask with another cache. The constructor is not called: it would check the same tensors again."""
+        other = object.__new__(AttentionMask)
+        other.__dict__.update(self.__dict__, _cache=cache)
         return other
 
     def __repr__(self) -> str:
@@ -156,16 +177,15 @@ class AttentionMask:
         return f"AttentionMask({', '.join(parts)})"
 
     def _structure(self) -> tuple[Tensor | None, ...]:
-        """Everything but the bias, in the order of _STRUCTURE."""
+        """Every tensor but the bias."""
         return self.attn_mask, self.key_padding, self.query_padding, self.cu_seqlens_q, self.cu_seqlens_k
 
     def _tensors(self) -> dict[str, Tensor]:
-        named = (("bias", self.bias), *zip(_STRUCTURE, self._structure(), strict=True))
-        return {name: t for name, t in named if t is not None}
+        return {name: t for name in _CHECKS if (t := getattr(self, name)) is not None}
 
     @property
     def band_only(self) -> bool:
-        """Whether nothing but the band and a bias restricts: no tensor has to be read to know which tiles hold work."""
+        """Whether only the band and a bias restrict. Then no tensor says which tiles hold work."""
         return all(t is None for t in self._structure())
 
     @property
@@ -188,7 +208,7 @@ class AttentionMask:
         for name, t in self._tensors().items():
             if t.device != device:
                 raise ValueError(f"{name} is on {t.device}, expected {device} as query")
-            if name in ("attn_mask", "bias") and any(n not in (1, want) for n, want in zip(t.shape, full, strict=True)):
+            if name in ("attn_mask", "bias") and any(n not in (1, size) for n, size in zip(t.shape, full, strict=True)):
                 read = f"{name}, read as {tuple(t.shape)}, does not broadcast to (B, H, Lq, Lk) = {full}"
                 raise ValueError(f"{read}. {_advice(t, full)}")
         for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
@@ -200,19 +220,19 @@ class AttentionMask:
                     raise ValueError(f"{name} ends at {int(t[-1])}, expected the length {length}: {_CUMULATIVE}")
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
-        """The bool mask written out, an expanded (B, H, Lq, Lk) view: the truth that tests compare with. No bias."""
+        """The mask without its bias as a bool tensor, an expanded (B, H, Lq, Lk) view. Tests compare with it."""
         keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
         return keep.expand(B, H, Lq, Lk)
 
     def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
-        """As small as what restricts: each dimension is 1 or its full length."""
+        """Each dimension is 1, if nothing differs along it, or its full length."""
         i = torch.arange(Lq, device=device)[:, None]
         j = torch.arange(Lk, device=device)[None, :]
         keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         shift_tl, shift_br = 0, Lk - Lq
         if self.cu_seqlens_q is not None:
-            q_segment, q_first, q_len = sequences(self.cu_seqlens_q, i)
-            k_segment, k_first, k_len = sequences(self.cu_seqlens_k, j)
+            q_segment, q_first, q_len = locate_in_sequences(self.cu_seqlens_q, i)
+            k_segment, k_first, k_len = locate_in_sequences(self.cu_seqlens_k, j)
             keep = keep & (q_segment == k_segment) & (q_segment < self.cu_seqlens_q.shape[0] - 1)
             shift_tl = k_first - q_first
             shift_br = shift_tl + k_len - q_len
@@ -231,13 +251,13 @@ class AttentionMask:
         return keep
 
     def visible(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """For PyTorch's own operators: (masked, queries, keys), bool, each None where it is known to change nothing.
+        """For PyTorch's own operators: (masked, queries, keys), bool, each None if it is known to change nothing.
 
-        masked (b, h, Lq, Lk): True = masked; but all keys are left to a query without a visible one, so that no softmax
-            is NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query.
-        Each dimension but the last of masked may be 1 instead, which stands for all.
+        masked (b, h, Lq, Lk): True = masked. No key is masked for a query without a visible key: its softmax would be
+            NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query.
+        Every dimension but the last of masked may be 1 instead, and is then broadcast.
         """
-        if self.bias is not None:  # it may hold -inf, and may be another one at the next call
+        if self.bias is not None:  # it may hold -inf, and the next call may have another bias
             return self._build_visible(Lq, Lk, device)
         return self.cached(("visible", Lq, Lk), device, lambda: self._build_visible(Lq, Lk, device))
 
@@ -248,18 +268,14 @@ class AttentionMask:
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
         queries, keys = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
-        masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators want all keys
+        masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators need all keys
         if not can_read_values(keep):
             return masked, queries, keys
-        # On a CPU a look at the values costs no synchronisation and saves passes over the data.
-        return (
-            (masked if masked.any() else None),
-            (None if queries.all() else queries),
-            (None if keys.all() else keys),
-        )
+        # On a CPU reading the values needs no synchronisation, and saves passes over the data.
+        return masked if masked.any() else None, None if queries.all() else queries, None if keys.all() else keys
 
     def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
-        """visible()'s masked as what to add to the scores: -inf where it is True, else 0."""
+        """visible()'s masked as a tensor to add to the scores: -inf where masked is True, else 0."""
 
         def build() -> Tensor:
             return torch.zeros_like(masked, dtype=dtype).masked_fill_(masked, -torch.inf)
@@ -269,9 +285,9 @@ class AttentionMask:
     def prepare(
         self, Lq: int, Lk: int, layout: Layout, device: torch.device, build: Callable[..., PreparedMask] = prepare
     ) -> PreparedMask:
-        """What a kernel reads of this mask, its bias apart: made once, on the device, without waiting for it.
+        """What a kernel reads of this mask, without its bias. It is made once, on the device, without waiting for it.
 
-        build: what makes it, with the arguments and the result of `fastattn.masks.kernel_format.prepare`.
+        build: what makes it. Arguments and result as `fastattn.masks.kernel_format.prepare`.
         """
         rows, columns = (Lk, Lq) if layout.by_key else (Lq, Lk)
 
@@ -279,10 +295,12 @@ class AttentionMask:
             return self._restriction().transposed() if layout.by_key else self._restriction()
 
         if self.band_only:
-            return PreparedMask(*band_of(restriction(), rows, columns))
-        blocks = layout.block_rows, layout.block_columns
-        key = ("prepared", rows, columns, layout)
-        return self.cached(key, device, lambda: build(restriction(), rows, columns, *blocks, device))
+            return PreparedMask(*band_of(restriction(), rows, columns), layout=layout)
+        tile = layout.block_rows, layout.block_columns
+        # Kernels with one tile share the tensors, also if their launches differ in something else.
+        key = ("prepared", rows, columns, layout.by_key, *tile)
+        *tensors, _ = self.cached(key, device, lambda: build(restriction(), rows, columns, *tile, device))
+        return PreparedMask(*tensors, layout)
 
     def _restriction(self) -> Restriction:
         bands = (self._bands["top_left"], self._bands["bottom_right"])
@@ -290,28 +308,28 @@ class AttentionMask:
         return Restriction(bands, *offsets, self.query_padding, self.key_padding, self.attn_mask)
 
     def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
-        """What build() makes of this mask on a device, its bias excepted; the newest KEPT are kept. After an in-place
-        edit of one of the mask's tensors, and on another stream, it is made again and replaced.
+        """The result of build(), which depends on this mask without its bias, and on key and device.
 
-        What is made while a CUDA graph is captured exists only when that is replayed, and what is made while a function
-        is traced exists only in its graph: such is kept by masks that were made in there too. What is made inside a
-        transform of torch.func ends with it.
+        The cache keeps the newest MAX_CACHED results. A result is built again after one of the mask's tensors was
+        edited in place, and on another stream.
+        Entries built during a CUDA graph's capture or a trace are cached only on masks built in the same one. Nothing
+        is cached inside a transform of torch.func.
         """
         state = _recording(device)
         if state != self._made_while or is_transformed():
             return build()
         key = (*key, torch.device(device))
         stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
-        # A list, because in a dict's key a length that torch.compile traces as a symbol would become a constant.
-        for made_for, made_at, made in self._cache:
-            if made_for == key and made_at == stamp:
-                return made
-        # What validation under torch.inference_mode prepares must serve training too.
+        # A list and no dict: in a dict's key torch.compile would make a constant of a symbolic length.
+        for cached_key, cached_stamp, value in self._cache:
+            if cached_key == key and cached_stamp == stamp:
+                return value
+        # Training must be able to use what validation under torch.inference_mode prepares.
         with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
-            made = build()
+            value = build()
         others = [entry for entry in self._cache if entry[0] != key]
-        self._cache[:] = [*others[-KEPT + 1 :], (key, stamp, made)]
-        return made
+        self._cache[:] = [*others[-MAX_CACHED + 1 :], (key, stamp, value)]
+        return value
 
 
 def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
@@ -349,10 +367,10 @@ def _one_packing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
-    """Among packed segments a band counts inside each. One that was meant for the whole length is the same only when
-    queries and keys are packed alike."""
-    alike = packed.cu_seqlens_q is packed.cu_seqlens_k
-    if not alike and banded.cu_seqlens_q is None and any(band != FREE for band in banded._bands.values()):
+    """In packed sequences a band counts inside each sequence. A band that was meant for the whole length has the same
+    meaning only if queries and keys have the same cu_seqlens."""
+    same_packing = packed.cu_seqlens_q is packed.cu_seqlens_k
+    if not same_packing and banded.cu_seqlens_q is None and banded.has_band:
         raise ValueError(
             "cannot combine causal or window with cu_seqlens_q and cu_seqlens_k that differ: "
             "give them to one AttentionMask, where they count inside each sequence"
@@ -367,8 +385,8 @@ def _recording(device: torch.device | str | None) -> tuple[bool, bool]:
 
 
 def _version(t: Tensor) -> int:
-    """Changes with every in-place edit. Tensors of torch.inference_mode do not count edits, and a trace cannot ask:
-    there a mask must not be edited between its first use and its last."""
+    """A number that changes with every in-place edit. Tensors of torch.inference_mode have none, and a trace cannot
+    read it. There a mask must not be edited between its first use and its last."""
     return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
@@ -413,9 +431,9 @@ def _offsets(name: str, t: Tensor) -> Tensor:
         raise TypeError(f"{name} has dtype {t.dtype}, expected int32 or int64")
     if t.dim() != 1 or t.shape[0] < 1:
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (n + 1,): {_CUMULATIVE}")
-    # On a GPU a look would wait for it.
+    # Reading the values on a GPU would wait for it.
     if can_read_values(t) and (t[0] != 0 or (t[1:] < t[:-1]).any()):
-        raise ValueError(f"{name} is {t.tolist()}, expected to start at 0 and never to fall: {_CUMULATIVE}")
+        raise ValueError(f"{name} is {t.tolist()}, expected to start at 0 and never to decrease: {_CUMULATIVE}")
     return t
 
 
@@ -430,7 +448,7 @@ _CHECKS = {
 
 
 def _advice(t: Tensor, full: tuple[int, int, int, int]) -> str:
-    """For a matrix that does not fit (B, H, Lq, Lk): what its shape is likely to mean."""
+    """The likely meaning of a matrix that does not fit (B, H, Lq, Lk)."""
     B, _, _, Lk = full
     if tuple(t.shape) == (1, 1, B, Lk):
         return "The padding of keys, (B, Lk), is AttentionMask(key_padding=...)"
@@ -440,7 +458,7 @@ def _advice(t: Tensor, full: tuple[int, int, int, int]) -> str:
 
 
 def _warn_of_zeros_and_ones(mask: Tensor) -> None:
-    """A float mask of nothing but 0 and 1 was hardly meant to be added to the scores."""
+    """A float mask that holds only 0 and 1 was probably not meant to be added to the scores."""
     if mask.requires_grad or not can_read_values(mask) or mask.numel() == 0:
         return
     low, high = mask.aminmax()

@@ -29,19 +29,7 @@ def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | No
     mask: (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), bool or integer, nonzero = attend; ValueError for anything else.
         An AttentionMask or None is returned as it is.
     """
-    if mask is None or isinstance(mask, AttentionMask):
-        return mask
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"a mask must be an AttentionMask, a Tensor or None, got {type(mask).__name__}")
-    if mask.dim() != 3:
-        raise ValueError(f"a dense mask must be (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk), got shape {tuple(mask.shape)}")
-    if mask.is_floating_point():
-        raise ValueError(
-            f"a dense mask must be bool or integer, nonzero = attend, got {mask.dtype}. "
-            "An additive mask goes into AttentionMask(bias=...)"
-        )
-    keep = mask != 0
-    return AttentionMask(key_padding=keep[:, 0]) if keep.size(1) == 1 else AttentionMask(keep[:, None])
+    return AttentionMask.of(mask, has_heads=False)
 
 
 def attend_calling_dropout(

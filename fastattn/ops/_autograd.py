@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastattn._tracing import needs_formula
 from fastattn.backends import implementation
-from fastattn.masks import flatten, unflatten
+from fastattn.masks import from_operator_args, to_operator_args
 
 
 class Operator:
@@ -134,14 +134,14 @@ class _LibraryOperator:
     def __call__(self, *op_args: Any) -> tuple[Tensor, ...]:
         *given, backend = op_args
         if self.masks is not None:
-            given[self.masks : self.masks + 1] = flatten(given[self.masks])
+            given[self.masks : self.masks + 1] = to_operator_args(given[self.masks])
         return self.operator(*given, backend.name)
 
     def op_args(self, given: Sequence[Any]) -> list[Any]:
         """The function's arguments from the operator's."""
         *op_args, backend = given
         if self.masks is not None:
-            op_args[self.masks : self.masks + 2] = [unflatten(*op_args[self.masks : self.masks + 2])]
+            op_args[self.masks : self.masks + 2] = [from_operator_args(*op_args[self.masks : self.masks + 2])]
         return [*op_args, implementation(self.op_name, backend)]
 
     def _returning_new_tensors(self, function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:

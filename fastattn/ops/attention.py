@@ -14,7 +14,7 @@ from fastattn._tracing import differentiable_gradients
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.masks import AttentionMask, Layout, PreparedMask, flatten, prepare, unflatten
+from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_args, prepare, to_operator_args
 from fastattn.ops import _checks
 from fastattn.ops._autograd import Operator
 
@@ -232,7 +232,7 @@ def scaled_dot_product_attention(
                 given, options = (q, k, lse.detach(), mask.bias), (*options, wanted == "mean")
                 with torch.no_grad():
                     if torch.compiler.is_compiling():
-                        weights = _weights_operator(*given, *flatten(prepared), *options, chosen.name)
+                        weights = _weights_operator(*given, *to_operator_args(prepared), *options, chosen.name)
                     else:
                         weights = module.attention_weights(*given, *prepared, *options)
     if not query.dim() == key.dim() == value.dim() == 4:
@@ -370,7 +370,7 @@ def _traced_weights(
     mean: bool,
     backend: str,
 ) -> Tensor:
-    (mask,) = unflatten(masks, mask_numbers)
+    (mask,) = from_operator_args(masks, mask_numbers)
     module = backends.load_backend("attention", backend)
     return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, mean)
 

@@ -1,4 +1,6 @@
-"""Backward of dropout + residual + LayerNorm or RMSNorm.    Specification: fastattn/backends/reference/add_layer_norm.py
+"""Backward of dropout + residual + LayerNorm or RMSNorm.
+
+Specification: fastattn/backends/reference/add_layer_norm.py
 
     normal = (z - mean) * rstd;    g = dout * weight
     dresidual = (g - mean(g) - normal * mean(g * normal)) * rstd + dz       means along the row; dz: of a returned z
@@ -74,15 +76,15 @@ def add_layer_norm_bwd_kernel(
             dshift += grad
         if REREAD:  # from L1: the weights' gradients leave no registers to hold a wide row while its means are made
             near = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)
-            along, level = gradient_means(grad, normal, near, hidden, IS_RMS, ratio)
+            dot_mean, grad_mean = gradient_means(grad, normal, near, hidden, IS_RMS, ratio)
             grad = tl.load(dout + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             normal = tl.load(z + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             normal = (normal - center[:, None]) * inverse[:, None]
             again = tl.load(weight + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            grad = norm_gradient(grad, normal, again, inverse, along, level)
+            grad = norm_gradient(grad, normal, again, inverse, dot_mean, grad_mean)
         else:
-            along, level = gradient_means(grad, normal, gain, hidden, IS_RMS, ratio)
-            grad = norm_gradient(grad, normal, gain, inverse, along, level)
+            dot_mean, grad_mean = gradient_means(grad, normal, gain, hidden, IS_RMS, ratio)
+            grad = norm_gradient(grad, normal, gain, inverse, dot_mean, grad_mean)
         if HAS_DZ:
             grad += tl.load(dz + place, mask=inside, other=0.0).to(tl.float32)
         if STORE_DRESIDUAL:
@@ -99,10 +101,8 @@ def add_layer_norm_bwd_kernel(
     if HAS_X_BIAS:
         store_partial(partial, width - hidden, dx_sum, col, width, hidden)
     if FINISH:
-        finish_sums(
-            partial, statistics, rows, dweight, dbias, dx_bias, width, hidden,
-            IS_RMS, HAS_X_BIAS, SPAN, min(BLOCK_N, 512),
-        )  # fmt: skip
+        COLS: tl.constexpr = min(BLOCK_N, 512)
+        finish_sums(partial, statistics, rows, dweight, dbias, dx_bias, width, hidden, IS_RMS, HAS_X_BIAS, SPAN, COLS)
 
 
 def add_layer_norm_bwd(
@@ -133,15 +133,16 @@ def add_layer_norm_bwd(
     sums = Sums(z, weight, bias, block_m, x_bias)
     threshold, scale = dropout_constants(dropout_p)
     with on_device(z):
+        inputs = dout, dz, z, weight, statistics
+        results = dx, dz_total, sums.partial, sums.dweight, sums.dbias, sums.dx_bias
+        constants = {"HAS_DZ": dz is not None, "HAS_DROPOUT": dropout_p > 0, "HAS_X_BIAS": x_bias is not None}
+        constants |= {"STORE_DRESIDUAL": has_residual or dropout_p == 0, "IS_RMS": bias is None}
+        constants |= {"EPS_ON_STD": eps_on_std, "FINISH": sums.finish, "SPAN": SPAN, "REREAD": hidden > 8192}
+        constants |= {"TICKETS": TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
+        constants["num_warps"] = num_warps
+        sizes = rows, hidden, sums.width
         add_layer_norm_bwd_kernel[(sums.programs,)](
-            dout, dz, z, weight, statistics,
-            dx, dz_total, sums.partial, sums.dweight, sums.dbias, sums.dx_bias, rng_state,
-            rows, hidden, sums.width, threshold, scale,
-            HAS_DZ=dz is not None, HAS_DROPOUT=dropout_p > 0, STORE_DRESIDUAL=has_residual or dropout_p == 0,
-            IS_RMS=bias is None, EPS_ON_STD=eps_on_std, HAS_X_BIAS=x_bias is not None,
-            FINISH=sums.finish, SPAN=SPAN, REREAD=hidden > 8192,
-            TICKETS=TICKETS, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+            *inputs, *results, rng_state, *sizes, threshold, scale, **constants, enable_fp_fusion=True
+        )
         sums.add()
     return dx, dz_total if has_residual else None, sums.dweight, sums.dbias, sums.dx_bias

@@ -1,4 +1,6 @@
-"""Forward of dropout + residual + LayerNorm or RMSNorm.     Specification: fastattn/backends/reference/add_layer_norm.py
+"""Forward of dropout + residual + LayerNorm or RMSNorm.
+
+Specification: fastattn/backends/reference/add_layer_norm.py
 
     z = residual + dropout(x + x_bias);    out = (z - mean) * rstd * weight + bias;    rstd = 1 / sqrt(var + eps)
     RMSNorm, where bias is None:  out = z * rstd * weight;                    rstd = 1 / sqrt(mean(z^2) + eps)
@@ -72,11 +74,11 @@ def add_layer_norm_fwd(
     block_m, block_n, num_warps = forward_tile(hidden)
     threshold, scale = dropout_constants(dropout_p)
     with on_device(x):
+        tensors = x, x_bias, residual, weight, bias, out, z, statistics, rng_state
+        constants = {"HAS_X_BIAS": x_bias is not None, "HAS_RESIDUAL": residual is not None}
+        constants |= {"HAS_DROPOUT": dropout_p > 0, "IS_RMS": bias is None, "EPS_ON_STD": eps_on_std}
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "TICKETS": TICKETS, "num_warps": num_warps}
         add_layer_norm_fwd_kernel[(triton.cdiv(rows, block_m),)](
-            x, x_bias, residual, weight, bias, out, z, statistics, rng_state,
-            rows, hidden, eps, threshold, scale,
-            HAS_X_BIAS=x_bias is not None, HAS_RESIDUAL=residual is not None, HAS_DROPOUT=dropout_p > 0,
-            IS_RMS=bias is None, EPS_ON_STD=eps_on_std,
-            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            *tensors, rows, hidden, eps, threshold, scale, **constants, enable_fp_fusion=True
+        )
     return out, z, statistics

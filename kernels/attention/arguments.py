@@ -1,26 +1,24 @@
-"""From tensors and a PreparedMask to the arguments of the kernels.
+"""The arguments of the kernels, made from tensors and a PreparedMask.
 
-What belongs together is one argument, a tuple whose fields a kernel reads by name. Triton compiles a kernel anew where
-an integer in a tuple is 1, or becomes or ceases to be divisible by 16. For strides that pays: it makes loads of 16
-bytes possible. Lengths and bands must not do it, so they stay outside of the tuples, in DO_NOT_SPECIALIZE.
+Values that belong together are one argument: a tuple whose fields a kernel reads by name. Triton compiles another
+kernel if an integer in a tuple is 1, and if it is divisible by 16. For strides this is useful, because it allows loads
+of 16 bytes. Lengths and bands must not cause a compilation, so they are not in tuples but in DO_NOT_SPECIALIZE.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import dot_precision
+from ..common.launch import dot_precision, padded_dim
 from ..common.philox import dropout_constants
 
 DO_NOT_SPECIALIZE = ["seqlen_q", "seqlen_k", "band_lo", "band_hi"]
 
 
-class Rows(NamedTuple):
+class StridedTensor(NamedTuple):
     """A tensor (B, H, L, D) whose last dimension is contiguous."""
 
     ptr: Tensor
@@ -30,9 +28,9 @@ class Rows(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A tensor that broadcasts to (B, H, Lq, Lk): the bias, its gradient, the weights. Strides are 0 where it does.
+    """A tensor that broadcasts to (B, H, Lq, Lk): the bias, its gradient, the weights. A broadcast stride is 0.
 
-    columns is Lk once more: within a tuple Triton learns whether 16 divides it, and can then load and store vectors.
+    columns: Lk again. In a tuple Triton learns whether 16 divides it, and can then load and store vectors.
     """
 
     ptr: Tensor
@@ -44,21 +42,23 @@ class Matrix(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The tensors of a PreparedMask, or None. All are contiguous, so their sizes follow from the lengths; of_batch,
-    of_head and of_row are 0 where one entry serves all samples, heads or rows, else 1."""
+    """The tensors of a PreparedMask, or None. All are contiguous, so their sizes follow from the lengths.
+
+    per_sample, per_head, per_row: 1 if there is an entry for each sample, head or row, 0 if all share one.
+    """
 
     intervals: Tensor | None = None
-    intervals_of_batch: int = 0
+    intervals_per_sample: int = 0
     columns: Tensor | None = None
-    columns_of_batch: int = 0
+    columns_per_sample: int = 0
     bits: Tensor | None = None
-    bits_of_batch: int = 0
-    bits_of_head: int = 0
-    bits_of_row: int = 0
+    bits_per_sample: int = 0
+    bits_per_head: int = 0
+    bits_per_row: int = 0
     counts: Tensor | None = None
     tiles: Tensor | None = None
-    tiles_of_batch: int = 0
-    tiles_of_head: int = 0
+    tiles_per_sample: int = 0
+    tiles_per_head: int = 0
 
 
 class Dropout(NamedTuple):
@@ -69,9 +69,9 @@ class Dropout(NamedTuple):
     scale: float
 
 
-def rows(t: Tensor) -> Rows:
+def strided(t: Tensor) -> StridedTensor:
     """t (B, H, L, D)"""
-    return Rows(t, *t.stride()[:3])
+    return StridedTensor(t, *t.stride()[:3])
 
 
 def matrix(t: Tensor, columns: int) -> Matrix:
@@ -81,7 +81,7 @@ def matrix(t: Tensor, columns: int) -> Matrix:
 
 
 def masking(mask: PreparedMask) -> dict[str, Any]:
-    """The mask, of the rows and columns that a kernel has."""
+    """The arguments that say the mask."""
     return {"mask": _tensors(mask), "band_lo": mask.band_lo, "band_hi": mask.band_hi}
 
 
@@ -89,22 +89,22 @@ def _tensors(mask: PreparedMask) -> Mask:
     if mask.band_only:
         return Mask()
 
-    def of(t: Tensor | None, dim: int) -> int:
+    def per(t: Tensor | None, dim: int) -> int:
         return 0 if t is None or t.shape[dim] == 1 else 1
 
-    _, _, intervals, columns, bits, counts, tiles = mask
+    intervals, columns, bits, tiles = mask.intervals, mask.columns, mask.bits, mask.tiles
     return Mask(
-        *(intervals, of(intervals, 0)),
-        *(columns, of(columns, 0)),
-        *(bits, of(bits, 0), of(bits, 1), of(bits, 2)),
-        *(counts, tiles, of(tiles, 0), of(tiles, 1)),
+        *(intervals, per(intervals, 0)),
+        *(columns, per(columns, 0)),
+        *(bits, per(bits, 0), per(bits, 1), per(bits, 2)),
+        *(mask.counts, tiles, per(tiles, 0), per(tiles, 1)),
     )
 
 
 def problem(
     q: Tensor, k: Tensor, bias: Tensor | None, softmax_scale: float, dropout_p: float, rng_state: Tensor | None
 ) -> dict[str, Any]:
-    """What every kernel takes, apart from the mask."""
+    """The arguments of every kernel, except the mask."""
     dropout = None if rng_state is None else Dropout(rng_state, *dropout_constants(dropout_p))
     return {
         "bias": None if bias is None else matrix(bias, k.shape[2]),
@@ -115,23 +115,17 @@ def problem(
         "seqlen_k": k.shape[2],
         "softmax_scale": softmax_scale,
         "HEAD_DIM_K": q.shape[3],
-        "BLOCK_DK": padded_head_dim(q.shape[3]),
+        "BLOCK_DK": padded_dim(q.shape[3]),
         "PRECISION": dot_precision(q.dtype),
-        # Folding the scale into the exponent's unit needs a maximum that commutes with it and nothing added after it,
-        # and rounds once more than float32 would like.
+        # The scale can be part of the exponent's unit if it is positive (the maximum stays the maximum) and nothing is
+        # added after it. It costs one more rounding, too much for float32.
         "FOLD_SCALE": bias is None and softmax_scale > 0 and q.dtype != torch.float32,
     }
 
 
 def value_dims(v: Tensor) -> dict[str, int]:
-    """For the kernels that read v."""
-    return {"HEAD_DIM_V": v.shape[3], "BLOCK_DV": padded_head_dim(v.shape[3])}
-
-
-@functools.cache
-def padded_head_dim(head_dim: int) -> int:
-    """Columns of a tile in registers: tl.dot and tl.arange want a power of two, and at least 16."""
-    return max(16, triton.next_power_of_2(head_dim))
+    """The arguments of the kernels that read v."""
+    return {"HEAD_DIM_V": v.shape[3], "BLOCK_DV": padded_dim(v.shape[3])}
 
 
 def empty_like(x: Tensor, head_dim: int) -> Tensor:

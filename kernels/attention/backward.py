@@ -21,31 +21,31 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import current_arch, on_device
+from ..common.launch import on_device
 from ..common.philox import dropout_keep
 from . import arguments
 from .bias_gradient import bias_gradient
-from .tile_sizes import config
-from .tiles import (
+from .masked_tiles import (
     LOG2E,
-    columns_of_tile,
-    columns_to_load,
     exponent_shift,
     exponential,
     load_bias,
     load_rows,
     plan_tiles,
-    program_place,
+    program_coords,
+    readable_columns,
     row_intervals,
     store_rows,
     tile_at,
+    tile_columns,
     visible_elements,
 )
+from .tile_sizes import Config
 
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_dq_kernel(
-    # Rows of q, k, v, out, dout, dq; lse, dlse (or None) and delta (B, H, Lq) float32, contiguous.
+    # StridedTensors q, k, v, out, dout, dq; lse, dlse (or None) and delta (B, H, Lq) float32, contiguous.
     q, k, v, out, dout, dq, lse_ptr, dlse_ptr, delta_ptr, bias, mask, dropout,
     num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -57,7 +57,7 @@ def attention_dq_kernel(
     through shared memory.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile, b, h = program_place(num_tiles, num_heads)
+    tile, b, h = program_coords(num_tiles, num_heads)
     tile = num_tiles - 1 - tile
     m0 = tile * BLOCK_M
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
@@ -65,7 +65,7 @@ def attention_dq_kernel(
     row = (b * num_heads + h) * seqlen_q + m
 
     begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-    tile_begin, tile_end = columns_of_tile(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
     first, num_left, num_partial, num_visited = plan_tiles(
         mask, b, h, num_heads, tile, tile_begin, tile_end, m0, m_last, seqlen_q, seqlen_k, band_lo, band_hi,
         BLOCK_M, BLOCK_N,
@@ -93,7 +93,7 @@ def attention_dq_kernel(
     for FULL in tl.static_range(2):
         for i in range(num_partial if FULL else 0, num_visited if FULL else num_partial):
             n0 = BLOCK_N * tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
-            inside = None if FULL else columns_to_load(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
+            inside = None if FULL else readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
             k_tile = load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
             v_tile = load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
@@ -120,7 +120,7 @@ def attention_dq_kernel(
 # a bias, a bool matrix and dropout at D 128, 13 stores spill and not 45.
 @triton.jit(do_not_specialize=["seqlen_k", "band_lo", "band_hi"])
 def attention_dkv_kernel(
-    # Rows of q, k, v, dout, dk, dv; lse and delta (B, H, Lq) float32, contiguous; mask: its rows are keys.
+    # StridedTensors q, k, v, dout, dk, dv; lse and delta (B, H, Lq) float32, contiguous; mask: its rows are keys.
     q, k, v, dout, dk, dv, lse_ptr, delta_ptr, bias, mask, dropout,
     num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -132,13 +132,13 @@ def attention_dkv_kernel(
     Registers: dk and dv [BLOCK_N, BLOCK_D*] and a tile each of S and dP, float32. k and v are read once, q and dout
     stream through shared memory.
     """
-    tile, b, h_k = program_place(tl.cdiv(seqlen_k, BLOCK_N), num_heads // group)
+    tile, b, h_k = program_coords(tl.cdiv(seqlen_k, BLOCK_N), num_heads // group)
     n0 = tile * BLOCK_N
     n_last = tl.minimum(n0 + BLOCK_N, seqlen_k) - 1
     n = n0 + tl.arange(0, BLOCK_N)
 
     begin, end = row_intervals(mask, b, n, seqlen_k, seqlen_q, band_lo, band_hi)
-    tile_begin, tile_end = columns_of_tile(mask, begin, end, n0, n_last, seqlen_q, band_lo, band_hi)
+    tile_begin, tile_end = tile_columns(mask, begin, end, n0, n_last, seqlen_q, band_lo, band_hi)
 
     unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
     real = (n < seqlen_k) & (begin < end)  # what the other keys hold may be NaN
@@ -163,7 +163,7 @@ def attention_dkv_kernel(
                     lse = tl.load(lse_ptr + row0 + m)
                     delta = tl.load(delta_ptr + row0 + m)
                 else:
-                    inside = columns_to_load(mask, b, m0, tile_begin, tile_end, seqlen_q, BLOCK_M)
+                    inside = readable_columns(mask, b, m0, tile_begin, tile_end, seqlen_q, BLOCK_M)
                     lse = tl.load(lse_ptr + row0 + m, mask=m < seqlen_q, other=float("-inf"))
                     delta = tl.load(delta_ptr + row0 + m, mask=m < seqlen_q, other=0.0)
                 q_tile = load_rows(q, b, h, m0, inside, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
@@ -210,8 +210,8 @@ def attention_bwd(
     needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
-    it. masks: in the layouts of mask_layouts() but the first. Returns dq, dk, dv in the inputs' dtypes and memory
-    order, and dbias, as bias, if needed."""
+    it. masks: in the layouts of mask_layouts() after the first, which also say the tiles. Returns dq, dk, dv in the
+    inputs' dtypes and memory order, and dbias, as bias, if needed."""
     B, H, Lq, Dk = q.shape
     Hk, Lk, Dv = v.shape[1:]
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
@@ -221,25 +221,21 @@ def attention_bwd(
     delta = torch.empty_like(lse)
     dbias = None
     by_query, by_key = masks
-    rows = arguments.rows
-    inputs = {"q": rows(q), "k": rows(k), "v": rows(v), "dout": rows(dout), "lse_ptr": lse, "delta_ptr": delta}
+    strided = arguments.strided
+    inputs = {"q": strided(q), "k": strided(k), "v": strided(v), "dout": strided(dout)}
+    inputs |= {"lse_ptr": lse, "delta_ptr": delta}
     with on_device(q):
         inputs |= arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state) | arguments.value_dims(v)
-        head_dim = max(Dk, Dv)
-        c = config("dq", current_arch(), q.dtype, head_dim, Lq)
-        programs = B * H * triton.cdiv(Lq, c.BLOCK_M)
+        tile = Config(*by_query.layout.launch)
+        programs = B * H * triton.cdiv(Lq, tile.BLOCK_M)
         if programs > 0:
-            attention_dq_kernel[(programs,)](
-                out=rows(out), dq=rows(dq), dlse_ptr=dlse,
-                **inputs, **arguments.masking(by_query), **c._asdict(), enable_fp_fusion=True,
-            )  # fmt: skip
-        c = config("dkv", current_arch(), q.dtype, head_dim, Lk)
-        programs = B * Hk * triton.cdiv(Lk, c.BLOCK_N)
+            own = {"out": strided(out), "dq": strided(dq), "dlse_ptr": dlse} | arguments.masking(by_query)
+            attention_dq_kernel[(programs,)](**inputs, **own, **tile._asdict(), enable_fp_fusion=True)
+        tile = Config(*by_key.layout.launch)
+        programs = B * Hk * triton.cdiv(Lk, tile.BLOCK_N)
         if programs > 0:
-            attention_dkv_kernel[(programs,)](
-                dk=rows(dk), dv=rows(dv),
-                **inputs, **arguments.masking(by_key), **c._asdict(), enable_fp_fusion=True,
-            )  # fmt: skip
+            own = {"dk": strided(dk), "dv": strided(dv)} | arguments.masking(by_key)
+            attention_dkv_kernel[(programs,)](**inputs, **own, **tile._asdict(), enable_fp_fusion=True)
         if needs_dbias:
             dbias = bias_gradient(q, v, bias, dlse, inputs, by_query)
     return dq, dk, dv, dbias

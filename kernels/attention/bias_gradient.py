@@ -24,26 +24,27 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import current_arch
+from ..common.launch import gpu_arch
 from ..common.philox import dropout_keep
 from . import arguments
-from .tile_sizes import config
-from .tiles import (
+from .masked_tiles import (
     LOG2E,
-    columns_of_tile,
-    columns_to_load,
     exponent_shift,
     exponential,
     load_bias,
     load_rows,
+    readable_columns,
     row_intervals,
+    tile_columns,
     visible_elements,
 )
+from .tile_sizes import config
 
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_dbias_kernel(
-    # Rows of q, k, v, dout; dbias a Matrix of bias_heads and bias_rows (1 or all); lse, delta (B, H, Lq) float32.
+    # StridedTensors q, k, v, dout; dbias a Matrix of bias_heads and bias_rows (1 or all);
+    # lse, delta (B, H, Lq) float32.
     q, k, v, dout, dbias, lse_ptr, delta_ptr, bias, mask, dropout,
     bias_heads, bias_rows,
     # How many batches, heads and query tiles a program loops over: 1 where the bias is not broadcast.
@@ -71,8 +72,8 @@ def attention_dbias_kernel(
         m = m0 + tl.arange(0, BLOCK_M)
         row = (b * num_heads + h) * seqlen_q + m
         begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-        tile_begin, tile_end = columns_of_tile(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
-        inside = columns_to_load(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
+        tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+        inside = readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
         keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
         if tl.max(keep.to(tl.int32)) > 0:  # an empty tile costs no product
             lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
@@ -110,16 +111,15 @@ def bias_gradient(
         dlse = dlse.masked_fill(inputs["lse_ptr"] == -torch.inf, 0.0)  # a query without keys has no gradient
         return dlse.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    c = config("dbias", current_arch(), q.dtype, max(q.shape[3], v.shape[3]), q.shape[2])
+    tile = config("dbias", gpu_arch(q), q.dtype, max(q.shape[3], v.shape[3]), q.shape[2])
     # (batches, heads, query tiles): all that is to be summed, and what each program owns of it.
-    whole = (*q.shape[:2], triton.cdiv(q.shape[2], c.BLOCK_M))
+    whole = (*q.shape[:2], triton.cdiv(q.shape[2], tile.BLOCK_M))
     owned = [1 if size == 1 else n for size, n in zip(bias.shape[:3], whole, strict=True)]
     loops = [n if size == 1 else 1 for size, n in zip(bias.shape[:3], whole, strict=True)]
-    programs = math.prod(owned) * triton.cdiv(v.shape[2], c.BLOCK_N)
+    programs = math.prod(owned) * triton.cdiv(v.shape[2], tile.BLOCK_N)
     if programs > 0:
-        attention_dbias_kernel[(programs,)](
-            dbias=arguments.matrix(dbias, v.shape[2]), bias_heads=bias.shape[1], bias_rows=bias.shape[2],
-            **dict(zip(("loop_b", "loop_h", "loop_m"), loops, strict=True)),
-            SUM_ROWS=bias.shape[2] == 1, **inputs, **arguments.masking(mask), **c._asdict(), enable_fp_fusion=True,
-        )  # fmt: skip
+        own = {"dbias": arguments.matrix(dbias, v.shape[2]), "bias_heads": bias.shape[1], "bias_rows": bias.shape[2]}
+        own |= dict(zip(("loop_b", "loop_h", "loop_m"), loops, strict=True)) | {"SUM_ROWS": bias.shape[2] == 1}
+        own |= arguments.masking(mask) | tile._asdict()
+        attention_dbias_kernel[(programs,)](**inputs, **own, enable_fp_fusion=True)
     return dbias

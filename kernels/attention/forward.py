@@ -26,37 +26,37 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import current_arch, on_device
+from ..common.launch import on_device
 from ..common.philox import dropout_keep
 from . import arguments
-from .tile_sizes import config
-from .tiles import (
+from .masked_tiles import (
     LN2,
     LOG2E,
-    columns_of_tile,
-    columns_to_load,
     exponential,
     load_bias,
     load_rows,
     plan_tiles,
-    program_place,
+    program_coords,
+    readable_columns,
     row_intervals,
     store_rows,
     tile_at,
+    tile_columns,
     visible_elements,
 )
+from .tile_sizes import Config
 
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_forward_kernel(
-    # Rows of q, k, v, out; lse (B, H, Lq) float32, contiguous; bias Matrix or None, mask, dropout or None.
+    # StridedTensors q, k, v, out; lse (B, H, Lq) float32, contiguous; bias Matrix or None, mask, dropout or None.
     q, k, v, out, lse_ptr, bias, mask, dropout,
     num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile, b, h = program_place(num_tiles, num_heads)
+    tile, b, h = program_coords(num_tiles, num_heads)
     tile = num_tiles - 1 - tile
     m0 = tile * BLOCK_M
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
@@ -64,7 +64,7 @@ def attention_forward_kernel(
     row = (b * num_heads + h) * seqlen_q + m  # int64: of lse, and of the dropout rule
 
     begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-    tile_begin, tile_end = columns_of_tile(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
     first, num_left, num_partial, num_visited = plan_tiles(
         mask, b, h, num_heads, tile, tile_begin, tile_end, m0, m_last, seqlen_q, seqlen_k, band_lo, band_hi,
         BLOCK_M, BLOCK_N,
@@ -79,7 +79,7 @@ def attention_forward_kernel(
     for FULL in tl.static_range(2):  # unrolled: the loop over full tiles is compiled without tests
         for i in range(num_partial if FULL else 0, num_visited if FULL else num_partial):
             n0 = BLOCK_N * tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
-            inside = None if FULL else columns_to_load(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
+            inside = None if FULL else readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
             k_tile = load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if not FOLD_SCALE:
@@ -127,22 +127,22 @@ def attention_fwd(
     rng_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None without
-    dropout."""
+    lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also says the tile. rng_state: int64
+    (seed, offset), or None without dropout."""
     B, H, Lq, _ = q.shape
     out = arguments.empty_like(q, v.shape[3])
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
     with on_device(q):
-        c = config("forward", current_arch(), q.dtype, max(q.shape[3], v.shape[3]), Lq)
-        programs = B * H * triton.cdiv(Lq, c.BLOCK_M)
+        tile = Config(*mask.layout.launch)
+        programs = B * H * triton.cdiv(Lq, tile.BLOCK_M)
         if programs > 0:
             attention_forward_kernel[(programs,)](
-                *map(arguments.rows, (q, k, v, out)),
+                *map(arguments.strided, (q, k, v, out)),
                 lse,
                 **arguments.masking(mask),
                 **arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state),
                 **arguments.value_dims(v),
-                **c._asdict(),
+                **tile._asdict(),
                 enable_fp_fusion=True,
             )
     return out, lse

@@ -1,7 +1,7 @@
-"""Tile sizes of the attention kernels: a table, read at every launch. Nothing is tuned at call time.
+"""Tile sizes of the attention kernels: a table. A call reads it once. Nothing is tuned at call time.
 
-Chosen offline, by compiling for each architecture (tests/codegen): no spilled register in the forward, as few as can be
-in the backward, tensor cores in every product, shared memory within the device's limit.
+The sizes were chosen offline, by compiling for each architecture (tests/codegen): no spilled register in the forward,
+as few as possible in the backward, tensor cores in every product, shared memory within the device's limit.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,10 @@ from ..common import INTERPRETED
 
 
 class Config(NamedTuple):
-    """Tiles of BLOCK_M queries by BLOCK_N keys, num_warps warps a program, loads num_stages - 1 tiles ahead."""
+    """Tiles of BLOCK_M queries by BLOCK_N keys, num_warps warps a program, loads num_stages - 1 tiles ahead.
+
+    The field names are those of the launch's arguments.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -64,9 +67,11 @@ _CONFIGS: dict[tuple[str, int, int], tuple[Config, ...]] = {
 
 
 def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
-    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights". arch: 90 for
-    sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the work, Lk for "dkv" and Lq
-    for the others; a short one gets half the block and half the warps."""
+    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights".
+
+    arch: 90 for sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the work, Lk for
+    "dkv" and Lq for the others. If it is short, the block and the warps are halved.
+    """
     return INTERPRETED_CONFIG if INTERPRETED else _look_up(kernel, arch, dtype, head_dim, rows <= 64)
 
 

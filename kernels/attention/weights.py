@@ -15,40 +15,40 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import current_arch, on_device
+from ..common.launch import gpu_arch, on_device
 from ..common.philox import dropout_keep
 from . import arguments
-from .tile_sizes import config
-from .tiles import (
+from .masked_tiles import (
     LOG2E,
-    columns_of_tile,
-    columns_to_load,
     exponent_shift,
     exponential,
     load_bias,
     load_rows,
-    program_place,
+    program_coords,
+    readable_columns,
     row_intervals,
+    tile_columns,
     visible_elements,
 )
+from .tile_sizes import config
 
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_weights_kernel(
-    # Rows of q, k; lse (B, H, Lq) float32, contiguous; weights a Matrix of all heads, or of one with MEAN.
+    # StridedTensors q, k; lse (B, H, Lq) float32, contiguous; weights a Matrix of all heads, or of one with MEAN.
     q, k, lse_ptr, weights, bias, mask, dropout,
     num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
     HEAD_DIM_K: tl.constexpr, BLOCK_DK: tl.constexpr, FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr,
     MEAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     key_tiles = tl.cdiv(seqlen_k, BLOCK_N)
-    tile, b, h_out = program_place(tl.cdiv(seqlen_q, BLOCK_M) * key_tiles, 1 if MEAN else num_heads)
+    tile, b, h_out = program_coords(tl.cdiv(seqlen_q, BLOCK_M) * key_tiles, 1 if MEAN else num_heads)
     m0, n0 = tile // key_tiles * BLOCK_M, tile % key_tiles * BLOCK_N
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-    tile_begin, tile_end = columns_of_tile(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
-    inside = columns_to_load(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
+    tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    inside = readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
     unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -94,18 +94,18 @@ def attention_weights(
     (B, H, Lq, Dk), Lk = q.shape, k.shape[2]
     weights = torch.empty(B, 1 if mean else H, Lq, Lk, dtype=q.dtype, device=q.device)
     with on_device(q):
-        c = config("weights", current_arch(), q.dtype, Dk, Lq)
-        programs = weights.shape[0] * weights.shape[1] * triton.cdiv(Lq, c.BLOCK_M) * triton.cdiv(Lk, c.BLOCK_N)
+        tile = config("weights", gpu_arch(q), q.dtype, Dk, Lq)
+        programs = B * weights.shape[1] * triton.cdiv(Lq, tile.BLOCK_M) * triton.cdiv(Lk, tile.BLOCK_N)
         if programs > 0:
             attention_weights_kernel[(programs,)](
-                arguments.rows(q),
-                arguments.rows(k),
+                arguments.strided(q),
+                arguments.strided(k),
                 lse.contiguous(),
                 arguments.matrix(weights, Lk),
                 MEAN=mean,
                 **arguments.masking(mask),
                 **arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state),
-                **c._asdict(),
+                **tile._asdict(),
                 enable_fp_fusion=True,
             )
     return weights.squeeze(1) if mean else weights

@@ -1,10 +1,11 @@
-"""What a launch asks of its device. Everything is read from the host: no kernel, no synchronisation."""
+"""What a launch must know of its device and tensors. No kernel runs for it, and nothing waits for the device."""
 
 import contextlib
 import functools
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
 
@@ -15,17 +16,25 @@ from . import INTERPRETED
 DTYPES = constants.DTYPES
 
 
-def refuse_device(x: Tensor) -> str | None:
-    """Why the kernels cannot run where x lies, or None."""
+def unsupported_tensors(op: str, **tensors: Tensor | None) -> str | None:
+    """Why an op's kernels cannot take these tensors, all on one device, or None. It reads dtype and device only."""
+    for name, t in tensors.items():
+        if t is not None and t.dtype not in DTYPES:
+            return f"{op} in Triton takes float32, bfloat16 and float16, got {name} in {t.dtype}"
+    return unsupported_device(next(iter(tensors.values())))
+
+
+def unsupported_device(x: Tensor) -> str | None:
+    """Why the kernels cannot run on x's device, or None."""
     if INTERPRETED:
         return None
     if not x.is_cuda:
         return f"Triton runs on a GPU (on a CPU only under TRITON_INTERPRET=1), got tensors on {x.device}"
-    return _refuse_gpu(x.device.index)
+    return _constant_gpu_problem(x.device.index)
 
 
-@torch.compiler.assume_constant_result  # torch.compile would write the question into its graph
-def _refuse_gpu(index: int) -> str | None:
+@torch.compiler.assume_constant_result  # torch.compile would put the question into its graph
+def _constant_gpu_problem(index: int) -> str | None:
     return _gpu_problem(index)
 
 
@@ -36,7 +45,7 @@ def _gpu_problem(index: int) -> str | None:
         return f"the Triton kernels need an NVIDIA GPU, got {gpu.name}"
     if gpu.major < 8:
         return f"the Triton kernels need compute capability 8.0, got {gpu.major}.{gpu.minor}"
-    try:  # Triton now compiles its own module for the driver, unless that is in its cache: small images cannot
+    try:  # Triton now compiles its driver module, unless it is in the cache. A small image may have no compiler.
         driver.active.get_current_target()
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -50,23 +59,16 @@ def _properties(index: int) -> Any:
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, so make it x's."""
+    """Makes x's device the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def current_arch() -> int:
-    """Compute capability of the current device, 90 for sm_90; 0 in the interpreter. Call inside on_device."""
-    return 0 if INTERPRETED else _arch(driver.active.get_current_device())
-
-
-@functools.cache
-def _arch(device: int) -> int:
-    return driver.active.get_current_target().arch
-
-
-def arch_of(x: Tensor) -> int:
-    """current_arch() of x's device, which need not be the current one. May be called while a function is traced."""
-    return _capability(x.device.index) if x.is_cuda and not INTERPRETED else current_arch()
+def gpu_arch(x: Tensor) -> int:
+    """Compute capability of x's device, 90 for sm_90; 0 in the interpreter. It can be called in a trace."""
+    if INTERPRETED:
+        return 0
+    # Kernels may also be compiled with tensors on a CPU, for a GPU that is not here (tools/precompile.py).
+    return _capability(x.device.index) if x.is_cuda else driver.active.get_current_target().arch
 
 
 @torch.compiler.assume_constant_result
@@ -76,12 +78,18 @@ def _capability(index: int) -> int:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Streaming multiprocessors of x's device; 1 in the interpreter, so that persistent loops take several turns."""
+    """Streaming multiprocessors of x's device; 1 in the interpreter, so that persistent loops run several times."""
     return _properties(x.device.index).multi_processor_count if x.is_cuda else 1
 
 
+@functools.cache
+def padded_dim(size: int) -> int:
+    """The size of a tile along a dimension: tl.dot and tl.arange need a power of two, and at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
 def dot_precision(dtype: torch.dtype) -> str:
-    """input_precision of tl.dot: float32 is multiplied as torch multiplies it on a GPU, by default exactly."""
+    """input_precision of tl.dot. float32 is multiplied as torch multiplies it on a GPU: exactly, by default."""
     if dtype != torch.float32:
         return "tf32"  # one name for the 16-bit types, which it does not touch: one compiled kernel
     return "tf32" if constants.uses_tf32() else "ieee"

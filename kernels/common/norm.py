@@ -1,11 +1,11 @@
-"""LayerNorm and RMSNorm of rows in registers: what the kernels that normalise share, forward and backward.
+"""LayerNorm and RMSNorm of rows in registers: the parts that all normalising kernels share, forward and backward.
 
-A tile is BLOCK_M whole rows, [BLOCK_M, BLOCK_N] float32, zero in columns past `hidden`. IS_RMS: RMSNorm, without mean
-and bias. `statistics` is float32, made by the forward for the backward: mean (rows), rstd (rows), then TICKETS zeros,
-which the backward counts its programs with and leaves zero. EPS_ON_STD: rstd is 1 / (std + eps), where std has Bessel's
-correction, and ratio (rows) follows, the factor of mean(g * normal) in the backward:
+A tile is BLOCK_M whole rows, [BLOCK_M, BLOCK_N] float32, zero in columns from `hidden` on. IS_RMS: RMSNorm, without
+mean and bias. `statistics` is float32, written by the forward for the backward: mean (rows), rstd (rows), then TICKETS
+zeros. The backward counts its programs with them and leaves them zero. EPS_ON_STD: rstd is 1 / (std + eps), where std
+has Bessel's correction, and ratio (rows) follows, the factor of mean(g * normal) in the backward:
     ratio = (std + eps) / std * hidden / (hidden - 1), or 0 where std is 0
-It is stored because rstd alone does not tell a std that is far below eps from 0.
+It is stored because rstd alone cannot distinguish a std that is far below eps from 0.
 """
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .launch import multiprocessors
 
-MAX_HIDDEN = 16384  # a row lives in the registers of one program
-SPAN = 16  # programs whose sums the last of them adds
+MAX_HIDDEN = 16384  # a row is held in the registers of one program
+SPAN = 16  # programs in a group; the last of a group adds its sums
 TICKETS = 33  # one for each SPAN programs, and one for all
-FINISH_HIDDEN = 1024  # widest row whose weight gradients are finished in the same launch
+FINISH_HIDDEN = 1024  # the widest row whose weight gradients are finished in the same launch
 
 
 def forward_tile(hidden: int) -> tuple[int, int, int]:
@@ -26,15 +26,16 @@ def forward_tile(hidden: int) -> tuple[int, int, int]:
 
     Registers a thread with dropout at sm_90, offline: 66 to 72 in bfloat16 (80 to 128 with float32 weights), 86 to 96
     in float32, no spills. Dropped: 64 values a lane (120 to 199 registers), which leaves a multiprocessor half the
-    warps and no more loads in flight.
+    warps and as many loads in flight.
     """
-    block_n = max(triton.next_power_of_2(hidden), 8)  # 8: the dropout rule serves eight columns at a time
+    block_n = max(triton.next_power_of_2(hidden), 8)  # 8: the dropout rule works on eight columns
     return max(1024 // block_n, 1), block_n, max(block_n // 1024, 1)
 
 
-def backward_tile(hidden: int, x_bias: bool = False) -> tuple[int, int, int, int]:
+def backward_tile(hidden: int, halved: bool = False) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps, stages): 16 values a lane; above 4096 one turn already fills the loads in flight.
-    x_bias: its gradient is summed too; then 8 values a lane.
+
+    halved: 8 values a lane, for kernels that hold more: x_bias's gradient, or the embedding's row and its dropout.
 
     Registers a thread at sm_90, offline: 94 to 128 in bfloat16, up to 161 in float32; up to 8192 at most one spilled,
     outside of the loop.
@@ -42,16 +43,17 @@ def backward_tile(hidden: int, x_bias: bool = False) -> tuple[int, int, int, int
     and 15 to 40 values still spilled, most of them past the sums. Dropped there: the row held, 57 to 104 spilled; the
     row in halves, or in pieces, by 512 or 1024 threads, 19 to 65. Dropped elsewhere: three stages (147 to 173
     registers: one program a multiprocessor instead of two); 32 values a lane (246 registers at 512).
-    With x_bias: 64 to 104, in float32 too, no spills up to 8192; at 16384 some 60 values.
+    Halved, with x_bias: 64 to 104, in float32 too, no spills up to 8192; at 16384 some 60 values. The embedding takes
+    112 to 128, no spills; with 16 values a lane 164 to 204, so only one program fits a multiprocessor.
     """
     block_n = max(triton.next_power_of_2(hidden), 8)
-    if x_bias:
+    if halved:
         return max(2048 // block_n, 1), block_n, min(max(block_n // 256, 8), 32), 2 if block_n <= 4096 else 1
     return max(4096 // block_n, 1), block_n, max(block_n // 512, 8), 2 if block_n <= 4096 else 1
 
 
 def empty_statistics(rows: int, like: Tensor, eps_on_std: bool = False) -> Tensor:
-    """Memory for the statistics of so many rows, on like's device."""
+    """Memory for the statistics of `rows` rows, on like's device."""
     return torch.empty((3 if eps_on_std else 2) * rows + TICKETS, dtype=torch.float32, device=like.device)
 
 
@@ -60,7 +62,7 @@ def normalize(
     value, weight, bias, statistics, row, rows, col, hidden, eps,
     IS_RMS: tl.constexpr, TICKETS: tl.constexpr, EPS_ON_STD: tl.constexpr = False,
 ):  # fmt: skip
-    """The normalised rows; their statistics, and zero tickets, are stored."""
+    """The normalised rows. Stores their statistics, and zero tickets."""
     in_row = col < hidden
     # Rounded to nearest: on a GPU the plain division and root may be two units off, the same way along the whole row.
     center = tl.zeros([value.shape[0]], tl.float32)
@@ -90,27 +92,27 @@ def normalize(
 
 @triton.jit
 def load_statistics(statistics, row, rows):
-    """(mean, rstd) of these rows, 0 past the last. RMSNorm's mean is 0."""
+    """(mean, rstd) of these rows, 0 after the last. RMSNorm's mean is 0."""
     center = tl.load(statistics + row, mask=row < rows, other=0.0)
     return center, tl.load(statistics + row + rows, mask=row < rows, other=0.0)
 
 
 @triton.jit
 def gradient_means(grad, normal, gain, hidden, IS_RMS: tl.constexpr, ratio=1.0):
-    """ratio times the mean along each row of g * normal, and the mean of g, which RMSNorm does not need.
+    """(ratio * mean(g * normal), mean(g)) along each row, g = grad * gain. RMSNorm needs no mean(g).
 
     grad: of the result.
     """
     g = grad * gain[None, :]
-    along = tl.sum(g * normal, axis=1) / hidden * ratio
-    level = along * 0.0 if IS_RMS else tl.sum(g, axis=1) / hidden
-    return along, level
+    dot_mean = tl.sum(g * normal, axis=1) / hidden * ratio
+    grad_mean = dot_mean * 0.0 if IS_RMS else tl.sum(g, axis=1) / hidden
+    return dot_mean, grad_mean
 
 
 @triton.jit
-def norm_gradient(grad, normal, gain, inverse, along, level):
-    """The gradient of the rows before the normalisation; along, level: gradient_means."""
-    return (grad * gain[None, :] - level[:, None] - normal * along[:, None]) * inverse[:, None]
+def norm_gradient(grad, normal, gain, inverse, dot_mean, grad_mean):
+    """The gradient of the rows before the normalisation. dot_mean, grad_mean: from gradient_means."""
+    return (grad * gain[None, :] - grad_mean[:, None] - normal * dot_mean[:, None]) * inverse[:, None]
 
 
 @triton.jit
@@ -128,9 +130,9 @@ def finish_sums(
 ):  # fmt: skip
     """Add all programs' sums to the weight gradients, inside the launch that makes them. Called once by every program.
 
-    The last of SPAN programs to arrive adds their rows, the last of those adds their sums: who adds depends on the run,
-    but what is added, in which order, does not. The barrier and the ticket's acquire and release make the others' rows
-    visible.
+    The last program of a group of SPAN adds the group's rows. The last of these programs adds the groups' sums. Which
+    program adds depends on the run. What is added, and in which order, does not. The barrier and the ticket's acquire
+    and release make the other programs' rows visible.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     group, groups = program // SPAN, tl.cdiv(programs, SPAN)
@@ -158,7 +160,7 @@ def finish_sums(
 def store_sums(
     dweight, dbias, dx_bias, col, total, width, hidden, IS_RMS: tl.constexpr, HAS_X_BIAS: tl.constexpr
 ):  # fmt: skip
-    """Columns 0, .. hidden - 1 of the sums are dweight's, the next are dbias's, the last dx_bias's."""
+    """The columns 0 .. hidden - 1 of the sums are dweight's, the next are dbias's, the last are dx_bias's."""
     tl.store(dweight + col, total.to(dweight.dtype.element_ty), mask=col < hidden)
     if not IS_RMS:
         shift = (col >= hidden) & (col < 2 * hidden)
@@ -170,7 +172,7 @@ def store_sums(
 
 @triton.jit
 def store_partial(partial, start, sums, col, width, hidden):
-    """The rows of `sums` added up, into this program's row of `partial` from column `start` on."""
+    """Stores the sum of the rows of `sums` in this program's row of `partial`, from column `start` on."""
     mine = partial + tl.program_id(0).to(tl.int64) * width + start + col
     tl.store(mine, tl.sum(sums, axis=0), mask=col < hidden)
 
@@ -187,7 +189,10 @@ def add_partials_kernel(
 
 
 class Sums:
-    """The weight gradients, x_bias's too, on their way: `programs`, how many make them, and their rows, `partial`."""
+    """The weight gradients, also x_bias's, while they are summed.
+
+    programs: how many programs sum. partial: their sums, one row each, and a row for each group of SPAN programs.
+    """
 
     def __init__(
         self, z: Tensor, weight: Tensor, bias: Tensor | None, block_m: int, x_bias: Tensor | None = None
@@ -204,10 +209,11 @@ class Sums:
         )
 
     def add(self) -> None:
-        """A second launch, where the first has not added up what it made."""
+        """Adds the programs' sums in a second launch, if the first has not done it."""
         if not self.finish:
+            sums = self.partial, self.dweight, self.dbias, self.dx_bias
+            constants = {"IS_RMS": self.is_rms, "HAS_X_BIAS": self.dx_bias is not None, "COLS": 32, "num_warps": 8}
+            constants["BLOCK_P"] = triton.next_power_of_2(self.programs)
             add_partials_kernel[(triton.cdiv(self.width, 32),)](
-                self.partial, self.dweight, self.dbias, self.dx_bias, self.programs, self.width, self.hidden,
-                IS_RMS=self.is_rms, HAS_X_BIAS=self.dx_bias is not None,
-                BLOCK_P=triton.next_power_of_2(self.programs), COLS=32, num_warps=8, enable_fp_fusion=True,
-            )  # fmt: skip
+                *sums, self.programs, self.width, self.hidden, **constants, enable_fp_fusion=True
+            )

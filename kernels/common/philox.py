@@ -1,9 +1,11 @@
-"""The dropout rule in Triton. Specification: fastattn/backends/reference/philox.py. All kernels draw its bits exactly.
+"""The dropout rule in Triton. Specification: fastattn/backends/reference/philox.py
+
+All kernel backends and the reference drop exactly the same elements.
 
 Element (row, col) belongs to the Philox 4x32 call (7 rounds) with
     key = (seed & 0xffffffff, seed >> 32),  counter = (col // 8, row & 0xffffffff, row >> 32, offset & 0xffffffff).
 Its four 32-bit words are eight 16-bit lanes, low half first; the element's number u is lane col % 8, and it is kept
-when u >= threshold. One call therefore serves eight neighbouring columns, about 7 integer instructions an element.
+when u >= threshold. One call is enough for eight neighbouring columns: about 7 integer instructions an element.
 """
 
 import triton

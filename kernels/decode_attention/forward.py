@@ -1,10 +1,12 @@
-"""Attention of new tokens to a cache, one pass over the keys. Specification: fastattn/backends/reference/decode_attention.py
+"""Attention of new tokens to a cache, one pass over the keys.
+
+Specification: fastattn/backends/reference/decode_attention.py
 
     S_j = softmax_scale * q_bwh k[b, j, row_j, h / group],  row_j = ancestors[b, w, j], or w, or 0 where R = 1
     out_bwh = sum_j exp(S_j - lse) v[b, j, row_j, h / group],  lse = log sum_j exp(S_j), over the visible j
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference": where there are few sequences, the keys of each
-are split among several programs, and a second kernel merges what these have found.
+are split among several programs, and a second kernel merges their results.
 
 Grid: one program per (batch, key head, split, 16 queries that have the same keys), in one dimension. With ancestors, or
 where each query reads its own row, those are the heads of a group; where R = 1, all W queries are together, so that
@@ -34,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dot_precision, multiprocessors, on_device
+from ..common.launch import dot_precision, multiprocessors, on_device, padded_dim
 
 
 class Queries(NamedTuple):
@@ -166,17 +168,13 @@ def merge_splits_kernel(
     tl.store(out + row * HEAD_DIM_V + col, merged.to(out.dtype.element_ty), mask=col < HEAD_DIM_V)
 
 
-# Chosen offline, see above; nothing is tuned at call time.
+# Chosen offline, see the top of the file. Nothing is tuned at call time.
 _BLOCK_M = 16  # queries in a tile, heads counted one by one: the fewest that tl.dot takes
 _TILE_BYTES = 8192  # of keys, or of values
 _SPLIT_KEYS = 256  # at least, for a program to be worth the merge
 _PROGRAMS = 4  # that a multiprocessor can run at once
 _MAX_SPLITS = 64
-
-
-def _padded(size: int) -> int:
-    """Of a tile: tl.dot and tl.arange want a power of two, and at least 16."""
-    return max(16, triton.next_power_of_2(size))
+_LAUNCH = {"num_warps": 4, "num_stages": 3}
 
 
 def decode_attention_fwd(
@@ -195,23 +193,23 @@ def decode_attention_fwd(
     if splits > 1:
         found = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, B, W, H, dtype=torch.float32, device=q.device)
-    BLOCK_N = max(_TILE_BYTES // (max(_padded(Dk), _padded(Dv), 64) * q.itemsize), 16)
+    BLOCK_DK, BLOCK_DV = padded_dim(Dk), padded_dim(Dv)
+    BLOCK_N = max(_TILE_BYTES // (max(BLOCK_DK, BLOCK_DV, 64) * q.itemsize), 16)
     with on_device(q):
-        decode_attention_kernel[(programs * splits,)](
-            Queries(q, *q.stride()[:3]),
-            Cache(k, *k.stride()[:4]),
-            Cache(v, *v.stride()[:4]),
+        tensors = Queries(q, *q.stride()[:3]), Cache(k, *k.stride()[:4]), Cache(v, *v.stride()[:4])
+        given = (
             None if lengths is None else lengths.contiguous(),
             None if ancestors is None else Ancestors(ancestors, *ancestors.stride(), R),
-            found, lse, W, together, Hk, H // Hk, M, splits, B * W * H, softmax_scale,
-            HEAD_DIM_K=Dk, HEAD_DIM_V=Dv, BLOCK_DK=_padded(Dk), BLOCK_DV=_padded(Dv),
-            PRECISION=dot_precision(q.dtype), BLOCK_M=_BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4, num_stages=3,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        )
+        sizes = W, together, Hk, H // Hk, M, splits, B * W * H
+        constants = {"HEAD_DIM_K": Dk, "HEAD_DIM_V": Dv, "BLOCK_DK": BLOCK_DK, "BLOCK_DV": BLOCK_DV}
+        constants |= {"PRECISION": dot_precision(q.dtype), "BLOCK_M": _BLOCK_M, "BLOCK_N": BLOCK_N}
+        decode_attention_kernel[(programs * splits,)](
+            *tensors, *given, found, lse, *sizes, softmax_scale, **constants, **_LAUNCH, enable_fp_fusion=True
+        )
         if splits > 1:
-            BLOCK_DV = min(_padded(Dv), 64)
-            merge_splits_kernel[(B * W * H, triton.cdiv(Dv, BLOCK_DV))](
-                found, lse, out, splits, B * W * H,
-                HEAD_DIM_V=Dv, MAX_SPLITS=_MAX_SPLITS, BLOCK_DV=BLOCK_DV, num_warps=4, enable_fp_fusion=True,
-            )  # fmt: skip
+            constants = {"HEAD_DIM_V": Dv, "MAX_SPLITS": _MAX_SPLITS, "BLOCK_DV": min(BLOCK_DV, 64)}
+            merge_splits_kernel[(B * W * H, triton.cdiv(Dv, min(BLOCK_DV, 64)))](
+                found, lse, out, splits, B * W * H, **constants, num_warps=4, enable_fp_fusion=True
+            )
     return out

@@ -1,4 +1,6 @@
-"""Backward of embedding + positions + dropout + LayerNorm.  Specification: fastattn/backends/reference/embed_layer_norm.py
+"""Backward of embedding + positions + dropout + LayerNorm.
+
+Specification: fastattn/backends/reference/embed_layer_norm.py
 
     normal = (z - mean) * rstd;    g = dout * weight
     drow = dropout((g - mean(g) - normal * mean(g * normal)) * rstd) * scale        means along the row
@@ -18,7 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import on_device
-from ..common.norm import SPAN, Sums, finish_sums, gradient_means, load_statistics, norm_gradient, store_partial
+from ..common.norm import (
+    SPAN,
+    Sums,
+    backward_tile,
+    finish_sums,
+    gradient_means,
+    load_statistics,
+    norm_gradient,
+    store_partial,
+)
 from ..common.philox import dropout_constants, dropout_keep
 from .forward import embedded
 
@@ -54,8 +65,8 @@ def embed_layer_norm_bwd_kernel(
 
         dgain += grad * normal
         dshift += grad
-        along, level = gradient_means(grad, normal, gain, hidden, False)
-        grad = norm_gradient(grad, normal, gain, inverse, along, level) * scale
+        dot_mean, grad_mean = gradient_means(grad, normal, gain, hidden, False)
+        grad = norm_gradient(grad, normal, gain, inverse, dot_mean, grad_mean) * scale
         if HAS_DROPOUT:
             grad *= factor
         tl.store(drows + place, grad.to(drows.dtype.element_ty), mask=inside)
@@ -64,16 +75,8 @@ def embed_layer_norm_bwd_kernel(
     store_partial(partial, 0, dgain, col, width, hidden)
     store_partial(partial, hidden, dshift, col, width, hidden)
     if FINISH:
-        finish_sums(
-            partial, statistics, rows, dweight, dbias, None, width, hidden, False, False, SPAN, min(BLOCK_N, 512)
-        )  # fmt: skip
-
-
-def backward_tile(hidden: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, stages): 8 values a lane, half of what add_layer_norm holds: 16 take 164 to 204
-    registers at sm_90, offline, and only one program fits a multiprocessor; 8 take 112 to 128, without spills."""
-    block_n = max(triton.next_power_of_2(hidden), 8)
-    return max(2048 // block_n, 1), block_n, min(max(block_n // 256, 8), 32), 2 if block_n <= 4096 else 1
+        COLS: tl.constexpr = min(BLOCK_N, 512)
+        finish_sums(partial, statistics, rows, dweight, dbias, None, width, hidden, False, False, SPAN, COLS)
 
 
 def embed_layer_norm_bwd(
@@ -99,17 +102,17 @@ def embed_layer_norm_bwd(
     index = torch.empty(rows, dtype=torch.int64, device=embedding.device)
     if rows == 0:
         return drows, index, torch.zeros_like(weight), torch.zeros_like(bias)
-    block_m, block_n, num_warps, stages = backward_tile(hidden)
+    block_m, block_n, num_warps, stages = backward_tile(hidden, halved=True)
     sums = Sums(drows, weight, bias, block_m)
     threshold, keep_scale = dropout_constants(dropout_p)
     with on_device(embedding):
+        inputs = dout, tokens, embedding, position_table, position, weight, statistics
+        results = drows, index, sums.partial, sums.dweight, sums.dbias
+        sizes = rows, hidden, sums.width, embedding.shape[0], position_table.shape[0], length
+        constants = {"HAS_POSITION": position is not None, "HAS_DROPOUT": dropout_p > 0, "FINISH": sums.finish}
+        constants |= {"SPAN": SPAN, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "num_warps": num_warps}
         embed_layer_norm_bwd_kernel[(sums.programs,)](
-            dout, tokens, embedding, position_table, position, weight, statistics,
-            drows, index, sums.partial, sums.dweight, sums.dbias, rng_state,
-            rows, hidden, sums.width, embedding.shape[0], position_table.shape[0], length, scale, threshold, keep_scale,
-            HAS_POSITION=position is not None, HAS_DROPOUT=dropout_p > 0, FINISH=sums.finish, SPAN=SPAN,
-            BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+            *inputs, *results, rng_state, *sizes, scale, threshold, keep_scale, **constants, enable_fp_fusion=True
+        )
         sums.add()
     return drows, index, sums.dweight, sums.dbias

@@ -1,4 +1,6 @@
-"""Forward of embedding + positions + dropout + LayerNorm.   Specification: fastattn/backends/reference/embed_layer_norm.py
+"""Forward of embedding + positions + dropout + LayerNorm.
+
+Specification: fastattn/backends/reference/embed_layer_norm.py
 
     z = dropout(embedding[tokens] * scale + position_table[position])
     out = (z - mean) * rstd * weight + bias;    rstd = 1 / sqrt(var + eps)
@@ -82,10 +84,11 @@ def embed_layer_norm_fwd(
     block_m, block_n, num_warps = forward_tile(hidden)
     threshold, keep_scale = dropout_constants(dropout_p)
     with on_device(embedding):
+        tensors = tokens, embedding, position_table, position, weight, bias, out, statistics, rng_state
+        sizes = rows, hidden, embedding.shape[0], position_table.shape[0], length
+        constants = {"HAS_POSITION": position is not None, "HAS_DROPOUT": dropout_p > 0, "TICKETS": TICKETS}
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
         embed_layer_norm_fwd_kernel[(triton.cdiv(rows, block_m),)](
-            tokens, embedding, position_table, position, weight, bias, out, statistics, rng_state,
-            rows, hidden, embedding.shape[0], position_table.shape[0], length, scale, eps, threshold, keep_scale,
-            HAS_POSITION=position is not None, HAS_DROPOUT=dropout_p > 0,
-            BLOCK_M=block_m, BLOCK_N=block_n, TICKETS=TICKETS, num_warps=num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            *tensors, *sizes, scale, eps, threshold, keep_scale, **constants, enable_fp_fusion=True
+        )
     return out, statistics

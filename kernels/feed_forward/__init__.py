@@ -1,25 +1,15 @@
-"""The Triton backend of the feed-forward network: forward.py and backward.py hold kernels and launches."""
+"""The feed-forward network in Triton: kernels and launches are in forward.py and backward.py."""
+
+from typing import Any
 
 from torch import Tensor
 
-from ..common.launch import DTYPES, refuse_device
+from ..common.launch import unsupported_tensors
 from .backward import feed_forward_bwd as feed_forward_bwd
 from .forward import feed_forward_fwd as feed_forward_fwd
 from .forward import feed_forward_hidden as feed_forward_hidden
 
 
-def unsupported_reason(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-) -> str | None:
-    """None, or what is refused and what was got."""
-    if reason := refuse_device(x):
-        return reason
-    if x.dtype not in DTYPES:
-        return f"Triton feed-forward takes float32, bfloat16 and float16, got {x.dtype}"
-    return None
+def unsupported_reason(x: Tensor, *_: Any) -> str | None:
+    """Why these kernels cannot run, or None."""
+    return unsupported_tensors("feed-forward", x=x)

@@ -1,6 +1,6 @@
 """Activations and their slopes in Triton, on float32 tiles. tanh is written through the exponential function.
 
-A gated form acts on its gate: reglu as relu, geglu as gelu, geglu_tanh as gelu_tanh, swiglu as silu.
+A gated form applies one of them to its gate: reglu relu, geglu gelu, geglu_tanh gelu_tanh, swiglu silu.
 """
 
 import triton
@@ -14,7 +14,7 @@ SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 INV_SQRT_TAU: tl.constexpr = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 TANH_SCALE: tl.constexpr = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 TANH_CUBIC: tl.constexpr = tl.constexpr(0.044715)
-# Below a constant stands behind its tensor: before it, the interpreter of triton 3.9 makes a constant of the product.
+# Write tensor * constant below: the interpreter of triton 3.9 makes a constant of constant * tensor.
 
 
 @triton.jit

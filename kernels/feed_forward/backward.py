@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dot_precision, on_device
+from ..common.launch import dot_precision, gpu_arch, on_device
 from ..common.philox import dropout_constants, dropout_keep
 from .activations import GATED_FORMS, activate_and_slope
 from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
@@ -42,9 +42,8 @@ def feed_forward_bwd_kernel(
     a = dout + row[:, None] * depth + inner[None, :]
     b = weight2 + col.to(tl.int64)[None, :] * stride_wn + inner.to(tl.int64)[:, None] * stride_wk
     dhidden, _ = multiply(
-        a, b, b, in_rows, in_cols, 1, stride_wk, depth,
-        BLOCK_M, BLOCK_N, BLOCK_K, False, EVEN_K, PRECISION,
-    )  # fmt: skip
+        a, b, b, in_rows, in_cols, 1, stride_wk, depth, BLOCK_M, BLOCK_N, BLOCK_K, False, EVEN_K, PRECISION
+    )
 
     dhiddens = halves(dhidden)
     z_width = 2 * d_ff if GATED else d_ff
@@ -105,19 +104,17 @@ def feed_forward_bwd(
     dz = torch.empty_like(kept)
     threshold, scale = dropout_constants(dropout_p)
     with on_device(x):
-        tile = tile_for(x.dtype, tokens, wide=activation == "relu")
-        m_tiles, n_tiles = triton.cdiv(tokens, tile.block_m), triton.cdiv(d_ff, tile.block_n)
+        tile = tile_for(x.dtype, gpu_arch(x), tokens, wide=activation == "relu")
+        m_tiles, n_tiles = triton.cdiv(tokens, tile.BLOCK_M), triton.cdiv(d_ff, tile.BLOCK_N)
         partial = torch.empty(m_tiles if bias1 is not None else 0, dz.shape[1], dtype=torch.float32, device=x.device)
         if h.numel() > 0:
+            tensors = dout, weight2, kept, dz, h, partial, rng_state
+            constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": gated, "GROUP_M": GROUP_M}
+            constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0}
+            constants |= {"EVEN_K": d_out % tile.BLOCK_K == 0, "PRECISION": dot_precision(x.dtype)} | tile._asdict()
             feed_forward_bwd_kernel[(m_tiles * n_tiles,)](
-                dout, weight2, kept, dz, h, partial, rng_state,
-                tokens, d_out, d_ff, weight2.stride(0), weight2.stride(1), threshold, scale,
-                ACTIVATION=GATED_FORMS.get(activation, activation), GATED=gated,
-                HAS_BIAS=bias1 is not None, HAS_DROPOUT=dropout_p > 0,
-                EVEN_K=d_out % tile.block_k == 0, PRECISION=dot_precision(x.dtype),
-                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
-            )  # fmt: skip
+                *tensors, tokens, d_out, d_ff, *weight2.stride(), threshold, scale, **constants, enable_fp_fusion=True
+            )
     dbias1 = None if bias1 is None else partial.sum(0).to(bias1.dtype)
     dbias2 = None if bias2 is None else dout.sum(0)
     return dz @ weight1, dz.t() @ x, dbias1, dout.t() @ h, dbias2

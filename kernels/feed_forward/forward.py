@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dot_precision, on_device
+from ..common.launch import dot_precision, gpu_arch, on_device
 from ..common.philox import dropout_constants, dropout_keep
 from .activations import GATED_FORMS, activate
 from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
@@ -44,9 +44,8 @@ def feed_forward_fwd_kernel(
     b = weight1 + col.to(tl.int64)[None, :] * stride_wn + inner[:, None] * stride_wk
     b_up = weight1 + (col.to(tl.int64) + d_ff)[None, :] * stride_wn + inner[:, None] * stride_wk
     gate, up = multiply(
-        a, b, b_up, in_rows, in_cols, 1, stride_wk, depth,
-        BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION,
-    )  # fmt: skip
+        a, b, b_up, in_rows, in_cols, 1, stride_wk, depth, BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION
+    )
     gates = halves(gate)
     ups = halves(up)
     for half in tl.static_range(2):
@@ -78,7 +77,7 @@ def feed_forward_hidden(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d). Returns h (tokens, d_ff) and what the
-    backward wants: relu h itself, else z, as wide as weight1."""
+    backward needs: relu h itself, else z, as wide as weight1."""
     gated = activation in GATED_FORMS
     (tokens, d), d_ff = x.shape, weight1.shape[0] // (2 if gated else 1)
     h = x.new_empty(tokens, d_ff)
@@ -87,17 +86,15 @@ def feed_forward_hidden(
     threshold, scale = dropout_constants(dropout_p)
     if h.numel() > 0:
         with on_device(x):
-            tile = tile_for(x.dtype, tokens, wide=not gated)
-            grid = (triton.cdiv(tokens, tile.block_m) * triton.cdiv(d_ff, tile.block_n),)
-            feed_forward_fwd_kernel[grid](
-                x, weight1, bias1, z, h, rng_state,
-                tokens, d, d_ff, weight1.stride(0), weight1.stride(1), threshold, scale,
-                ACTIVATION=GATED_FORMS.get(activation, activation), GATED=gated, STORE_Z=activation != "relu",
-                HAS_BIAS=bias1 is not None, HAS_DROPOUT=dropout_p > 0,
-                EVEN_K=d % tile.block_k == 0, PRECISION=dot_precision(x.dtype),
-                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
-            )  # fmt: skip
+            tile = tile_for(x.dtype, gpu_arch(x), tokens, wide=not gated)
+            programs = triton.cdiv(tokens, tile.BLOCK_M) * triton.cdiv(d_ff, tile.BLOCK_N)
+            tensors = x, weight1, bias1, z, h, rng_state
+            constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": gated, "GROUP_M": GROUP_M}
+            constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0, "STORE_Z": activation != "relu"}
+            constants |= {"EVEN_K": d % tile.BLOCK_K == 0, "PRECISION": dot_precision(x.dtype)} | tile._asdict()
+            feed_forward_fwd_kernel[(programs,)](
+                *tensors, tokens, d, d_ff, *weight1.stride(), threshold, scale, **constants, enable_fp_fusion=True
+            )
     return h, z
 
 

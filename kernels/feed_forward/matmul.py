@@ -6,14 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launch import current_arch
-
 
 @triton.jit
 def grouped_tile(program, m_tiles, n_tiles, GROUP_M: tl.constexpr):
     """(m, n) of a program's tile: columns of GROUP_M tiles, one after another.
 
-    The programs that run together then cover about as many rows as columns, and L2 serves most of both operands.
+    The programs that run together then cover about as many rows as columns, and most of both operands comes from L2.
     """
     group = program // (GROUP_M * n_tiles)
     height = tl.minimum(m_tiles - group * GROUP_M, GROUP_M)
@@ -27,7 +25,7 @@ def multiply(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PAIR: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(A @ B, A @ B_second) of one tile in float32; the second is a repetition of the first unless PAIR.
+    """(A @ B, A @ B_second) of one tile in float32. Without PAIR the second is the same as the first.
 
     a: pointers [BLOCK_M, BLOCK_K] at depth 0, a_mask [BLOCK_M, 1]; b, b_second [BLOCK_K, BLOCK_N], b_mask [1, BLOCK_N].
     """
@@ -57,11 +55,11 @@ def halves(tile):
 
 
 class Tile(NamedTuple):
-    """A program's tile of the product, the depth of a step, and how it is launched."""
+    """A program's tile of the product, the depth of a step, warps and stages, named as the launch's arguments."""
 
-    block_m: int
-    block_n: int
-    block_k: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
     num_warps: int
     num_stages: int
 
@@ -69,12 +67,13 @@ class Tile(NamedTuple):
 GROUP_M = 8  # tiles; with tiles of 128 the 132 programs of one H200 wave cover 1024 rows x about 16 tiles of columns
 
 
-def tile_for(dtype: torch.dtype, tokens: int, wide: bool) -> Tile:
-    """Tile sizes by dtype, architecture and rows; wide: the epilogue leaves the registers to one large accumulator.
+def tile_for(dtype: torch.dtype, arch: int, tokens: int, wide: bool) -> Tile:
+    """Tile sizes by dtype, architecture (90 for sm_90) and rows. wide: the epilogue leaves the registers to one large
+    accumulator.
 
-    An operand element fetched from L2 serves BLOCK_M * BLOCK_N / (BLOCK_M + BLOCK_N) multiply-adds: 85 at 128 x 256, 64
-    at 128 x 128. A depth of 512 is only eight steps, so the tile's width counts for more than its stages. A few tokens,
-    as in decoding, are cut small: 64 x 64 makes 32 programs of d_ff 2048 where 128 x 256 makes 8.
+    An operand element fetched from L2 is used in BLOCK_M * BLOCK_N / (BLOCK_M + BLOCK_N) multiply-adds: 85 at
+    128 x 256, 64 at 128 x 128. A depth of 512 is only eight steps, so the tile's width is more important than its
+    stages. A few tokens, as in decoding, get small tiles: 64 x 64 makes 32 programs of d_ff 2048, 128 x 256 makes 8.
     Dropped, offline at sm_90, bfloat16: 128 x 256 where z is read back and two tiles are stored (gelu backward: 470
     spills). Not taken without a timing: 128 x 128 by four warps, two programs a multiprocessor (gelu: 255 registers, no
     spills; its backward 400). sm_80 and the 99 KiB of consumer GPUs: 48 KiB, two programs each.
@@ -82,6 +81,6 @@ def tile_for(dtype: torch.dtype, tokens: int, wide: bool) -> Tile:
     few = tokens <= 256
     if dtype == torch.float32:
         return Tile(32, 64, 16, 4, 3) if few else Tile(128, 64, 16, 8, 3)
-    if 90 <= current_arch() < 120:
+    if 90 <= arch < 120:
         return Tile(64, 64, 64, 4, 3) if few else Tile(128, 256 if wide else 128, 64, 8, 3)
     return Tile(64, 64, 32, 4, 4) if few else Tile(128, 128 if wide else 64, 32, 8, 4)

@@ -1,4 +1,4 @@
-"""The Triton backend of the linear layer with cross-entropy: rows.py holds the kernel."""
+"""A linear layer with cross-entropy in Triton: the kernel and its launch are in rows.py."""
 
 from typing import Any
 
@@ -6,28 +6,15 @@ from torch import Tensor
 
 from fastattn.backends import cross_entropy_chunks as products
 
-from ..common.launch import DTYPES, refuse_device
+from ..common.launch import unsupported_tensors
 from .rows import cross_entropy_rows, empty_logits
 
 _ROWS = products.RowKernel(cross_entropy_rows, empty_logits)
 
 
-def unsupported_reason(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    logit_scale: float,
-    reduction: str,
-) -> str | None:
-    """None, or what is refused and what was got."""
-    if reason := refuse_device(x):
-        return reason
-    if x.dtype not in DTYPES:
-        return f"Triton linear cross-entropy takes float32, bfloat16 and float16, got {x.dtype}"
-    return None
+def unsupported_reason(x: Tensor, *_: Any) -> str | None:
+    """Why these kernels cannot run, or None."""
+    return unsupported_tensors("linear cross-entropy", x=x)
 
 
 def linear_cross_entropy_fwd(*call: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:

@@ -48,13 +48,13 @@ def cross_entropy_rows_kernel(
     else:
         # A target out of range makes its row NaN. Loads go to the row's padded end, which is whole in 16 bytes.
         known = (label >= 0) & (label < n_class)
-        wanted = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+        target_z = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
         if HAS_BIAS:
-            wanted += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
-        wanted *= logit_scale
+            target_z += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
+        target_z *= logit_scale
         peak = -3.0e38  # finite: a turn of -inf alone then adds exp(-inf), not exp(-inf + inf)
         total = tl.zeros([BLOCK], tl.float32)
-        level = tl.zeros([BLOCK], tl.float32)
+        z_sum = tl.zeros([BLOCK], tl.float32)
         for start in tl.range(0, n_class, BLOCK, num_stages=STAGES):
             z = tl.load(logits + start + col, mask=start + col < stride, other=0.0).to(tl.float32)
             inside = start + col < n_class
@@ -62,15 +62,15 @@ def cross_entropy_rows_kernel(
                 z += tl.load(bias + start + col, mask=inside, other=0.0).to(tl.float32)
             z *= logit_scale
             if HAS_SMOOTHING:
-                level += tl.where(inside, z, 0.0)
+                z_sum += tl.where(inside, z, 0.0)
             z = tl.where(inside, z, -float("inf"))
             higher = tl.maximum(peak, tl.max(z, axis=0))
             total = total * tl.exp(peak - higher) + tl.exp(z - higher)
             peak = higher
         divisor = tl.sum(total, axis=0)
-        loss = peak - wanted + tl.log(divisor)  # the logarithm is small and the difference exact: lse would be rounded
+        loss = peak - target_z + tl.log(divisor)  # the log is small and the difference exact: lse would be rounded
         if HAS_SMOOTHING:  # on_target is 1 - eps, on_each is eps / classes
-            smooth = peak - tl.sum(level, axis=0) / n_class + tl.log(divisor)
+            smooth = peak - tl.sum(z_sum, axis=0) / n_class + tl.log(divisor)
             loss = loss * on_target + smooth * (1 - on_target)
         tl.store(losses + row, loss)
 
@@ -94,7 +94,7 @@ def cross_entropy_rows_kernel(
 
 
 class Tile(NamedTuple):
-    """Columns of a turn, and how a program is launched."""
+    """Columns of a turn, warps and stages."""
 
     block: int
     num_warps: int
@@ -142,11 +142,12 @@ def cross_entropy_rows(
         return
     tile = tile_for(logits.dtype, n_class)
     with on_device(logits):
+        tensors = logits, bias, target, losses, dloss, count
+        strides = logits.stride(0), 0 if dloss is None or dloss.dim() == 0 else dloss.stride(0)
+        weights = 1 - label_smoothing, label_smoothing / n_class
+        constants = {"HAS_BIAS": bias is not None, "HAS_SMOOTHING": label_smoothing > 0, "HAS_DLOSS": dloss is not None}
+        constants |= {"HAS_GRADIENT": needs_gradient, "IS_MEAN": count is not None, "BLOCK": tile.block}
+        constants |= {"STAGES": tile.stages, "num_warps": tile.num_warps}
         cross_entropy_rows_kernel[(rows,)](
-            logits, bias, target, losses, dloss, count,
-            n_class, logits.stride(0), 0 if dloss is None or dloss.dim() == 0 else dloss.stride(0),
-            ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class,
-            HAS_BIAS=bias is not None, HAS_SMOOTHING=label_smoothing > 0, HAS_GRADIENT=needs_gradient,
-            HAS_DLOSS=dloss is not None, IS_MEAN=count is not None,
-            BLOCK=tile.block, STAGES=tile.stages, num_warps=tile.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            *tensors, n_class, *strides, ignore_index, logit_scale, *weights, **constants, enable_fp_fusion=True
+        )

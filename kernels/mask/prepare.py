@@ -34,15 +34,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.masks import kernel_format
 from fastattn.masks.kernel_format import PreparedMask, Restriction, band_of, matrix_of_one_row_as_padding
 
 from ..common.launch import on_device
 
-BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.kernel_format: columns in a block of mask bits, and words of a block
-BIT_WORDS = tl.constexpr(4)
+BIT_BLOCK, BIT_WORDS = tl.constexpr(kernel_format.BIT_BLOCK), tl.constexpr(kernel_format.BIT_WORDS)
 ROWS_WITHOUT_LISTS = 64
 SPAN_WITHOUT_MATRIX = 1024
-LEAST_TILES = 128  # a list has room for these, one a thread, so that short lengths share a compiled kernel
+MIN_TILES = 128  # every list has room for these, one a thread, so short lengths share a compiled kernel
 
 
 class Matrix(NamedTuple):
@@ -95,11 +95,11 @@ def interval_of(
 
 
 @triton.jit
-def columns_taking_part(
+def readable_columns(
     column, b, padding, padding_stride_b, padding_stride, row_offsets, column_offsets, rows, columns,
     num_sequences, steps, low_first, high_first, low_last, high_last,
 ):  # fmt: skip
-    """Bool, shaped as column: inside, no padding, and in a packed sequence with a row that may attend to it."""
+    """Bool, shaped as column: no padding, and in a packed sequence with a row that may attend to it."""
     real = column < columns
     if padding is not None:
         ptrs = padding + b * padding_stride_b + column.to(tl.int64) * padding_stride
@@ -147,7 +147,7 @@ def prepare_mask_kernel(
 
     if column_bits is not None:
         if (h == 0) & (b < columns_batch) & (slot < bit_blocks):
-            real = columns_taking_part(
+            real = readable_columns(
                 slot * BIT_BLOCK + tl.arange(0, BIT_BLOCK), b, column_padding, column_stride_b, column_stride,
                 row_offsets, column_offsets, rows, columns, num_sequences, steps,
                 low_first, high_first, low_last, high_last,
@@ -200,19 +200,20 @@ def prepare_mask_kernel(
             if tiles is not None:
                 tile = span * TILES + tl.arange(0, TILES)
                 tile_begin, tile_end = tile * BLOCK_COLUMNS, (tile + 1) * BLOCK_COLUMNS
-                some = (hull_begin < tile_end) & (hull_end > tile_begin)
-                every = (common_begin <= tile_begin) & (common_end >= tile_end)
+                any_visible = (hull_begin < tile_end) & (hull_end > tile_begin)
+                all_visible = (common_begin <= tile_begin) & (common_end >= tile_end)
             if column_bits is not None:
-                real = columns_taking_part(
+                real = readable_columns(
                     column, b, column_padding, column_stride_b, column_stride,
                     row_offsets, column_offsets, rows, columns, num_sequences, steps,
                     low_first, high_first, low_last, high_last,
                 )  # fmt: skip
                 if tiles is not None:
                     num_real = tl.sum(tl.reshape(real.to(tl.int32), (TILES, BLOCK_COLUMNS)), axis=1)
-                    some, every = some & (num_real > 0), every & (num_real == BLOCK_COLUMNS)
+                    any_visible &= num_real > 0
+                    all_visible &= num_real == BLOCK_COLUMNS
             if matrix is not None:
-                num_kept = tl.zeros([TILES], tl.int32)
+                num_visible = tl.zeros([TILES], tl.int32)
                 for i in range(0, TILE_ROWS, MATRIX_ROWS):
                     m = i + tl.arange(0, MATRIX_ROWS)
                     if TILE_ROWS > 1:
@@ -224,7 +225,7 @@ def prepare_mask_kernel(
                     keep = tl.load(ptrs, mask=inside, other=0) != 0
                     if tiles is not None:
                         in_tiles = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, TILES, BLOCK_COLUMNS))
-                        num_kept += tl.sum(tl.sum(in_tiles, axis=2), axis=0)
+                        num_visible += tl.sum(tl.sum(in_tiles, axis=2), axis=0)
                     if writes_bits:
                         if column_bits is not None:
                             keep = keep & real[None, :]
@@ -232,9 +233,10 @@ def prepare_mask_kernel(
                         word = (bit_row * bit_blocks + span)[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :]
                         tl.store(bits + word, pack(keep, MATRIX_ROWS), mask=(m < rows)[:, None])
                 if tiles is not None:
-                    some, every = some & (num_kept > 0), every & (num_kept == TILE_ROWS * BLOCK_COLUMNS)
+                    any_visible &= num_visible > 0
+                    all_visible &= num_visible == TILE_ROWS * BLOCK_COLUMNS
             if tiles is not None:
-                answer = tl.where(some & every, 1, tl.where(some, 0, 2))
+                answer = tl.where(any_visible & all_visible, 1, tl.where(any_visible, 0, 2))
                 tl.store(tiles + tile, answer, mask=tile < column_tiles)
 
         if tiles is not None:
@@ -254,12 +256,12 @@ def prepare_mask_kernel(
 def prepare_mask(
     mask: Restriction, rows: int, columns: int, block_rows: int, block_columns: int, device: torch.device
 ) -> PreparedMask:
-    """As fastattn.masks.prepare, in one launch; tiles hold anything past what counts say."""
+    """As fastattn.masks.prepare, in one launch. After the listed tiles, `tiles` holds anything."""
     mask = matrix_of_one_row_as_padding(mask, columns)
     row_padding, column_padding, matrix = mask.row_padding, mask.column_padding, mask.matrix
     packed = mask.row_offsets is not None
     band = (-rows, columns) if packed else band_of(mask, rows, columns)
-    limit = rows + columns  # a bound beyond says nothing
+    limit = rows + columns  # a larger bound has no effect
     (low_first, high_first), (low_last, high_last) = (
         (-limit if low is None else _within(low, limit), limit if high is None else _within(high, limit))
         for low, high in mask.bands
@@ -293,19 +295,20 @@ def prepare_mask(
     programs = batch * num_heads * slots
     if programs > 0:
         with on_device(next(t for t in (row_padding, column_padding, matrix, mask.row_offsets) if t is not None)):
+            inputs = row_padding, column_padding, mask.row_offsets, mask.column_offsets
+            strided_matrix = None if matrix is None else Matrix(matrix, *_strides(matrix), rows, columns)
+            results = intervals, column_bits, bits, counts, tiles
+            strides = *_strides(row_padding), *_strides(column_padding)
+            sizes = num_heads, row_batch, column_batch, bits_batch, slots, rows, columns
+            bands = low_first, high_first, low_last, high_last
+            constants = {"BLOCK_ROWS": block_rows, "ROWS": triton.next_power_of_2(block_rows)}
+            constants |= {"BLOCK_COLUMNS": block_columns, "TILES": span // block_columns, "num_warps": 4}
+            constants["MAX_TILES"] = max(triton.next_power_of_2(column_tiles), MIN_TILES)
+            constants["TILE_ROWS"] = 1 if matrix_rows == 1 else block_rows
+            constants["MATRIX_ROWS"] = 1 if matrix_rows == 1 else min(block_rows & -block_rows, 64)
             prepare_mask_kernel[(programs,)](
-                row_padding, column_padding, mask.row_offsets, mask.column_offsets,
-                None if matrix is None else Matrix(matrix, *_strides(matrix), rows, columns),
-                intervals, column_bits, bits, counts, tiles,
-                *_strides(row_padding), *_strides(column_padding), num_heads,
-                row_batch, column_batch, bits_batch, slots, rows, columns,
-                *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last,
-                BLOCK_ROWS=block_rows, ROWS=triton.next_power_of_2(block_rows),
-                TILE_ROWS=1 if matrix_rows == 1 else block_rows,
-                MATRIX_ROWS=1 if matrix_rows == 1 else min(block_rows & -block_rows, 64),
-                BLOCK_COLUMNS=block_columns, TILES=span // block_columns,
-                MAX_TILES=max(triton.next_power_of_2(column_tiles), LEAST_TILES),
-                num_warps=4, enable_fp_fusion=True,
+                *inputs, strided_matrix, *results, *strides, *sizes, *_sequences(mask.row_offsets), *bands,
+                **constants, enable_fp_fusion=True,
             )  # fmt: skip
     return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
 
@@ -320,10 +323,10 @@ def _common(a: int, b: int) -> int:
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:
-    """0 along dimensions of size 1: they are broadcast. Of a padding that is not there, two of 0."""
+    """0 along dimensions of size 1: they are broadcast. Two of 0 without a padding."""
     return (0, 0) if t is None else tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def _sequences(offsets: Tensor | None) -> tuple[int, int]:
-    """How many sequences are packed, and how many steps it takes to find one of them."""
+    """The number of packed sequences, and of the steps that find one of them."""
     return (0, 0) if offsets is None else (offsets.shape[0] - 1, offsets.shape[0].bit_length())

@@ -231,6 +231,6 @@ def test_an_installed_extension_that_a_checkout_hides_is_named(monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "fastattn._C", None)
     monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [Installed])
-    assert cuda._compiled.__wrapped__().startswith("fastattn._C is installed in /site/fastattn, but Python took")
+    assert cuda._compiled.__wrapped__().startswith("fastattn._C is installed in /site/fastattn, but Python imported")
     monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [])
     assert "no nvcc" in cuda._compiled.__wrapped__()

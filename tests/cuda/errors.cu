@@ -102,7 +102,9 @@ __global__ void settings(float* out) {
 // out[lane] = what each collective gives, to be compared with CUDA's definitions.
 __global__ void shuffle(float* out) { out[threadIdx.x] = __shfl_sync(0xffffffffu, 1.0f * threadIdx.x, 5, 8); }
 __global__ void shuffle_xor(float* out) { out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f * threadIdx.x, 3); }
-__global__ void shuffle_down(float* out) { out[threadIdx.x] = __shfl_down_sync(0xffffffffu, 1.0f * threadIdx.x, 3, 16); }
+__global__ void shuffle_down(float* out) {
+  out[threadIdx.x] = __shfl_down_sync(0xffffffffu, 1.0f * threadIdx.x, 3, 16);
+}
 __global__ void ballot(float* out) {
   __syncwarp();
   const unsigned third = __ballot_sync(0xffffffffu, threadIdx.x % 3 == 0);

@@ -12,30 +12,30 @@ from layer_norm_checks import Guarded
 
 from fastattn import feed_forward
 from fastattn.backends.cuda import feed_forward as backend
-from fastattn.backends.cuda.feed_forward import Route, products_by
+from fastattn.backends.cuda.feed_forward import GemmBackend, use_gemm_backend
 
 
 @contextmanager
-def forced_route(route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forced_route(route: GemmBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this context products take this route, if it can take them at all."""
     if device.type == "cpu":
         monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "90")
-    elif route == Route.SM90 and torch.cuda.get_device_capability(device) != (9, 0):
+    elif route == GemmBackend.SM90 and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("this GPU is no Hopper")
-    with products_by(route):
+    with use_gemm_backend(route):
         yield
 
 
-def note_routes(monkeypatch: pytest.MonkeyPatch) -> list[Route]:
+def note_routes(monkeypatch: pytest.MonkeyPatch) -> list[GemmBackend]:
     """The routes that the backend takes from now on, product by product."""
-    taken: list[Route] = []
-    choose = backend.route_of
+    taken: list[GemmBackend] = []
+    choose = backend.choose_gemm_backend
 
-    def noted(*arguments: Any) -> Route:
+    def noted(*arguments: Any) -> GemmBackend:
         taken.append(choose(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(backend, "route_of", noted)
+    monkeypatch.setattr(backend, "choose_gemm_backend", noted)
     return taken
 
 

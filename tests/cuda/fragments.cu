@@ -1,5 +1,6 @@
-// A warp's product by way of the fragment loads, for test_fragments.py: out = (a b^T) c, a (16, d), b (n, d), c (n, e), all
-// float32 in memory, converted to T where they enter shared memory, of which a row is padded as the kernels' tiles are.
+// A warp's product by way of the fragment loads, for test_fragments.py: out = (a b^T) c, a (16, d), b (n, d), c (n, e),
+// all float32 in memory, converted to T where they enter shared memory, of which a row is padded as the kernels' tiles
+// are.
 #include <stdexcept>
 #include <string>
 
@@ -39,7 +40,7 @@ __global__ void product(const float* a, const float* b, const float* c, float* s
     store<T>(shared.c, i / kDepth, i % kDepth, c[i]);
   }
   __syncthreads();
-  const auto multiply = [](float(&d)[4], const uint32_t(&left)[4], const uint32_t(&right)[2]) {
+  const auto multiply = [](float (&d)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
     if constexpr (kShuffles)
       mma_exact(d, left, right);
     else
@@ -92,20 +93,25 @@ __global__ void copy(const float* in, float* out) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const char* run_product(const char* name, const float* a, const float* b,
-                                                                          const float* c, float* scores, float* out) {
+extern "C" __attribute__((visibility("default"))) const char* run_product(  //
+    const char* name, const float* a, const float* b, const float* c, float* scores, float* out) {
   static std::string message;
   const std::string which = name;
-  const auto run = [&](auto* kernel, size_t bytes) { launch(kernel, dim3(1), dim3(32), bytes, nullptr, a, b, c, scores, out); };
+  const auto run = [&](auto* kernel, size_t bytes) {
+    launch(kernel, dim3(1), dim3(32), bytes, nullptr, a, b, c, scores, out);
+  };
+  const auto run_named = [&] {
+    if (which == "bfloat16") return run(product<__nv_bfloat16, false>, sizeof(Tiles<__nv_bfloat16>));
+    if (which == "float16") return run(product<__half, false>, sizeof(Tiles<__half>));
+    if (which == "tf32") return run(product<Tf32, false>, sizeof(Tiles<Tf32>));
+    if (which == "float32") return run(product<float, false>, sizeof(Tiles<float>));
+    if (which == "float32 by shuffles") return run(product<float, true>, sizeof(Tiles<float>));
+    if (which == "copy") return launch(copy<true>, dim3(1), dim3(32), sizeof(Line), nullptr, a, out);
+    if (which == "copy without a wait") return launch(copy<false>, dim3(1), dim3(32), sizeof(Line), nullptr, a, out);
+    throw std::invalid_argument("no such kernel: " + which);
+  };
   try {
-    if (which == "bfloat16") run(product<__nv_bfloat16, false>, sizeof(Tiles<__nv_bfloat16>));
-    else if (which == "float16") run(product<__half, false>, sizeof(Tiles<__half>));
-    else if (which == "tf32") run(product<Tf32, false>, sizeof(Tiles<Tf32>));
-    else if (which == "float32") run(product<float, false>, sizeof(Tiles<float>));
-    else if (which == "float32 by shuffles") run(product<float, true>, sizeof(Tiles<float>));
-    else if (which == "copy") launch(copy<true>, dim3(1), dim3(32), sizeof(Line), nullptr, a, out);
-    else if (which == "copy without a wait") launch(copy<false>, dim3(1), dim3(32), sizeof(Line), nullptr, a, out);
-    else throw std::invalid_argument("no such kernel: " + which);
+    run_named();
   } catch (const std::exception& error) {
     return (message = error.what()).c_str();
   }

@@ -1,10 +1,11 @@
 // A kernel with all that Hopper's kernels are made of, and the same with one classic error each, for test_hopper.py.
 //
-//   out_h = round(q_h k_h^T) v_h for each head h; q (H, 64, Dx), k and v (H, Lk, Dx), out (H, 64, Dx), any strides of rows
+//   out_h = round(q_h k_h^T) v_h for each head h; q (H, 64, Dx), k and v (H, Lk, Dx), out (H, 64, Dx), any strides of
+//   rows
 //
-// One block: a producer warp loads by TMA, a warpgroup multiplies, stages the result in shared memory and stores it by TMA. It
-// takes Dx as D >= Dx columns, and may begin before the first key and end behind the last: boxes then lie outside, partly or
-// as a whole.
+// One block: a producer warp loads by TMA, a warpgroup multiplies, stages the result in shared memory and stores it by
+// TMA. It takes Dx as D >= Dx columns, and may begin before the first key and end behind the last: boxes then lie
+// outside, partly or as a whole.
 #include <stdexcept>
 #include <string>
 
@@ -56,14 +57,15 @@ struct Arguments {
   int heads, first, tiles;  // first: the key that the first tile begins with, 0 or less
 };
 
-// d += a B with 96 columns of a transposed B in two products, of 64 and of 32. One product reads one and a half patterns of
-// the swizzle, which PTX's rule for addresses covers and CUTLASS never does; no kernel of ours does it either
-// (csrc/attention/sm90.cuh). If a chip gets "bf16 96 64" wrong and this right, tiles of 96 may come back by this way.
+// d += a B with 96 columns of a transposed B in two products, of 64 and of 32. One product reads one and a half
+// patterns of the swizzle, which PTX's rule for addresses covers and CUTLASS never does; no kernel of ours does it
+// either (csrc/attention/sm90.cuh). If a chip gets "bf16 96 64" wrong and this right, tiles of 96 may come back by this
+// way.
 template <class T>
 __device__ __forceinline__ void multiply_in_two(float (&d)[48], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   const uint64_t next_panel = b >> 16 & 0x3fff;
-  wgmma<T, 64, true>(reinterpret_cast<float(&)[32]>(d[0]), a, b, accumulate);
-  wgmma<T, 32, true>(reinterpret_cast<float(&)[16]>(d[32]), a, b + next_panel, accumulate);
+  wgmma<T, 64, true>(reinterpret_cast<float (&)[32]>(d[0]), a, b, accumulate);
+  wgmma<T, 32, true>(reinterpret_cast<float (&)[16]>(d[32]), a, b + next_panel, accumulate);
 }
 
 template <class T, int D, int N, Bug kBug, bool kInTwo>
@@ -109,7 +111,8 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
       if (kBug != kNoProductFence) wgmma_fence();
       for (int step = 0; step < D / 16; step++)
         wgmma<T, N, false, false>(s, along_columns<kRows>(shared.q, 0, 16 * step),
-                                  along_columns<N>(shared.k[stage], kBug == kDescriptorOutside ? 512 : 0, 16 * step), step > 0);
+                                  along_columns<N>(shared.k[stage], kBug == kDescriptorOutside ? 512 : 0, 16 * step),
+                                  step > 0);
       wgmma_commit();
       if (kBug != kNoProductWait) wgmma_wait<0>(s);
       for (int step = 0; step < N / 16; step++)
@@ -198,8 +201,9 @@ template <Slip kSlip>
 void run_slip(float* out) {
   launch(slip<kSlip>, dim3(1), dim3(128), sizeof(SlipShared), nullptr, out);
 }
-constexpr void (*kSlips[])(float*) = {run_slip<kNone>,           run_slip<kNoBarrier>,      run_slip<kOneFence>,
-                                      run_slip<kWaitIsNoBarrier>, run_slip<kInsideAPattern>, run_slip<kUnevenOperand>};
+constexpr void (*kSlips[])(float*) = {run_slip<kNone>,           run_slip<kNoBarrier>,
+                                      run_slip<kOneFence>,       run_slip<kWaitIsNoBarrier>,
+                                      run_slip<kInsideAPattern>, run_slip<kUnevenOperand>};
 
 // What named barriers are misused for, by the first warp of two.
 enum Misuse { kTwice, kDiverged, kNoSuchBarrier, kNotWholeWarps };
@@ -213,8 +217,12 @@ __global__ void __launch_bounds__(64, 1) misuse() {
 }
 TensorMap map_of(void* data, int columns, int rows, int heads, int stride, int lines) {
   const uint64_t row = static_cast<uint64_t>(stride) * 2;
-  return make_tensor_map({data, {uint64_t(columns), uint64_t(rows), uint64_t(heads), 1}, {row, row * rows, row * rows * heads},
-                          {64, uint32_t(lines), 1, 1}, false, true});
+  return make_tensor_map({data,
+                          {uint64_t(columns), uint64_t(rows), uint64_t(heads), 1},
+                          {row, row * rows, row * rows * heads},
+                          {64, uint32_t(lines), 1, 1},
+                          false,
+                          true});
 }
 
 // margin: of keys, before the first and behind the last.
@@ -225,15 +233,23 @@ struct Problem {
 
 template <class T, int D, int N, Bug kBug = kSound, bool kInTwo = false>
 void run(const Problem& p) {
-  const auto map = [&](void* data, int rows, int lines) { return map_of(data, p.columns, rows, p.heads, p.stride, lines); };
+  const auto map = [&](void* data, int rows, int lines) {
+    return map_of(data, p.columns, rows, p.heads, p.stride, lines);
+  };
   const int tiles = (p.keys + 2 * p.margin + N - 1) / N;
-  const Arguments arguments{map(p.q, kRows, kRows), map(p.k, p.keys, N), map(p.v, p.keys, N), map(p.out, kRows, kRows), p.heads,
-                            -p.margin, tiles};
+  const Arguments arguments{map(p.q, kRows, kRows),
+                            map(p.k, p.keys, N),
+                            map(p.v, p.keys, N),
+                            map(p.out, kRows, kRows),
+                            p.heads,
+                            -p.margin,
+                            tiles};
   launch(products<T, D, N, kBug, kInTwo>, dim3(1), dim3(256), sizeof(Shared<D, N>), nullptr, arguments);
 }
 
-// out (64, 64) = x^T y of bfloat16 tiles (64, 64): both operands along the lines of their tiles. Then `sums` (2, 64, 64) floats
-// += out: the first 50 rows of 40 columns of the first matrix by TMA, in swizzled boxes of 32 columns, the second by a bulk copy.
+// out (64, 64) = x^T y of bfloat16 tiles (64, 64): both operands along the lines of their tiles. Then `sums` (2, 64,
+// 64) floats += out: the first 50 rows of 40 columns of the first matrix by TMA, in swizzled boxes of 32 columns, the
+// second by a bulk copy.
 struct Transposed {
   TensorMap x, sums;
   const void* y;
@@ -257,13 +273,15 @@ __global__ void __launch_bounds__(128, 1) transposed(const __grid_constant__ Tra
   __syncthreads();
   shared.full.wait(0);
   for (int i = thread; i < 64 * 8; i += 128)  // a bulk copy does not swizzle
-    *reinterpret_cast<uint4*>(shared.y + swizzled(i / 8, i % 8)) = *reinterpret_cast<const uint4*>(shared.loaded + 16 * i);
+    *reinterpret_cast<uint4*>(shared.y + swizzled(i / 8, i % 8)) =
+        *reinterpret_cast<const uint4*>(shared.loaded + 16 * i);
   fence_async_proxy();
   __syncthreads();
   float out[32];
   wgmma_fence();
   for (int line = 0; line < 64; line += 16)
-    wgmma<__nv_bfloat16, 64, true, true>(out, along_lines<64>(shared.x, line, 0), along_lines<64>(shared.y, line, 0), line > 0);
+    wgmma<__nv_bfloat16, 64, true, true>(out, along_lines<64>(shared.x, line, 0), along_lines<64>(shared.y, line, 0),
+                                         line > 0);
   wgmma_commit();
   wgmma_wait<0>(out);
   for (int i = 0; i < 32; i++) {
@@ -328,11 +346,12 @@ constexpr Named kKernels[] = {
     {"descriptor outside", run<B, 64, 64, kDescriptorOutside>},
 };
 
-const char* said(void (*act)(const void*), const void* argument) {
+template <class Act>
+const char* error_of(Act&& act) {
   static std::string message;
   message.clear();
   try {
-    act(argument);
+    act();
   } catch (const std::exception& error) {
     message = error.what();
   }
@@ -341,58 +360,30 @@ const char* said(void (*act)(const void*), const void* argument) {
 
 }  // namespace
 
-#ifdef LARGE_PAGES  // what csrc/emulator, linked with this, asks for the size of a page: stacks must be as large above such a guard
-extern "C" long sysconf(int) noexcept { return 64 << 10; }
-#endif
-
 // Each returns the error's text, or an empty string.
-extern "C" __attribute__((visibility("default"))) const char* run_products(const char* name, void* q, void* k, void* v,
-                                                                           void* out, int heads, int keys, int columns,
-                                                                           int margin, int stride) {
-  const struct Call {
-    std::string name;
-    Problem problem;
-  } call{name, {q, k, v, out, heads, keys, columns, margin, stride}};
-  return said(
-      [](const void* argument) {
-        const Call& call = *static_cast<const Call*>(argument);
-        if (call.name != "no context") cudaSetDevice(0);
-        for (const Named& kernel : kKernels)
-          if (call.name == kernel.name) return kernel.run(call.problem);
-        throw std::runtime_error("no kernel " + call.name);
-      },
-      &call);
+#define EXPORT extern "C" __attribute__((visibility("default"))) const char*
+EXPORT run_products(const char* name, void* q, void* k, void* v, void* out, int heads, int keys, int columns,
+                    int margin, int stride) {
+  return error_of([&] {
+    const std::string wanted = name;
+    if (wanted != "no context") cudaSetDevice(0);
+    for (const Named& kernel : kKernels)
+      if (wanted == kernel.name) return kernel.run({q, k, v, out, heads, keys, columns, margin, stride});
+    throw std::runtime_error("no kernel " + wanted);
+  });
 }
 
-extern "C" __attribute__((visibility("default"))) const char* run_transposed(void* x, const void* y, float* out, float* sums,
-                                                                             int offset) {
-  const struct Call {
-    void* x;
-    const void* y;
-    float *out, *sums;
-    int offset;
-  } call{x, y, out, sums, offset};
-  return said(
-      [](const void* argument) {
-        const Call& call = *static_cast<const Call*>(argument);
-        cudaSetDevice(0);
-        const TensorMap x = make_tensor_map({static_cast<char*>(call.x) + call.offset, {64, 64, 1, 1}, {128, 8192, 8192},
-                                             {64, 64, 1, 1}, false, true});
-        const TensorMap sums =
-            make_tensor_map({call.sums, {40, 50, 1, 1}, {256, 16384, 16384}, {32, 64, 1, 1}, true, true});
-        const Transposed p{x, sums, call.y, call.out, call.sums + 4096};
-        launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr, p);
-      },
-      &call);
+EXPORT run_transposed(void* x, const void* y, float* out, float* sums, int offset) {
+  return error_of([&] {
+    cudaSetDevice(0);
+    char* const data = static_cast<char*>(x) + offset;
+    const TensorMap map = make_tensor_map({data, {64, 64, 1, 1}, {128, 8192, 8192}, {64, 64, 1, 1}, false, true});
+    const TensorMap sum_map = make_tensor_map({sums, {40, 50, 1, 1}, {256, 16384, 16384}, {32, 64, 1, 1}, true, true});
+    launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr,
+           Transposed{map, sum_map, y, out, sums + 4096});
+  });
 }
 
-extern "C" __attribute__((visibility("default"))) const char* run_slip(int which, float* out) {
-  const struct Call {
-    int which;
-    float* out;
-  } call{which, out};
-  return said([](const void* argument) {
-    const Call& call = *static_cast<const Call*>(argument);
-    kSlips[call.which](call.out);
-  }, &call);
+EXPORT run_slip(int which, float* out) {
+  return error_of([&] { kSlips[which](out); });
 }

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
-from fastattn.backends.cuda import _attention_arguments, _attention_sm90
+from fastattn.backends.cuda import _attention_params, _attention_sm90
 from fastattn.backends.cuda import attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -147,7 +147,7 @@ def test_nothing_is_written_elsewhere(D: int, kernels: torch.device, monkeypatch
         around.append((whole, place))
         return whole[place].fill_(torch.nan)
 
-    monkeypatch.setattr(_attention_arguments, "empty_like", inside)
+    monkeypatch.setattr(_attention_params, "empty_like", inside)
     check(make(B=2, H=2, Lq=70, Lk=140, D=D, mask="causal", dtype=BFLOAT16, device=kernels), cuda_attention(kernels))
     assert len(around) == 4  # out, dq, dk, dv
     for whole, place in around:
@@ -206,7 +206,7 @@ def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch allows tf32, the inputs are rounded to it, and so are the weights before they meet v."""
     p = make(Lq=70, Lk=90, D=40, mask="everything", device=device)
     before = solve(p, cuda_attention(device), needs="")
-    monkeypatch.setattr(_attention_arguments, "_tf32", lambda: True)
+    monkeypatch.setattr(_attention_params, "uses_tf32", lambda: True)
     rounded = p.but(q=round_tf32(p.q), k=round_tf32(p.k), v=round_tf32(p.v))
     result = solve(p, cuda_attention(device), needs="")
     assert not torch.equal(result.out, before.out)

@@ -19,7 +19,7 @@ from feed_forward_routes import GuardedTorch, cuda, forced_route, note_routes
 
 from fastattn.backends import load_backend, unsupported_reason
 from fastattn.backends.cuda import feed_forward as backend
-from fastattn.backends.cuda.feed_forward import Route
+from fastattn.backends.cuda.feed_forward import GemmBackend
 from fastattn.backends.reference import philox
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -29,13 +29,13 @@ SIZES = {"tokens": 150, "d": 72, "d_ff": 296, "d_out": 104}
 
 
 @pytest.fixture
-def route(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Route]:
-    with forced_route(Route.SM90, device, monkeypatch):
-        yield Route.SM90
+def route(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[GemmBackend]:
+    with forced_route(GemmBackend.SM90, device, monkeypatch):
+        yield GemmBackend.SM90
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Route]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[GemmBackend]:
     return note_routes(monkeypatch)
 
 
@@ -45,8 +45,8 @@ def test_against_float64(
     activation: str,
     dtype: torch.dtype,
     dropout_p: float,
-    route: Route,
-    taken: list[Route],
+    route: GemmBackend,
+    taken: list[GemmBackend],
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -59,7 +59,7 @@ def test_against_float64(
 
 
 @pytest.mark.parametrize("activation", ["swiglu"])
-def test_without_biases(activation: str, route: Route, taken: list[Route], device: torch.device) -> None:
+def test_without_biases(activation: str, route: GemmBackend, taken: list[GemmBackend], device: torch.device) -> None:
     p = make(activation, 0.3, tokens=70, d=40, d_ff=72, d_out=16, has_bias=False, dtype=BFLOAT16, device=device)
     got = check(p, cuda)
     assert got.dbias1 is None and got.dbias2 is None and taken == [route, route]
@@ -73,7 +73,14 @@ def test_without_biases(activation: str, route: Route, taken: list[Route], devic
     [(1, 8, 8, 200), (64, 32, 64, 64), (65, 256, 136, 320), (128, 264, 128, 24), (193, 8, 256, 8)],
 )
 def test_sizes(
-    tokens: int, d: int, d_ff: int, d_out: int, activation: str, route: Route, taken: list[Route], device: torch.device
+    tokens: int,
+    d: int,
+    d_ff: int,
+    d_out: int,
+    activation: str,
+    route: GemmBackend,
+    taken: list[GemmBackend],
+    device: torch.device,
 ) -> None:
     check(make(activation, 0.3, tokens=tokens, d=d, d_ff=d_ff, d_out=d_out, dtype=BFLOAT16, device=device), cuda)
     assert taken == [route, route]
@@ -81,14 +88,14 @@ def test_sizes(
 
 @pytest.mark.full
 @pytest.mark.parametrize("activation", ["relu", "geglu"])
-def test_many_tiles(activation: str, route: Route, device: torch.device) -> None:
+def test_many_tiles(activation: str, route: GemmBackend, device: torch.device) -> None:
     """More rows of tiles than a group has, and several tiles for each of the CPU runner's two multiprocessors."""
     check(make(activation, 0.1, tokens=1100, d=24, d_ff=264, d_out=16, dtype=FLOAT16, device=device), cuda)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "reglu"])
 def test_bits_do_not_depend_on_the_run(
-    activation: str, route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    activation: str, route: GemmBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal bits in every order of warps, lanes and blocks, and wherever asynchronous work ends."""
     p = make(activation, 0.3, tokens=140, d=40, d_ff=264, d_out=40, dtype=BFLOAT16, device=device)
@@ -108,9 +115,9 @@ def test_routes_and_triton_are_interchangeable(
 ) -> None:
     """The forward by one and the backward by another: what they save is the same, and so is the mask."""
     p = make(activation, 0.3, tokens=70, d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
-    backends: list[Any] = [Route.CUBLAS]
+    backends: list[Any] = [GemmBackend.CUBLAS]
     if device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0):
-        backends.append(Route.SM90)
+        backends.append(GemmBackend.SM90)
     if unsupported_reason("feed_forward", "triton", (*p.inputs, activation, 0.3)) is None:
         backends.append("triton")
 
@@ -138,7 +145,7 @@ def test_routes_and_triton_are_interchangeable(
         check(p, Mixed.apply)
 
 
-def test_strides(route: Route, taken: list[Route], device: torch.device) -> None:
+def test_strides(route: GemmBackend, taken: list[GemmBackend], device: torch.device) -> None:
     """What does not come in whole aligned vectors goes to cuBLAS; an expanded gradient and a strided bias do not."""
     p = make("gelu", 0.3, tokens=70, d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
     check(p.but(dout=p.dout[:1].expand_as(p.dout), bias1=torch.stack([p.bias1, p.bias1], 1)[:, 0]), cuda)
@@ -149,4 +156,4 @@ def test_strides(route: Route, taken: list[Route], device: torch.device) -> None
     check(make("swiglu", 0.3, tokens=70, d=44, d_ff=72, d_out=52, dtype=BFLOAT16, device=device), cuda)
     check(make("relu", 0.3, tokens=70, d=40, d_ff=76, d_out=48, dtype=BFLOAT16, device=device), cuda)
     check(make("relu", 0.3, tokens=70, d=40, d_ff=72, d_out=48, device=device), cuda)
-    assert taken[2:] == [Route.CUBLAS] * 10
+    assert taken[2:] == [GemmBackend.CUBLAS] * 10

@@ -22,7 +22,7 @@ FORWARD, DQ, DKDV, SHORT = (
     f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv", "short_backward")
 )
 FORWARD_90, DQ_90, DKDV_90 = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv"))
-MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward.cuh", "attention/backward_scores_sm90.cuh"
+MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward_common.cuh", "attention/backward_scores_sm90.cuh"
 # Orders and completions: enough to catch every bug, and all that the copy as such must pass.
 TRIES = [("forward", "lazy"), ("reverse", "eager"), ("2", "crossed"), ("2", "lazy"), ("3", "lazy")]
 
@@ -55,7 +55,7 @@ class Bug(NamedTuple):
 
 
 K_IS_THERE = "    __syncthreads();  // k is there, and v was read\n"
-LEAVE = "    named_barrier_sync(kOfGroup + group_, kGroup);\n    if (thread_ == 0) {"
+LEAVE = "    named_barrier_sync(kGroupBarrier + group_, kGroup);\n    if (thread_ == 0) {"
 BUGS = {
     "80": [
         Bug("copy not waited for", "band", FORWARD, f"    cp_async_wait<0>();\n{K_IS_THERE}", K_IS_THERE),

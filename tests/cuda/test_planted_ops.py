@@ -24,7 +24,7 @@ from emulator_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
 from feed_forward_routes import cuda, forced_route
 
 import fastattn.backends.cuda
-from fastattn.backends.cuda.feed_forward import Route
+from fastattn.backends.cuda.feed_forward import GemmBackend
 
 pytestmark = pytest.mark.full
 CPU, FP32, BF16, FP16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
@@ -35,7 +35,7 @@ class Bug(NamedTuple):
     file: str
     right: str
     wrong: str
-    route: Route | None = None  # on which it must be found; only the feed-forward has routes
+    route: GemmBackend | None = None  # on which it must be found; only the feed-forward has routes
 
 
 class Plant(NamedTuple):
@@ -145,7 +145,7 @@ PLANTS = {
             Bug("no scale in the backward", f"{EMBED}/rows.cuh", "grad[j] *= source_.scale", "grad[j] *= 1"),
             Bug("positions never begin again", f"{EMBED}/rows.cuh", "row % source_.length", "row"),
             Bug("index of another row", f"{EMBED}/backward.cu", "p.index[row]", "p.index[row / 2]"),
-            Bug("16 bits are bfloat16", "common/any.cuh",
+            Bug("16 bits are bfloat16", "common/dynamic_dtype.cuh",
                 "dtype == DType::bfloat16 ? as_bfloat16[j] : as_half[j]", "as_bfloat16[j]"),
         ],
         embed_cases,
@@ -155,13 +155,13 @@ PLANTS = {
         [],
         [
             Bug("gate not multiplied", HIDDEN,
-                "gate[j] *= up[j]", "gate[j] *= BUG ? 1.0f : up[j]", Route.CUBLAS),
+                "gate[j] *= up[j]", "gate[j] *= BUG ? 1.0f : up[j]", GemmBackend.CUBLAS),
             Bug("another chunk's mask", HIDDEN,
-                "dropout.apply(gate, row, col)", "dropout.apply(gate, row, col ^ (BUG ? 8 : 0))", Route.SM90),
+                "dropout.apply(gate, row, col)", "dropout.apply(gate, row, col ^ (BUG ? 8 : 0))", GemmBackend.SM90),
             Bug("pairs side by side", GEMM_SM90, "tile_.n + half * g_.second",
-                "tile_.n + half * (BUG ? GemmTile::kHalf : g_.second)", Route.SM90),
+                "tile_.n + half * (BUG ? GemmTile::kHalf : g_.second)", GemmBackend.SM90),
             Bug("a stage released too early", GEMM_SM90,
-                "      wgmma_wait<1>();\n", "      if (!BUG) wgmma_wait<1>();\n", Route.SM90),
+                "      wgmma_wait<1>();\n", "      if (!BUG) wgmma_wait<1>();\n", GemmBackend.SM90),
         ],
         feed_forward_cases,
     ),
@@ -190,7 +190,7 @@ PLANTS = {
                 "    total *= power(before);\n", "    if (!BUG) total *= power(before);\n"),
             Bug("classes after the chunks left out", ROWS,
                 "int col = chunks * kChunk + threadIdx.x;", "int col = (chunks + BUG) * kChunk + threadIdx.x;"),
-            Bug("rows too near", ROWS, "index_of_row * p.stride", "index_of_row * (p.stride - 8 * BUG)"),
+            Bug("rows too near", ROWS, "row_index * p.stride", "row_index * (p.stride - 8 * BUG)"),
             Bug("the target of another chunk", ROWS, "label / kChunk == index", "label / kChunk == index + BUG"),
         ],
         cross_entropy_cases,
@@ -212,13 +212,13 @@ def build(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return library
 
 
-def settings(route: Route | None) -> Iterator[dict[str, str]]:
-    completions: Any = {None: [None], Route.SM90: SM90_COMPLETIONS}.get(route, COMPLETIONS)
+def settings(route: GemmBackend | None) -> Iterator[dict[str, str]]:
+    completions: Any = {None: [None], GemmBackend.SM90: SM90_COMPLETIONS}.get(route, COMPLETIONS)
     for order, completion in itertools.product(ORDERS, completions):
         yield {"FASTATTN_EMULATOR_ORDER": order} | ({"FASTATTN_EMULATOR_ASYNC": completion} if completion else {})
 
 
-def fails(library: Path, op: str, bug: int, route: Route | None, monkeypatch: pytest.MonkeyPatch) -> bool:
+def fails(library: Path, op: str, bug: int, route: GemmBackend | None, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Does a check fail, in one of the orders and completions? bug: from 1 on, 0 is none."""
     fastattn.backends.cuda.load_emulator(library)
     mutations.choose(library, bug)
@@ -236,13 +236,13 @@ def fails(library: Path, op: str, bug: int, route: Route | None, monkeypatch: py
     return False
 
 
-RIGHT = [(op, None) for op in PLANTS if op != "feed_forward"] + [("feed_forward", route) for route in Route]
+RIGHT = [(op, None) for op in PLANTS if op != "feed_forward"] + [("feed_forward", route) for route in GemmBackend]
 BUGS = [(op, number, bug) for op, plant in PLANTS.items() for number, bug in enumerate(plant.bugs, start=1)]
 
 
 @pytest.mark.parametrize("op, route", RIGHT)
 def test_without_a_bug(
-    op: str, route: Route | None, build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    op: str, route: GemmBackend | None, build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy as such passes, so it is the bug that fails below."""
     assert not fails(build(op), op, 0, route, monkeypatch)

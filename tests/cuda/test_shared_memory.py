@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import fastattn.backends.cuda
-from fastattn.backends.cuda.add_layer_norm import SUMS_DX_HIDDEN
 
 KIB = 1024
 
@@ -21,7 +20,8 @@ def test_every_launch_fits(emulator_library: Path, tmp_path: Path, monkeypatch: 
     noted = tmp_path / "launches"
     monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "89")
     monkeypatch.setenv("FASTATTN_EMULATOR_LAUNCHES", str(noted))
-    monkeypatch.setattr(fastattn.backends.cuda, "_emulator", fastattn.backends.cuda._load(emulator_library))
+    module = fastattn.backends.cuda._load(emulator_library)
+    monkeypatch.setattr(fastattn.backends.cuda, "_emulator", module)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
@@ -38,7 +38,7 @@ def test_every_launch_fits(emulator_library: Path, tmp_path: Path, monkeypatch: 
         q = zeros(1, 2, 200, 256, dtype=dtype)
         _, weights = fastattn.scaled_dot_product_attention(q, q, q, return_weights=True, backend="cuda")
         sizes = [largest(weights)]
-        for hidden in (512, SUMS_DX_HIDDEN, 16384):
+        for hidden in (512, module.NORM_MAX_HIDDEN_DX_BIAS, 16384):
             x, weight = zeros(64, hidden, dtype=dtype), zeros(hidden, dtype=dtype)
             out = fastattn.dropout_add_layer_norm(x, x, weight, weight, dropout_p=0.1, x_bias=weight, backend="cuda")
             sizes.append(largest(out))

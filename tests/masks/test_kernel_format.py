@@ -28,8 +28,8 @@ def prepare_mask(device: torch.device) -> Any:
 
 def compare(expected: PreparedMask, found: PreparedMask) -> None:
     """The formula's and the kernel's; what `tiles` holds past the lists is arbitrary."""
-    assert found[:2] == expected[:2]
-    for name, got, right in zip(found._fields[2:], found[2:], expected[2:], strict=True):
+    assert found[:2] == expected[:2] and found.layout == expected.layout
+    for name, got, right in zip(found._fields[2:7], found[2:7], expected[2:7], strict=True):
         assert (got is None) == (right is None), name
         if got is None:
             continue

@@ -65,7 +65,7 @@ BUGS = [
         "n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)", "n * BLOCK_N, BLOCK_N // 2)", GELU, "out"),
     Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate > 0,", "tl.where(gate >= 0,", RELU, "dx"),
     Bug("columns after the classes counted", ROWS,
-        "level += tl.where(inside, z, 0.0)", "level += z", LOSS, "loss"),
+        "z_sum += tl.where(inside, z, 0.0)", "z_sum += z", LOSS, "loss"),
     Bug("the gradient of a sum", ROWS, "rate /= tl.load(count).to(tl.float32)", "rate /= 1", LOSS, "dx"),
     Bug("ignored rows keep their logits", ROWS, "for start in range(0, n_class", "for start in range(0, 0", LOSS, "dx"),
     Bug("positions never start again", EMBED, "row % length", "row % n_position", WORDS, "out"),

@@ -81,14 +81,14 @@ def test_triton_wants_tensor_cores_of_nvidia(
 ) -> None:
     """Older GPUs and those of other vendors are refused by name."""
     x = SimpleNamespace(is_cuda=True, device=GPU)
-    assert launch.refuse_device(x) is None
+    assert launch.unsupported_device(x) is None
     gpu.major, gpu.minor = 7, 5
     launch._gpu_problem.cache_clear()
-    assert launch.refuse_device(x) == "the Triton kernels need compute capability 8.0, got 7.5"
+    assert launch.unsupported_device(x) == "the Triton kernels need compute capability 8.0, got 7.5"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     gpu.name = "some accelerator"
     launch._gpu_problem.cache_clear()
-    assert launch.refuse_device(x) == "the Triton kernels need an NVIDIA GPU, got some accelerator"
+    assert launch.unsupported_device(x) == "the Triton kernels need an NVIDIA GPU, got some accelerator"
 
 
 @pytest.mark.parametrize("backend", ["triton"])

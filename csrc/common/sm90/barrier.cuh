@@ -1,8 +1,8 @@
-// Barriers of Hopper: mbarriers, which also count the bytes that TMA brings, and named barriers of some of a block's warps.
+// Barriers of Hopper: mbarriers, which also count the bytes of TMA loads, and named barriers of some warps of a block.
 //
-// A Barrier lies in shared memory. Its phases are numbered from 0; a phase ends when `arrivals` threads have arrived and all
-// bytes that were announced in it have come. wait(parity) returns once the phase of that parity (phase number % 2) has
-// ended; so a fresh barrier lets wait(1) pass, as if phase -1 were over.
+// A Barrier is in shared memory. Its phases are numbered from 0. A phase ends when `arrivals` threads have arrived and
+// all announced bytes are loaded. wait(parity) returns when the phase of that parity (phase number % 2) has ended: a
+// fresh barrier lets wait(1) pass, as if phase -1 had ended.
 #pragma once
 #include "common/cp_async.cuh"
 
@@ -15,7 +15,7 @@ namespace fastattn::sm90 {
 struct Barrier {
   uint64_t state;
 
-  // By one thread; then fence_barrier_init() by the same, and a barrier of the block.
+  // Called by one thread, which then calls fence_barrier_init(); a barrier of the block follows.
   __device__ __forceinline__ void init(int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals) : "memory");
   }
@@ -25,31 +25,36 @@ struct Barrier {
   // Arrives, if `condition` holds, without a branch.
   __device__ __forceinline__ void arrive_if(bool condition) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(
-                     shared_address(this)), "r"(static_cast<int>(condition))
+                     shared_address(this)),
+                 "r"(static_cast<int>(condition))
                  : "memory");
   }
-  // Arrives, and announces bytes that TMA or a bulk copy will bring.
+  // Arrives, and announces the bytes that TMA or a bulk copy will load.
   __device__ __forceinline__ void arrive_expect(int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
+                 : "memory");
   }
   __device__ __forceinline__ void wait(int parity) {
     asm volatile(
         "{\n.reg .pred p;\n"
-        "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(
-            shared_address(this)), "r"(parity)
+        "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::
+            "r"(shared_address(this)),
+        "r"(parity)
         : "memory");
   }
 };
 
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Makes this thread's writes to shared memory visible to the asynchronous proxy: to wgmma, TMA and bulk copies.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same instruction, where this thread has read what TMA or a bulk copy is to overwrite: its reads come first.
+// The same instruction, used after this thread has read what TMA or a bulk copy will overwrite: it orders the reads.
 __device__ __forceinline__ void fence_async_proxy_after_reads() { fence_async_proxy(); }
 
-// Named barrier `id` (1 to 15) of `threads` threads, whole warps: waits for all of them, or arrives and goes on.
+// Named barrier `id` (1 to 15) of `threads` threads, whole warps: waits for all of them, or arrives and continues.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

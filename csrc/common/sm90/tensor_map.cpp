@@ -1,4 +1,4 @@
-// The host twin is in csrc/emulator/tma.cpp.
+// The CPU version is in csrc/emulator/tma.cpp.
 #ifndef FASTATTN_EMULATOR
 #include "common/sm90/tensor_map.h"
 
@@ -9,17 +9,19 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, by way of the runtime: the library does not link against the driver, and loads without one.
+// The driver's function, from the runtime: the library is not linked against the driver, and loads without one.
 Encode encoder() {
   static const Encode found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    FASTATTN_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+    FASTATTN_CHECK(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
 #else
     FASTATTN_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
 #endif
-    if (result != cudaDriverEntryPointSuccess) throw std::runtime_error("fastattn: the driver has no cuTensorMapEncodeTiled");
+    if (result != cudaDriverEntryPointSuccess)
+      throw std::runtime_error("fastattn: the driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
   return found;

@@ -1,4 +1,4 @@
-// A tensor map: how TMA finds its way in a tensor of 16-bit elements or floats with up to four dimensions. Plain C++.
+// A tensor map: the layout of a tensor for TMA, up to four dimensions of 16-bit elements or floats. Plain C++.
 #pragma once
 #include <cstdint>
 
@@ -10,15 +10,15 @@
 
 namespace fastattn::sm90 {
 
-// Innermost dimension first. Sizes and the box are in elements, strides in bytes: of dimensions 1 to 3, multiples of 16.
-// The tensor starts at a multiple of 16 bytes. What a box holds outside the sizes is read as zero and not written.
+// Innermost dimension first. Sizes and the box are in elements, strides in bytes: of dimensions 1 to 3, multiples of
+// 16. The tensor starts at a multiple of 16 bytes. Outside the sizes a box is read as zero and not written.
 struct TensorLayout {
   const void* data;
   uint64_t size[4];
   uint64_t stride[3];
   uint32_t box[4];
-  bool is_float;   // else a 16-bit type
-  bool swizzled;   // 128-byte swizzle: box[0] is 128 bytes, and chunk c of 16 bytes of line r lies at chunk c ^ (r % 8)
+  bool is_float;  // else a 16-bit type
+  bool swizzled;  // 128-byte swizzle: box[0] is 128 bytes, and 16-byte chunk c of line r is at chunk c ^ (r % 8)
 };
 
 #ifdef FASTATTN_EMULATOR
@@ -29,7 +29,7 @@ struct alignas(64) TensorMap {
 using TensorMap = CUtensorMap;
 #endif
 
-// Throws std::runtime_error where TMA cannot serve the layout.
+// Throws std::runtime_error if TMA does not support the layout.
 TensorMap make_tensor_map(const TensorLayout& layout);
 
 }  // namespace fastattn::sm90

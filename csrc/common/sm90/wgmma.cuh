@@ -1,13 +1,15 @@
-// Hopper's matrix product of a warpgroup: accumulator (64 x kN, float) += A (64 x 16) * B (16 x kN), of bfloat16 or float16.
+// Hopper's matrix product of a warpgroup: accumulator (64 x kN, float) += A (64 x 16) * B (16 x kN), of bfloat16 or
+// float16.
 //
-// wgmma runs beside the threads that issue it, in groups like cp.async:
+// wgmma is asynchronous, in groups like those of cp.async:
 //   wgmma_fence(d);  wgmma(d, ...); ...  wgmma_commit();  ...  wgmma_wait<0>(d);
-// The fence comes before the first product after any access to the registers of one; between a product and its wait its
-// registers are not touched, and what it reads in shared memory is not written. For the compiler the accumulators are plain
-// values, which it may write behind a fence or read before a wait: both therefore take those that were written, or are read next.
-// With warp w of the warpgroup, g = lane / 4 and c = lane % 4, a thread holds
+// The fence is needed before the first product after any access to the registers of a product. Between a product and
+// its wait its registers must not be used, and the shared memory that it reads must not be written. For the compiler
+// the accumulators are plain values, which it could write after a fence or read before a wait: fence and wait get as
+// arguments those that were written, or are read next. With warp w of the warpgroup, g = lane / 4 and c = lane % 4, a
+// thread has
 //   accumulator  float[kN / 2]  at 4 * j + 2 * i + e: row 16 * w + g + 8 * i, column 8 * j + 2 * c + e
-//   A            uint32_t[4]    the words that pack accumulators 8 * k .. 8 * k + 7, two by two, for columns 16 * k .. of it
+//   A            uint32_t[4]    accumulators 8 * k .. 8 * k + 7 packed in pairs, for its columns 16 * k ..
 // Operands in shared memory are swizzled tiles (tma.cuh), given as descriptors: where they start, and two strides.
 #pragma once
 #include "common/check.h"
@@ -25,7 +27,7 @@ namespace fastattn::sm90 {
 
 __device__ __forceinline__ uint32_t descriptor_address(const void* at) { return shared_address(at); }
 
-// What is computed from these registers stays behind this place, and what they are computed from before it. No instruction.
+// For the compiler only: code that uses these registers stays after this line, and code that sets them before it.
 template <class T>
 __device__ __forceinline__ void pin(T& x) {
   if constexpr (std::is_array_v<T>) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void wgmma_fence(Registers&... written) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most kUnderWay groups are under way. ended: up to two accumulators of the others, those that are read next.
+// Waits until at most kUnderWay groups are not done. ended: up to two accumulators of the others, which are read next.
 template <int kUnderWay, class... Registers>
 __device__ __forceinline__ void wgmma_wait(Registers&... ended) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnderWay) : "memory");
@@ -62,17 +64,18 @@ __device__ __forceinline__ void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Four 8 x 8 matrices of 16-bit elements, each a word of every lane, to shared memory: lane i brings the address of row
+// Four 8 x 8 matrices of 16-bit elements, each a word of every lane, to shared memory: lane i gives the address of row
 // i % 8 of matrix i / 8, and holds elements 2 * (i % 4) and the next of row i / 4 of each.
 __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
 
 // The operands of the asm statements: registers 0 to kN / 2 - 1 are the accumulator, the others follow.
-#define FASTATTN_8_FROM(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FASTATTN_8_FROM(i)                                                                                    \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define FASTATTN_16_FROM(i) FASTATTN_8_FROM(i), FASTATTN_8_FROM(i + 8)
 #define FASTATTN_F16 FASTATTN_16_FROM(0)
 #define FASTATTN_F32 FASTATTN_F16, FASTATTN_16_FROM(16)
@@ -84,9 +87,10 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) 
 #define FASTATTN_NAMES32 FASTATTN_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define FASTATTN_NAMES48 FASTATTN_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define FASTATTN_NAMES64 FASTATTN_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define FASTATTN_NAMES128 \
-  FASTATTN_NAMES64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+#define FASTATTN_NAMES128                                                        \
+  FASTATTN_NAMES64                                                               \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"             \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
@@ -97,17 +101,18 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) 
                : FASTATTN_F##COUNT                                                                                    \
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeA), "n"(kTransposeB))
 // A from registers.
-#define FASTATTN_WGMMA_RS(N, TYPE, COUNT, A0, A1, A2, A3, B, SCALE, TB)                                                \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " SCALE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE  \
-               "." TYPE " {" FASTATTN_NAMES##COUNT "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", p, 1, 1, " TB ";\n}"      \
-               : FASTATTN_F##COUNT                                                                                     \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB))
-#define FASTATTN_BOTH_TYPES(PRODUCT, N, ...)             \
-  if constexpr (kN == N) {                               \
-    if constexpr (std::is_same_v<T, __nv_bfloat16>)      \
-      PRODUCT(N, "bf16", __VA_ARGS__);                   \
-    else                                                 \
-      PRODUCT(N, "f16", __VA_ARGS__);                    \
+#define FASTATTN_WGMMA_RS(N, TYPE, COUNT, A0, A1, A2, A3, B, SCALE, TB)                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " SCALE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" FASTATTN_NAMES##COUNT "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", p, 1, 1, " TB ";\n}"     \
+               : FASTATTN_F##COUNT                                                                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),               \
+                 "n"(kTransposeB))
+#define FASTATTN_BOTH_TYPES(PRODUCT, N, ...)        \
+  if constexpr (kN == N) {                          \
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) \
+      PRODUCT(N, "bf16", __VA_ARGS__);              \
+    else                                            \
+      PRODUCT(N, "f16", __VA_ARGS__);               \
   }
 
 // d = A * B, or d += A * B. A transposed operand has its 16-long side along the lines of its tile.
@@ -136,16 +141,17 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4]
 
 namespace fastattn::sm90 {
 
-// What each thread of a kernel's warpgroups has after more_registers() and fewer_registers(): one producer, and consumers.
+// The registers of each thread after more_registers() and fewer_registers(): one producer warpgroup, and consumers.
 template <int kConsumers, int kOfProducer, int kOfConsumer>
-struct RegistersOf {
+struct RegisterSplit {
   static constexpr int kProducer = kOfProducer, kConsumer = kOfConsumer, kThreads = 128 * (kConsumers + 1);
   static constexpr int kAtLaunch = (kProducer + kConsumers * kConsumer) / (kConsumers + 1);
-  static_assert((kProducer + kConsumers * kConsumer) % (8 * (kConsumers + 1)) == 0, "a warp gets them by eights a thread");
+  static_assert((kProducer + kConsumers * kConsumer) % (8 * (kConsumers + 1)) == 0,
+                "a warp gets them by eights a thread");
 };
 
-// launch() of a kernel that shares its registers out like this. Where the compiler gave it too few, more_registers() would
-// wait for ever; this throws instead. Asked once for each kernel, as all devices run the same code.
+// launch() of a kernel that splits its registers so. If the compiler gave it too few, more_registers() would never
+// return: this throws instead. Checked once for each kernel, as all devices run the same code.
 template <class Registers, class... Parameters, class... Arguments>
 void launch_with_registers(const char* name, void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes,
                            cudaStream_t stream, const Arguments&... arguments) {
@@ -169,12 +175,12 @@ void launch_with_registers(const char* name, void (*kernel)(Parameters...), dim3
 template <int kLines>
 __device__ __forceinline__ uint64_t along_columns(const void* tile, int line, int column) {
   const char* at = static_cast<const char*>(tile) + column / 64 * (kLines * 128) + line * 128 + column % 64 * 2;
-  return static_cast<uint64_t>((descriptor_address(at) & 0x3ffff) >> 4) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
-         uint64_t{1} << 62;
+  return static_cast<uint64_t>((descriptor_address(at) & 0x3ffff) >> 4) | uint64_t{1} << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// A transposed operand: 16 lines of the tile along the product's sum, from (line, column) on: 64 or kN columns of it. `line`
-// is a multiple of 8 and `column` of 64.
+// A transposed operand: 16 lines of the tile along the product's sum, from (line, column) on: 64 or kN columns of it.
+// `line` is a multiple of 8 and `column` of 64.
 template <int kLines>
 __device__ __forceinline__ uint64_t along_lines(const void* tile, int line, int column) {
   const char* at = static_cast<const char*>(tile) + column / 64 * (kLines * 128) + line * 128;

@@ -1,8 +1,7 @@
-"""The CUDA C++ backend: `fastattn.backends.cuda.<op>` checks what its kernel can serve and calls the extension fastattn._C.
+"""The CUDA C++ backend: `fastattn.backends.cuda.<op>` checks whether its kernel supports a call and calls fastattn._C.
 
-The same sources also run on a CPU, thread by thread, in a second build of the extension against csrc/emulator. It exists
-for tests: `load_emulator(path)`, or the environment's FASTATTN_CUDA_EMULATOR=path, makes the backend serve CPU
-tensors through it.
+For tests, the same sources also run on a CPU, thread by thread: a second build of the extension, against csrc/emulator.
+`load_emulator(path)`, or the environment's FASTATTN_CUDA_EMULATOR=path, makes the backend accept CPU tensors.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ _emulator: ModuleType | None = None
 
 
 def load_emulator(path: str | Path | None) -> None:
-    """From now on the CUDA backend serves CPU tensors, through the extension at `path`, built against csrc/emulator.
-
-    None: it refuses CPU tensors again.
-    """
+    """From now on the CUDA backend runs CPU tensors by the extension at `path`, built against csrc/emulator; None: it
+    refuses CPU tensors again."""
     global _emulator
     _emulator = None if path is None else _load(Path(path))
 
 
 @cache
 def _load(path: Path) -> ModuleType:
-    name = str(path.parent).replace(".", "_") + "._C"  # pybind11 takes two modules of one name for the same
+    name = str(path.parent).replace(".", "_") + "._C"  # pybind11 needs a name for each module
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     loader.exec_module(module)
@@ -58,19 +55,19 @@ def _compiled() -> ModuleType | str:
     except ModuleNotFoundError:
         if (installed := _installed_elsewhere()) is not None:
             return (
-                f"fastattn._C is installed in {installed}, but Python took fastattn from {Path(__file__).parents[1]}, "
-                "as in a checkout it does: start it in another folder, or pip install -e the checkout"
+                f"fastattn._C is installed in {installed}, but Python imported fastattn from "
+                f"{Path(__file__).parents[2]}: start Python in another folder, or pip install -e that checkout"
             )
         return (
             "fastattn._C is not installed: the install found no nvcc, skipped CUDA or failed to compile. In the "
-            "sources, FASTATTN_FORCE_CUDA=1 pip install . says which (CUDA_HOME names the toolkit)"
+            "sources, FASTATTN_FORCE_CUDA=1 pip install . shows which (CUDA_HOME names the toolkit)"
         )
     except ImportError as error:
         return f"fastattn._C cannot be imported: {error}"
 
 
 def _installed_elsewhere() -> Path | None:
-    """The folder of an installed fastattn with _C, in place of which another fastattn runs."""
+    """The folder of an installed fastattn that has _C, when Python imported another fastattn."""
     for distribution in importlib.metadata.distributions(name="fastattn"):
         for file in distribution.files or ():
             if file.parent.as_posix() == "fastattn" and file.name.startswith("_C."):
@@ -79,13 +76,13 @@ def _installed_elsewhere() -> Path | None:
 
 
 def extension(device: torch.device) -> ModuleType:
-    """The extension for tensors of this device, which refuse_device() accepted."""
+    """The extension for tensors on this device; refuse_device() must have accepted it."""
     module = _compiled() if device.type == "cuda" else _emulator
     assert isinstance(module, ModuleType), f"refuse_device() refuses {device}"
     return module
 
 
-@torch.compiler.assume_constant_result  # torch.compile traces neither imports nor C++, and warns of caches
+@torch.compiler.assume_constant_result  # torch.compile cannot trace imports or C++
 def _refuse_gpu(index: int) -> str | None:
     return _gpu_problem(index)
 
@@ -97,7 +94,7 @@ def _gpu_problem(index: int) -> str | None:
 
 
 def refuse_device(x: Tensor) -> str | None:
-    """None if CUDA kernels can run on x's device, or why they cannot."""
+    """Why CUDA kernels cannot run on x's device, or None."""
     if x.device.type == "cpu":
         if _emulator is None:
             return "CUDA kernels need GPU tensors, got a CPU tensor"
@@ -108,20 +105,20 @@ def refuse_device(x: Tensor) -> str | None:
 
 
 def device_index(x: Tensor) -> int:
-    """The GPU to run on; 0 for the CPU runner."""
+    """The GPU to run on; 0 for the emulator."""
     if x.device.type == "cpu":
         return 0
     return torch.cuda.current_device() if x.device.index is None else x.device.index
 
 
 def compute_capability(x: Tensor) -> int:
-    """10 * major + minor of x's device; of the CPU runner, what its environment says, which tests change."""
-    return capability_of(x.device.type == "cpu", device_index(x))
+    """10 * major + minor of x's device."""
+    return _capability(x.device.type == "cpu", device_index(x))
 
 
-def capability_of(on_cpu: bool, index: int) -> int:
-    """The same of a GPU, or of the CPU runner, which is asked every time."""
-    return extension(torch.device("cpu")).compute_capability(0) if on_cpu else _gpu_capability(index)
+@torch.compiler.assume_constant_result  # torch.compile cannot trace C++
+def _capability(on_cpu: bool, index: int) -> int:
+    return _emulator.compute_capability(0) if on_cpu else _gpu_capability(index)  # tests change the emulator's answer
 
 
 @cache
@@ -135,10 +132,15 @@ def stream(x: Tensor) -> int:
 
 
 def address(x: Tensor | None) -> int:
-    """Where the elements start; 0 for None."""
+    """The address of the first element; 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def typed(x: Tensor | None) -> tuple[int, int]:
-    """A tensor whose type the kernel is told: (address, its dtype's number; of integers, their size)."""
+    """(address, number of the dtype, or size of an integer) of a tensor whose dtype the kernel reads when it runs."""
     return (0, 0) if x is None else (x.data_ptr(), DTYPES.get(x.dtype, x.element_size()))
+
+
+def dropout_args(rng_state: Tensor | None, dropout_p: float) -> tuple[int, int, float]:
+    """struct Dropout: (address, threshold, scale), by the rule of fastattn/backends/reference/philox.py."""
+    return address(rng_state), *constants.dropout_constants(dropout_p)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.backends.constants import dropout_constants
 from fastattn.backends.cuda import (
     DTYPES,
     address,
     device_index,
+    dropout_args,
     extension,
     refuse_device,
     stream,
     typed,
 )
 
-# Of csrc/add_layer_norm/add_layer_norm.h:
-MAX_HIDDEN = 16384  # kMaxHidden: a row lives in the registers of one block
-TICKETS = 33  # kTickets: zeros at the end of the statistics
-SUMS_DX_HIDDEN = 8192  # of wider rows, dx_bias is a launch of its own
+# Known without the extension, too, and equal to its NORM_MAX_HIDDEN and NORM_TICKETS: csrc/common/norm.h.
+MAX_HIDDEN = 16384  # a row is kept in the registers of one block
+TICKETS = 33  # zeros at the end of the statistics
 
 
 def unsupported_reason(
@@ -30,7 +29,7 @@ def unsupported_reason(
     dropout_p: float,
     x_bias: Tensor | None = None,
 ) -> str | None:
-    """None, or what is refused and what was got."""
+    """None, or what is not supported and what the call has."""
     if reason := refuse_device(x):
         return reason
     if x.dtype not in DTYPES:
@@ -68,12 +67,10 @@ def add_layer_norm_fwd(
     out = torch.empty_like(x)
     z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
     statistics = torch.empty((3 if eps_on_std else 2) * rows + TICKETS, dtype=torch.float32, device=x.device)
-    extension(x.device).add_layer_norm_fwd(
-        address(x), address(residual), address(weight), address(bias), typed(x_bias),
-        address(out), 0 if z is x else address(z), address(statistics),
-        rows, hidden, eps, eps_on_std, address(rng_state), *dropout_constants(dropout_p),
-        DTYPES[x.dtype], DTYPES[weight.dtype], device_index(x), stream(x),
-    )  # fmt: skip
+    inputs = address(x), address(residual), address(weight), address(bias), typed(x_bias)
+    outputs = address(out), 0 if z is x else address(z), address(statistics)
+    options = rows, hidden, eps, eps_on_std, *dropout_args(rng_state, dropout_p), DTYPES[x.dtype], DTYPES[weight.dtype]
+    extension(x.device).add_layer_norm_fwd(*inputs, *outputs, *options, device_index(x), stream(x))
     return out, z, statistics
 
 
@@ -99,19 +96,18 @@ def add_layer_norm_bwd(
     module, device = extension(z.device), device_index(z)
     dsum = torch.empty_like(z) if has_residual or dropout_p == 0 else None  # the gradient of z
     dx = torch.empty_like(z) if dropout_p > 0 else None
-    summed_here = x_bias if hidden <= SUMS_DX_HIDDEN else None
+    summed_here = x_bias if hidden <= module.NORM_MAX_HIDDEN_DX_BIAS else None
     sums = [None if t is None else torch.empty_like(t) for t in (weight, bias, summed_here)]
     dweight, dbias, dx_bias = sums
     blocks = module.add_layer_norm_bwd_blocks(rows, hidden, device)
-    rows_of_sums = module.add_layer_norm_bwd_partials(blocks)
+    partial_rows = module.add_layer_norm_bwd_partials(blocks)
     width = hidden * sum(t is not None for t in sums)
-    partial = torch.empty((rows_of_sums, width), dtype=torch.float32, device=z.device)
-    module.add_layer_norm_bwd(
-        address(dout), address(dz), address(z), address(weight), address(statistics),
-        address(dsum), address(dx), address(dweight), address(dbias), typed(dx_bias), address(partial),
-        rows, hidden, blocks, eps_on_std, address(rng_state), *dropout_constants(dropout_p),
-        DTYPES[z.dtype], DTYPES[weight.dtype], device, stream(z),
-    )  # fmt: skip
+    partial = torch.empty((partial_rows, width), dtype=torch.float32, device=z.device)
+    inputs = address(dout), address(dz), address(z), address(weight), address(statistics)
+    outputs = address(dsum), address(dx), address(dweight), address(dbias), typed(dx_bias), address(partial)
+    options = rows, hidden, blocks, eps_on_std, *dropout_args(rng_state, dropout_p)
+    dtypes = DTYPES[z.dtype], DTYPES[weight.dtype]
+    module.add_layer_norm_bwd(*inputs, *outputs, *options, *dtypes, device, stream(z))
     dx = dsum if dx is None else dx
     if x_bias is not summed_here:
         dx_bias = dx.sum(0, dtype=x_bias.dtype)

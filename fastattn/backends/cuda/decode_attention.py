@@ -7,11 +7,11 @@ from torch import Tensor
 
 from fastattn.backends.cuda import DTYPES, address, device_index, extension, refuse_device, stream
 
-MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/decode_attention/decode_attention.h
+MAX_HEAD_DIM = 256  # the extension's DECODE_MAX_HEAD_DIM: csrc/decode_attention/decode_attention.h
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
-    """None, or what is refused and what was got."""
+    """None, or what is not supported and what the call has."""
     if reason := refuse_device(q):
         return reason
     if q.dtype not in DTYPES:
@@ -36,10 +36,10 @@ def decode_attention_fwd(
         partial = torch.empty(splits, B, W, H, Dv, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, B, W, H, dtype=torch.float32, device=q.device)
     lengths = None if lengths is None else lengths.contiguous()
-    module.decode_attention_fwd(
-        address(q), q.stride()[:3], (address(k), *k.stride()[:4], k.shape[4]), (address(v), *v.stride()[:4], Dv),
-        address(lengths), address(ancestors), (0, 0, 0) if ancestors is None else ancestors.stride(),
-        address(out), address(partial), address(lse), B, W, H, Hk, M, R, splits,
-        softmax_scale, DTYPES[q.dtype], device, stream(q),
-    )  # fmt: skip
+    queries = address(q), q.stride()[:3]
+    cache = (address(k), *k.stride()[:4], k.shape[4]), (address(v), *v.stride()[:4], Dv)
+    beams = address(lengths), address(ancestors), (0, 0, 0) if ancestors is None else ancestors.stride()
+    outputs = address(out), address(partial), address(lse)
+    options = B, W, H, Hk, M, R, splits, softmax_scale, DTYPES[q.dtype]
+    module.decode_attention_fwd(*queries, *cache, *beams, *outputs, *options, device, stream(q))
     return out

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.constants import dropout_constants
 from fastattn.backends.cuda import (
     DTYPES,
     address,
     device_index,
+    dropout_args,
     extension,
     refuse_device,
     stream,
@@ -33,7 +33,7 @@ def unsupported_reason(
     dropout_p: float,
     dtype: torch.dtype,
 ) -> str | None:
-    """None, or what is refused and what was got."""
+    """None, or what is not supported and what the call has."""
     if reason := refuse_device(embedding):
         return reason
     if embedding.dtype not in DTYPES:
@@ -54,12 +54,10 @@ def _source(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> Any:
-    """What both directions gather rows by."""
-    return module.EmbedLayerNormSource(
-        typed(tokens), typed(position), typed(embedding), typed(position_table),
-        embedding.shape[0], position_table.shape[0], length, scale,
-        address(rng_state), *dropout_constants(dropout_p),
-    )  # fmt: skip
+    """struct Source: where both directions gather their rows."""
+    tensors = map(typed, (tokens, position, embedding, position_table))
+    sizes = embedding.shape[0], position_table.shape[0], length
+    return module.EmbedLayerNormSource(*tensors, *sizes, scale, *dropout_args(rng_state, dropout_p))
 
 
 def embed_layer_norm_fwd(
@@ -85,10 +83,8 @@ def embed_layer_norm_fwd(
     out = torch.empty((rows, hidden), dtype=dtype, device=embedding.device)
     statistics = torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=embedding.device)
     source = _source(module, embedding, tokens, position_table, position, length, scale, dropout_p, rng_state)
-    module.embed_layer_norm_fwd(
-        source, typed(weight), typed(bias), typed(out), address(statistics),
-        rows, hidden, eps, device_index(embedding), stream(embedding),
-    )  # fmt: skip
+    tensors = typed(weight), typed(bias), typed(out), address(statistics)
+    module.embed_layer_norm_fwd(source, *tensors, rows, hidden, eps, device_index(embedding), stream(embedding))
     return out, statistics
 
 
@@ -116,12 +112,10 @@ def embed_layer_norm_bwd(
     index = torch.empty(rows, dtype=torch.int64, device=dout.device)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
     blocks = module.embed_layer_norm_bwd_blocks(rows, hidden, device)
-    rows_of_sums = module.add_layer_norm_bwd_partials(blocks)
-    partial = torch.empty((rows_of_sums, 2 * hidden), dtype=torch.float32, device=dout.device)
+    partial_rows = module.add_layer_norm_bwd_partials(blocks)
+    partial = torch.empty((partial_rows, 2 * hidden), dtype=torch.float32, device=dout.device)
     source = _source(module, embedding, tokens, position_table, position, length, scale, dropout_p, rng_state)
-    module.embed_layer_norm_bwd(
-        source, typed(dout), typed(weight), address(statistics), typed(drows), address(index),
-        typed(dweight), typed(dbias), address(partial),
-        rows, hidden, blocks, device, stream(dout),
-    )  # fmt: skip
+    inputs = typed(dout), typed(weight), address(statistics)
+    outputs = typed(drows), address(index), typed(dweight), typed(dbias), address(partial)
+    module.embed_layer_norm_bwd(source, *inputs, *outputs, rows, hidden, blocks, device, stream(dout))
     return drows, index, dweight, dbias

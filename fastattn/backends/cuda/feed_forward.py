@@ -1,8 +1,9 @@
 """The CUDA backend of the feed-forward network. Formulas, grids and epilogues: csrc/feed_forward/.
 
-Of its six products two have an epilogue: z = x weight1^T, and dh = dout weight2. cuBLAS computes each of them and one
-pointwise kernel follows (bias, activation, dropout; act', dropout, the columns' sums). Inside products_by() a kernel of
-ours for Hopper computes the product with what follows; no record yet shows it to be faster. cuBLAS does the others.
+Two of its six products have an epilogue: z = x weight1^T, and dh = dout weight2. cuBLAS computes the product, and one
+pointwise kernel does the epilogue (bias, activation, dropout; act', dropout, the columns' sums). Inside
+use_gemm_backend(GemmBackend.SM90) our kernel for Hopper computes product and epilogue; no record yet shows it to be
+faster. The other products are always cuBLAS's.
 """
 
 from __future__ import annotations
@@ -14,40 +15,40 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fastattn.backends.constants import GATED, dropout_constants
+from fastattn.backends.constants import GATED
 from fastattn.backends.cuda import (
     DTYPES,
     address,
     compute_capability,
     device_index,
+    dropout_args,
     extension,
     refuse_device,
     stream,
 )
 
 ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # as csrc/feed_forward/feed_forward.h numbers them
-SUM_ROWS = 64  # kSumRows
 
 
-class Route(IntEnum):
+class GemmBackend(IntEnum):
     """What computes a product that has an epilogue: csrc/feed_forward/bind.h."""
 
     SM90 = 0
     CUBLAS = 1  # and a pointwise kernel
 
 
-_route_of_products = Route.CUBLAS
+_gemm_backend = GemmBackend.CUBLAS
 
 
 @contextmanager
-def products_by(route: Route) -> Iterator[None]:
-    """In this context products with an epilogue take the route, where their GPU and their shapes allow it."""
-    global _route_of_products
-    before, _route_of_products = _route_of_products, route
+def use_gemm_backend(backend: GemmBackend) -> Iterator[None]:
+    """In this context it computes the products with an epilogue, where the GPU and the shapes allow it."""
+    global _gemm_backend
+    before, _gemm_backend = _gemm_backend, backend
     try:
         yield
     finally:
-        _route_of_products = before
+        _gemm_backend = before
 
 
 def unsupported_reason(
@@ -59,7 +60,7 @@ def unsupported_reason(
     activation: str,
     dropout_p: float,
 ) -> str | None:
-    """None, or what is refused and what was got."""
+    """None, or what is not supported and what the call has."""
     if reason := refuse_device(x):
         return reason
     if x.dtype not in DTYPES:
@@ -67,22 +68,19 @@ def unsupported_reason(
     return None
 
 
-def route_of(a: Tensor, b: Tensor, d_ff: int) -> Route:
-    """What computes the product of a (tokens, depth) and b, weight1 or weight2 as it lies.
+def choose_gemm_backend(a: Tensor, b: Tensor, d_inner: int) -> GemmBackend:
+    """What computes the product of a (tokens, depth) and b, which is weight1 or weight2.
 
-    Our kernel takes 16-bit types in whole aligned vectors of 16 bytes; anything else is cuBLAS's.
+    Our kernel needs a 16-bit type in whole aligned vectors of 16 bytes.
     """
-    route = _route_of_products
-    if route == Route.CUBLAS or a.dtype == torch.float32:
-        return Route.CUBLAS
+    if _gemm_backend == GemmBackend.CUBLAS or a.dtype == torch.float32 or compute_capability(a) != 90:
+        return GemmBackend.CUBLAS
     tokens, depth = a.shape
-    if compute_capability(a) != 90:
-        return Route.CUBLAS
-    if tokens * depth == 0 or tokens >= 2**30 or depth % 8 or d_ff % 8:
-        return Route.CUBLAS
+    if tokens * depth == 0 or tokens >= 2**30 or depth % 8 or d_inner % 8:
+        return GemmBackend.CUBLAS
     if not (a.is_contiguous() and b.is_contiguous()) or (a.data_ptr() | b.data_ptr()) % 16:
-        return Route.CUBLAS
-    return route
+        return GemmBackend.CUBLAS
+    return _gemm_backend
 
 
 def _with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,26 +90,26 @@ def _with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def feed_forward_hidden(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d). Returns h (tokens, d_ff) and what the
-    backward wants: relu h itself, else z, as wide as weight1."""
-    (tokens, d), columns = x.shape, weight1.shape[0]
-    d_ff = columns // (2 if activation in GATED else 1)
+    """x: (tokens, d_model) contiguous; weight1: (d_inner, d_model), gated (2 * d_inner, d_model).
+
+    Returns h (tokens, d_inner) and what the backward needs: for relu h itself, else z, as wide as weight1.
+    """
+    (tokens, d_model), columns = x.shape, weight1.shape[0]
+    d_inner = columns // (2 if activation in GATED else 1)
     saves_z = activation != "relu"
-    route = route_of(x, weight1, d_ff)
-    if route == Route.CUBLAS:
+    gemm = choose_gemm_backend(x, weight1, d_inner)
+    if gemm == GemmBackend.CUBLAS:
         z = _with_bias(x, weight1, bias1)
-        h = torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device) if saves_z else z
-        operands, bias, stored = (z, None), None, None
+        h = torch.empty((tokens, d_inner), dtype=x.dtype, device=x.device) if saves_z else z
+        tensors = z, None, None, None, h
     else:
-        h = torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device)
+        h = torch.empty((tokens, d_inner), dtype=x.dtype, device=x.device)
         z = torch.empty((tokens, columns), dtype=x.dtype, device=x.device) if saves_z else h
-        operands, bias, stored = (x, weight1), _aligned(bias1), z if saves_z else None
+        tensors = x, weight1, _aligned(bias1), z if saves_z else None, h
     if h.numel() > 0:
-        extension(x.device).feed_forward_fwd(
-            route, *map(address, operands), d, address(bias), address(stored), address(h),
-            tokens, d_ff, *_how(activation), address(rng_state), *dropout_constants(dropout_p),
-            DTYPES[x.dtype], device_index(x), stream(x),
-        )  # fmt: skip
+        options = tokens, d_inner, *_activation_args(activation), *dropout_args(rng_state, dropout_p)
+        launch = DTYPES[x.dtype], device_index(x), stream(x)
+        extension(x.device).feed_forward_fwd(gemm, d_model, *map(address, tensors), *options, *launch)
     return h, z
 
 
@@ -125,10 +123,10 @@ def feed_forward_fwd(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """weight2: (d_out, d_ff); the others as in feed_forward_hidden. Returns out (tokens, d_out), and for the backward
-    what that returns."""
-    h, kept = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
-    return _with_bias(h, weight2, bias2), (kept,)
+    """weight2: (d_out, d_inner); the others as in feed_forward_hidden. Returns out (tokens, d_out), and what
+    feed_forward_hidden saves for the backward."""
+    h, saved = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
+    return _with_bias(h, weight2, bias2), (saved,)
 
 
 def feed_forward_bwd(
@@ -143,44 +141,43 @@ def feed_forward_bwd(
     rng_state: Tensor | None,
     saved: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """dout: (tokens, d_out), any strides; saved: from feed_forward_fwd, as the rest.
+    """dout: (tokens, d_out), any strides; saved: from feed_forward_fwd, whose arguments the others are.
 
-    Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None where a bias is.
+    Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None for an absent bias.
     """
-    dout = dout.contiguous()
-    (tokens, d_out), d_ff, columns = dout.shape, weight2.shape[1], weight1.shape[0]
-    (kept,) = saved
-    stored = None if activation == "relu" else torch.empty((tokens, d_ff), dtype=x.dtype, device=x.device)
-    h = kept if stored is None else stored
-    route = route_of(dout, weight2, d_ff)
-    if route == Route.CUBLAS:
+    dout, (z,), module = dout.contiguous(), saved, extension(x.device)  # relu: z is h
+    (tokens, d_out), d_inner, columns = dout.shape, weight2.shape[1], weight1.shape[0]
+    recomputed = None if activation == "relu" else torch.empty((tokens, d_inner), dtype=x.dtype, device=x.device)
+    h = z if recomputed is None else recomputed
+    gemm = choose_gemm_backend(dout, weight2, d_inner)
+    if gemm == GemmBackend.CUBLAS:
         dh = dout @ weight2
-        dz = torch.empty_like(kept) if columns > d_ff else dh
+        dz = torch.empty_like(z) if columns > d_inner else dh
         operands = dh, None
     else:
-        dz = torch.empty_like(kept)
+        dz = torch.empty_like(z)
         operands = dout, weight2
     partial = dbias1 = None
     if bias1 is not None:
-        partial = torch.empty((-(-tokens // SUM_ROWS), columns), dtype=torch.float32, device=x.device)
-        dbias1 = torch.zeros_like(bias1) if kept.numel() == 0 else torch.empty(columns, dtype=x.dtype, device=x.device)
-    if kept.numel() > 0:
-        extension(x.device).feed_forward_bwd(
-            route, *map(address, operands), d_out, address(kept), address(dz), address(stored),
-            address(partial), address(dbias1), tokens, d_ff, *_how(activation),
-            address(rng_state), *dropout_constants(dropout_p), DTYPES[x.dtype], device_index(x), stream(x),
-        )  # fmt: skip
+        rows = -(-tokens // module.FEED_FORWARD_SUM_ROWS)
+        partial = torch.empty((rows, columns), dtype=torch.float32, device=x.device)
+        dbias1 = torch.zeros_like(bias1) if z.numel() == 0 else torch.empty(columns, dtype=x.dtype, device=x.device)
+    if z.numel() > 0:
+        tensors = *operands, z, dz, recomputed, partial, dbias1
+        options = tokens, d_inner, *_activation_args(activation), *dropout_args(rng_state, dropout_p)
+        launch = DTYPES[x.dtype], device_index(x), stream(x)
+        module.feed_forward_bwd(gemm, d_out, *map(address, tensors), *options, *launch)
     dbias2 = None if bias2 is None else dout.sum(0)
     return dz @ weight1, dz.t() @ x, dbias1, dout.t() @ h, dbias2
 
 
-def _how(activation: str) -> tuple[int, bool]:
-    """The number of what acts on z or its gate, and whether it is gated."""
+def _activation_args(activation: str) -> tuple[int, bool]:
+    """The number of the function that acts on z or its gate, and whether it is gated."""
     return ACTIVATIONS[GATED.get(activation, activation)], activation in GATED
 
 
 def _aligned(bias: Tensor | None) -> Tensor | None:
-    """As our products read it: contiguous, at a multiple of 16 bytes."""
+    """As our kernel reads it: contiguous, at a multiple of 16 bytes."""
     if bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0):
         return bias
     return bias.clone(memory_format=torch.contiguous_format)

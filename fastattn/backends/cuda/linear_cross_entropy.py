@@ -9,7 +9,7 @@ from torch import Tensor
 from fastattn.backends import cross_entropy_chunks as products
 from fastattn.backends.cuda import DTYPES, address, device_index, extension, refuse_device, stream
 
-ALIGNMENT = 64  # elements: rows begin at multiples of it, so that odd class counts too are read 16 bytes at a time
+ALIGNMENT = 64  # elements: each row begins at a multiple, so that 16 bytes are read at a time for any number of classes
 
 
 def unsupported_reason(
@@ -22,7 +22,7 @@ def unsupported_reason(
     logit_scale: float,
     reduction: str,
 ) -> str | None:
-    """None, or what is refused and what was got."""
+    """None, or what is not supported and what the call has."""
     if reason := refuse_device(x):
         return reason
     if x.dtype not in DTYPES:
@@ -31,9 +31,9 @@ def unsupported_reason(
 
 
 def _empty_logits(rows: int, n_class: int, like: Tensor) -> Tensor:
-    """(rows, n_class) of like's dtype and device, rows beginning at multiples of ALIGNMENT."""
+    """(rows, n_class) of like's dtype and device; each row begins at a multiple of ALIGNMENT."""
     shape = rows, -(-n_class // ALIGNMENT) * ALIGNMENT
-    # PyTorch's bfloat16 product on a CPU, where tests run, multiplies what follows an odd row by 0: it must not be NaN.
+    # On a CPU, where tests run, PyTorch's bfloat16 product multiplies the padding of a row by 0: it must not be NaN.
     return (like.new_zeros(shape) if like.device.type == "cpu" else like.new_empty(shape))[:, :n_class]
 
 
@@ -49,18 +49,17 @@ def cross_entropy_rows(
     logit_scale: float,
     needs_gradient: bool,
 ) -> None:
-    """Writes losses (rows,) float32 and, if asked, each row's gradient over its logits (rows, classes), last stride 1.
+    """Writes losses (rows,) float32 and, with needs_gradient, each row's gradient over its logits (rows, classes).
 
-    bias: (classes,) contiguous, added to each row, or None.    target: (rows,) int64.
+    logits: last stride 1.    bias: (classes,) contiguous, added to each row, or None.    target: (rows,) int64.
     dloss: (rows,) or () float32, None is 1.    count: () int64, divides the gradient, or None.
     """
     rows, n_class = logits.shape
-    extension(logits.device).cross_entropy_rows(
-        address(logits), address(bias), address(target), address(losses), address(dloss), address(count),
-        rows, logits.stride(0), n_class, 0 if dloss is None or dloss.dim() == 0 else 1,
-        ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class,
-        needs_gradient, DTYPES[logits.dtype], device_index(logits), stream(logits),
-    )  # fmt: skip
+    tensors = map(address, (logits, bias, target, losses, dloss, count))
+    sizes = rows, logits.stride(0), n_class, 0 if dloss is None or dloss.dim() == 0 else 1
+    options = ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class, needs_gradient
+    launch = DTYPES[logits.dtype], device_index(logits), stream(logits)
+    extension(logits.device).cross_entropy_rows(*tensors, *sizes, *options, *launch)
 
 
 _ROWS = products.RowKernel(cross_entropy_rows, _empty_logits)

@@ -1,24 +1,27 @@
 """What every attention kernel does with a tile of scores: find it, load it, mask it, turn scores into probabilities.
 
-A kernel has rows and columns, as its PreparedMask has: rows are queries and columns keys or, in the kernel whose
-programs own keys, the other way round. Offsets are 64-bit: an index is widened before it is multiplied by a stride.
+A kernel has rows and columns as its PreparedMask has: rows are queries and columns are keys. In the kernel whose
+programs own keys it is the other way round. Offsets are 64-bit: an index is widened before it is
+multiplied by a stride.
 
-A kernel visits first its partial tiles, where it tests every element, then its full tiles, where it tests none. Which
-tiles these are is said by the mask's lists, by arithmetic where a band is all, or else all tiles are partial.
+A kernel first visits its partial tiles, where it tests every element, and then its full tiles, where it tests none.
+The mask's lists say which tiles these are. If a band is the only restriction, arithmetic says it. If there is neither,
+all tiles are partial.
 """
 
 import triton
 import triton.language as tl
 
+from fastattn.masks import kernel_format
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-BIT_BLOCK = tl.constexpr(128)  # fastattn.masks.kernel_format: columns in a block of mask bits, and words of a block
-BIT_WORDS = tl.constexpr(4)
+BIT_BLOCK, BIT_WORDS = tl.constexpr(kernel_format.BIT_BLOCK), tl.constexpr(kernel_format.BIT_WORDS)
 
 
 @triton.jit
-def program_place(num_tiles, num_heads):
-    """(tile, batch, head) of this program. Neighbours share a head, whose keys and values so stay in the L2 cache."""
+def program_coords(num_tiles, num_heads):
+    """(tile, batch, head) of this program. Neighbours share a head, so its keys and values stay in the L2 cache."""
     head = tl.program_id(0) // num_tiles
     return tl.program_id(0) % num_tiles, (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
 
@@ -47,7 +50,7 @@ def load_rows(x, b, h, first, inside, BLOCK: tl.constexpr, HEAD_DIM: tl.constexp
 
 @triton.jit
 def store_rows(x, b, h, first, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The counterpart of load_rows: casts tile to the type of x, and leaves alone what is not inside."""
+    """The counterpart of load_rows: casts tile to the type of x, and writes only what is inside."""
     row = tl.arange(0, BLOCK).to(tl.int64)[:, None]
     col = tl.arange(0, BLOCK_D)[None, :]
     ptrs = x.ptr + (b * x.stride_b + h * x.stride_h + tl.cast(first, tl.int64) * x.stride_l) + row * x.stride_l + col
@@ -56,7 +59,7 @@ def store_rows(x, b, h, first, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.c
 
 @triton.jit
 def load_bias(bias, b, h, m, n, seqlen_q):
-    """The additive bias in float32, 0 outside of the scores: m [M, 1] and n [1, N], or m [1, M] and n [N, 1]."""
+    """The additive bias in float32, 0 outside the scores: m [M, 1] and n [1, N], or m [1, M] and n [N, 1]."""
     ptrs = bias.ptr + (b * bias.stride_b + h * bias.stride_h) + m.to(tl.int64) * bias.stride_m
     ptrs = ptrs + n.to(tl.int64) * bias.stride_n
     return tl.load(ptrs, mask=(m < seqlen_q) & (n < bias.columns), other=0.0).to(tl.float32)
@@ -64,9 +67,9 @@ def load_bias(bias, b, h, m, n, seqlen_q):
 
 @triton.jit
 def row_intervals(mask, b, row, rows, columns, band_lo, band_hi):
-    """(begin, end), shaped as row: a row may attend to columns begin <= c < end alone. Empty past the last row."""
+    """(begin, end), shaped as row: a row may attend only to columns begin <= c < end. Empty after the last row."""
     if mask.intervals is not None:
-        ptrs = mask.intervals + 2 * (b * mask.intervals_of_batch * rows + row)
+        ptrs = mask.intervals + 2 * (b * mask.intervals_per_sample * rows + row)
         begin = tl.load(ptrs, mask=row < rows, other=0)
         end = tl.load(ptrs + 1, mask=row < rows, other=0)
     else:
@@ -76,7 +79,7 @@ def row_intervals(mask, b, row, rows, columns, band_lo, band_hi):
 
 
 @triton.jit
-def columns_of_tile(mask, begin, end, first_row, last_row, columns, band_lo, band_hi):
+def tile_columns(mask, begin, end, first_row, last_row, columns, band_lo, band_hi):
     """(begin, end) of the columns that some row of a tile may attend to. begin, end: row_intervals() of its rows."""
     if mask.intervals is not None:
         tile_begin = tl.min(tl.where(begin < end, begin, columns), axis=0)
@@ -95,14 +98,14 @@ def plan_tiles(
 ):  # fmt: skip
     """The column tiles that a row tile visits: (first, num_left, num_partial, num_visited), for tile_at().
 
-    With lists, first is where the row tile's list begins. Without, first is a tile: num_left partial tiles from there
-    on are followed by the full ones, if there are any, and these by the rest of the partial ones.
+    With lists, first is where the row tile's list begins. Without lists, first is a tile: num_left partial tiles from
+    there on are followed by the full ones, if there are any, and then by the rest of the partial ones.
     """
     first = tile_begin // BLOCK_COLUMNS
     num_visited = tl.maximum(tl.cdiv(tile_end, BLOCK_COLUMNS) - first, 0)
     num_partial, num_left = num_visited, num_visited
     if mask.tiles is not None:
-        place = index_of_head(b, h, num_heads, mask.tiles_of_batch, mask.tiles_of_head)
+        place = head_index(b, h, num_heads, mask.tiles_per_sample, mask.tiles_per_head)
         place = place * tl.cdiv(rows, BLOCK_ROWS) + row_tile
         num_partial, num_visited = tl.load(mask.counts + 2 * place), tl.load(mask.counts + 2 * place + 1)
         first = place * tl.cdiv(columns, BLOCK_COLUMNS)
@@ -131,19 +134,19 @@ def tile_at(mask, i, first, num_left, num_partial, num_visited, FULL: tl.constex
 
 
 @triton.jit
-def index_of_head(b, h, num_heads, of_batch, of_head):
-    """Which entry of a contiguous (B or 1, H or 1, ..) serves head h of sample b; see arguments.Mask."""
-    return b * of_batch * (1 + (num_heads - 1) * of_head) + h * of_head
+def head_index(b, h, num_heads, per_sample, per_head):
+    """The entry of a contiguous (B or 1, H or 1, ..) for head h of sample b; see arguments.Mask."""
+    return b * per_sample * (1 + (num_heads - 1) * per_head) + h * per_head
 
 
 @triton.jit
-def columns_to_load(mask, b, first_column, tile_begin, tile_end, columns, BLOCK: tl.constexpr):
-    """[BLOCK] bool: the columns of a partial tile that take part. What the others hold may be NaN, and 0 * NaN is NaN:
-    they are read as 0."""
+def readable_columns(mask, b, first_column, tile_begin, tile_end, columns, BLOCK: tl.constexpr):
+    """[BLOCK] bool: the columns of a partial tile that may be read. The others may hold NaN, and 0 * NaN is NaN, so
+    they count as 0."""
     col = first_column + tl.arange(0, BLOCK)
     inside = (col >= tile_begin) & (col < tile_end)
     if mask.columns is not None:
-        block = b * mask.columns_of_batch * tl.cdiv(columns, BIT_BLOCK) + first_column // BIT_BLOCK
+        block = b * mask.columns_per_sample * tl.cdiv(columns, BIT_BLOCK) + first_column // BIT_BLOCK
         words = tl.load(mask.columns + block * BIT_WORDS + tl.arange(0, BIT_WORDS))
         octet = tl.arange(0, BLOCK // 8)[:, None, None] + first_column % BIT_BLOCK // 8
         bits = words[None, :, None] >> (2 * octet + tl.arange(0, 2)[None, None, :])
@@ -155,16 +158,16 @@ def columns_to_load(mask, b, first_column, tile_begin, tile_end, columns, BLOCK:
 def visible_elements(
     mask, b, h, num_heads, begin, end, inside, row, first_column, rows, columns, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """[ROWS, BLOCK] bool: which elements of a partial tile are visible. False outside of the scores.
+    """[ROWS, BLOCK] bool: which elements of a partial tile are visible. False outside the scores.
 
-    begin, end: row_intervals(row); inside: columns_to_load(). Of a row's bits, column 8 * octet + 2 * word + e of a
-    block is bit 2 * octet + e of that word, as fastattn/masks/kernel_format.py says.
+    begin, end: row_intervals(row); inside: readable_columns(). Column 8 * octet + 2 * word + e of a block is bit
+    2 * octet + e of that word of the row, as fastattn/masks/kernel_format.py says.
     """
     col = (first_column + tl.arange(0, BLOCK))[None, :]
     keep = (col >= begin[:, None]) & (col < end[:, None])
     if mask.bits is not None:
-        first = index_of_head(b, h, num_heads, mask.bits_of_batch, mask.bits_of_head)
-        first = first * (1 + (rows - 1) * mask.bits_of_row) + row.to(tl.int64) * mask.bits_of_row
+        first = head_index(b, h, num_heads, mask.bits_per_sample, mask.bits_per_head)
+        first = first * (1 + (rows - 1) * mask.bits_per_row) + row.to(tl.int64) * mask.bits_per_row
         block = first * tl.cdiv(columns, BIT_BLOCK) + first_column // BIT_BLOCK
         words = tl.load(
             mask.bits + block[:, None] * BIT_WORDS + tl.arange(0, BIT_WORDS)[None, :],
@@ -181,8 +184,8 @@ def visible_elements(
 
 @triton.jit
 def exponent_shift(lse, FOLD_SCALE: tl.constexpr):
-    """exponential()'s shift that makes weights from scores: lse, or inf for a query that attends to nothing, whose
-    weights are so 0."""
+    """exponential()'s shift that makes weights from scores: lse. For a query that attends to nothing it is inf, so its
+    weights are 0."""
     shift = tl.where(lse == float("-inf"), float("inf"), lse)
     if FOLD_SCALE:
         shift *= LOG2E
@@ -191,11 +194,11 @@ def exponent_shift(lse, FOLD_SCALE: tl.constexpr):
 
 @triton.jit
 def exponential(scores, shift, unit, FOLD_SCALE: tl.constexpr):
-    """exp(scores - shift), as a power of two: the hardware has no other.
+    """exp(scores - shift), as a power of two: the hardware has no other exponential.
 
     FOLD_SCALE: scores are the bare products q k^T, unit = softmax_scale * log2(e), shift is in powers of two: one
-    multiply-add an element. Otherwise scores are scaled and biased, unit = log2(e), shift is in the same units, and the
-    difference comes first: it is more exact, and a bias of finfo.min times log2(e) would overflow.
+    multiply-add an element. Otherwise scores are scaled and biased, unit = log2(e), and shift is in the same units. The
+    difference comes first: this is more exact, and a bias of finfo.min times log2(e) would overflow.
     """
     if FOLD_SCALE:
         power = scores * unit - shift

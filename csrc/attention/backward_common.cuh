@@ -1,8 +1,8 @@
-// What the kernels of the backward share: the sizes of their tiles, and probabilities from products.
+// Shared by the kernels of the backward: the sizes of their tiles, and probabilities from products.
 //
-// A warp holds 16 rows of a tile of scores in accumulators of mma.m16n8k16: lane 4g + c has rows g and g + 8 and columns
-// 8j + 2c + {0, 1}. Rows are queries and columns keys, or, kByKey, the other way round: S^T, so that P^T and dS^T enter
-// their products from registers.
+// A warp holds 16 rows of a tile of scores in accumulators of mma.m16n8k16: lane 4g + c has rows g and g + 8 and
+// columns 8j + 2c + {0, 1}. Rows are queries and columns keys or, with kByKey, the other way round: S^T, so that P^T
+// and dS^T are operands in registers.
 #pragma once
 #include "attention/backward.h"
 #include "attention/tile.cuh"
@@ -12,20 +12,21 @@
 
 namespace fastattn::attention {
 
-// Sizes of a kernel's tiles, such that it holds its accumulators in registers and fits into 99 KiB of shared memory.
+// A kernel's tile, kRows that a block owns by kColumns that it loops over: the accumulators fit into registers, and all
+// buffers into 99 KiB of shared memory.
 template <class T, int kHeadDim>
 struct Tiling {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  static constexpr int kOwn = kRowBytes > 512 ? 32 : 64;
-  static constexpr int kStream = kRowBytes > 256 ? 16 : kRowBytes > 128 ? 32 : 64;
+  static constexpr int kRows = kRowBytes > 512 ? 32 : 64;
+  static constexpr int kColumns = kRowBytes > 256 ? 16 : kRowBytes > 128 ? 32 : 64;
   static constexpr int kStages = kRowBytes > 256 ? 1 : 2;
-  static constexpr int kThreads = kOwn * 2;
-  using Own = unsigned char[kOwn * kTileStride<T, kHeadDim>];
-  using Stream = unsigned char[kStream * kTileStride<T, kHeadDim>];
+  static constexpr int kThreads = kRows * 2;
+  using RowTile = unsigned char[kRows * kTileStride<T, kHeadDim>];
+  using ColumnTile = unsigned char[kColumns * kTileStride<T, kHeadDim>];
 };
 
-// Dropout of a tile of kQueries x kKeys scores, drawn by the whole block into shared memory, a byte for eight keys: a lane
-// then finds its bits whichever way the tile lies, and no number is drawn twice.
+// Dropout of a tile of kQueries x kKeys scores. The whole block draws it into shared memory, a byte for eight keys: no
+// number is drawn twice, and a lane can read its bits in either orientation of the tile.
 template <int kQueries, int kKeys>
 struct KeptBits {
   unsigned char of[kQueries][kKeys / 8];
@@ -41,9 +42,10 @@ struct KeptBits {
 // exp(S - lse) from the products q k^T.
 struct ScoreExponent {
   float scale;  // softmax_scale; folded: times log2(e)
-  bool folded;  // one multiply-add an element; else the difference to lse comes first, which is more exact
+  bool folded;  // one multiply-add an element; else lse is subtracted first, which is more exact
 
-  // lse as probability() takes it; +inf, which makes every probability 0, for a query that may attend to nothing.
+  // lse in the form that probability() needs; for a query that may attend to nothing +inf, so that all probabilities
+  // are 0.
   __device__ __forceinline__ float shift(float lse) const {
     return lse == -kInfinity ? kInfinity : folded ? lse * kLog2e : lse;
   }
@@ -54,19 +56,20 @@ struct ScoreExponent {
 };
 
 template <class T>
-__device__ __forceinline__ ScoreExponent exponent_of(const Backward& p) {
+__device__ __forceinline__ ScoreExponent make_exponent(const Backward& p) {
   const bool folded = sizeof(T) == 2 && p.bias.data == nullptr;
   return {folded ? p.softmax_scale * kLog2e : p.softmax_scale, folded};
 }
 
-// Turns a tile of products q k^T into probabilities. row, column: the tile's first, of this warp. shift: of the query of
-// element (j, i), as a function.
+// Turns a tile of products q k^T into probabilities. row, column: the tile's first, of this warp. shift: a function, of
+// the query of element (j, i).
 template <bool kByKey, int kTiles, class Shift>
-__device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent, const Backward& p,
-                                                   int b, int h, int row, int column, Shift shift) {
+__device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent,
+                                                   const Backward& p, int b, int h, int row, int column, Shift shift) {
   if (p.bias.data == nullptr) {
 #pragma unroll
-    for (int j = 0; j < kTiles * 4; j++) tile[j / 4][j % 4] = exponent.probability(tile[j / 4][j % 4], 0.0f, shift(j / 4, j % 4));
+    for (int j = 0; j < kTiles * 4; j++)
+      tile[j / 4][j % 4] = exponent.probability(tile[j / 4][j % 4], 0.0f, shift(j / 4, j % 4));
     return;
   }
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -82,7 +85,7 @@ __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], con
   }
 }
 
-// Sets what is masked in a lane's two rows to 0; bits as visible_bits() gives them.
+// Sets masked elements of a lane's two rows to 0; bits: from visible_bits().
 template <int kTiles>
 __device__ __forceinline__ void clear_masked(float (&tile)[kTiles][4], uint32_t top, uint32_t bottom) {
 #pragma unroll
@@ -113,10 +116,10 @@ __device__ __forceinline__ float row_product(const Matrix<T>& out, const Matrix<
   return quad_sum(whole ? sum_of(std::true_type{}) : sum_of(std::false_type{}));
 }
 
-// delta of query m, whose lse is given; the four lanes of a quad share the row. Writes it, too.
+// delta of query m with this lse, which is also written. The four lanes of a quad share the row.
 template <class T>
-__device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& out, const Matrix<T>& dout, int64_t row0,
-                                            int m, float lse) {
+__device__ __forceinline__ float make_delta(const Backward& p, const Matrix<T>& out, const Matrix<T>& dout,
+                                            int64_t row0, int m, float lse) {
   float delta = row_product(out, dout, min(m, out.rows - 1));
   if (p.dlse != nullptr && m < out.rows) delta -= p.dlse[row0 + m];
   if (lse == -kInfinity) delta = 0.0f;

@@ -1,22 +1,22 @@
-// Any: an element type that is known when a kernel runs, not when it is compiled.
+// DynamicDtype: an element type that is known when a kernel runs, not when it is compiled.
 //
-// Chunk<Any> and Array stand where Chunk<T> and T* stand. Packing a chunk costs a uniform branch, unpacking it a selection,
-// which a kernel that waits for memory does not notice; an op whose tensors may each have a type of their own is then a
-// few kernels instead of a few hundred.
+// Chunk<DynamicDtype> and Array replace Chunk<T> and T*. Packing a chunk costs a uniform branch, and unpacking it costs
+// a select; a kernel that waits for memory does not become slower. An op whose tensors may all have different types
+// then needs a few kernels instead of a few hundred.
 #pragma once
 #include "common/dtype_switch.h"
 #include "common/vec.cuh"
 
 namespace fastattn {
 
-struct Any {};
+struct DynamicDtype {};
 
 __device__ __forceinline__ Array operator+(Array array, int64_t count) {
   return {static_cast<char*>(array.at) + count * (array.dtype == DType::float32 ? 4 : 2), array.dtype};
 }
 
 template <>
-struct Chunk<Any> {
+struct Chunk<DynamicDtype> {
   uint4 words[2];  // the elements; 16-bit ones fill the first
   DType dtype;
 
@@ -24,7 +24,7 @@ struct Chunk<Any> {
   __device__ __forceinline__ void load(Array from, int count) {
     dtype = from.dtype;
     words[0] = words[1] = uint4{};
-    if (kAligned) {  // without a branch: the loads of several chunks are on their way at once
+    if (kAligned) {  // no branch: several chunks are loaded at the same time
       const uint4* const vectors = static_cast<const uint4*>(from.at);
       if (count > 0) words[0] = __ldg(vectors);
       if (count > 0 && dtype == DType::float32) words[1] = __ldg(vectors + 1);
@@ -43,7 +43,7 @@ struct Chunk<Any> {
       as<__half>().template store<kAligned>(static_cast<__half*>(to.at), count);
   }
 
-  // By selection, not by branches: nothing keeps the compiler from asking for other chunks first.
+  // Selects instead of branches, so that the compiler may load other chunks first.
   __device__ __forceinline__ void unpack(float (&values)[kChunk]) const {
     float as_float[kChunk], as_bfloat16[kChunk], as_half[kChunk];
     as<float>().unpack(as_float);
@@ -54,7 +54,7 @@ struct Chunk<Any> {
       values[j] = dtype == DType::float32 ? as_float[j] : dtype == DType::bfloat16 ? as_bfloat16[j] : as_half[j];
   }
 
-  // To elements of the type `to`.
+  // Packs to the dtype `to`.
   __device__ __forceinline__ void pack(const float (&values)[kChunk], DType to) {
     dtype = to;
     if (dtype == DType::float32)
@@ -88,7 +88,7 @@ struct Chunk<Any> {
   }
 };
 
-// What a row of T is read and written by: a T*, or an Array where T is Any.
+// The pointer to a row of T: a T*, or an Array for DynamicDtype.
 template <class T>
 __device__ __forceinline__ const T* elements(const void* at) {
   return static_cast<const T*>(at);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_chunk(T* to, const float (&values)[kChunk]
 }
 template <bool kAligned>
 __device__ __forceinline__ void store_chunk(Array to, const float (&values)[kChunk], int count) {
-  Chunk<Any> chunk;
+  Chunk<DynamicDtype> chunk;
   chunk.pack(values, to.dtype);
   chunk.template store<kAligned>(to, count);
 }
