@@ -1,12 +1,12 @@
 """The Triton backend: `fastattn.kernels.<op>` is `kernels/<op>/` of the repository.
 
-An installed fastattn holds the ops' packages right here. In a checkout they lie in the top-level folder, which is added
-to the search path below; both neighbours are asked for first, because beside an installed fastattn a folder `kernels`
-is somebody else's package.
+In an installed fastattn the ops' packages are in this folder (setup.py puts them there). In a checkout they are in the
+top-level folder, which is added to the search path here. A folder `kernels` next to an installed fastattn belongs to
+another project, so the path is added only next to csrc/.
 """
 
 from pathlib import Path
 
 _root = Path(__file__).resolve().parents[2]
-if (_root / "csrc").is_dir() and (_root / "setup.py").is_file():
+if (_root / "csrc").is_dir():
     __path__.append(str(_root / "kernels"))

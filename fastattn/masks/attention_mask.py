@@ -116,7 +116,16 @@ class AttentionMask:
             name = "attn_mask" if has_heads else "a mask"
             raise TypeError(f"{name} must be an AttentionMask, a Tensor or None, got {type(attn_mask).__name__}")
         if not has_heads:
-            return cls._of_sequences(attn_mask)
+            if attn_mask.dim() != 3:
+                shapes = "(B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk)"
+                raise ValueError(f"a dense mask must be {shapes}, got shape {tuple(attn_mask.shape)}")
+            if attn_mask.is_floating_point():
+                advice = "An additive mask goes into AttentionMask(bias=...)"
+                raise ValueError(
+                    f"a dense mask must be bool or integer, nonzero = attend, got {attn_mask.dtype}. {advice}"
+                )
+            keep = attn_mask != 0
+            return cls(key_padding=keep[:, 0]) if keep.shape[1] == 1 else cls(keep[:, None])
         if attn_mask.dtype == torch.bool:
             return cls(attn_mask)
         if not attn_mask.is_floating_point():
@@ -124,17 +133,6 @@ class AttentionMask:
             raise TypeError(f"attn_mask has dtype {attn_mask.dtype}, expected {expected}")
         _warn_of_zeros_and_ones(attn_mask)
         return cls(bias=attn_mask)
-
-    @classmethod
-    def _of_sequences(cls, mask: Tensor) -> AttentionMask:
-        if mask.dim() != 3:
-            shapes = "(B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk)"
-            raise ValueError(f"a dense mask must be {shapes}, got shape {tuple(mask.shape)}")
-        if mask.is_floating_point():
-            advice = "An additive mask goes into AttentionMask(bias=...)"
-            raise ValueError(f"a dense mask must be bool or integer, nonzero = attend, got {mask.dtype}. {advice}")
-        keep = mask != 0
-        return cls(key_padding=keep[:, 0]) if keep.shape[1] == 1 else cls(keep[:, None])
 
     def __and__(self, other: AttentionMask) -> AttentionMask:
         """Both masks must allow it. Biases are added."""

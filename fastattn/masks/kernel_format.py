@@ -179,9 +179,9 @@ def build_intervals(mask: Restriction, rows: int, columns: int, device: torch.de
         shift_last = shift_first + (end - begin) - length
     for (low, high), shift in zip(mask.bands, (shift_first, shift_last), strict=True):
         if low is not None:
-            begin = torch.maximum(begin, row + shift + low)
+            begin = torch.maximum(begin, row + (shift + low))
         if high is not None:
-            end = torch.minimum(end, row + shift + high + 1)
+            end = torch.minimum(end, row + (shift + high + 1))
     if mask.row_padding is not None:
         end = torch.where(mask.row_padding, end, 0)
     both = torch.stack(torch.broadcast_tensors(begin, end), -1)

@@ -29,18 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..common import norm
 from ..common.launch import on_device
-from ..common.norm import (
-    SPAN,
-    TICKETS,
-    Sums,
-    backward_tile,
-    finish_sums,
-    gradient_means,
-    load_statistics,
-    norm_gradient,
-    store_partial,
-)
 from ..common.philox import dropout_constants, dropout_keep
 
 
@@ -63,7 +53,7 @@ def add_layer_norm_bwd_kernel(
         row = turn * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         inside = (row < rows)[:, None] & in_row[None, :]
         place = row[:, None] * hidden + col[None, :]
-        center, inverse = load_statistics(statistics, row, rows)
+        center, inverse = norm.load_statistics(statistics, row, rows)
         ratio = 1.0
         if EPS_ON_STD:
             ratio = tl.load(statistics + rows + rows + TICKETS + row, mask=row < rows, other=0.0)
@@ -76,15 +66,15 @@ def add_layer_norm_bwd_kernel(
             dshift += grad
         if REREAD:  # from L1: the weights' gradients leave no registers to hold a wide row while its means are made
             near = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)
-            dot_mean, grad_mean = gradient_means(grad, normal, near, hidden, IS_RMS, ratio)
+            dot_mean, grad_mean = norm.gradient_means(grad, normal, near, hidden, IS_RMS, ratio)
             grad = tl.load(dout + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             normal = tl.load(z + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             normal = (normal - center[:, None]) * inverse[:, None]
             again = tl.load(weight + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            grad = norm_gradient(grad, normal, again, inverse, dot_mean, grad_mean)
+            grad = norm.norm_gradient(grad, normal, again, inverse, dot_mean, grad_mean)
         else:
-            dot_mean, grad_mean = gradient_means(grad, normal, gain, hidden, IS_RMS, ratio)
-            grad = norm_gradient(grad, normal, gain, inverse, dot_mean, grad_mean)
+            dot_mean, grad_mean = norm.gradient_means(grad, normal, gain, hidden, IS_RMS, ratio)
+            grad = norm.norm_gradient(grad, normal, gain, inverse, dot_mean, grad_mean)
         if HAS_DZ:
             grad += tl.load(dz + place, mask=inside, other=0.0).to(tl.float32)
         if STORE_DRESIDUAL:
@@ -95,14 +85,16 @@ def add_layer_norm_bwd_kernel(
         if HAS_X_BIAS:
             dx_sum += grad
 
-    store_partial(partial, 0, dgain, col, width, hidden)
+    norm.store_partial(partial, 0, dgain, col, width, hidden)
     if not IS_RMS:
-        store_partial(partial, hidden, dshift, col, width, hidden)
+        norm.store_partial(partial, hidden, dshift, col, width, hidden)
     if HAS_X_BIAS:
-        store_partial(partial, width - hidden, dx_sum, col, width, hidden)
+        norm.store_partial(partial, width - hidden, dx_sum, col, width, hidden)
     if FINISH:
         COLS: tl.constexpr = min(BLOCK_N, 512)
-        finish_sums(partial, statistics, rows, dweight, dbias, dx_bias, width, hidden, IS_RMS, HAS_X_BIAS, SPAN, COLS)
+        norm.finish_sums(
+            partial, statistics, rows, dweight, dbias, dx_bias, width, hidden, IS_RMS, HAS_X_BIAS, SPAN, COLS
+        )
 
 
 def add_layer_norm_bwd(
@@ -129,16 +121,16 @@ def add_layer_norm_bwd(
     if z.numel() == 0:
         nothing = (None if t is None else torch.zeros_like(t) for t in (weight, bias, x_bias))
         return dx, dz_total if has_residual else None, *nothing
-    block_m, block_n, num_warps, stages = backward_tile(hidden, x_bias is not None)
-    sums = Sums(z, weight, bias, block_m, x_bias)
+    block_m, block_n, num_warps, stages = norm.backward_tile(hidden, x_bias is not None)
+    sums = norm.Sums(z, weight, bias, block_m, x_bias)
     threshold, scale = dropout_constants(dropout_p)
     with on_device(z):
         inputs = dout, dz, z, weight, statistics
         results = dx, dz_total, sums.partial, sums.dweight, sums.dbias, sums.dx_bias
         constants = {"HAS_DZ": dz is not None, "HAS_DROPOUT": dropout_p > 0, "HAS_X_BIAS": x_bias is not None}
         constants |= {"STORE_DRESIDUAL": has_residual or dropout_p == 0, "IS_RMS": bias is None}
-        constants |= {"EPS_ON_STD": eps_on_std, "FINISH": sums.finish, "SPAN": SPAN, "REREAD": hidden > 8192}
-        constants |= {"TICKETS": TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
+        constants |= {"EPS_ON_STD": eps_on_std, "FINISH": sums.finish, "SPAN": norm.SPAN, "REREAD": hidden > 8192}
+        constants |= {"TICKETS": norm.TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
         constants["num_warps"] = num_warps
         sizes = rows, hidden, sums.width
         add_layer_norm_bwd_kernel[(sums.programs,)](

@@ -49,7 +49,7 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
 
 def _layout(by_key: bool, block_rows: int, block_columns: int, columns: int, launch: Config) -> Layout:
     """No lists if there is only one tile of columns: it is visited anyway. One tile of rows has lists: they need no
-    launch of their own, and there may be many columns, half of them padding."""
+    extra launch, and there may be many columns, half of them padding."""
     return (
         Layout(by_key, 0, 0, launch) if columns <= block_columns else Layout(by_key, block_rows, block_columns, launch)
     )

@@ -24,22 +24,8 @@ from fastattn.masks import PreparedMask
 from ..common.launch import on_device
 from ..common.philox import dropout_keep
 from . import arguments
+from . import masked_tiles as tiles
 from .bias_gradient import bias_gradient
-from .masked_tiles import (
-    LOG2E,
-    exponent_shift,
-    exponential,
-    load_bias,
-    load_rows,
-    plan_tiles,
-    program_coords,
-    readable_columns,
-    row_intervals,
-    store_rows,
-    tile_at,
-    tile_columns,
-    visible_elements,
-)
 from .tile_sizes import Config
 
 
@@ -57,53 +43,54 @@ def attention_dq_kernel(
     through shared memory.
     """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile, b, h = program_coords(num_tiles, num_heads)
+    tile, b, h = tiles.program_coords(num_tiles, num_heads)
     tile = num_tiles - 1 - tile
     m0 = tile * BLOCK_M
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
     m = m0 + tl.arange(0, BLOCK_M)
     row = (b * num_heads + h) * seqlen_q + m
 
-    begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-    tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
-    first, num_left, num_partial, num_visited = plan_tiles(
-        mask, b, h, num_heads, tile, tile_begin, tile_end, m0, m_last, seqlen_q, seqlen_k, band_lo, band_hi,
-        BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+    n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    first, num_left, num_partial, num_visited = tiles.plan_tiles(
+        mask, b, h, num_heads, tile, n_begin, n_end, m_last, seqlen_q, seqlen_k, band_lo, band_hi, BLOCK_M, BLOCK_N
+    )
 
     lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
-    dout_tile = load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-    out_tile = load_rows(out, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    dout_tile = tiles.load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    out_tile = tiles.load_rows(out, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), axis=1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row, mask=m < seqlen_q, other=0.0)
-    # A query that attends to nothing has no gradient, though dout or dlse may be NaN there.
+    # A query that attends to nothing has gradient 0, even if dout or dlse is NaN there.
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
-    # Read back, delta has the layout that the loops want. Otherwise they take that of the sum above: 190 registers in
-    # float32 at D 64, where 71 do.
+    # After reading it back, delta has the layout that the loops need. Otherwise the loops would have the layout of the
+    # sum above: 190 registers in float32 at D 64, instead of 71.
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
 
-    unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
-    shift = exponent_shift(lse, FOLD_SCALE)
-    q_tile = load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+    unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
+    shift = tiles.exponent_shift(lse, FOLD_SCALE)
+    q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
     acc = tl.zeros([BLOCK_M, BLOCK_DK], tl.float32)
 
     for FULL in tl.static_range(2):
         for i in range(num_partial if FULL else 0, num_visited if FULL else num_partial):
-            n0 = BLOCK_N * tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
-            inside = None if FULL else readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
-            k_tile = load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-            v_tile = load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+            n0 = BLOCK_N * tiles.tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
+            inside = None if FULL else tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
+            k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+            v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if not FOLD_SCALE:
                 scores *= softmax_scale
             if bias is not None:
-                scores += load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
+                scores += tiles.load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
             if not FULL:
-                keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
-            p = exponential(scores, shift[:, None], unit, FOLD_SCALE)
+                keep = tiles.visible_elements(
+                    mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
+                )
+            p = tiles.exponential(scores, shift[:, None], unit, FOLD_SCALE)
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
                 kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
@@ -113,11 +100,11 @@ def attention_dq_kernel(
                 ds = tl.where(keep, ds, 0.0)
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 
-    store_rows(dq, b, h, m0, m < seqlen_q, acc * softmax_scale, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+    tiles.store_rows(dq, b, h, m0, m < seqlen_q, acc * softmax_scale, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
 
 
-# Knowing whether 16 divides seqlen_q is worth a second compilation here. lse and delta are then loaded as vectors: with
-# a bias, a bool matrix and dropout at D 128, 13 stores spill and not 45.
+# seqlen_q is specialised here: if 16 divides it, lse and delta are loaded as vectors. With a bias, a bool matrix and
+# dropout at D 128, 13 stores spill instead of 45. This is worth a second compilation.
 @triton.jit(do_not_specialize=["seqlen_k", "band_lo", "band_hi"])
 def attention_dkv_kernel(
     # StridedTensors q, k, v, dout, dk, dv; lse and delta (B, H, Lq) float32, contiguous; mask: its rows are keys.
@@ -132,50 +119,49 @@ def attention_dkv_kernel(
     Registers: dk and dv [BLOCK_N, BLOCK_D*] and a tile each of S and dP, float32. k and v are read once, q and dout
     stream through shared memory.
     """
-    tile, b, h_k = program_coords(tl.cdiv(seqlen_k, BLOCK_N), num_heads // group)
+    tile, b, h_k = tiles.program_coords(tl.cdiv(seqlen_k, BLOCK_N), num_heads // group)
     n0 = tile * BLOCK_N
     n_last = tl.minimum(n0 + BLOCK_N, seqlen_k) - 1
     n = n0 + tl.arange(0, BLOCK_N)
 
-    begin, end = row_intervals(mask, b, n, seqlen_k, seqlen_q, band_lo, band_hi)
-    tile_begin, tile_end = tile_columns(mask, begin, end, n0, n_last, seqlen_q, band_lo, band_hi)
+    begin, end = tiles.row_intervals(mask, b, n, seqlen_k, seqlen_q, band_lo, band_hi)
+    m_begin, m_end = tiles.tile_columns(mask, begin, end, n0, n_last, seqlen_q, band_lo, band_hi)
 
-    unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
-    real = (n < seqlen_k) & (begin < end)  # what the other keys hold may be NaN
-    k_tile = load_rows(k, b, h_k, n0, real, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-    v_tile = load_rows(v, b, h_k, n0, real, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
+    real = (n < seqlen_k) & (begin < end)  # the other keys may hold NaN
+    k_tile = tiles.load_rows(k, b, h_k, n0, real, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    v_tile = tiles.load_rows(v, b, h_k, n0, real, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     for g in range(group):
         h = h_k * group + g
         row0 = (b * num_heads + h) * seqlen_q
-        first, num_left, num_partial, num_visited = plan_tiles(
-            mask, b, h, num_heads, tile, tile_begin, tile_end, n0, n_last, seqlen_k, seqlen_q, band_lo, band_hi,
-            BLOCK_N, BLOCK_M,
-        )  # fmt: skip
+        first, num_left, num_partial, num_visited = tiles.plan_tiles(
+            mask, b, h, num_heads, tile, m_begin, m_end, n_last, seqlen_k, seqlen_q, band_lo, band_hi, BLOCK_N, BLOCK_M
+        )
         for FULL in tl.static_range(2):
             for i in range(num_partial if FULL else 0, num_visited if FULL else num_partial):
-                m0 = BLOCK_M * tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
+                m0 = BLOCK_M * tiles.tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
                 m = m0 + tl.arange(0, BLOCK_M)
                 if FULL:
                     inside = None
                     lse = tl.load(lse_ptr + row0 + m)
                     delta = tl.load(delta_ptr + row0 + m)
                 else:
-                    inside = readable_columns(mask, b, m0, tile_begin, tile_end, seqlen_q, BLOCK_M)
+                    inside = tiles.readable_columns(mask, b, m0, m_begin, m_end, seqlen_q, BLOCK_M)
                     lse = tl.load(lse_ptr + row0 + m, mask=m < seqlen_q, other=float("-inf"))
                     delta = tl.load(delta_ptr + row0 + m, mask=m < seqlen_q, other=0.0)
-                q_tile = load_rows(q, b, h, m0, inside, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
-                dout_tile = load_rows(dout, b, h, m0, inside, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+                q_tile = tiles.load_rows(q, b, h, m0, inside, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+                dout_tile = tiles.load_rows(dout, b, h, m0, inside, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
                 scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 if not FOLD_SCALE:
                     scores *= softmax_scale
                 if bias is not None:
-                    scores += load_bias(bias, b, h, m[None, :], n[:, None], seqlen_q)
-                p = exponential(scores, exponent_shift(lse, FOLD_SCALE)[None, :], unit, FOLD_SCALE)
+                    scores += tiles.load_bias(bias, b, h, m[None, :], n[:, None], seqlen_q)
+                p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[None, :], unit, FOLD_SCALE)
                 if not FULL:
-                    keep = visible_elements(
+                    keep = tiles.visible_elements(
                         mask, b, h, num_heads, begin, end, inside, n, m0, seqlen_k, seqlen_q, BLOCK_M
                     )
                     p = tl.where(keep, p, 0.0)
@@ -190,8 +176,8 @@ def attention_dkv_kernel(
                 ds = p * (dp - delta[None, :])
                 dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
 
-    store_rows(dk, b, h_k, n0, n < seqlen_k, dk_acc * softmax_scale, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-    store_rows(dv, b, h_k, n0, n < seqlen_k, dv_acc, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    tiles.store_rows(dk, b, h_k, n0, n < seqlen_k, dk_acc * softmax_scale, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    tiles.store_rows(dv, b, h_k, n0, n < seqlen_k, dv_acc, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
 
 
 def attention_bwd(

@@ -1,17 +1,17 @@
 """Backward of attention: the gradient of the additive bias, dbias = dS summed over what the bias is broadcast over.
 
-A kernel of its own, launched only where the bias needs its gradient: dS (see backward.py) is computed once more, so
-that every element of dbias has one writer, which sums in a fixed order: no atomics, equal results run to run.
-Grid: one program per element of (batch or 1, head or 1, query tile or 1, key tile). It loops over whatever is broadcast
+This separate kernel is launched only if the bias needs its gradient. It computes dS (see backward.py) again, so every
+element of dbias has one writer, which sums in a fixed order: no atomics, equal results run to run.
+Grid: one program per element of (batch or 1, head or 1, query tile or 1, key tile). It loops over what is broadcast
 - batches, heads, query tiles - and keeps the sum of dS in registers, [BLOCK_M, BLOCK_N] float32.
 Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, the bias and dbias once.
-A bias broadcast over both heads and queries leaves few programs, and long loops: right, not fast.
+A bias that is broadcast over heads and queries leaves few programs with long loops: correct, but not fast.
 Compiled offline, triton 3.6, with dropout and a bool matrix: sm_90a 190 registers at D 128, no spills; sm_80 255 at
 D 64, 28 stores spill.
 
-A bias broadcast over the keys needs no kernel. It adds one number to a whole row of scores, which moves lse by as much
-and changes no weight, dropped or not: sum_j dS_ij = dlse_i. A sum of dS would show how delta was rounded with a 16-bit
-out: 1e-3 where the gradient is 0.
+A bias that is broadcast over the keys needs no kernel. It adds one number to a whole row of scores. That adds the same
+number to lse and changes no weight, dropped or not: sum_j dS_ij = dlse_i. A sum of dS would contain the rounding of
+delta with a 16-bit out: 1e-3 where the gradient is 0.
 """
 
 import math
@@ -27,17 +27,7 @@ from fastattn.masks import PreparedMask
 from ..common.launch import gpu_arch
 from ..common.philox import dropout_keep
 from . import arguments
-from .masked_tiles import (
-    LOG2E,
-    exponent_shift,
-    exponential,
-    load_bias,
-    load_rows,
-    readable_columns,
-    row_intervals,
-    tile_columns,
-    visible_elements,
-)
+from . import masked_tiles as tiles
 from .tile_sizes import config
 
 
@@ -64,27 +54,27 @@ def attention_dbias_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     for i in range(loop_b * loop_h * loop_m):
-        # One loop over all that is broadcast, query tiles first; a loop of one turn adds 0.
+        # One loop over all that is broadcast, query tiles first. Where nothing is broadcast it has one turn and adds 0.
         m0 = (tile_m + i % loop_m) * BLOCK_M
         h = bias_h + i // loop_m % loop_h
         b = bias_b + i // (loop_m * loop_h)
         m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
         m = m0 + tl.arange(0, BLOCK_M)
         row = (b * num_heads + h) * seqlen_q + m
-        begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-        tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
-        inside = readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
-        keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
+        begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+        n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+        inside = tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
+        keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
         if tl.max(keep.to(tl.int32)) > 0:  # an empty tile costs no product
             lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
             delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
-            q_tile = load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
-            k_tile = load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+            q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+            k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * softmax_scale
-            scores += load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
-            p = exponential(scores, exponent_shift(lse, FOLD_SCALE)[:, None], LOG2E, FOLD_SCALE)
-            dout_tile = load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-            v_tile = load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+            scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+            p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], tiles.LOG2E, FOLD_SCALE)
+            dout_tile = tiles.load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+            v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
                 kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
@@ -103,8 +93,8 @@ def attention_dbias_kernel(
 def bias_gradient(
     q: Tensor, v: Tensor, bias: Tensor, dlse: Tensor | None, inputs: dict[str, Any], mask: PreparedMask
 ) -> Tensor:
-    """dbias, shaped and typed as bias. dlse (B, H, Lq) float32 or None. inputs: arguments that all kernels of the
-    backward take; delta is there by now. mask: its rows are queries."""
+    """dbias, shaped and typed as bias. dlse (B, H, Lq) float32 or None. inputs: the arguments that all kernels of the
+    backward share; delta is computed. mask: its rows are queries."""
     if bias.shape[3] == 1:
         if dlse is None:
             return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
@@ -112,7 +102,7 @@ def bias_gradient(
         return dlse.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     tile = config("dbias", gpu_arch(q), q.dtype, max(q.shape[3], v.shape[3]), q.shape[2])
-    # (batches, heads, query tiles): all that is to be summed, and what each program owns of it.
+    # (batches, heads, query tiles): the whole sum, and the part of each program.
     whole = (*q.shape[:2], triton.cdiv(q.shape[2], tile.BLOCK_M))
     owned = [1 if size == 1 else n for size, n in zip(bias.shape[:3], whole, strict=True)]
     loops = [n if size == 1 else 1 for size, n in zip(bias.shape[:3], whole, strict=True)]

@@ -10,7 +10,7 @@ Registers: the accumulator [BLOCK_M, BLOCK_DV] and the running maximum and sum o
 Shared memory: tiles of keys and values, num_stages deep, and on sm_90 the queries, which are read once. Nothing as
 large as the scores is ever in memory.
 Work: 2 * (Dk + Dv) FLOPs per visited score; bytes: q and out once, k and v once per query tile, mostly from L2. Only
-visited tiles cost: what lies outside the band, or is masked as a whole, is not loaded.
+visited tiles cost time: a tile that is outside the band, or masked as a whole, is not loaded.
 Compiled offline with triton 3.6, bf16, sm_90a (no GPU has timed it yet): causal D 64 takes 127 registers and 64 KiB of
 shared memory, two programs an SM; D 128 237 and 128 KiB; D 128 with a bool matrix 234 and 98 KiB. Nothing spills.
 Tried and dropped, same compiler:
@@ -29,21 +29,7 @@ from fastattn.masks import PreparedMask
 from ..common.launch import on_device
 from ..common.philox import dropout_keep
 from . import arguments
-from .masked_tiles import (
-    LN2,
-    LOG2E,
-    exponential,
-    load_bias,
-    load_rows,
-    plan_tiles,
-    program_coords,
-    readable_columns,
-    row_intervals,
-    store_rows,
-    tile_at,
-    tile_columns,
-    visible_elements,
-)
+from . import masked_tiles as tiles
 from .tile_sizes import Config
 
 
@@ -56,52 +42,53 @@ def attention_forward_kernel(
     FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile, b, h = program_coords(num_tiles, num_heads)
+    tile, b, h = tiles.program_coords(num_tiles, num_heads)
     tile = num_tiles - 1 - tile
     m0 = tile * BLOCK_M
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
     m = m0 + tl.arange(0, BLOCK_M)
     row = (b * num_heads + h) * seqlen_q + m  # int64: of lse, and of the dropout rule
 
-    begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-    tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
-    first, num_left, num_partial, num_visited = plan_tiles(
-        mask, b, h, num_heads, tile, tile_begin, tile_end, m0, m_last, seqlen_q, seqlen_k, band_lo, band_hi,
-        BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+    n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    first, num_left, num_partial, num_visited = tiles.plan_tiles(
+        mask, b, h, num_heads, tile, n_begin, n_end, m_last, seqlen_q, seqlen_k, band_lo, band_hi, BLOCK_M, BLOCK_N
+    )
 
-    unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
-    q_tile = load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+    unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
+    q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     for FULL in tl.static_range(2):  # unrolled: the loop over full tiles is compiled without tests
         for i in range(num_partial if FULL else 0, num_visited if FULL else num_partial):
-            n0 = BLOCK_N * tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
-            inside = None if FULL else readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
-            k_tile = load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+            n0 = BLOCK_N * tiles.tile_at(mask, i, first, num_left, num_partial, num_visited, FULL)
+            inside = None if FULL else tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
+            k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if not FOLD_SCALE:
                 scores *= softmax_scale
             if not FULL:
-                keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
+                keep = tiles.visible_elements(
+                    mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
+                )
             if bias is not None:
-                scores += load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
+                scores += tiles.load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
             if not FULL:
                 scores = tl.where(keep, scores, float("-inf"))
 
             new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-            # A row that has met no visible key yet keeps the maximum -inf; 0 in its place avoids -inf - -inf.
+            # A row without a visible key so far has the maximum -inf. 0 instead avoids -inf - -inf.
             shift = new_max
             if bias is not None or not FULL:
                 shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             rescale = tl.exp2((row_max - shift) * unit)
-            p = exponential(scores, (shift * unit if FOLD_SCALE else shift)[:, None], unit, FOLD_SCALE)
+            p = tiles.exponential(scores, (shift * unit if FOLD_SCALE else shift)[:, None], unit, FOLD_SCALE)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
-            if dropout is not None:  # the sum is that without dropout; the factor of kept values follows at the end
+            if dropout is not None:  # row_sum is without dropout; the factor of kept values is applied at the end
                 p = tl.where(dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N), p, 0.0)
-            v_tile = load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+            v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
 
@@ -110,10 +97,10 @@ def attention_forward_kernel(
     factor = 1.0 / row_sum
     if dropout is not None:
         factor = dropout.scale / row_sum
-    lse = tl.where(empty, float("-inf"), row_max * (unit * LN2) + tl.log(row_sum))
+    lse = tl.where(empty, float("-inf"), row_max * (unit * tiles.LN2) + tl.log(row_sum))
     tl.store(lse_ptr + row, lse, mask=m < seqlen_q)
     out_tile = tl.where(empty[:, None], 0.0, acc * factor[:, None])
-    store_rows(out, b, h, m0, m < seqlen_q, out_tile, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+    tiles.store_rows(out, b, h, m0, m < seqlen_q, out_tile, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
 
 
 def attention_fwd(

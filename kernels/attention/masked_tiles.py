@@ -93,7 +93,7 @@ def tile_columns(mask, begin, end, first_row, last_row, columns, band_lo, band_h
 
 @triton.jit
 def plan_tiles(
-    mask, b, h, num_heads, row_tile, tile_begin, tile_end, first_row, last_row, rows, columns, band_lo, band_hi,
+    mask, b, h, num_heads, row_tile, tile_begin, tile_end, last_row, rows, columns, band_lo, band_hi,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The column tiles that a row tile visits: (first, num_left, num_partial, num_visited), for tile_at().
@@ -111,6 +111,7 @@ def plan_tiles(
         first = place * tl.cdiv(columns, BLOCK_COLUMNS)
     elif mask.intervals is None and mask.columns is None and mask.bits is None:
         # The intervals of a band only grow: the last row begins last, and the first row ends first.
+        first_row = row_tile * BLOCK_ROWS
         begin_of_last = tl.maximum(last_row + band_lo, 0)
         end_of_first = tl.maximum(tl.minimum(first_row + band_hi + 1, columns), 0)
         first_full = tl.cdiv(begin_of_last, BLOCK_COLUMNS)

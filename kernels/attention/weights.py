@@ -2,10 +2,10 @@
 
     weights = keep / (1 - dropout_p) * exp(S - lse)
 
-For looking at, not for training: the only kernel here that may write something as large as the scores. What it writes
-of a head is what the forward multiplied with v, rounded to q's dtype; a mean is summed in float32 and rounded once.
-Grid: one program per (batch, head, BLOCK_M queries, BLOCK_N keys), or, of the mean, one for all heads of a tile, which
-meet in its registers. Bytes: the weights once, and q and k once a tile of the other, from L2.
+For looking at, not for training: the only kernel here that may write something as large as the scores. It writes the
+weights that the forward multiplied with v, rounded to q's dtype. A mean is summed in float32 and rounded once.
+Grid: one program per (batch, head, BLOCK_M queries, BLOCK_N keys). For the mean, one program has all heads of a tile
+and sums them in its registers. Bytes: the weights once, and q and k once a tile of the other, from L2.
 """
 
 import torch
@@ -18,18 +18,7 @@ from fastattn.masks import PreparedMask
 from ..common.launch import gpu_arch, on_device
 from ..common.philox import dropout_keep
 from . import arguments
-from .masked_tiles import (
-    LOG2E,
-    exponent_shift,
-    exponential,
-    load_bias,
-    load_rows,
-    program_coords,
-    readable_columns,
-    row_intervals,
-    tile_columns,
-    visible_elements,
-)
+from . import masked_tiles as tiles
 from .tile_sizes import config
 
 
@@ -42,29 +31,31 @@ def attention_weights_kernel(
     MEAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     key_tiles = tl.cdiv(seqlen_k, BLOCK_N)
-    tile, b, h_out = program_coords(tl.cdiv(seqlen_q, BLOCK_M) * key_tiles, 1 if MEAN else num_heads)
+    tile, b, h_out = tiles.program_coords(tl.cdiv(seqlen_q, BLOCK_M) * key_tiles, 1 if MEAN else num_heads)
     m0, n0 = tile // key_tiles * BLOCK_M, tile % key_tiles * BLOCK_N
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
-    begin, end = row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-    tile_begin, tile_end = tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
-    inside = readable_columns(mask, b, n0, tile_begin, tile_end, seqlen_k, BLOCK_N)
-    unit = softmax_scale * LOG2E if FOLD_SCALE else LOG2E
+    begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+    n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    inside = tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
+    unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in range(num_heads if MEAN else 1):
         h = h_out + i
         row = (b * num_heads + h) * seqlen_q + m
         lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
-        q_tile = load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
-        k_tile = load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+        q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+        k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if not FOLD_SCALE:
             scores *= softmax_scale
         if bias is not None:
-            scores += load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
-        keep = visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
-        p = tl.where(keep, exponential(scores, exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE), 0.0)
+            scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+        keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
+        p = tl.where(
+            keep, tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE), 0.0
+        )
         if dropout is not None:
             kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
             p = tl.where(kept, p * dropout.scale, 0.0)

@@ -1,6 +1,6 @@
-"""Repairs to Triton's CPU interpreter (triton 3.4 to 3.9), so that it computes what a GPU computes.
+"""Repairs of Triton's CPU interpreter (triton 3.4 to 3.9). With them it computes what a GPU computes.
 
-The interpreter keeps bfloat16 as the raw bits in a numpy uint16 array. Left alone, it
+The interpreter keeps bfloat16 as the raw bits in a numpy uint16 array. Without repairs, it
   1. multiplies those bit patterns as integers in tl.dot: the result is silently wrong by orders of magnitude;
   2. cuts float32 -> bfloat16 towards zero, where a GPU rounds to nearest even (half of all elements differ by one ulp);
   3. fails on `range(0, tensor)` with numpy >= 2.4, which no longer turns one-element arrays into Python integers;
@@ -60,7 +60,7 @@ def repair() -> None:
         if package not in builtins:
             builtins[package] = [name for name, t in inspect.getmembers(package) if tl.core.is_builtin(t)]
         for name in builtins[package]:
-            if tl.core.is_builtin(member := getattr(package, name)):  # not yet, or no longer, replaced
+            if tl.core.is_builtin(member := getattr(package, name)):  # it is not replaced at the moment
                 interpreter._patch_attr(package, name, member, builder, *scope)
 
     InterpreterBuilder.create_dot = create_dot

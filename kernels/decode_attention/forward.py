@@ -127,7 +127,7 @@ def decode_attention_kernel(
         scores = tl.where(visible[None, :], scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row that has met no visible key yet keeps the maximum -inf; 0 in its place avoids -inf - -inf.
+        # A row without a visible key so far has the maximum -inf. 0 instead avoids -inf - -inf.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp(row_max - shift)
         p = tl.exp(scores - shift[:, None])
@@ -169,7 +169,7 @@ def merge_splits_kernel(
 
 
 # Chosen offline, see the top of the file. Nothing is tuned at call time.
-_BLOCK_M = 16  # queries in a tile, heads counted one by one: the fewest that tl.dot takes
+_BLOCK_M = 16  # queries in a tile, counted per head: the minimum of tl.dot
 _TILE_BYTES = 8192  # of keys, or of values
 _SPLIT_KEYS = 256  # at least, for a program to be worth the merge
 _PROGRAMS = 4  # that a multiprocessor can run at once

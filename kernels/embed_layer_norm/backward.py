@@ -19,26 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..common import norm
 from ..common.launch import on_device
-from ..common.norm import (
-    SPAN,
-    Sums,
-    backward_tile,
-    finish_sums,
-    gradient_means,
-    load_statistics,
-    norm_gradient,
-    store_partial,
-)
 from ..common.philox import dropout_constants, dropout_keep
 from .forward import embedded
 
 
 @triton.jit(do_not_specialize=["rows", "length", "threshold"])
 def embed_layer_norm_bwd_kernel(
-    dout, tokens, embedding, position_table, position, weight, statistics,
+    dout, tokens, embedding, table, position, weight, statistics,
     drows, index, partial, dweight, dbias, rng_state,
-    rows, hidden, width, vocabulary, n_position, length, scale, threshold, keep_scale,
+    rows, hidden, width, n_vocab, n_position, length, scale, threshold, keep_scale,
     HAS_POSITION: tl.constexpr, HAS_DROPOUT: tl.constexpr, FINISH: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -52,12 +43,11 @@ def embed_layer_norm_bwd_kernel(
         row = turn * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         inside = (row < rows)[:, None] & in_row[None, :]
         place = row[:, None] * hidden + col[None, :]
-        center, inverse = load_statistics(statistics, row, rows)
+        center, inverse = norm.load_statistics(statistics, row, rows)
         grad = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
         normal, token = embedded(
-            tokens, embedding, position_table, position, row, rows, col, hidden, vocabulary, n_position, length, scale,
-            HAS_POSITION,
-        )  # fmt: skip
+            tokens, embedding, table, position, row, rows, col, hidden, n_vocab, n_position, length, scale, HAS_POSITION
+        )
         if HAS_DROPOUT:
             factor = tl.where(dropout_keep(rng_state, threshold, row, 0, BLOCK_N), keep_scale, 0.0)
             normal *= factor
@@ -65,18 +55,18 @@ def embed_layer_norm_bwd_kernel(
 
         dgain += grad * normal
         dshift += grad
-        dot_mean, grad_mean = gradient_means(grad, normal, gain, hidden, False)
-        grad = norm_gradient(grad, normal, gain, inverse, dot_mean, grad_mean) * scale
+        dot_mean, grad_mean = norm.gradient_means(grad, normal, gain, hidden, False)
+        grad = norm.norm_gradient(grad, normal, gain, inverse, dot_mean, grad_mean) * scale
         if HAS_DROPOUT:
             grad *= factor
         tl.store(drows + place, grad.to(drows.dtype.element_ty), mask=inside)
         tl.store(index + row, token, mask=row < rows)
 
-    store_partial(partial, 0, dgain, col, width, hidden)
-    store_partial(partial, hidden, dshift, col, width, hidden)
+    norm.store_partial(partial, 0, dgain, col, width, hidden)
+    norm.store_partial(partial, hidden, dshift, col, width, hidden)
     if FINISH:
         COLS: tl.constexpr = min(BLOCK_N, 512)
-        finish_sums(partial, statistics, rows, dweight, dbias, None, width, hidden, False, False, SPAN, COLS)
+        norm.finish_sums(partial, statistics, rows, dweight, dbias, None, width, hidden, False, False, SPAN, COLS)
 
 
 def embed_layer_norm_bwd(
@@ -102,15 +92,16 @@ def embed_layer_norm_bwd(
     index = torch.empty(rows, dtype=torch.int64, device=embedding.device)
     if rows == 0:
         return drows, index, torch.zeros_like(weight), torch.zeros_like(bias)
-    block_m, block_n, num_warps, stages = backward_tile(hidden, halved=True)
-    sums = Sums(drows, weight, bias, block_m)
+    block_m, block_n, num_warps, stages = norm.backward_tile(hidden, halved=True)
+    sums = norm.Sums(drows, weight, bias, block_m)
     threshold, keep_scale = dropout_constants(dropout_p)
     with on_device(embedding):
         inputs = dout, tokens, embedding, position_table, position, weight, statistics
         results = drows, index, sums.partial, sums.dweight, sums.dbias
         sizes = rows, hidden, sums.width, embedding.shape[0], position_table.shape[0], length
         constants = {"HAS_POSITION": position is not None, "HAS_DROPOUT": dropout_p > 0, "FINISH": sums.finish}
-        constants |= {"SPAN": SPAN, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "num_warps": num_warps}
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "num_warps": num_warps}
+        constants["SPAN"] = norm.SPAN
         embed_layer_norm_bwd_kernel[(sums.programs,)](
             *inputs, *results, rng_state, *sizes, scale, threshold, keep_scale, **constants, enable_fp_fusion=True
         )

@@ -24,33 +24,32 @@ from ..common.philox import dropout_constants, dropout_keep
 
 @triton.jit
 def embedded(
-    tokens, embedding, position_table, position, row, rows, col, hidden, vocabulary, n_position, length, scale,
+    tokens, embedding, table, position, row, rows, col, hidden, n_vocab, n_position, length, scale,
     HAS_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """(embedding[token] * scale + position_table[place], token) of these rows, float32; NaN, 0 where out of range."""
+    """(embedding[token] * scale + table[place], token) of these rows, float32; NaN, 0 where out of range."""
     token = tl.load(tokens + row, mask=row < rows, other=0).to(tl.int64)
     place = tl.load(position + row, mask=row < rows, other=0).to(tl.int64) if HAS_POSITION else row % length
-    known = (token >= 0) & (token < vocabulary) & (place >= 0) & (place < n_position)
+    known = (token >= 0) & (token < n_vocab) & (place >= 0) & (place < n_position)
     inside = (known & (row < rows))[:, None] & (col < hidden)[None, :]
     word = tl.load(embedding + token[:, None] * hidden + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    spot = tl.load(position_table + place[:, None] * hidden + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    spot = tl.load(table + place[:, None] * hidden + col[None, :], mask=inside, other=0.0).to(tl.float32)
     value = word * scale + spot + tl.where(known, 0.0, float("nan"))[:, None]
     return value, tl.where(known, token, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "length", "threshold"])
 def embed_layer_norm_fwd_kernel(
-    tokens, embedding, position_table, position, weight, bias, out, statistics, rng_state,
-    rows, hidden, vocabulary, n_position, length, scale, eps, threshold, keep_scale,
+    tokens, embedding, table, position, weight, bias, out, statistics, rng_state,
+    rows, hidden, n_vocab, n_position, length, scale, eps, threshold, keep_scale,
     HAS_POSITION: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TICKETS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     value, _ = embedded(
-        tokens, embedding, position_table, position, row, rows, col, hidden, vocabulary, n_position, length, scale,
-        HAS_POSITION,
-    )  # fmt: skip
+        tokens, embedding, table, position, row, rows, col, hidden, n_vocab, n_position, length, scale, HAS_POSITION
+    )
     if HAS_DROPOUT:
         value = tl.where(dropout_keep(rng_state, threshold, row, 0, BLOCK_N), value * keep_scale, 0.0)
     value = normalize(value, weight, bias, statistics, row, rows, col, hidden, eps, False, TICKETS)

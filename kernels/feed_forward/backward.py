@@ -28,16 +28,16 @@ from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
 @triton.jit(do_not_specialize=["tokens", "threshold"])
 def feed_forward_bwd_kernel(
     dout, weight2, saved, dz, h, partial, rng_state,
-    tokens, depth, d_ff, stride_wk, stride_wn, threshold, scale,
+    tokens, depth, d_inner, stride_wk, stride_wn, threshold, scale,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    m, n = grouped_tile(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), tl.cdiv(d_ff, BLOCK_N), GROUP_M)
+    m, n = grouped_tile(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), tl.cdiv(d_inner, BLOCK_N), GROUP_M)
     row = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
-    in_rows, in_cols = (row < tokens)[:, None], (col < d_ff)[None, :]
+    in_rows, in_cols = (row < tokens)[:, None], (col < d_inner)[None, :]
 
     a = dout + row[:, None] * depth + inner[None, :]
     b = weight2 + col.to(tl.int64)[None, :] * stride_wn + inner.to(tl.int64)[:, None] * stride_wk
@@ -46,12 +46,12 @@ def feed_forward_bwd_kernel(
     )
 
     dhiddens = halves(dhidden)
-    z_width = 2 * d_ff if GATED else d_ff
+    z_width = 2 * d_inner if GATED else d_inner
     for half in tl.static_range(2):
         first_col = n * BLOCK_N + half * (BLOCK_N // 2)
         col = first_col + tl.arange(0, BLOCK_N // 2)
-        inside = in_rows & (col < d_ff)[None, :]
-        place = row[:, None] * d_ff + col[None, :]
+        inside = in_rows & (col < d_inner)[None, :]
+        place = row[:, None] * d_inner + col[None, :]
         z_place = row[:, None] * z_width + col[None, :]
         grad = dhiddens[half]
         gate = tl.load(saved + z_place, mask=inside, other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def feed_forward_bwd_kernel(
             value, slope = activate_and_slope(gate, ACTIVATION)
             hidden = value
             if GATED:
-                up = tl.load(saved + d_ff + z_place, mask=inside, other=0.0).to(tl.float32)
+                up = tl.load(saved + d_inner + z_place, mask=inside, other=0.0).to(tl.float32)
                 hidden = value * up
                 slope *= up
             if HAS_DROPOUT:
@@ -71,13 +71,15 @@ def feed_forward_bwd_kernel(
             tl.store(h + place, hidden.to(h.dtype.element_ty), mask=inside)
             if GATED:
                 dup = grad * value
-                tl.store(dz + d_ff + z_place, dup.to(dz.dtype.element_ty), mask=inside)
+                tl.store(dz + d_inner + z_place, dup.to(dz.dtype.element_ty), mask=inside)
                 if HAS_BIAS:
-                    tl.store(partial + m.to(tl.int64) * z_width + d_ff + col, tl.sum(dup, axis=0), mask=col < d_ff)
+                    tl.store(
+                        partial + m.to(tl.int64) * z_width + d_inner + col, tl.sum(dup, axis=0), mask=col < d_inner
+                    )
             grad *= slope
         tl.store(dz + z_place, grad.to(dz.dtype.element_ty), mask=inside)
         if HAS_BIAS:
-            tl.store(partial + m.to(tl.int64) * z_width + col, tl.sum(grad, axis=0), mask=col < d_ff)
+            tl.store(partial + m.to(tl.int64) * z_width + col, tl.sum(grad, axis=0), mask=col < d_inner)
 
 
 def feed_forward_bwd(
@@ -97,23 +99,31 @@ def feed_forward_bwd(
     Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None where a bias is.
     """
     dout = dout.contiguous()
-    (tokens, d_out), d_ff = dout.shape, weight2.shape[1]
+    (tokens, d_out), d_inner = dout.shape, weight2.shape[1]
     gated = activation in GATED_FORMS
-    (kept,) = saved
-    h = kept if activation == "relu" else x.new_empty(tokens, d_ff)
-    dz = torch.empty_like(kept)
+    (z,) = saved  # with relu it is h
+    h = z if activation == "relu" else x.new_empty(tokens, d_inner)
+    dz = torch.empty_like(z)
     threshold, scale = dropout_constants(dropout_p)
     with on_device(x):
         tile = tile_for(x.dtype, gpu_arch(x), tokens, wide=activation == "relu")
-        m_tiles, n_tiles = triton.cdiv(tokens, tile.BLOCK_M), triton.cdiv(d_ff, tile.BLOCK_N)
+        m_tiles, n_tiles = triton.cdiv(tokens, tile.BLOCK_M), triton.cdiv(d_inner, tile.BLOCK_N)
         partial = torch.empty(m_tiles if bias1 is not None else 0, dz.shape[1], dtype=torch.float32, device=x.device)
         if h.numel() > 0:
-            tensors = dout, weight2, kept, dz, h, partial, rng_state
+            tensors = dout, weight2, z, dz, h, partial, rng_state
             constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": gated, "GROUP_M": GROUP_M}
             constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0}
             constants |= {"EVEN_K": d_out % tile.BLOCK_K == 0, "PRECISION": dot_precision(x.dtype)} | tile._asdict()
             feed_forward_bwd_kernel[(m_tiles * n_tiles,)](
-                *tensors, tokens, d_out, d_ff, *weight2.stride(), threshold, scale, **constants, enable_fp_fusion=True
+                *tensors,
+                tokens,
+                d_out,
+                d_inner,
+                *weight2.stride(),
+                threshold,
+                scale,
+                **constants,
+                enable_fp_fusion=True,
             )
     dbias1 = None if bias1 is None else partial.sum(0).to(bias1.dtype)
     dbias2 = None if bias2 is None else dout.sum(0)

@@ -8,8 +8,8 @@ activation's temporaries do not fit (gelu at 128 x 256: 84 spills whole, none in
 rows of x with the gate's and with the value's columns, so that both halves of z meet in registers.
 The second product has nothing to fuse and is cuBLAS's.
 
-Kept for the backward: relu only h, whose positive elements are those that are kept and positive; the others z, rounded,
-from which act, act' and h are computed again. No dropout mask exists in memory.
+Saved for the backward: with relu only h, which is positive exactly where z is positive and dropout keeps it. With the
+other activations z, rounded, from which act, act' and h are computed again. No dropout mask exists in memory.
 
 Floor, n tokens, hidden f, width d: 4 n d f FLOP (gated 6); the fused tile adds to cuBLAS's traffic nothing for relu and
 one write of z for the others, where separate operators read and write h twice more and store a mask.
@@ -29,20 +29,20 @@ from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
 @triton.jit(do_not_specialize=["tokens", "threshold"])
 def feed_forward_fwd_kernel(
     x, weight1, bias1, z, h, rng_state,
-    tokens, depth, d_ff, stride_wn, stride_wk, threshold, scale,
+    tokens, depth, d_inner, stride_wn, stride_wk, threshold, scale,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, STORE_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    m, n = grouped_tile(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), tl.cdiv(d_ff, BLOCK_N), GROUP_M)
+    m, n = grouped_tile(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), tl.cdiv(d_inner, BLOCK_N), GROUP_M)
     row = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
-    in_rows, in_cols = (row < tokens)[:, None], (col < d_ff)[None, :]
+    in_rows, in_cols = (row < tokens)[:, None], (col < d_inner)[None, :]
 
     a = x + row[:, None] * depth + inner[None, :]
     b = weight1 + col.to(tl.int64)[None, :] * stride_wn + inner[:, None] * stride_wk
-    b_up = weight1 + (col.to(tl.int64) + d_ff)[None, :] * stride_wn + inner[:, None] * stride_wk
+    b_up = weight1 + (col.to(tl.int64) + d_inner)[None, :] * stride_wn + inner[:, None] * stride_wk
     gate, up = multiply(
         a, b, b_up, in_rows, in_cols, 1, stride_wk, depth, BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION
     )
@@ -50,12 +50,12 @@ def feed_forward_fwd_kernel(
     ups = halves(up)
     for half in tl.static_range(2):
         col = n * BLOCK_N + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        inside = in_rows & (col < d_ff)[None, :]
-        place = row[:, None] * d_ff + col[None, :]
-        z_place = row[:, None] * (2 * d_ff) + col[None, :] if GATED else place
+        inside = in_rows & (col < d_inner)[None, :]
+        place = row[:, None] * d_inner + col[None, :]
+        z_place = row[:, None] * (2 * d_inner) + col[None, :] if GATED else place
         gate, up = gates[half], ups[half]
         if HAS_BIAS:
-            gate += tl.load(bias1 + col, mask=col < d_ff, other=0.0).to(tl.float32)[None, :]
+            gate += tl.load(bias1 + col, mask=col < d_inner, other=0.0).to(tl.float32)[None, :]
         if STORE_Z:
             gate = gate.to(z.dtype.element_ty)
             tl.store(z + z_place, gate, mask=inside)
@@ -63,9 +63,9 @@ def feed_forward_fwd_kernel(
         value = activate(gate, ACTIVATION)
         if GATED:
             if HAS_BIAS:
-                up += tl.load(bias1 + d_ff + col, mask=col < d_ff, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(bias1 + d_inner + col, mask=col < d_inner, other=0.0).to(tl.float32)[None, :]
             up = up.to(z.dtype.element_ty)
-            tl.store(z + d_ff + z_place, up, mask=inside)
+            tl.store(z + d_inner + z_place, up, mask=inside)
             value *= up.to(tl.float32)
         if HAS_DROPOUT:
             keep = dropout_keep(rng_state, threshold, row, n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)
@@ -76,24 +76,26 @@ def feed_forward_fwd_kernel(
 def feed_forward_hidden(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x: (tokens, d) contiguous; weight1: (d_ff, d), gated (2 * d_ff, d). Returns h (tokens, d_ff) and what the
-    backward needs: relu h itself, else z, as wide as weight1."""
+    """x: (tokens, d) contiguous; weight1: (d_inner, d), gated (2 * d_inner, d).
+
+    Returns h (tokens, d_inner) and what the backward needs: with relu h itself, else z, as wide as weight1.
+    """
     gated = activation in GATED_FORMS
-    (tokens, d), d_ff = x.shape, weight1.shape[0] // (2 if gated else 1)
-    h = x.new_empty(tokens, d_ff)
+    (tokens, d), d_inner = x.shape, weight1.shape[0] // (2 if gated else 1)
+    h = x.new_empty(tokens, d_inner)
     z = h if activation == "relu" else x.new_empty(tokens, weight1.shape[0])
     bias1 = None if bias1 is None else bias1.contiguous()
     threshold, scale = dropout_constants(dropout_p)
     if h.numel() > 0:
         with on_device(x):
             tile = tile_for(x.dtype, gpu_arch(x), tokens, wide=not gated)
-            programs = triton.cdiv(tokens, tile.BLOCK_M) * triton.cdiv(d_ff, tile.BLOCK_N)
+            programs = triton.cdiv(tokens, tile.BLOCK_M) * triton.cdiv(d_inner, tile.BLOCK_N)
             tensors = x, weight1, bias1, z, h, rng_state
             constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": gated, "GROUP_M": GROUP_M}
             constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0, "STORE_Z": activation != "relu"}
             constants |= {"EVEN_K": d % tile.BLOCK_K == 0, "PRECISION": dot_precision(x.dtype)} | tile._asdict()
             feed_forward_fwd_kernel[(programs,)](
-                *tensors, tokens, d, d_ff, *weight1.stride(), threshold, scale, **constants, enable_fp_fusion=True
+                *tensors, tokens, d, d_inner, *weight1.stride(), threshold, scale, **constants, enable_fp_fusion=True
             )
     return h, z
 
@@ -108,8 +110,10 @@ def feed_forward_fwd(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """weight2: (d_out, d_ff); the others as in feed_forward_hidden. Returns out (tokens, d_out), and for the backward
-    what that returns."""
-    h, kept = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
+    """weight2: (d_out, d_inner); the others as in feed_forward_hidden.
+
+    Returns out (tokens, d_out), and the tensor that the backward needs.
+    """
+    h, saved = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
     out = h @ weight2.t() if bias2 is None else torch.addmm(bias2, h, weight2.t())
-    return out, (kept,)
+    return out, (saved,)

@@ -12,7 +12,7 @@ that a turn needs one reduction across the program's warps, that of the maximum.
 every sum has one order: equal inputs give equal bits.
 
 Floor, n rows of v classes: n v elements read and n v written; without the gradient, n v read. 2 n v exponentials, which
-at 16-bit logits take two thirds of the time that memory does.
+at 16-bit logits need two thirds of the time that memory needs.
 """
 
 from typing import NamedTuple
@@ -102,8 +102,8 @@ class Tile(NamedTuple):
 
 
 def tile_for(dtype: torch.dtype, n_class: int) -> Tile:
-    """Eight values a lane in each of the vectors; narrow rows take fewer warps, but four: below, no barrier would keep
-    the second sweep's writes behind every lane's read of the target's logit.
+    """Eight values a lane in each of the vectors. Narrow rows have fewer warps, but at least four: with fewer, no
+    barrier would order the second sweep's writes after every lane's read of the target's logit.
 
     Offline at sm_90a a wide row has 16 warps, 58 to 64 registers, no spills, two rows a multiprocessor: 264 rows are at
     work, 17 MB of L2 at 32k classes of bfloat16, and two turns of 8 KB in flight for each, 32 KB a multiprocessor: what

@@ -10,7 +10,7 @@ their list. It also owns block i of 128 columns, of which it writes the bits. No
 A program sweeps the columns in spans, of 128 with a matrix and of 1024 without. It visits the spans that the hull of
 its rows' intervals meets, or all of them where it writes bits of a matrix. In each it asks of every column tile whether
 it holds something and whether it holds everything, and writes the answer to `tiles`. At the end it reads the answers,
-numbers the partial and the full tiles, and writes the list over them. Past the list, `tiles` keeps whatever is there.
+numbers the partial and the full tiles, and writes the list over them. After the list, `tiles` keeps the answers.
 Packed sequences: the sequence of a row or column is found in cu_seqlens by bisection.
 Registers: at most 64 rows of the matrix by 128 columns, and an answer for each column tile. Offsets are 64-bit.
 Bytes: a matrix once, a byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
@@ -61,12 +61,13 @@ class Matrix(NamedTuple):
 
 
 @triton.jit
-def interval_of(
-    position, own_offsets, other_offsets, own_length, other_length, num_sequences, steps,
-    low_first, high_first, low_last, high_last,
-):  # fmt: skip
-    """(begin, end), shaped as position: what band and packed sequences leave to it of the other side; (0, 0) where that
-    is nothing. own_offsets, other_offsets: cu_seqlens, or None. steps: bits of num_sequences + 1."""
+def interval_of(position, own_offsets, other_offsets, own_length, other_length, num_sequences, steps, bands):
+    """(begin, end), shaped as position: what it may attend to by bands and packed sequences; (0, 0) if that is nothing.
+
+    own_offsets, other_offsets: cu_seqlens, or None. steps: bits of num_sequences + 1. bands: (low, high) from the first
+    position and from the last.
+    """
+    low_first, high_first, low_last, high_last = bands
     begin = position * 0
     end = begin + other_length
     shift_first = begin
@@ -83,7 +84,7 @@ def interval_of(
         own_end = tl.load(own_offsets + passed, mask=known, other=0).to(tl.int32)
         begin = tl.load(other_offsets + passed - 1, mask=known, other=0).to(tl.int32)
         end = tl.load(other_offsets + passed, mask=known, other=0).to(tl.int32)
-        # On a GPU nobody has checked these values.
+        # On a GPU these values were not checked.
         begin = tl.minimum(tl.maximum(begin, 0), other_length)
         end = tl.minimum(tl.maximum(end, 0), other_length)
         shift_first = begin - own_begin
@@ -95,20 +96,20 @@ def interval_of(
 
 
 @triton.jit
-def readable_columns(
-    column, b, padding, padding_stride_b, padding_stride, row_offsets, column_offsets, rows, columns,
-    num_sequences, steps, low_first, high_first, low_last, high_last,
-):  # fmt: skip
-    """Bool, shaped as column: no padding, and in a packed sequence with a row that may attend to it."""
+def readable_columns(column, b, padding, row_offsets, column_offsets, rows, columns, num_sequences, steps, bands):
+    """Bool, shaped as column: no padding, and in a packed sequence with a row that may attend to it.
+
+    padding: a bool (b, columns), or None, and its strides.
+    """
     real = column < columns
-    if padding is not None:
-        ptrs = padding + b * padding_stride_b + column.to(tl.int64) * padding_stride
+    padding_ptr, stride_b, stride = padding
+    if padding_ptr is not None:
+        ptrs = padding_ptr + b * stride_b + column.to(tl.int64) * stride
         real = real & (tl.load(ptrs, mask=real, other=0) != 0)
     if row_offsets is not None:
-        begin, end = interval_of(
-            column, column_offsets, row_offsets, columns, rows, num_sequences, steps,
-            -high_first, -low_first, -high_last, -low_last,
-        )  # fmt: skip
+        low_first, high_first, low_last, high_last = bands
+        bands = (-high_first, -low_first, -high_last, -low_last)
+        begin, end = interval_of(column, column_offsets, row_offsets, columns, rows, num_sequences, steps, bands)
         real = real & (begin < end)
     return real
 
@@ -144,14 +145,15 @@ def prepare_mask_kernel(
     slot, head = tl.program_id(0) % slots, tl.program_id(0) // slots
     b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
     bit_blocks = (columns + BIT_BLOCK - 1) // BIT_BLOCK
+    bands = (low_first, high_first, low_last, high_last)
+    padding = (column_padding, column_stride_b, column_stride)
 
     if column_bits is not None:
         if (h == 0) & (b < columns_batch) & (slot < bit_blocks):
+            column = slot * BIT_BLOCK + tl.arange(0, BIT_BLOCK)
             real = readable_columns(
-                slot * BIT_BLOCK + tl.arange(0, BIT_BLOCK), b, column_padding, column_stride_b, column_stride,
-                row_offsets, column_offsets, rows, columns, num_sequences, steps,
-                low_first, high_first, low_last, high_last,
-            )  # fmt: skip
+                column, b, padding, row_offsets, column_offsets, rows, columns, num_sequences, steps, bands
+            )
             words = pack(real[None, :], 1)
             place = (b * bit_blocks + slot) * BIT_WORDS + tl.arange(0, BIT_WORDS)
             tl.store(column_bits + place[None, :], words)
@@ -169,10 +171,7 @@ def prepare_mask_kernel(
         if tiles is not None or intervals is not None:
             index = tl.arange(0, ROWS)
             row = first_row + index
-            begin, end = interval_of(
-                row, row_offsets, column_offsets, rows, columns, num_sequences, steps,
-                low_first, high_first, low_last, high_last,
-            )  # fmt: skip
+            begin, end = interval_of(row, row_offsets, column_offsets, rows, columns, num_sequences, steps, bands)
             own = (index < BLOCK_ROWS) & (row < rows)
             if row_padding is not None:
                 padding_ptrs = row_padding + b * row_stride_b + row.to(tl.int64) * row_stride
@@ -186,7 +185,7 @@ def prepare_mask_kernel(
         if tiles is not None:
             hull_begin = tl.min(tl.where(own & (begin < end), begin, columns), axis=0)
             hull_end = tl.max(tl.where(own, end, 0), axis=0)
-            # What all rows have. Rows past the last have nothing, so that a ragged tile is not full.
+            # The columns that all rows have. Rows after the last have none, so a ragged tile is not full.
             common_begin = tl.max(tl.where(own, begin, 0), axis=0)
             common_end = tl.min(tl.where(index < BLOCK_ROWS, end, columns), axis=0)
             column_tiles = (columns + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -204,10 +203,8 @@ def prepare_mask_kernel(
                 all_visible = (common_begin <= tile_begin) & (common_end >= tile_end)
             if column_bits is not None:
                 real = readable_columns(
-                    column, b, column_padding, column_stride_b, column_stride,
-                    row_offsets, column_offsets, rows, columns, num_sequences, steps,
-                    low_first, high_first, low_last, high_last,
-                )  # fmt: skip
+                    column, b, padding, row_offsets, column_offsets, rows, columns, num_sequences, steps, bands
+                )
                 if tiles is not None:
                     num_real = tl.sum(tl.reshape(real.to(tl.int32), (TILES, BLOCK_COLUMNS)), axis=1)
                     any_visible &= num_real > 0
@@ -300,16 +297,15 @@ def prepare_mask(
             results = intervals, column_bits, bits, counts, tiles
             strides = *_strides(row_padding), *_strides(column_padding)
             sizes = num_heads, row_batch, column_batch, bits_batch, slots, rows, columns
-            bands = low_first, high_first, low_last, high_last
+            sizes += *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last
             constants = {"BLOCK_ROWS": block_rows, "ROWS": triton.next_power_of_2(block_rows)}
             constants |= {"BLOCK_COLUMNS": block_columns, "TILES": span // block_columns, "num_warps": 4}
             constants["MAX_TILES"] = max(triton.next_power_of_2(column_tiles), MIN_TILES)
             constants["TILE_ROWS"] = 1 if matrix_rows == 1 else block_rows
             constants["MATRIX_ROWS"] = 1 if matrix_rows == 1 else min(block_rows & -block_rows, 64)
             prepare_mask_kernel[(programs,)](
-                *inputs, strided_matrix, *results, *strides, *sizes, *_sequences(mask.row_offsets), *bands,
-                **constants, enable_fp_fusion=True,
-            )  # fmt: skip
+                *inputs, strided_matrix, *results, *strides, *sizes, **constants, enable_fp_fusion=True
+            )
     return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
 
 

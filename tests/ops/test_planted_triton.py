@@ -60,7 +60,7 @@ BUGS = [
     Bug("the ratio of another row", BACKWARD, "TICKETS + row,", "TICKETS + row + 1,", BY_STD, "dx"),
     Bug("another row's mask", BACKWARD, "threshold, row, 0", "threshold, row + 1, 0", TURNS, "dx"),
     Bug("a program's sums left out", NORM, "(row < count)[:, None]", "(row + 1 < count)[:, None]", TURNS, "dweight"),
-    Bug("the gate's bias for both", HIDDEN, "bias1 + d_ff + col", "bias1 + col", SWIGLU, "out"),
+    Bug("the gate's bias for both", HIDDEN, "bias1 + d_inner + col", "bias1 + col", SWIGLU, "out"),
     Bug("the first half's mask for both", HIDDEN,
         "n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)", "n * BLOCK_N, BLOCK_N // 2)", GELU, "out"),
     Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate > 0,", "tl.where(gate >= 0,", RELU, "dx"),
