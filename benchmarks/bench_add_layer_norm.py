@@ -75,7 +75,6 @@ BENCHMARK = harness.Benchmark(
     rates=("byte",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.terms_of("add_layer_norm", arguments),
 )
 
 

@@ -112,11 +112,6 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
     part=part,
-    terms=harness.terms_of(
-        "attention",
-        arguments,
-        lambda inputs: {"attn_mask": inputs.fixed["bias"].double()} if "bias" in inputs.fixed else {},
-    ),
 )
 
 

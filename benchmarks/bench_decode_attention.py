@@ -81,7 +81,6 @@ BENCHMARK = harness.Benchmark(
     rates=("byte",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.terms_of("decode_attention", arguments),
 )
 
 

@@ -84,7 +84,6 @@ BENCHMARK = harness.Benchmark(
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.terms_of("feed_forward", arguments),
 )
 
 

@@ -88,9 +88,6 @@ BENCHMARK = harness.Benchmark(
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.terms_of(
-        "linear_cross_entropy", arguments, lambda inputs: {"bias": torch.zeros_like(inputs.leaves["weight"][:, 0])}
-    ),
 )
 
 

@@ -1,8 +1,9 @@
 """What the benchmarks share: providers are checked, then timed. timing.py measures, report.py runs and writes.
 
 A benchmark fills in `Benchmark`. For each case it makes the inputs, and each provider turns them into a `Run`. A
-provider that cannot serve a case says why. One whose result is outside the bound of `fastattn.check.tolerance.check_error` is not
-timed: "wrong result". Backends and rivals are held to the same bound, and all are checked without dropout.
+provider that cannot run a case says why. One whose result is outside the bound of check_error, in
+fastattn/check/tolerance.py, is not timed: "wrong result". Backends and rivals are held to the same bound, and all are
+checked without dropout.
 
 Directions. forward: with inputs that require gradients, so what the backward needs is saved; backward:
 `torch.autograd.grad` on a kept graph; both: one after the other. Inputs are normally distributed.
@@ -10,7 +11,6 @@ Directions. forward: with inputs that require gradients, so what the backward ne
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,10 @@ from torch import Tensor
 
 import fastattn
 from fastattn.backends import BACKENDS
-from fastattn.check.cases import problems
-from fastattn.check.tolerance import check_error
+from fastattn.check.tolerance import check_error, measure_rounding_scale
 
 SEED = 20170612
-PERTURBATION = 2.0**-40  # relative; float64 leaves 12 bits of its effect, and no relu opens or closes for it
-DRAWS = 2  # of random signs
+DRAWS = 2  # for the rounding scale
 
 
 class Refused(Exception):
@@ -79,8 +77,7 @@ class Benchmark:
     cases: by table, "quick", "cpu" and "cuda". directions: what is timed; none where only the peak memory of a Run's
     last call is of interest. inputs: (case, device) -> Inputs. rates: units shown in the tables.
     part: (case, name, tensor) -> the part that is compared of an input, the result "out" or a gradient, where all of it
-    would be too much. terms: (case, Inputs in float64) -> T of each result, see fastattn/check/tolerance.py; where there is
-    none, T is measured. hide_host: see timing.measure_in_turn; False where the host is part of what a user waits for.
+    would be too much. hide_host: see timing.measure_in_turn; False where the host is part of what a user waits for.
     """
 
     name: str
@@ -90,28 +87,7 @@ class Benchmark:
     inputs: Callable[[Any, torch.device], Inputs]
     providers: Callable[[torch.device], list[Provider]]
     part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
-    terms: Callable[[Any, Inputs], dict[str, Tensor]] | None = None
     hide_host: bool = True
-
-
-@functools.cache
-def _op_terms() -> dict[str, Callable[..., dict[str, Tensor]]]:
-    return {problem.op: problem.terms for problem in problems(torch.device("cpu"))}
-
-
-def terms_of(
-    op_name: str,
-    arguments: Callable[[Any, Inputs, float], dict[str, Any]],
-    more: Callable[[Inputs], dict[str, Tensor]] = lambda inputs: {},
-) -> Callable[[Any, Inputs], dict[str, Tensor]]:
-    """T of an op's results as the doctor has it. arguments: see `ours`; more: tensors beside the leaves."""
-
-    def terms(case: Any, inputs: Inputs) -> dict[str, Tensor]:
-        tensors = {name: leaf.detach() for name, leaf in inputs.leaves.items()} | more(inputs)
-        options = arguments(case, inputs, 0.0) | {"dtype": case.dtype}
-        return _op_terms()[op_name](tensors, options, [inputs.dout])
-
-    return terms
 
 
 def run_of(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run:
@@ -198,12 +174,7 @@ def imported(module: str) -> Any:
 
 
 class Checked:
-    """One case, whose providers are compared with the reference formula in float64, by the one rule for error.
-
-    T, the size of the terms that are summed up in a result, is the op's; of whole models it is measured: the result's
-    own size, and how far it moves, in float64, when each input moves by a small relative amount of random sign (the
-    root mean square of some draws).
-    """
+    """One case, whose providers are compared with the reference formula in float64, by the one rule for error."""
 
     def __init__(self, benchmark: Benchmark, case: Any, device: torch.device) -> None:
         self.benchmark, self.case, self.device = benchmark, case, device
@@ -215,8 +186,9 @@ class Checked:
         """The largest error of a provider's results as a share of its bound; over 1 is wrong. May raise Refused."""
         results = _results(provider.make(self.case, self.inputs, 0.0))
         actual = {name: self._part(name.removeprefix("grad of "), value) for name, value in results.items()}
-        truth, low, terms = self._bound = self._bound or self._reference()
-        return max(check_error(actual[name], truth[name], low[name], terms[name]).ratio for name in truth)
+        truth, baseline, scale = self._bound = self._bound or self._reference()
+        checks = (check_error(actual[n], truth[n], baseline[n], scale[n], self.case.dtype) for n in truth)
+        return max(check.ratio for check in checks)
 
     def default(self) -> Run | None:
         """What fastattn does with this case unless told otherwise."""
@@ -231,31 +203,18 @@ class Checked:
         return None
 
     def _reference(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Truth, the plain formula's results at the case's dtype, and T."""
+        """Truth, the plain formula's results at the case's dtype, and their rounding scale."""
         leaves = {name: self._part(name, value) for name, value in self.inputs.leaves.items()}
         fixed = {name: self._part(name, value) for name, value in self.inputs.fixed.items()}
         low = Inputs(leaves, fixed, self._part("out", self.inputs.dout)).changed(lambda t: t)
         exact = low.changed(lambda t: t.double())
         truth = self._solve(exact)
-        terms = self.benchmark.terms(self.case, exact) if self.benchmark.terms else self._measured_terms(exact, truth)
-        return truth, self._solve(low), {name: terms[name].view(value.shape) for name, value in truth.items()}
+        scale = measure_rounding_scale(lambda change: self._solve(exact.changed(change)), truth, DRAWS)
+        return truth, self._solve(low), scale
 
     def _solve(self, inputs: Inputs) -> dict[str, Tensor]:
         """The reference path's results."""
         return _results(self.providers[0].make(self.case, inputs, 0.0))
-
-    def _measured_terms(self, exact: Inputs, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-        signs = torch.Generator(self.device).manual_seed(SEED)
-
-        def moved(t: Tensor) -> Tensor:
-            sign = torch.randint(0, 2, t.shape, generator=signs, device=t.device) * 2 - 1
-            return t * (1 + PERTURBATION * sign)
-
-        nearby = [self._solve(exact.changed(moved)) for _ in range(DRAWS)]
-        return {
-            name: (sum((other[name] - value) ** 2 for other in nearby) / DRAWS).sqrt() / PERTURBATION + value.abs()
-            for name, value in truth.items()
-        }
 
     def _part(self, name: str, value: Any) -> Any:
         return self.benchmark.part(self.case, name, value) if isinstance(value, Tensor) else value
