@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from add_layer_norm_cases import EPS, Guarded
 from helpers import assert_close_as_torch
-from layer_norm_checks import EPS, Guarded
 from torch import Tensor
 
 from fastattn.backends.cuda import embed_layer_norm as backend
