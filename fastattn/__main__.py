@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import fastattn
 
 COMMANDS = {
-    "doctor": "what is installed, which backend serves what and why, and how far each is from float64",
+    "doctor": "what is installed, which backend computes what, and how far each is from float64",
     "tune": "measure which way of computing is fastest on this machine, and use it from then on",
 }
 
