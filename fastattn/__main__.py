@@ -1,4 +1,4 @@
-"""`python -m fastattn NAME [OPTIONS]`: NAME is a module of fastattn.check, with a function `main(argv) -> exit status`."""
+"""`python -m fastattn NAME [OPTIONS]`: NAME is a module of fastattn.check that has `main(argv) -> exit status`."""
 
 from __future__ import annotations
 
