@@ -61,7 +61,6 @@ BENCHMARK = harness.Benchmark(
     rates=("byte",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.op_terms("add_layer_norm", arguments),
 )
 
 

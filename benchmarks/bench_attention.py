@@ -105,11 +105,6 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
     part=part,
-    terms=harness.op_terms(
-        "attention",
-        arguments,
-        lambda inputs: {"attn_mask": inputs.fixed["bias"].double()} if "bias" in inputs.fixed else {},
-    ),
 )
 
 

@@ -76,7 +76,6 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
     directions=("forward",),
-    terms=harness.op_terms("decode_attention", arguments),
 )
 
 

@@ -53,7 +53,6 @@ BENCHMARK = harness.Benchmark(
     rates=("byte",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.op_terms("embed_layer_norm", arguments),
 )
 
 

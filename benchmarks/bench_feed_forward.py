@@ -78,7 +78,6 @@ BENCHMARK = harness.Benchmark(
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.op_terms("feed_forward", arguments),
 )
 
 

@@ -79,9 +79,6 @@ BENCHMARK = harness.Benchmark(
     rates=("flop",),
     inputs=make_inputs,
     providers=providers,
-    terms=harness.op_terms(
-        "linear_cross_entropy", arguments, lambda inputs: {"bias": torch.zeros_like(inputs.leaves["weight"][:, 0])}
-    ),
 )
 
 

@@ -22,12 +22,10 @@ from torch import Tensor
 
 import fastattn
 from fastattn.backends import BACKENDS
-from fastattn.check.cases import problems
-from fastattn.check.tolerance import check_error
+from fastattn.check.tolerance import check_error, measure_rounding_scale
 
 SEED = 20170612
-PERTURBATION = 2.0**-40  # relative; float64 leaves 12 bits of its effect, and it moves no relu across 0
-DRAWS = 2  # of random signs
+DRAWS = 2  # for the rounding scale
 
 
 class Refused(Exception):
@@ -92,9 +90,8 @@ class Benchmark:
 
     case_type: the class of its cases. inputs: (case, device) -> Inputs. rates: units shown in the tables. directions:
     what is timed; none where only the peak memory of a Run's last call matters. part: (case, name, tensor) -> the part
-    of an input, of the result "out" or of a gradient that is compared, where all of it would be too much. terms: (case,
-    Inputs in float64) -> T of each result, see fastattn/check/tolerance.py; without it, T is measured. hide_host: see
-    timing.measure_in_turn; False where the user waits for the host too.
+    of an input, of the result "out" or of a gradient that is compared, where all of it would be too much. hide_host:
+    see timing.measure_in_turn; False where the user waits for the host too.
     """
 
     name: str
@@ -104,30 +101,11 @@ class Benchmark:
     providers: Callable[[torch.device], list[Provider]]
     directions: tuple[str, ...] = ("forward", "backward", "both")
     part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
-    terms: Callable[[Any, Inputs], dict[str, Tensor]] | None = None
     hide_host: bool = True
 
 
 Arguments = Callable[[Any, Inputs, float], dict[str, Any]]  # (case, inputs, dropout_p) -> arguments besides the leaves
 Function = Callable[[Any, Inputs, float], Callable[..., Tensor]]  # (case, inputs, dropout_p) -> function of the leaves
-
-
-@functools.cache
-def _doctor_terms() -> dict[str, Callable[..., dict[str, Tensor]]]:
-    return {problem.op: problem.terms for problem in problems(torch.device("cpu"))}
-
-
-def op_terms(
-    op_name: str, arguments: Arguments, more: Callable[[Inputs], dict[str, Tensor]] = lambda inputs: {}
-) -> Callable[[Any, Inputs], dict[str, Tensor]]:
-    """T of an op's results, as the doctor computes it. more: tensors besides the leaves."""
-
-    def terms(case: Any, inputs: Inputs) -> dict[str, Tensor]:
-        tensors = {name: leaf.detach() for name, leaf in inputs.leaves.items()} | more(inputs)
-        options = arguments(case, inputs, 0.0) | {"dtype": case.dtype}
-        return _doctor_terms()[op_name](tensors, options, [inputs.dout])
-
-    return terms
 
 
 def function_run(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run:
@@ -222,12 +200,7 @@ def imported(module: str) -> Any:
 
 
 class Checked:
-    """One case. Its providers are compared with the reference formula in float64, by the one rule for error.
-
-    T, the size of the terms that are summed up in a result, comes from the op. Of whole models it is measured: the size
-    of the result, and how far it moves, in float64, when each input moves by a small relative amount of random sign
-    (the root mean square of some draws).
-    """
+    """One case. Its providers are compared with the reference formula in float64, by the one rule for error."""
 
     def __init__(self, benchmark: Benchmark, case: Any, device: torch.device) -> None:
         self.benchmark, self.case, self.device = benchmark, case, device
@@ -241,8 +214,9 @@ class Checked:
         """The largest error of a provider's results as a share of its bound; over 1 is wrong. May raise Refused."""
         results = _results(provider.make(self.case, self.inputs, 0.0))
         actual = {name: self._part(name.removeprefix("grad of "), value) for name, value in results.items()}
-        truth, low, terms = self._reference
-        return max(check_error(actual[name], truth[name], low[name], terms[name]).ratio for name in truth)
+        truth, baseline, scale = self._reference
+        checks = (check_error(actual[n], truth[n], baseline[n], scale[n], self.case.dtype) for n in truth)
+        return max(check.ratio for check in checks)
 
     def default(self) -> Run | None:
         """What fastattn does with this case unless told otherwise."""
@@ -258,31 +232,18 @@ class Checked:
 
     @functools.cached_property
     def _reference(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Truth, the plain formula's results at the case's dtype, and T."""
+        """Truth, the plain formula's results at the case's dtype, and their rounding scale."""
         leaves = {name: self._part(name, value) for name, value in self.inputs.leaves.items()}
         fixed = {name: self._part(name, value) for name, value in self.inputs.fixed.items()}
         low = Inputs(leaves, fixed, self._part("out", self.inputs.dout)).changed(lambda t: t)
         exact = low.changed(lambda t: t.double())
         truth = self._solve(exact)
-        terms = self.benchmark.terms(self.case, exact) if self.benchmark.terms else self._measured_terms(exact, truth)
-        return truth, self._solve(low), {name: terms[name].view(value.shape) for name, value in truth.items()}
+        scale = measure_rounding_scale(lambda change: self._solve(exact.changed(change)), truth, DRAWS)
+        return truth, self._solve(low), scale
 
     def _solve(self, inputs: Inputs) -> dict[str, Tensor]:
         """The reference path's results."""
         return _results(self.providers[0].make(self.case, inputs, 0.0))
-
-    def _measured_terms(self, exact: Inputs, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-        signs = seeded(self.device)
-
-        def moved(t: Tensor) -> Tensor:
-            sign = torch.randint(0, 2, t.shape, generator=signs, device=t.device) * 2 - 1
-            return t * (1 + PERTURBATION * sign)
-
-        nearby = [self._solve(exact.changed(moved)) for _ in range(DRAWS)]
-        return {
-            name: (sum((other[name] - value) ** 2 for other in nearby) / DRAWS).sqrt() / PERTURBATION + value.abs()
-            for name, value in truth.items()
-        }
 
     def _part(self, name: str, value: Any) -> Any:
         return self.benchmark.part(self.case, name, value) if isinstance(value, Tensor) else value

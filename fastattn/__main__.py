@@ -1,4 +1,4 @@
-"""`python -m fastattn NAME [OPTIONS]`: NAME is a module of fastattn.check, with a function `main(argv) -> exit status`."""
+"""`python -m fastattn NAME [OPTIONS]`: NAME is a module of fastattn.check that has `main(argv) -> exit status`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import fastattn
 
 COMMANDS = {
-    "doctor": "what is installed, which backend serves what and why, and how far each is from float64",
+    "doctor": "what is installed, which backend computes what, and how far each is from float64",
     "tune": "measure which way of computing is fastest on this machine, and use it from then on",
 }
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
 import pytest
 import torch
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, explain
 from fastattn.backends import BACKENDS, import_failure
-from fastattn.check.tolerance import check_error
+from fastattn.check.tolerance import check_error, measure_rounding_scale
+
+P = TypeVar("P", bound="ProblemBase")
 
 
 def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
@@ -17,13 +23,53 @@ def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 
 
-def assert_close_as_torch(actual: Tensor, truth: Tensor, low: Tensor, terms: Tensor, what: str = "result") -> None:
-    """actual is as near to truth (float64) as the rule of fastattn.check.tolerance.check_error asks; low is the plain formula's
-    result in the tested dtype, terms the size of the terms that are summed up in each element."""
+def assert_close_as_torch(
+    actual: Tensor,
+    truth: Tensor,
+    baseline: Tensor,
+    rounding_scale: Tensor,
+    what: str = "result",
+    computed_in: torch.dtype | None = None,
+) -> None:
+    """The rule of fastattn.check.tolerance.check_error, whose arguments these are."""
     assert actual.shape == truth.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
-    assert actual.dtype == low.dtype, f"{what}: dtype {actual.dtype}, expected {low.dtype}"
-    judgement = check_error(actual.detach(), truth.detach(), low.detach(), terms.detach())
-    assert judgement.ok, f"{what}: error {judgement.error:.3e} is over the bound {judgement.bound:.3e}"
+    assert actual.dtype == baseline.dtype, f"{what}: dtype {actual.dtype}, expected {baseline.dtype}"
+    found = check_error(actual, truth, baseline, rounding_scale, computed_in)
+    assert found.ok, f"{what}: error {found.error:.3e} is over the bound {found.bound:.3e}"
+
+
+class ProblemBase:
+    """What the problems of tests/ops/*_checks.py share. They are frozen dataclasses."""
+
+    def but(self: P, **changes: Any) -> P:
+        return replace(self, **changes)
+
+    def map(self: P, change: Callable[[Tensor], Tensor]) -> P:
+        """With each floating-point tensor changed."""
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor) and t.is_floating_point()}
+        return self.but(**{name: change(t) for name, t in tensors.items()})
+
+    def double(self: P) -> P:
+        return self.map(Tensor.double)
+
+
+def rounding_scale(problem: ProblemBase, plain: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """T of each result of plain(problem), a named tuple."""
+
+    def solve(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {name: t for name, t in plain(exact.map(change))._asdict().items() if t is not None}
+
+    exact = problem.double()
+    return measure_rounding_scale(solve, solve(lambda t: t))
+
+
+def compare(actual: Any, problem: ProblemBase, plain: Callable[[Any], Any], computed_in: torch.dtype) -> None:
+    """Each result in a named tuple against plain(problem) in float64. AssertionError names the one that is off."""
+    truth, baseline, scale = plain(problem.double()), plain(problem), rounding_scale(problem, plain)
+    for name, t in scale.items():
+        result = getattr(actual, name)
+        rough = getattr(baseline, name).to(result.dtype)
+        assert_close_as_torch(result, getattr(truth, name), rough, t, name, computed_in)
 
 
 def skip_without_triton() -> None:

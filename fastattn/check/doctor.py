@@ -1,7 +1,7 @@
-"""`python -m fastattn doctor`: what is installed, which backend serves what and why, and how far each is from float64.
+"""`python -m fastattn doctor`: what is installed, which backend computes what, and how far each is from float64.
 
-The doctor solves small random problems, forward and backward, with every backend that can serve them, and compares each
-output and each gradient with the reference formula in float64, by the rule of error_rule.py.
+The doctor solves small random problems, forward and backward, with every backend that can compute them. It compares
+each output and each gradient with the reference formula in float64, by the rule of tolerance.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 import fastattn
 from fastattn.backends import BACKENDS, cuda, requested, timings
 from fastattn.backends.reference import philox
-from fastattn.check.cases import Problem, problems, sizes_of_terms, solve
+from fastattn.check.cases import Problem, expected_results, problems, solve
 from fastattn.check.tolerance import ErrorCheck, check_error
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Judge every output and gradient of each backend: one record each. An exception is a record too."""
+    """Compare every output and gradient of each backend: one record each. An exception is a record too."""
     rules = ("reference", "aten") if "dropout_p" in problem.options else ("reference",)  # see reference/philox.py
     for rule in rules:
         of_rule = [b for b in backends if len(rules) == 1 or (b == "aten") == (rule == "aten")]
@@ -44,17 +44,15 @@ def check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iter
 
 
 def _check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
-    truth = solve(problem, "reference", dtype, torch.float64)
-    low = solve(problem, "reference", dtype, dtype)
-    terms = sizes_of_terms(problem, dtype, truth)
+    expected = expected_results(problem, dtype)
     for backend in backends:
         record = {"op": problem.op, "case": problem.case, "backend": backend, "dtype": _name(dtype)}
         try:
             actual = solve(problem, backend, dtype, dtype)
-            for result in truth:
-                judgement = check_error(actual[result], truth[result], low[result], terms[result])
-                error = judgement.error if math.isfinite(judgement.error) else None  # JSON has no inf
-                yield record | {"result": result, "error": error, "bound": judgement.bound, "ok": judgement.ok}
+            for result, comparison in expected.items():
+                found = check_error(actual[result], *comparison, computed_in=dtype)
+                error = found.error if math.isfinite(found.error) else None  # JSON has no inf
+                yield record | {"result": result, "error": error, "bound": found.bound, "ok": found.ok}
         except Exception as error:  # whatever a backend does wrong is the finding, not the end of the report
             yield record | {"failed": _format_error(error), "ok": False}
 
@@ -94,7 +92,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def versions() -> dict[str, Any]:
-    """Of everything that a figure may depend on; None for what is not there."""
+    """The versions that a result may depend on; None for what is not installed."""
 
     def installed(package: str) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""What would happen, and why: which backend serves a call, and what of a model is not fused."""
+"""What would happen, and why: which backend computes a call, and which submodules of a model run unfused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastattn import backends
 from fastattn.backends import timings
 from fastattn.nn.fusible import hook_reason, why_not_fusible, why_not_stepped
 
-# How a kernel serves CPU tensors, when it does.
+# How a kernel runs on CPU tensors, where it does.
 _ON_A_CPU = {
     "triton": "interpreted on the CPU: slow, for checking only",
     "cuda": "run on the CPU by csrc/emulator: slow, for checking only",
@@ -103,12 +103,12 @@ def _remarks(op: backends.Op, device: torch.device, arguments: tuple[Any, ...]) 
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What of a model is called as it is, where an op would compute it together with others. ``str()`` is the text.
+    """Submodules that run unfused, and why. ``str()`` is the text to read.
 
     model: the name of its class.
-    called: for each submodule that is called, by its name, what was done to it.
-    not_stepped: likewise for modules that decoding by steps does not call, or refuses.
-    modules: how many of the model's modules are fastattn's and fuse what is in them.
+    called: for each submodule that is called instead of being fused, by its name, the reason.
+    not_stepped: the same for modules that step-by-step decoding does not call, or refuses.
+    modules: how many of the model's modules are from fastattn and fuse their submodules.
     """
 
     model: str

@@ -1,11 +1,11 @@
 """`python -m fastattn tune`: measure which way of computing is fastest on this machine, and keep it in a record.
 
 Each op is timed on a small table of calls, forward and backward, by every backend that can run them, except the
-reference path; on a GPU by the time of the GPU alone, as in models that keep it busy. On a CPU, where that leaves one
-backend, by each way that the backend `aten` has. A backend counts only where the doctor finds it right. The fastest is
-written to a record in the user's cache folder, which the dispatcher reads from then on (fastattn/backends/timings.py); one that
-is not faster than the built-in choice by 3 % does not replace it. What a run does not reach keeps what an earlier run
-found. `fastattn.explain(...)` names the record.
+reference path. On a GPU the time of the GPU alone counts, as in models that keep it busy. On a CPU only the backend
+`aten` is left, and each of its ways is timed. A backend counts only where the doctor finds it right. The fastest is
+written to a record in the user's cache folder, which the dispatcher reads from then on (fastattn/backends/timings.py).
+A way that is not faster than the built-in choice by 3 % does not replace it. Calls that a run does not reach keep what
+an earlier run found. `fastattn.explain(...)` names the record.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fastattn.check.doctor import check, positive_number, usable_device, writabl
 
 GAIN = 1.03  # how many times as fast as the built-in choice a way must be
 SECONDS = 0.4  # of samples for each way of a call
-LEAST, MOST = 5, 50  # samples
+MIN_SAMPLES, MAX_SAMPLES = 5, 50
 ATEN = "attention by aten"  # the ways of aten in a record; the other is "product"
 
 Step = Callable[[], Any]
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """A call to measure. op_name, call_class: as in a record. ways: name -> a context in which that way is taken.
 
     built_in: the way that is taken without a record.
@@ -57,7 +57,7 @@ class Call(NamedTuple):
     built_in: str
 
 
-def calls(device: torch.device, tiny: bool = False) -> Iterator[Call]:
+def calls(device: torch.device, tiny: bool = False) -> Iterator[TimedCall]:
     """The table, the most valuable calls first. Tensors are made when a call's turn comes."""
     on_gpu = device.type == "cuda"
     tokens = 16 if tiny else 16384 if on_gpu else 1024
@@ -130,7 +130,7 @@ def _step(function: Callable[..., Tensor], given: dict[str, Any]) -> Step:
     return step
 
 
-def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[Call]:
+def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[TimedCall]:
     op = backends.OPS[op_name]
     with timings.override_choices({}):
         explanation = fastattn.explain(op.function, **given)
@@ -139,10 +139,10 @@ def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: 
     if len(ways) < 2:
         return
     of_call = op.call_class(*op.validate(**given)[1])
-    yield Call(op_name, of_call, what, dtype, _step(op.function, given), ways, explanation.chosen)
+    yield TimedCall(op_name, of_call, what, dtype, _step(op.function, given), ways, explanation.chosen)
 
 
-def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[Call]:
+def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[TimedCall]:
     names = (aten_attention.BLOCKED, aten_attention.TORCH)
     for gradient in (True, False):
         tensors = given if gradient else {n: t.detach() if isinstance(t, Tensor) else t for n, t in given.items()}
@@ -151,10 +151,10 @@ def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Itera
             of_call, built_in = aten_attention.algorithm_key(*arguments), aten_attention.algorithm(*arguments)
         step = torch.set_grad_enabled(gradient)(_step(fastattn.scaled_dot_product_attention, tensors))
         ways = {way: partial(timings.override_choices, {ATEN: {of_call: way}}) for way in names}
-        yield Call(ATEN, of_call, what if gradient else f"{what}, forward", dtype, step, ways, built_in)
+        yield TimedCall(ATEN, of_call, what if gradient else f"{what}, forward", dtype, step, ways, built_in)
 
 
-def _products_of(device: torch.device, size: int) -> Iterator[Call]:
+def _products_of(device: torch.device, size: int) -> Iterator[TimedCall]:
     if not cpu_matmul.has_onednn():
         return
     given = {"x": torch.randn(size, size, device=device, requires_grad=True)}
@@ -163,7 +163,7 @@ def _products_of(device: torch.device, size: int) -> Iterator[Call]:
         built_in = cpu_matmul.choice()
     ways = {way: partial(timings.override_choices, {"product": {"float32": way}}) for way in ("oneDNN", "PyTorch")}
     what = f"{size} x {size} -> {4 * size}"
-    yield Call("product", "float32", what, torch.float32, _step(cpu_matmul.linear, given), ways, built_in)
+    yield TimedCall("product", "float32", what, torch.float32, _step(cpu_matmul.linear, given), ways, built_in)
 
 
 class WayFailed(Exception):
@@ -173,12 +173,12 @@ class WayFailed(Exception):
         self.way = way
 
 
-def measure(call: Call, device: torch.device) -> dict[str, float]:
+def measure(call: TimedCall, device: torch.device) -> dict[str, float]:
     """Median milliseconds of each way, by samples that alternate. WayFailed where one cannot run."""
     samples: dict[str, list[float]] = {way: [] for way in call.ways}
     start = time.monotonic()
-    for number in range(-2, MOST):  # the first are not counted
-        if number >= LEAST and time.monotonic() - start > SECONDS * len(samples):
+    for number in range(-2, MAX_SAMPLES):  # the first are not counted
+        if number >= MIN_SAMPLES and time.monotonic() - start > SECONDS * len(samples):
             break
         for way, times in samples.items():
             try:
@@ -213,7 +213,7 @@ def _milliseconds(step: Step, device: torch.device) -> float:
 
 
 def host_seconds(step: Step, device: torch.device) -> float:
-    """How long the host of an idle GPU takes for a step. Only if the step waits for the GPU, that is in it."""
+    """How long the host of an idle GPU needs for a step. The GPU's time counts only if the step waits for it."""
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     step()
@@ -221,7 +221,7 @@ def host_seconds(step: Step, device: torch.device) -> float:
 
 
 def keep_busy(device: torch.device, seconds: float) -> None:
-    """The GPU has work for at least so long; what is queued meanwhile runs afterwards without gaps."""
+    """Gives the GPU work for at least this long; what is queued meanwhile runs afterwards without gaps."""
     torch.cuda._sleep(int(seconds * _cycles_per_second(device)))
 
 
@@ -239,7 +239,7 @@ def _cycles_per_second(device: torch.device) -> float:
     return max(found)
 
 
-class _Right:
+class _DoctorVerdicts:
     """Which backends the doctor finds right, each op and dtype looked at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -254,17 +254,17 @@ class _Right:
 
 
 def tune(
-    device: torch.device, minutes: float, say: Callable[[str], None], table: Callable[..., Iterator[Call]] = calls
+    device: torch.device, minutes: float, say: Callable[[str], None], table: Callable[..., Iterator[TimedCall]] = calls
 ) -> dict[str, Any]:
     """The record of a device, of all calls that there is time for."""
-    deadline, right = time.monotonic() + 60 * minutes, _Right(device)
+    deadline, is_right = time.monotonic() + 60 * minutes, _DoctorVerdicts(device)
     rows: list[dict[str, Any]] = []
     try:
         for call in table(device):
             if time.monotonic() > deadline:
                 say(f"stopped after {minutes:g} minutes: what follows stays as it was")
                 break
-            rows.append(_row(call, device, right, say))
+            rows.append(_row(call, device, is_right, say))
     except KeyboardInterrupt:
         say("stopped by Ctrl-C: what follows stays as it was")
     except RuntimeError as error:  # of a GPU that no longer works, or has no memory for the next tensors
@@ -285,9 +285,11 @@ def tune(
     }
 
 
-def _row(call: Call, device: torch.device, right: _Right, say: Callable[[str], None]) -> dict[str, Any]:
+def _row(
+    call: TimedCall, device: torch.device, is_right: _DoctorVerdicts, say: Callable[[str], None]
+) -> dict[str, Any]:
     """What was found about a call. best: None where no way is right and works."""
-    wrong = [w for w in call.ways if w in backends.BACKENDS and not right(call.op_name, call.dtype, w)]
+    wrong = [w for w in call.ways if w in backends.BACKENDS and not is_right(call.op_name, call.dtype, w)]
     failed: dict[str, str] = {}
     for way in wrong:
         del call.ways[way]

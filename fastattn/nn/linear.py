@@ -107,10 +107,10 @@ class PreparedLinears:
 
     def weights(self, module: nn.Linear, device: torch.device) -> WeightAndBias:
         """Weight and bias of a map that can_fuse allows, under torch.autocast in its dtype."""
-        if (dtype := _checks.autocast_dtype(device)) is None:
+        if _checks.autocast_dtype(device) is None:
             return module.weight, module.bias
         if module not in self._cast:
-            self._cast[module] = _checks.cast(module.weight, dtype), _checks.cast(module.bias, dtype)
+            self._cast[module] = _checks.autocast_inputs(module.weight, module.bias)
         return self._cast[module]
 
     def refresh(self) -> None:
@@ -131,6 +131,6 @@ class PreparedLinears:
                 and cpu_matmul.prepacking_pays(x, module.weight)
             ):
                 dtype = _checks.autocast_dtype(x.device) or x.dtype
-                bias = _checks.cast(module.bias, dtype)
-                self._prepacked[module] = cpu_matmul.prepack(_checks.cast(module.weight, dtype)), bias
+                bias = None if module.bias is None else module.bias.to(dtype)
+                self._prepacked[module] = cpu_matmul.prepack(module.weight.to(dtype)), bias
         return self._prepacked[module] is not None

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import fastattn.backends.aten.attention
 import fastattn.backends.aten.feed_forward
 from fastattn.__main__ import main
 from fastattn.check import doctor
-from fastattn.check.tolerance import add_layer_norm_terms, check_error, root_sum_of_squares
+from fastattn.check.tolerance import check_error, measure_rounding_scale
 
 INF, NAN = float("inf"), float("nan")
 
@@ -23,7 +24,7 @@ INF, NAN = float("inf"), float("nan")
 def a_product(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(truth, low, terms): a product of matrices in float64 and in dtype, and T."""
     x = torch.randn(32, 48).to(dtype)
-    return x.double() @ x.double().T, x @ x.T, root_sum_of_squares(x.double(), x.double().T)
+    return x.double() @ x.double().T, x @ x.T, (x.double().square() @ x.double().T.square()).sqrt()
 
 
 @pytest.mark.parametrize("dtype", doctor.DTYPES, ids=str)
@@ -89,13 +90,17 @@ def test_judge_refuses_what_cannot_be_compared() -> None:
 @pytest.mark.parametrize("dtype", doctor.DTYPES, ids=str)
 def test_pytorchs_own_operators_keep_the_rule(dtype: torch.dtype, rows: int, hidden: int) -> None:
     """Layer normalisation, whose backward adds rows one after the other in the tested dtype."""
-    x, weight, bias, dout = (torch.randn(s).to(dtype) for s in ((rows, hidden), (hidden,), (hidden,), (rows, hidden)))
-    terms = add_layer_norm_terms(x, None, weight, bias, None, dout, None, torch.ones(()).double(), 1e-6)
+    given = [torch.randn(s).to(dtype) for s in ((rows, hidden), (hidden,), (hidden,), (rows, hidden))]
 
-    def solve(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
-        out = function(*leaves)
-        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+    def solve(
+        function: Callable[..., torch.Tensor],
+        dtype: torch.dtype,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+    ) -> dict[str, torch.Tensor]:
+        *leaves, dout = (change(t.to(dtype)) for t in given)
+        out = function(*(leaf.requires_grad_() for leaf in leaves))
+        grads = torch.autograd.grad(out, leaves, dout)
+        return {"out": out.detach()} | dict(zip(("dx", "dweight", "dbias"), grads, strict=True))
 
     def own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(x, (hidden,), weight, bias, 1e-6)
@@ -103,9 +108,22 @@ def test_pytorchs_own_operators_keep_the_rule(dtype: torch.dtype, rows: int, hid
     def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return fastattn.dropout_add_layer_norm(x, None, weight, bias, backend="reference")
 
-    results = (solve(own, dtype), solve(own, torch.float64), solve(reference, dtype))
-    for name, *of_name in zip(("out", "dx", "dweight", "dbias"), *results, strict=True):
-        assert check_error(*of_name, terms[name]).ok, name
+    actual, truth, baseline = solve(own, dtype), solve(own, torch.float64), solve(reference, dtype)
+    scale = measure_rounding_scale(partial(solve, reference, torch.float64), truth)
+    for name in truth:
+        assert check_error(actual[name], truth[name], baseline[name], scale[name]).ok, name
+
+
+def test_rounding_scale_of_a_product_is_that_of_its_terms() -> None:
+    """Where they cancel too; and a sum over rows counts its partial sums."""
+    x, y = torch.randn(40, 64, dtype=torch.float64), torch.randn(64, 40, dtype=torch.float64)
+    truth = {"product": x @ y, "sum": x.sum(0)}
+    scale = measure_rounding_scale(
+        lambda change: {"product": change(x) @ change(y), "sum": change(x).sum(0)}, truth, 16
+    )
+    terms = (4 * x.square() @ y.square()).sqrt()  # each factor moves twice: given, and multiplied
+    assert (scale["product"] / terms).square().mean().sqrt().item() == pytest.approx(1, rel=0.05)
+    assert (scale["sum"] > 1.5 * x.square().sum(0).sqrt()).all()
 
 
 ON_CPU = ["doctor", "--device", "cpu", "--backend", "reference", "--backend", "aten"]

@@ -27,7 +27,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def call(name: str, fast: Callable[[], None], op_name: str = "product") -> tune.Call:
+def call(name: str, fast: Callable[[], None], op_name: str = "product") -> tune.TimedCall:
     """The built-in way works; the other does what is planted, in no time if that is nothing."""
     state: list[str] = []
 
@@ -42,7 +42,7 @@ def call(name: str, fast: Callable[[], None], op_name: str = "product") -> tune.
         return nullcontext()
 
     ways = {which: functools.partial(way, which) for which in ("slow", "fast")}
-    return tune.Call(op_name, name, "a call", torch.float32, step, ways, "slow")
+    return tune.TimedCall(op_name, name, "a call", torch.float32, step, ways, "slow")
 
 
 def nothing() -> None:
@@ -56,8 +56,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     monkeypatch.setattr(tune, "SECONDS", 0.01)
     measured = tune.tune
 
-    def run(*calls: tune.Call | Exception, options: tuple[str, ...] = ()) -> tuple[int, Path]:
-        def table(device: torch.device) -> Iterator[tune.Call]:
+    def run(*calls: tune.TimedCall | Exception, options: tuple[str, ...] = ()) -> tuple[int, Path]:
+        def table(device: torch.device) -> Iterator[tune.TimedCall]:
             for call in calls:
                 if isinstance(call, Exception):
                     raise call
@@ -130,7 +130,7 @@ def test_a_gpus_ways_are_ranked_by_the_gpus_time(monkeypatch: pytest.MonkeyPatch
     state: list[str] = []
     ways = {name: lambda name=name: (state.append(name), nullcontext())[1] for name in costs}
     step = lambda: clock.run(*costs[state[-1]])  # noqa: E731
-    planted = tune.Call("attention", "a class", "a call", torch.float32, step, ways, "slow")
+    planted = tune.TimedCall("attention", "a class", "a call", torch.float32, step, ways, "slow")
     assert tune.measure(planted, gpu_clock.DEVICE) == pytest.approx({"slow": 0.05, "fast": 0.005})
     monkeypatch.setattr(timings, "device_name", lambda device_type: "a GPU")
     found = tune.tune(gpu_clock.DEVICE, 1.0, lambda line: None, lambda device: iter([planted]))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from add_layer_norm_cases import EPS, Guarded
 from helpers import assert_close_as_torch
-from layer_norm_checks import EPS, Guarded
 from torch import Tensor
 
 from fastattn.backends.cuda import embed_layer_norm as backend
 from fastattn.backends.reference.add_layer_norm import add_layer_norm
-from fastattn.backends.reference.philox import keep_factor
-from fastattn.check.tolerance import embed_layer_norm_terms
+from fastattn.check.tolerance import measure_rounding_scale
 
 VOCABULARY, PLACES, LENGTH, SCALE = 13, 6, 4, 3.0
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -64,33 +65,21 @@ def inputs(case: Case, memory: Memory) -> dict[str, Any]:
     }
 
 
-def formula(given: dict[str, Any], dout: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every result, calculated in `dtype`."""
+def formula(
+    given: dict[str, Any], dout: Tensor, dtype: torch.dtype, change: Callable[[Tensor], Tensor] = lambda t: t
+) -> dict[str, Tensor]:
+    """Every result, calculated in `dtype`. change: of each input."""
     tokens, position = given["tokens"].long(), given["position"]
     places = torch.arange(len(tokens), device=tokens.device) % LENGTH if position is None else position.long()
-    words = given["embedding"][tokens].to(dtype).requires_grad_()
-    weight, bias = (given[name].to(dtype).requires_grad_() for name in ("weight", "bias"))
-    z = words * SCALE + given["position_table"][places].to(dtype)
+    tensors = (given["embedding"][tokens], given["weight"], given["bias"])
+    words, weight, bias = (change(t.to(dtype)).requires_grad_() for t in tensors)
+    z = words * SCALE + change(given["position_table"][places].to(dtype))
     out, dropped = add_layer_norm(z, None, weight, bias, EPS, given["dropout_p"], given["rng_state"])
-    drows, dweight, dbias = torch.autograd.grad(out, (words, weight, bias), dout.to(dtype))
+    drows, dweight, dbias = torch.autograd.grad(out, (words, weight, bias), change(dout.to(dtype)))
     center = dropped.mean(-1)
     rstd = ((dropped - center[:, None]).square().mean(-1) + EPS).rsqrt()
     found = {"out": out, "drows": drows, "dweight": dweight, "dbias": dbias, "mean": center, "rstd": rstd}
     return {name: t.detach() for name, t in found.items()}
-
-
-def terms_of(given: dict[str, Any], dout: Tensor) -> dict[str, Tensor]:
-    """T of every result, each row being a token of its own."""
-    rows, hidden = dout.shape
-    index, position = torch.arange(rows, device=dout.device), given["position"]
-    places = index % LENGTH if position is None else position.long()
-    multiplier = torch.ones(rows, hidden, dtype=torch.float64, device=dout.device)
-    if given["dropout_p"] > 0:
-        multiplier = keep_factor(given["rng_state"], rows, hidden, given["dropout_p"], torch.float64)
-    words = given["embedding"][given["tokens"].long()]
-    tensors = (index, words, given["position_table"][places], given["weight"], given["bias"], dout)
-    terms = embed_layer_norm_terms(*tensors, multiplier, SCALE, None, EPS)
-    return terms | {"drows": terms["dembedding"]}
 
 
 def call(given: dict[str, Any], dout: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -119,8 +108,8 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     mean, rstd = statistics[: 2 * case.rows].view(2, case.rows)
     torch.testing.assert_close(mean, truth["mean"].float())
     torch.testing.assert_close(rstd, truth["rstd"].float())
-    terms = terms_of(given, dout)
+    scale = measure_rounding_scale(partial(formula, given, dout, torch.float64), truth)
     dtypes = {"out": case.dtypes[3], "drows": case.dtypes[0], "dweight": case.dtypes[2], "dbias": case.dtypes[2]}
     for name, dtype in dtypes.items():
-        assert_close_as_torch(results[name], truth[name], low[name].to(dtype), terms[name], name)
+        assert_close_as_torch(results[name], truth[name], low[name].to(dtype), scale[name], name)
     return *results.values(), mean, rstd

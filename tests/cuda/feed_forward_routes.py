@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_norm_checks import Guarded
+from add_layer_norm_cases import Guarded
 
 from fastattn import feed_forward
 from fastattn.backends.cuda import feed_forward as backend

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from add_layer_norm_cases import Case, run
 from emulator_build import ORDERS
-from layer_norm_checks import Case, run
 
 from fastattn.backends.cuda import add_layer_norm as backend
 

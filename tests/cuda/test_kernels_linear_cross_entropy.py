@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cross_entropy_checks import IGNORED, Case, run
 from emulator_build import ORDERS
+from linear_cross_entropy_cases import IGNORED, Case, run
 
 from fastattn.backends.cuda import linear_cross_entropy as backend
 

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cross_entropy_checks
+import add_layer_norm_cases
 import decode_attention_checks
 import embed_layer_norm_cases
 import feed_forward_checks
-import layer_norm_checks
+import linear_cross_entropy_cases
 import mutations
 import pytest
 import torch
@@ -50,11 +50,11 @@ class Plant(NamedTuple):
 def norm_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """520: two warps a row, vectors. 500: one warp a row, element by element. 37 rows: every block takes several turns.
     1040: weight gradients by a second kernel."""
-    case = layer_norm_checks.Case
+    case = add_layer_norm_cases.Case
     cases = [case(37, width, dropout_p=0.3, x_bias=FP32) for width in (520, 500)]
     for one in (*cases, case(7, 1040, x_bias=FP32), case(9, 500, rms=True), case(9, 500, eps_on_std=True)):
         torch.manual_seed(0)
-        layer_norm_checks.run(one, CPU, monkeypatch)
+        add_layer_norm_cases.run(one, CPU, monkeypatch)
 
 
 def embed_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +89,15 @@ def decode_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cross_entropy_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cross_entropy_checks.Case
+    case = linear_cross_entropy_cases.Case
     for one in (
         case(83, BF16, rows=6),
         case(83, BF16, rows=6, gap=0),
         case(2061, rows=2),
         case(4104, FP16, logit_scale=-40.0, dloss="one"),
     ):
-        cross_entropy_checks.run(one, CPU)
-        cross_entropy_checks.run(one, CPU, needs_gradient=False)
+        linear_cross_entropy_cases.run(one, CPU)
+        linear_cross_entropy_cases.run(one, CPU, needs_gradient=False)
 
 
 NORM_DISPATCH = (

@@ -10,20 +10,19 @@ with eps_on_std=True. A problem without bias is RMSNorm's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, backends_of
+from helpers import ProblemBase, backends_of, compare
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn.backends import unsupported_reason
 from fastattn.backends.reference import philox
-from fastattn.check.tolerance import add_layer_norm_terms
 
 BACKENDS = backends_of("add_layer_norm")
 EPS = 1e-6
@@ -42,7 +41,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ProblemBase):
     x: Tensor  # (rows, hidden)
     residual: Tensor | None
     weight: Tensor
@@ -53,12 +52,6 @@ class Problem:
     seed: int = 5
     x_bias: Tensor | None = None
     eps_on_std: bool = False
-
-    def but(self, **changes: Any) -> Problem:
-        return replace(self, **changes)
-
-    def double(self) -> Problem:
-        return self.but(**{name: t.double() for name, t in vars(self).items() if isinstance(t, Tensor)})
 
 
 def make(
@@ -138,12 +131,8 @@ def plain(p: Problem) -> Results:
 
 
 def check(p: Problem, backend: Backend) -> Results:
-    got, low, truth = solve(p, backend), plain(p), plain(p.double())
-    tensors = (p.x, p.residual, p.weight, p.bias, p.x_bias, p.dout, p.dz)
-    terms = add_layer_norm_terms(*tensors, multiplier(p), EPS, p.eps_on_std)
-    for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
-        if true is not None:
-            assert_close_as_torch(actual, true, rough.to(actual.dtype), terms[name], name)
+    got = solve(p, backend)
+    compare(got, p, plain, p.x.dtype)
     return got
 
 
@@ -166,7 +155,7 @@ def public(
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
+    """The public function with one backend. Skips, with the reason, where that cannot run here."""
     probe = torch.zeros(1, 16, device=device)
     if (reason := unsupported_reason("add_layer_norm", backend, (probe, None, probe[0], probe[0], 0.0))) is not None:
         pytest.skip(f"{backend}: {reason}")

@@ -1,8 +1,8 @@
 """One comparison for every attention test: what a backend computes, forward and backward, against float64.
 
-    exact(problem)   the formula and its gradients written out in float64: the truth. No autograd, no fused operator.
     plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed,
     terms(problem)   together with the size of the terms that are summed up in each result.
+    exact(problem)   the formula in float64: the truth.
     check(problem, attend)   runs a backend on the problem and judges every result; AssertionError names the bad one.
 
 `attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a backend as `backend_call` gives it, or a broken
@@ -12,12 +12,12 @@ one: the planted-bug tests hand those to the same check().
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import assert_close_as_torch, backends_of
+from helpers import ProblemBase, assert_close_as_torch, backends_of, rounding_scale
 from mask_cases import mask_kinds
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends import unsupported_reason
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
-from fastattn.check.tolerance import attention_terms
 
 BACKENDS = backends_of("attention")
 KERNEL_BACKENDS = backends_of("attention", kernels_only=True)
@@ -45,7 +44,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ProblemBase):
     """Inputs of one attention call and the gradients that arrive at its results."""
 
     q: Tensor  # (B, H, Lq, Dk)
@@ -63,9 +62,6 @@ class Problem:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, Lq, Lk)"""
         return (*self.q.shape[:3], self.k.shape[2])
-
-    def but(self, **changes: Any) -> Problem:
-        return replace(self, **changes)
 
 
 def make(
@@ -134,31 +130,8 @@ def _per_query_head(t: Tensor, H: int) -> Tensor:
 
 
 def exact(p: Problem) -> Results:
-    """S = scale q k^T + bias;  P = softmax(S);  W = M P, M the dropout multiplier;  out = W v
-    dv = W^T dout;  dP = M (dout v^T);  dS = P (dP - sum_j P dP + dlse)
-    dq = scale dS k;  dk = scale dS^T q;  dbias = dS;  heads of a group, and what a bias was broadcast over, add up.
-    """
-    B, H, Lq, Lk = p.shape
-    Hk = p.k.shape[1]
-    keep, M = visible(p), dropout_multiplier(p)
-    q, dout = p.q.double(), p.dout.double()
-    k, v = (_per_query_head(t.double(), H) for t in (p.k, p.v))
-    S = p.scale * q @ k.mT
-    if p.bias is not None:
-        S = S + p.bias.double().where(keep, 0)
-    S = S.masked_fill(~keep, -torch.inf)
-    some = keep.any(-1, keepdim=True)
-    lse = torch.logsumexp(S, -1, keepdim=True) if Lk else S.new_full((B, H, Lq, 1), -torch.inf)
-    P = torch.softmax(S, -1).where(some, 0) if Lk else S  # exp(S - lse) rounds where lse is finfo.min
-    W = M * P
-    dv = W.mT @ dout
-    dP = M * (dout @ v.mT)
-    dlse = torch.zeros_like(lse) if p.dlse is None else p.dlse.double()[..., None]
-    dS = P * (dP - (P * dP).sum(-1, keepdim=True) + dlse)
-    dq, dk = p.scale * dS @ k, p.scale * dS.mT @ q
-    dk, dv = (t.unflatten(1, (Hk, H // Hk)).sum(2) for t in (dk, dv))
-    dbias = None if p.bias is None else dS.sum_to_size(p.bias.shape)
-    return Results(W @ v, lse.squeeze(-1), W, dq, dk, dv, dbias)
+    """The formula and its gradients in float64."""
+    return plain(p.double())
 
 
 def plain(p: Problem) -> Results:
@@ -172,7 +145,8 @@ def plain(p: Problem) -> Results:
             scores = scores + mask.bias.where(keep, 0)
         some = keep.any(-1, keepdim=True)
         scores = scores.masked_fill(~keep & some, -torch.inf)  # an empty row is left alone, so that it is not NaN
-        lse = torch.logsumexp(scores, -1).where(some[..., 0], -torch.inf)
+        lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_zeros(scores.shape[:-1])
+        lse = lse.where(some[..., 0], -torch.inf)
         weights = torch.softmax(scores, -1).where(some, 0)
         weights = (weights * dropout_multiplier(p).to(weights.dtype)).to(q.dtype)
         return weights @ v, lse, weights
@@ -182,8 +156,7 @@ def plain(p: Problem) -> Results:
 
 def terms(p: Problem) -> dict[str, Tensor]:
     """The size of the terms that are summed up in each element of each result: T of the rule for error."""
-    bias = None if p.bias is None else p.bias.where(p.bias > -torch.inf, 0)
-    return attention_terms(p.q, p.k, p.v, p.dout, p.dlse, visible(p), bias, dropout_multiplier(p), p.scale)
+    return rounding_scale(p, plain)
 
 
 def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
@@ -201,7 +174,7 @@ def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
 
 
 def backend_call(backend: str, device: torch.device, *, weights: bool = True) -> Attend:
-    """The public function held to one backend; skips, in unsupported_reason's own words, where that cannot serve here."""
+    """The public function with one backend. Skips, with the reason, where that cannot run here."""
     probe = torch.zeros(1, 1, 1, 16, device=device)
     if (reason := unsupported_reason("attention", backend, (probe, probe, probe, None, 0.0))) is not None:
         pytest.skip(f"{backend}: {reason}")
@@ -239,9 +212,7 @@ def compare(p: Problem, actual: Results, names: tuple[str, ...] = Results._field
         wanted = torch.promote_types(p.q.dtype, torch.float32) if name == "lse" else p.q.dtype
         wanted = p.bias.dtype if name == "dbias" else wanted
         assert a.shape == t.shape and a.dtype == wanted, f"{name}: {tuple(a.shape)} {a.dtype}"
-        if name == "dbias":  # a float32 bias beside 16-bit queries gets a gradient that is exact to 16 bits
-            a, w = a.to(p.q.dtype), w.to(p.q.dtype)
-        assert_close_as_torch(a, t, w, size[name], name)
+        assert_close_as_torch(a, t, w, size[name], name, p.q.dtype)
     empty = ~keep.any(-1)
     if "out" in names:
         assert not actual.out[empty].any(), "a query that may attend to nothing must give exactly 0"

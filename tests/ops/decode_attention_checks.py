@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ from helpers import assert_close_as_torch
 from torch import Tensor
 
 from fastattn import decode_attention, explain
-from fastattn.check.tolerance import decode_attention_terms
+from fastattn.check.tolerance import measure_rounding_scale
 
 
 class Inputs(NamedTuple):
@@ -63,11 +64,15 @@ def check(inputs: Inputs, backend: str, scale: float | None = None) -> Tensor:
     if refusal is not None:
         pytest.skip(refusal)
     clean = inputs._replace(key=inputs.key.nan_to_num(0), value=inputs.value.nan_to_num(0))
-    truth = decode_attention(*clean.to(torch.float64), scale=scale, backend="reference")
-    low = decode_attention(*clean, scale=scale, backend="reference")
+
+    def exact(change: Callable[[Tensor], Tensor]) -> Tensor:
+        tensors = [change(t.double()) for t in clean[:3]]
+        return decode_attention(*tensors, *clean[3:], scale=scale, backend="reference")
+
+    truth = exact(lambda t: t)
+    baseline = decode_attention(*clean, scale=scale, backend="reference")
     out = decode_attention(*inputs, scale=scale, backend=backend)
     assert out.is_contiguous()
-    has_rows = inputs.key.shape[2] > 0
-    terms = decode_attention_terms(*clean, scale) if has_rows else torch.zeros_like(truth)
-    assert_close_as_torch(out, truth, low, terms)
+    rounding_scale = measure_rounding_scale(lambda change: {"out": exact(change)}, {"out": truth})["out"]
+    assert_close_as_torch(out, truth, baseline, rounding_scale)
     return out

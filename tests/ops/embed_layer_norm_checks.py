@@ -7,20 +7,19 @@ check(problem, backend)   runs a backend, judges every result; AssertionError na
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, backends_of
+from helpers import ProblemBase, backends_of, compare
 from torch import Tensor
 
 from fastattn import embed_layer_norm
 from fastattn.backends import unsupported_reason
 from fastattn.backends.reference import philox
-from fastattn.check.tolerance import embed_layer_norm_terms
 
 BACKENDS = backends_of("embed_layer_norm")
 EPS = 1e-6
@@ -36,7 +35,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ProblemBase):
     tokens: Tensor  # (B, L)
     embedding: Tensor
     table: Tensor
@@ -48,9 +47,6 @@ class Problem:
     position: Tensor | None
     padding_idx: int | None
     seed: int = 5
-
-    def but(self, **changes: Any) -> Problem:
-        return replace(self, **changes)
 
 
 def make(
@@ -103,8 +99,9 @@ def solve(p: Problem, backend: Backend, needs: str = "ewb") -> Results:
     return Results(out.detach(), embedding.grad, weight.grad, bias.grad)
 
 
-def plain(p: Problem, dtype: torch.dtype) -> Results:
-    """As a person writes it in PyTorch, in `dtype` throughout."""
+def plain(p: Problem, dtype: torch.dtype | None = None) -> Results:
+    """As a person writes it in PyTorch, in `dtype`, or that of the embedding, throughout."""
+    dtype = dtype or p.embedding.dtype
 
     def formula(tokens, embedding, table, weight, bias, *, eps, dropout_p, scale, position, padding_idx):
         words = F.embedding(tokens, embedding.to(dtype), padding_idx) * scale
@@ -128,19 +125,12 @@ def multiplier(p: Problem) -> Tensor:
 
 def check(p: Problem, backend: Backend) -> Results:
     got = solve(p, backend)
-    parameters = {name: vars(p)[name].double() for name in ("embedding", "weight", "bias")}
-    truth, low = plain(p.but(**parameters), torch.float64), plain(p, got.out.dtype)
-    rows, dout = p.table[positions(p).flatten()], p.dout.flatten(0, 1)
-    options = (p.scale, p.padding_idx, EPS)
-    given = (p.tokens.flatten(), p.embedding, rows, p.weight, p.bias, dout)
-    terms = embed_layer_norm_terms(*given, multiplier(p), *options)
-    for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
-        assert_close_as_torch(actual, true, rough.to(actual.dtype), terms[name].view(true.shape), name)
+    compare(got, p, plain, p.embedding.dtype)
     return got
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
+    """The public function with one backend. Skips, with the reason, where that cannot run here."""
     p = make(device=device)
     arguments = (p.tokens, p.embedding, p.table, p.weight, p.bias, None, 1.0, None, 0.0, torch.float32)
     if (reason := unsupported_reason("embed_layer_norm", backend, arguments)) is not None:

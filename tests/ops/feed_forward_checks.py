@@ -9,20 +9,19 @@ A backend is called as (x, weight1, bias1, weight2, bias2, activation, dropout_p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, backends_of
+from helpers import ProblemBase, backends_of, compare
 from torch import Tensor
 
 from fastattn import feed_forward
 from fastattn.backends import unsupported_reason
 from fastattn.backends.reference import philox
-from fastattn.check.tolerance import feed_forward_terms
 
 BACKENDS = backends_of("feed_forward")
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
@@ -42,7 +41,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ProblemBase):
     x: Tensor  # (tokens, d)
     weight1: Tensor  # (d_ff, d), gated (2 * d_ff, d)
     bias1: Tensor | None
@@ -56,12 +55,6 @@ class Problem:
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
         return self.x, self.weight1, self.bias1, self.weight2, self.bias2
-
-    def but(self, **changes: Any) -> Problem:
-        return replace(self, **changes)
-
-    def double(self) -> Problem:
-        return self.but(**{name: t.double() for name, t in vars(self).items() if isinstance(t, Tensor)})
 
 
 def make(
@@ -131,17 +124,13 @@ def plain(p: Problem) -> Results:
 
 
 def check(p: Problem, backend: Backend) -> Results:
-    got, low, truth = solve(p, backend), plain(p), plain(p.double())
-    function, gated = FUNCTIONS[GATED.get(p.activation, p.activation)], p.activation in GATED
-    terms = feed_forward_terms(*p.inputs, p.dout, multiplier(p), function, gated)
-    for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
-        if true is not None:
-            assert_close_as_torch(actual, true, rough, terms[name], name)
+    got = solve(p, backend)
+    compare(got, p, plain, p.x.dtype)
     return got
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
+    """The public function with one backend. Skips, with the reason, where that cannot run here."""
     probe = torch.zeros(16, 16, device=device)
     if (
         reason := unsupported_reason("feed_forward", backend, (probe, probe, None, probe, None, "relu", 0.0))

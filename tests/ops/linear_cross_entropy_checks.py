@@ -9,18 +9,17 @@ A backend is called as backend(x, weight, target, bias, **options) -> loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch, backends_of
+from helpers import ProblemBase, backends_of, compare
 from torch import Tensor
 
 from fastattn import linear_cross_entropy
 from fastattn.backends import unsupported_reason
-from fastattn.check.tolerance import linear_cross_entropy_terms
 
 BACKENDS = backends_of("linear_cross_entropy")
 IGNORED = 2  # a class that targets may be: padding
@@ -38,7 +37,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ProblemBase):
     x: Tensor  # (tokens, d)
     weight: Tensor  # (classes, d)
     target: Tensor  # (tokens,)
@@ -58,13 +57,6 @@ class Problem:
     @property
     def keep(self) -> Tensor:
         return self.target != self.ignore_index
-
-    def but(self, **changes: Any) -> Problem:
-        return replace(self, **changes)
-
-    def double(self) -> Problem:
-        names = ("x", "weight", "bias", "dloss")
-        return self.but(**{name: vars(self)[name].double() for name in names if vars(self)[name] is not None})
 
 
 def make(
@@ -98,15 +90,6 @@ def make(
     )
 
 
-def wanted_distribution(p: Problem) -> Tensor:
-    """(tokens, classes) float64: what label smoothing makes of the target."""
-    classes, eps = len(p.weight), p.label_smoothing
-    one_hot = F.one_hot(p.target.where(p.keep, 0), classes).double()
-    if p.smooth_over == "all":
-        return (1 - eps) * one_hot + eps / classes
-    return (1 - eps) * one_hot + (1 - one_hot) * eps / (classes - 1) if classes > 1 else one_hot
-
-
 def plain_formula(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **o: Any) -> Tensor:
     """torch's cross-entropy, or the public implementation's loss, of float32 logits."""
     logits = F.linear(x, weight, bias)
@@ -136,18 +119,12 @@ def solve(p: Problem, backend: Backend, needs: str = "xwb") -> Results:
 def check(p: Problem, backend: Backend) -> Results:
     got = solve(p, backend)
     p = p.but(x=p.x.where(p.keep[:, None], 0))  # the plain formula multiplies what is ignored by 0, NaN too
-    low, truth = solve(p, plain_formula), solve(p.double(), plain_formula)
-    distribution = wanted_distribution(p) * p.keep[:, None]
-    options = (p.logit_scale, p.reduction, p.x.dtype)
-    terms = linear_cross_entropy_terms(p.x, p.weight, p.bias, distribution, p.dloss, *options)
-    for name, actual, true, rough in zip(Results._fields, got, truth, low, strict=True):
-        if true is not None:
-            assert_close_as_torch(actual, true, rough, terms[name], name)
+    compare(got, p, lambda p: solve(p, plain_formula), p.x.dtype)
     return got
 
 
 def backend_call(backend: str, device: torch.device) -> Backend:
-    """The public function held to one backend; skips, with unsupported_reason's reason, where this machine cannot run it."""
+    """The public function with one backend. Skips, with the reason, where that cannot run here."""
     probe = torch.zeros(16, 16, device=device)
     call = (probe, probe, None, probe[0].long(), 0.0, -100, 1.0, "mean")
     if (reason := unsupported_reason("linear_cross_entropy", backend, call)) is not None:

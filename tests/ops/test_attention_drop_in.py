@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,69 +14,43 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn.check.tolerance import attention_terms
+from fastattn.check.tolerance import measure_rounding_scale
 
 torch_attention = F.scaled_dot_product_attention
 
 
-def solve(call: Any, tensors: list[Tensor], options: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
-    """The result and its gradients, of leaves in dtype."""
-    leaves = [t.detach().to(dtype if t.is_floating_point() else t.dtype) for t in tensors]
+def solve(
+    call: Any,
+    tensors: list[Tensor],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    change: Callable[[Tensor], Tensor] = lambda t: t,
+) -> dict[str, Tensor]:
+    """The result and its gradients, of leaves in dtype. change: of leaves and dout, see measure_rounding_scale."""
+    leaves = [change(t.detach().to(dtype if t.is_floating_point() else t.dtype)) for t in tensors]
     leaves = [t.requires_grad_(t.is_floating_point()) for t in leaves]
     out = call(*leaves, **options)
     dout = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).sin()
-    out.backward(dout.to(out.dtype))
-    return [out.detach(), *(t.grad for t in leaves if t.requires_grad)]
+    out.backward(change(dout.to(out.dtype)))
+    grads = (t.grad for t in leaves if t.requires_grad)
+    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv", "dbias"), grads, strict=False))
 
 
 def check_as_torch(tensors: list[Tensor], options: dict[str, Any]) -> None:
     """Result and gradients, by the rule for error: the truth is torch's function by plain operators in float64."""
     dtype = tensors[0].dtype
+    exact = partial(solve, torch_attention, tensors, options, torch.float64)
     with sdpa_kernel(SDPBackend.MATH):
-        truth = solve(torch_attention, tensors, options, torch.float64)
+        truth = exact()
     plain = solve(scaled_dot_product_attention, tensors, options | {"backend": "reference"}, dtype)
     ours = solve(scaled_dot_product_attention, tensors, options, dtype)
     if dtype == torch.float64:
         torch.testing.assert_close(ours, truth)
         return
-    for name, size, a, t, low in zip(NAMES, terms(tensors, **options), ours, truth, plain, strict=False):
-        assert_close_as_torch(a, t, low, size, name)
-
-
-NAMES = ("out", "dq", "dk", "dv", "dbias")
-
-
-def terms(
-    tensors: list[Tensor], scale: float | None = None, is_causal: bool = False, enable_gqa: bool = False, **_: Any
-) -> list[Tensor]:
-    """The rule's T of the results in NAMES, for tensors of any number of dimensions."""
-    q, k, v, *mask = tensors
-    heads = [t.shape[-3] if t.dim() > 2 and enable_gqa else 1 for t in (q, k, v)]
-    k, v = (t.repeat_interleave(heads[0] // h, dim=-3) if enable_gqa else t for t, h in ((k, heads[1]), (v, heads[2])))
-    leading = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
-    full = [t.detach().expand(*leading, *t.shape[-2:]) for t in (q, k, v)]
-    size = (*leading, q.shape[-2], k.shape[-2])
-    visible, bias = torch.ones(size, dtype=torch.bool), None
-    if is_causal:
-        visible = visible.tril()
-    if mask and mask[0].dtype == torch.bool:
-        visible = visible & mask[0]
-    elif mask:
-        bias = mask[0].detach().expand(size)
-    dout = torch.linspace(0.5, 1.5, full[2][..., :1].numel() // k.shape[-2] * q.shape[-2] * v.shape[-1]).sin()
-    dout = dout.view(*leading, q.shape[-2], v.shape[-1])
-    flat = [None if t is None else t.reshape(1, -1, *t.shape[-2:]) for t in (*full, dout, visible, bias)]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    found = attention_terms(*flat[:4], None, *flat[4:], torch.ones(()), scale)
-    given = dict(zip(NAMES[1:], tensors, strict=False))
-    sizes = [found["out"].view(*leading, q.shape[-2], v.shape[-1])]
-    for name, t in given.items():
-        if t.is_floating_point():  # what was broadcast gets a sum of gradients
-            of_all = found[name].view(*leading, -1, t.shape[-1] if name != "dbias" else k.shape[-2]).square()
-            if enable_gqa and name in ("dk", "dv"):
-                of_all = of_all.unflatten(-3, (t.shape[-3], -1)).sum(-3)
-            sizes.append(of_all.sum_to_size(t.shape).sqrt())
-    return sizes
+    with sdpa_kernel(SDPBackend.MATH):
+        scale = measure_rounding_scale(exact, truth)
+    for name, value in truth.items():
+        assert_close_as_torch(ours[name], value, plain[name], scale[name], name)
 
 
 def opinfo() -> Any:
@@ -100,7 +76,7 @@ def test_samples_of_torch(dtype: torch.dtype) -> None:
             check_as_torch(tensors, options)
             continue
         ours, theirs = (solve(f, tensors, options, dtype) for f in (scaled_dot_product_attention, torch_attention))
-        for a, t in zip(ours, theirs, strict=True):  # other bits are dropped
+        for a, t in zip(ours.values(), theirs.values(), strict=True):  # other bits are dropped
             assert a.shape == t.shape and a.dtype == t.dtype and a.isfinite().all()
     assert seen >= 20 and dtype in op.supported_dtypes("cpu")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from helpers import assert_close_as_torch
 from torch import Tensor
 
 from fastattn.backends.cuda import linear_cross_entropy as backend
-from fastattn.check.tolerance import cross_entropy_terms
+from fastattn.check.tolerance import measure_rounding_scale
 
 IGNORED = -7
 GUARD = 40  # elements before and after each buffer
@@ -63,25 +64,10 @@ def formula(case: Case, logits: Tensor, bias: Tensor | None, target: Tensor, dlo
     z = case.logit_scale * (logits.to(dloss.dtype) + (0 if bias is None else bias.to(dloss.dtype)))
     z, label = z.where(keep[:, None], 0), target.where(keep, 0)
     log_p = F.log_softmax(z, 1)
-    wanted = distribution(case, label) * keep[:, None]
+    eps = case.label_smoothing
+    wanted = ((1 - eps) * F.one_hot(label, case.classes).to(z) + eps / case.classes) * keep[:, None]
     rate = (case.logit_scale * dloss / count * keep)[:, None]
     return Results(-(wanted * log_p).sum(1), (z.softmax(1) - wanted) * rate)
-
-
-def distribution(case: Case, label: Tensor) -> Tensor:
-    eps = case.label_smoothing
-    return (1 - eps) * F.one_hot(label, case.classes) + eps / case.classes
-
-
-def terms(case: Case, logits: Tensor, bias: Tensor | None, target: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
-    """T of losses and gradient."""
-    keep = target != IGNORED
-    logits = logits.double().where(keep[:, None], 0)
-    size, rate = logits.abs(), dloss.double() / (3 if case.mean else 1)
-    if bias is not None:
-        size, logits = (size.square() + bias.double().square()).sqrt(), logits + bias.double()
-    wanted = distribution(case, target.where(keep, 0)).double() * keep[:, None]
-    return cross_entropy_terms(logits, size, wanted, rate, case.logit_scale)
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -115,11 +101,16 @@ def run(case: Case, device: torch.device, needs_gradient: bool = True) -> Result
     truth, low = (
         formula(case, values, bias, target, rate.to(t), 3 if case.mean else 1) for t in (torch.float64, torch.float32)
     )
-    of_losses, of_gradient = terms(case, values, bias, target, rate)
-    assert_close_as_torch(losses.matrix[0], truth.losses, low.losses, of_losses, "losses")
+
+    def exact(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        logits, wide_bias, dloss = (None if t is None else change(t.double()) for t in (values, bias, rate))
+        return formula(case, logits, wide_bias, target, dloss, 3 if case.mean else 1)._asdict()
+
+    scale = measure_rounding_scale(exact, truth._asdict())
+    assert_close_as_torch(losses.matrix[0], truth.losses, low.losses, scale["losses"], "losses")
     if not needs_gradient:
         assert torch.equal(logits.matrix.nan_to_num(9), values.nan_to_num(9)), "logits were overwritten"
         return Results(losses.matrix[0], None)
     assert not logits.matrix[target == IGNORED].any(), "the gradient of an ignored row is not 0"
-    assert_close_as_torch(logits.matrix, truth.gradient, low.gradient.to(case.dtype), of_gradient, "gradient")
+    assert_close_as_torch(logits.matrix, truth.gradient, low.gradient.to(case.dtype), scale["gradient"], "gradient")
     return Results(losses.matrix[0], logits.matrix)

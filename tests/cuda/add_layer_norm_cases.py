@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,8 +14,7 @@ from torch import Tensor
 
 from fastattn.backends.cuda import add_layer_norm as backend
 from fastattn.backends.reference import add_layer_norm as reference
-from fastattn.backends.reference.philox import keep_factor
-from fastattn.check.tolerance import add_layer_norm_terms
+from fastattn.check.tolerance import measure_rounding_scale
 
 EPS = 1e-2  # large enough to matter
 GUARD = 64  # elements before and after each buffer
@@ -86,16 +87,25 @@ def inputs(case: Case, memory: Guarded) -> SimpleNamespace:
     )
 
 
-def formula(case: Case, given: SimpleNamespace, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Every result by the reference formula in `dtype`; None: in that of each tensor."""
+def formula(
+    case: Case,
+    given: SimpleNamespace,
+    dtype: torch.dtype | None,
+    change: Callable[[Tensor], Tensor] = lambda t: t,
+) -> dict[str, Tensor]:
+    """Every result by the reference formula in `dtype`; None: in that of each tensor. change: of each input."""
+
+    def prepared(t: Tensor | None) -> Tensor | None:
+        return None if t is None else change(t.to(dtype or t.dtype)).detach()
+
     names = ("x", "residual", "weight", "bias", "x_bias")
-    leaves = {name: vars(given)[name] for name in names}
-    leaves = {n: None if t is None else t.to(dtype or t.dtype).detach().requires_grad_() for n, t in leaves.items()}
-    *tensors, x_bias = leaves.values()
+    leaves = {name: prepared(vars(given)[name]) for name in names}
+    *tensors, x_bias = (None if t is None else t.requires_grad_() for t in leaves.values())
+    dout, dz = prepared(given.dout), prepared(given.dz)
     out, z = reference.add_layer_norm(*tensors, EPS, case.dropout_p, given.rng_state, x_bias, case.eps_on_std)
     present = {f"d{name}": t for name, t in leaves.items() if t is not None}
-    outputs, gradients = [out, z], [given.dout.to(out), torch.zeros_like(z) if given.dz is None else given.dz.to(z)]
-    grads = torch.autograd.grad(outputs, list(present.values()), gradients)
+    douts = [dout.to(out), torch.zeros_like(z) if dz is None else dz.to(z)]
+    grads = torch.autograd.grad([out, z], list(present.values()), douts)
     return {"out": out.detach(), "z": z.detach()} | dict(zip(present, grads, strict=True))
 
 
@@ -132,10 +142,7 @@ def run(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tu
     torch.testing.assert_close(rstd, expected.float())
     names = ("out", "z", "dx", "dresidual", "dweight", "dbias", "dx_bias")
     results = {n: t for n, t in zip(names, (out, z, dx, dresidual, *sums), strict=True) if t is not None}
-    multiplier = torch.ones_like(given.x, dtype=torch.float64)
-    if case.dropout_p > 0:
-        multiplier = keep_factor(given.rng_state, case.rows, case.hidden, case.dropout_p, torch.float64)
-    terms = add_layer_norm_terms(*tensors, given.x_bias, given.dout, given.dz, multiplier, EPS, case.eps_on_std)
+    scale = measure_rounding_scale(partial(formula, case, given, torch.float64), truth)
     for name, result in results.items():
-        assert_close_as_torch(result, truth[name], low[name].to(result.dtype), terms[name], name)
+        assert_close_as_torch(result, truth[name], low[name].to(result.dtype), scale[name], name, case.dtype)
     return mean, rstd, *results.values()
