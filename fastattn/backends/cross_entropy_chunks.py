@@ -36,11 +36,13 @@ class RowKernel(NamedTuple):
     needs_gradient) writes losses and, if asked, the gradient in place of logits. It adds the bias and scales.
     empty_logits(rows, n_class, like): memory for the logits.
     scaled_logits(x, weight, bias, logit_scale): instead, logits to which the bias was added, and which were scaled.
+    ignored_rows_are_zero: the backend passes x without the rows of ignored targets, or with zeros there.
     """
 
     cross_entropy_rows: Callable[..., None]
     empty_logits: Callable[[int, int, Tensor], Tensor] | None = None
     scaled_logits: Callable[[Tensor, Tensor, Tensor | None, float], Tensor] | None = None
+    ignored_rows_are_zero: bool = False
 
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float) -> Tensor:
         if self.scaled_logits is not None:
@@ -79,10 +81,8 @@ def _losses_and_grads(
     x (tokens, d), target (tokens,), both contiguous. dloss: (tokens,) if reduction is "none", else (); None is 1.
     """
     tokens, options = len(target), (label_smoothing, ignore_index, logit_scale)
-    valid: Tensor | None = target != ignore_index
+    valid = target != ignore_index
     count = valid.sum() if reduction == "mean" else None
-    if x.device.type == "cpu" and valid.all():
-        valid = None
     bias = None if bias is None else bias.contiguous()
     acc = torch.promote_types(x.dtype, torch.float32)
     losses = torch.empty(tokens, dtype=acc, device=x.device)
@@ -96,7 +96,7 @@ def _losses_and_grads(
         if needs[0]:
             dx.append(product(logits, weight.t()))
         if needs[1]:
-            x_rows = x[rows] if valid is None else x[rows].where(valid[rows].unsqueeze(1), 0)
+            x_rows = x[rows] if kernel.ignored_rows_are_zero else x[rows].where(valid[rows].unsqueeze(1), 0)
             dweight = _add(dweight, product(logits.t(), x_rows.t()), acc)
         if needs[2]:
             dbias = _add(dbias, logits.sum(0), acc)
