@@ -51,7 +51,7 @@ BACKWARD, NORM = "add_layer_norm.backward", "common.norm"
 EMBED, EMBED_BACKWARD = "embed_layer_norm.forward", "embed_layer_norm.backward"
 HIDDEN, HIDDEN_BACKWARD = "feed_forward.forward", "feed_forward.backward"
 ROWS = "linear_cross_entropy.rows"
-TILES, ATTENTION, ATTENTION_BACKWARD = "attention.tiles", "attention.forward", "attention.backward"
+TILES, ATTENTION, ATTENTION_BACKWARD = "attention.masked_tiles", "attention.forward", "attention.backward"
 BUGS = [
     Bug("x_bias's gradient of the last turn", BACKWARD, "dx_sum += grad", "dx_sum = grad", TURNS, "dx_bias"),
     Bug("columns outside the row counted", NORM,
