@@ -114,8 +114,8 @@ def measure_rounding_scale(
     truth: the results without a change. T is the root mean square of some draws, and is relative to that amount.
 
     What is multiplied by a matrix moves again where that is done, and so does each term of a mean or of a sum within a
-    row: kernels round both. A sum over rows moves by each partial sum: PyTorch's own backward of layer normalisation adds one row
-    after the other in the dtype of weight. What runs in float32 in every method does not move.
+    row: kernels round both. A sum over rows moves by each partial sum: PyTorch's own backward of layer normalisation
+    adds one row after the other in the dtype of weight. What runs in float32 in every method does not move.
     """
     total = {name: torch.zeros_like(value) for name, value in truth.items()}
     for seed in range(draws):

@@ -73,7 +73,7 @@ class Beams(Search):
 
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
         super().__init__(cache, bos_idx, eos_idx)
-        log_p = self.state["tokens"].new_full((cache.batch, cache.beams), -torch.inf, dtype=torch.float32)
+        log_p = self.state["tokens"].new_full((cache.batch, cache.rows), -torch.inf, dtype=torch.float32)
         log_p[:, 0] = 0  # at first all beams are equal, and only one counts
         self.state["log_p"] = log_p
 
@@ -108,7 +108,7 @@ class _Beams(Beams):
         }
 
     def choose(self, logits: Tensor) -> None:
-        state, W = self.state, self.cache.beams
+        state, W = self.state, self.cache.rows
         log_p, beam, token = self.candidates(logits, 2 * W)
         ends = token == self.eos_idx
         if self.cache.on_device or ends[:, :W].any():

@@ -106,7 +106,7 @@ class Steps:
 
 
 def _tokens(search: Search) -> int:
-    return search.cache.batch * search.cache.beams * search.cache.capacity
+    return search.cache.batch * search.cache.rows * search.cache.capacity
 
 
 def _shared_graphs(search: Search) -> CudaGraphs:
@@ -159,7 +159,7 @@ def _key(model: Decodable, search: Search) -> Hashable:
         torch.are_deterministic_algorithms_enabled(),
         getattr(matmul, "fp32_precision", None) or matmul.allow_tf32,
     )
-    sizes = (cache.batch, cache.beams, cache.capacity)
+    sizes = (cache.batch, cache.rows, cache.capacity)
     kinds = (type(model), *map(id, model.children()), type(search))
     return kinds, options, sizes, tensors, device, _stream(search), requested(None)[0], modes
 

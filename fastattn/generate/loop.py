@@ -53,7 +53,7 @@ class Search(ABC):
 
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
         self.cache, bos_idx, self.eos_idx = cache, int(bos_idx), int(eos_idx)
-        batch, beams, device = cache.batch, cache.beams, cache.position.device
+        batch, beams, device = cache.batch, cache.rows, cache.position.device
         self.state: dict[str, Tensor] = {
             "tokens": torch.full((batch, beams), bos_idx, device=device),  # the newest of each beam
             # What each beam read at each position. A beam's history is found as its keys are: cache.ancestors.

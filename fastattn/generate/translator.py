@@ -83,13 +83,13 @@ class _PublicBeams(Beams):
 
     def choose(self, logits: Tensor) -> None:
         state = self.state
-        log_p, beam, token = self.candidates(logits, self.cache.beams)
+        log_p, beam, token = self.candidates(logits, self.cache.rows)
         end = state["end"].gather(1, beam)
         length = self.cache.position + 1
         end = length.where((end == 0) & (token == self.eos_idx), end)
         # A sentence that is done stays as it is until it leaves the batch.
         is_active = ~state["done"][:, None]
-        own = torch.arange(self.cache.beams, device=token.device).expand_as(beam)
+        own = torch.arange(self.cache.rows, device=token.device).expand_as(beam)
         self.cache.reorder(beam.where(is_active, own))
         for name, new in (("tokens", token), ("log_p", log_p), ("end", end)):
             state[name].copy_(new.where(is_active, state[name]))

@@ -273,8 +273,8 @@ class Decoder(_Stack):
         """
         if self.training:
             raise ValueError("a decoder steps without dropout: call eval() before")
-        if tokens.shape != (cache.batch, cache.beams):
-            expected = f"(B, W) = {(cache.batch, cache.beams)} as the cache"
+        if tokens.shape != (cache.batch, cache.rows):
+            expected = f"(B, W) = {(cache.batch, cache.rows)} as the cache"
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")

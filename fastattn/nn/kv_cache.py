@@ -43,7 +43,7 @@ class DecoderCache:
     A step writes beam w at the step's position and index w. After a step that chooses new beams, `reorder` records for
     each beam the index of its history at each position (`ancestors`). No key is copied.
 
-    batch, beams, capacity: B, W, and how many tokens of a beam the cache can hold.
+    batch, rows, capacity: B, W, and how many tokens of a beam the cache can hold.
     memories: what the layers attend to next to their own past.
     linear: a step's linear maps are called through it.
     Memory: 2 * B * capacity * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
@@ -53,9 +53,9 @@ class DecoderCache:
     """
 
     def __init__(
-        self, batch: int, beams: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
+        self, batch: int, rows: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
     ) -> None:
-        self.batch, self.beams, self.capacity, self.memories = batch, beams, capacity, memories
+        self.batch, self.rows, self.capacity, self.memories = batch, rows, capacity, memories
         self.on_device = device.type == "cuda"
         self.length = 0  # tokens decoded so far, of every beam
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
@@ -76,7 +76,7 @@ class DecoderCache:
         """
         if layer not in self._past:
             self._past[layer] = tuple(
-                t.new_empty(self.batch, t.shape[2], self.capacity, self.beams, t.shape[3]) for t in (k, v)
+                t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)
             )
         keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[layer])  # (B, capacity, W, Hk, D)
         self.write(keys, k)
@@ -116,7 +116,7 @@ class DecoderCache:
         past = self.ancestors if self.on_device else self.ancestors[:, :, : self.length]
         past.copy_(past.gather(1, parents[..., None].expand_as(past)))
         if self.on_device:  # restore the identity for positions not yet decoded
-            own = torch.arange(self.beams, dtype=torch.int32, device=parents.device)
+            own = torch.arange(self.rows, dtype=torch.int32, device=parents.device)
             future = torch.arange(self.capacity, device=parents.device) >= self.position
             self.ancestors.copy_(own[:, None].where(future, self.ancestors))
 
@@ -160,5 +160,5 @@ class DecoderCache:
 
     def _own_ancestors(self) -> Tensor:
         """Ancestors of beams that were never reordered: (B, W, capacity), each its own."""
-        own = torch.arange(self.beams, dtype=torch.int32, device=self.position.device)
+        own = torch.arange(self.rows, dtype=torch.int32, device=self.position.device)
         return own[:, None].repeat(self.batch, 1, self.capacity)
