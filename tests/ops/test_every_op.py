@@ -123,8 +123,8 @@ def test_autocast(backend: str, name: str, device: torch.device) -> None:
         torch.testing.assert_close(got, want.float(), rtol=1e-5 if number == 0 else 0, atol=1e-5 if number == 0 else 0)
 
 
-EVERYDAY_LAYOUTS = (*("norm with sum and dropout", "rms norm", "feed-forward gated", "loss of each"),
-                    *("attention bias, lse", "embeddings placed", *WITHOUT_GRADIENT))  # fmt: skip
+EVERYDAY_LAYOUTS = ("norm with sum and dropout", "rms norm", "feed-forward gated", "loss of each")
+EVERYDAY_LAYOUTS += ("attention bias, lse", "embeddings placed", *WITHOUT_GRADIENT)
 
 
 @pytest.mark.parametrize(
