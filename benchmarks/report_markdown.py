@@ -249,8 +249,8 @@ def figures(found: Sequence[tuple[Path, Record]]) -> str:
     lines = [] if _on_gpu(record) else [NO_GPU, ""]
     lines += [f"On {machine(record)}, {record['environment']['date'][:10]}"]
     lines += [f"([record](benchmarks/results/{path.name})):", ""]
-    header = ["one training step", "fastattn, ms", "gain over the fastest other", "with your own loss"]
-    lines += table([*header, "by dropping padding"], body)
+    header = ["one training step", "fastattn, ms", "speed-up over the best alternative", "without `model.loss`"]
+    lines += table([*header, "share from skipping padding"], body)
     return "\n".join(lines) + "\n"
 
 
