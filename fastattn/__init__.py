@@ -1,7 +1,7 @@
 """fastattn: encoder-decoder Transformers in PyTorch with fused kernels, by changing one import.
 
 Fused kernels for masked attention, residual + dropout + layer normalisation, the position-wise feed-forward network and
-the output projection with its loss, beside a plain PyTorch path that says what they must compute. `python -m fastattn
+the output projection with its loss. A plain PyTorch path is their specification. `python -m fastattn
 doctor` compares the two here.
 """
 

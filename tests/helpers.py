@@ -18,7 +18,7 @@ P = TypeVar("P", bound="ProblemBase")
 
 
 def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
-    """The backends that implement this op. Whether one can serve on this machine, its unsupported_reason says."""
+    """The backends that implement this op. Its unsupported_reason says whether it runs on this machine."""
     there = (b for b in BACKENDS if not (import_failure(op_name, b) or "").startswith("there is no"))
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 

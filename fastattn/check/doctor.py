@@ -155,14 +155,14 @@ def render(report: dict[str, Any]) -> str:
         *(f"{'FAILED' if 'failed' in record else 'OUT OF BOUNDS'}  {_where(record)}" for record in bad),
         f"{len(bad)} of {len(report['checks'])} comparisons failed or out of bounds ({report['seconds']} s)"
         if report["checks"]
-        else "nothing was compared: none of these backends can serve here",
+        else "nothing was compared: no backend supports these calls here",
     ]
     return "\n".join(lines)
 
 
 def _starred() -> str:
     name, source = requested(None)
-    return "the default" if name is None else f"what serves, as {source} asks for {name}"
+    return "the default" if name is None else f"the choice, as {source} asks for {name}"
 
 
 def _where(record: dict[str, Any]) -> str:
@@ -174,21 +174,21 @@ def _where(record: dict[str, Any]) -> str:
 
 
 def _render_backends(report: dict[str, Any]) -> Iterator[str]:
-    """For each op and backend: the dtypes it serves, and each distinct reason for a refusal with its cases."""
+    """For each op and backend: the dtypes it supports, and each distinct reason for a refusal with its cases."""
     for op in _distinct(case["op"] for case in report["cases"]):
         cases = [case for case in report["cases"] if case["op"] == op]
         yield f"  {op}"
         for backend in cases[0]["refusals"]:
-            served = [case for case in cases if case["refusals"][backend] is None]
+            supported = [case for case in cases if case["refusals"][backend] is None]
             refused = [case for case in cases if case["refusals"][backend] is not None]
-            if served:
-                star = "*" if any(case["default"] == backend for case in served) else " "
-                notes = [f" ({case['notes'][backend]})" for case in served if backend in case["notes"]]
-                dtypes = ", ".join(_distinct(case["dtype"] for case in served))
-                yield f"  {star} {backend:<10} serves {dtypes}{''.join(_distinct(notes))}"
+            if supported:
+                star = "*" if any(case["default"] == backend for case in supported) else " "
+                notes = [f" ({case['notes'][backend]})" for case in supported if backend in case["notes"]]
+                dtypes = ", ".join(_distinct(case["dtype"] for case in supported))
+                yield f"  {star} {backend:<10} supports {dtypes}{''.join(_distinct(notes))}"
             for reason in _distinct(case["refusals"][backend] for case in refused):
                 which = _distinct(case["case"] for case in refused if case["refusals"][backend] == reason)
-                yield f"    {backend:<10} refuses{' ' + ', '.join(which) if served else ''}: {reason}"
+                yield f"    {backend:<10} refuses{' ' + ', '.join(which) if supported else ''}: {reason}"
 
 
 def _render_checks(report: dict[str, Any]) -> Iterator[str]:

@@ -45,7 +45,7 @@ class Explanation:
         lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} ({self.source})"]
         for name, reason in self.refusals.items():
             note = f" ({self.notes[name]})" if name in self.notes else ""
-            verdict = f"no: {reason}" if reason is not None else f"can serve{note}"
+            verdict = f"no: {reason}" if reason is not None else f"supported{note}"
             lines.append(f"  {'->' if name == self.chosen else '  '} {name:<9} {verdict}")
         return "\n".join(lines + [f"  {remark}" for remark in self.remarks])
 
