@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fastattn.backends import requested
 from fastattn.graphs.capture import CapturedWork, CudaGraphs
 from fastattn.nn.fusible import hook_reason
-from fastattn.ops import _checks
+from fastattn.ops import _autocast
 
 if TYPE_CHECKING:
     from fastattn.generate.loop import Decodable, Search
@@ -154,7 +154,7 @@ def _key(model: Decodable, search: Search) -> Hashable:
     options = tuple((name, v) for name, v in vars(search).items() if name not in ("cache", "state"))
     tensors = tuple((t.shape, t.dtype) for t in (*search.state.values(), *cache.memory_tensors()))
     modes = (
-        _checks.autocast_dtype(device),
+        _autocast.autocast_dtype(device),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         getattr(matmul, "fp32_precision", None) or matmul.allow_tf32,

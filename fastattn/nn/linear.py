@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, cpu_matmul, likely_backend
 from fastattn.nn.fusible import can_fuse
-from fastattn.ops import _checks
+from fastattn.ops import _autocast
 
 WeightAndBias = tuple[Tensor, Tensor | None]
 
@@ -39,7 +39,7 @@ def linear(module: nn.Module, x: Tensor, *, backend: str, fusible: bool | None =
         backend == "aten"
         and (can_fuse(module) if fusible is None else fusible)
         and cpu_matmul.uses_onednn(x, module.weight)
-        and _checks.autocast_dtype(x.device) is None
+        and _autocast.autocast_dtype(x.device) is None
     ):
         return cpu_matmul.linear(x, module.weight, module.bias)
     return module(x)
@@ -60,7 +60,7 @@ def joint_linear(
     if is_joint and not torch.compiler.is_compiling() and not is_transformed():
         weights = [module.weight for module in modules]
         if len({(weight.dtype, weight.device) for weight in weights}) == 1:
-            dtype = _checks.autocast_dtype(x.device) or weights[0].dtype
+            dtype = _autocast.dtype_under_autocast(weights[0])
             biases = [module.bias for module in modules]
             bias = None if biases[0] is None else _Joint.apply(dtype, *biases)
             out = cpu_matmul.linear(x, _Joint.apply(dtype, *weights), bias)
@@ -101,16 +101,16 @@ class PreparedLinears:
         if self.prepacks(module, x, backend):
             weight, bias = self._prepacked[module]
             return cpu_matmul.prepacked_product(x.to(weight.dtype), weight, bias)
-        if _checks.autocast_dtype(x.device) is None or not can_fuse(module):
+        if _autocast.autocast_dtype(x.device) is None or not can_fuse(module):
             return module(x)
         return F.linear(x, *self.weights(module, x.device))
 
     def weights(self, module: nn.Linear, device: torch.device) -> WeightAndBias:
         """Weight and bias of a map that can_fuse allows, under torch.autocast in its dtype."""
-        if _checks.autocast_dtype(device) is None:
+        if _autocast.autocast_dtype(device) is None:
             return module.weight, module.bias
         if module not in self._cast:
-            self._cast[module] = _checks.autocast_inputs(module.weight, module.bias)
+            self._cast[module] = _autocast.autocast_inputs(module.weight, module.bias)
         return self._cast[module]
 
     def refresh(self) -> None:
@@ -130,7 +130,7 @@ class PreparedLinears:
                 and likely_backend("linear", x.device, backend) != "reference"
                 and cpu_matmul.prepacking_pays(x, module.weight)
             ):
-                dtype = _checks.autocast_dtype(x.device) or x.dtype
+                dtype = _autocast.dtype_under_autocast(x)
                 bias = None if module.bias is None else module.bias.to(dtype)
                 self._prepacked[module] = cpu_matmul.prepack(module.weight.to(dtype)), bias
         return self._prepacked[module] is not None

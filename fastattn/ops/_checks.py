@@ -1,20 +1,15 @@
-"""Checks and casts that the public ops share. Messages name the argument, its value and what was expected."""
+"""Checks that the public ops share. Messages name the argument, its value and what was expected."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
 
-_NOTHING = nullcontext()
-# Asked once: before torch 2.9 torch.compile cannot trace the question.
-_WITH_AUTOCAST = tuple(t for t in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(t))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -106,36 +101,3 @@ def check_dropout(dropout_p: float) -> None:
 def as_matrix(x: Tensor) -> Tensor:
     """(..., hidden) -> (rows, hidden), contiguous: how kernels take it."""
     return (x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)).contiguous()
-
-
-def _is_under_autocast(device: torch.device) -> bool:
-    """torch refuses to answer for a device type, such as meta, that has no autocast."""
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return False  # a tenth of the time
-    return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that torch.autocast asks for on this device, None outside of it."""
-    return torch.get_autocast_dtype(device.type) if _is_under_autocast(device) else None
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager:
-    """The inputs were cast: below the public op, formulas run in the dtypes they are given."""
-    if _is_under_autocast(device):
-        return torch.autocast(device.type, enabled=False)
-    return _NOTHING
-
-
-def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:
-    """In the dtype that torch.autocast asks for on the device of the first, a tensor. Outside of it as they are.
-
-    What is no tensor of floating point is left to later checks; float64 stays, as under torch.autocast.
-    """
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None:
-        return tensors
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )

@@ -16,7 +16,7 @@ from fastattn._tracing import differentiable_gradients
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import add_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state, dropout
-from fastattn.ops import _checks
+from fastattn.ops import _autocast, _checks
 from fastattn.ops._autograd import Operator
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
@@ -47,7 +47,7 @@ def _checked(
     **options: Any,
 ) -> tuple[torch.device, Inputs]:
     _checks.check_float("x", x)
-    x, residual = _checks.autocast_inputs(x, residual)
+    x, residual = _autocast.autocast_inputs(x, residual)
     is_uniform = _checks.same_dtype_and_device(
         x, x if residual is None else residual, weight, weight if bias is None else bias
     )
@@ -205,7 +205,7 @@ def _run(
     x, residual, weight, bias, dropout_p, x_bias = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     options = (float(eps), dropout_p, rng_state)
-    with _checks.no_autocast(device):
+    with _autocast.no_autocast(device):
         if chosen.differentiable:
             out, z = chosen.module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
         else:

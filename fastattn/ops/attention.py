@@ -15,7 +15,7 @@ from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_args, prepare, to_operator_args
-from fastattn.ops import _checks
+from fastattn.ops import _autocast, _checks
 from fastattn.ops._autograd import Operator
 
 
@@ -32,7 +32,7 @@ def _validate(
 ) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
     """Check a call's arguments. Returns (device, inputs): (q, k, v, mask, dropout_p), as backends take them."""
     _checks.check_float("query", query)
-    query, key, value = _checks.autocast_inputs(query, key, value)
+    query, key, value = _autocast.autocast_inputs(query, key, value)
     if not _checks.same_dtype_and_device(query, key, value):
         for name, t in (("key", key), ("value", value)):
             _checks.check_like(name, t, "query", query)
@@ -215,7 +215,7 @@ def scaled_dot_product_attention(
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
     module = chosen.module
-    with _checks.no_autocast(device):
+    with _autocast.no_autocast(device):
         if chosen.differentiable:
             out, lse, weights = module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn.backends import Backend, timings
-from fastattn.ops import _checks
+from fastattn.ops import _autocast, _checks
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -25,7 +25,7 @@ def _validate(
 ) -> tuple[torch.device, Inputs]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("query", query)
-    query, key, value = _checks.autocast_inputs(query, key, value)
+    query, key, value = _autocast.autocast_inputs(query, key, value)
     is_uniform = _checks.same_dtype_and_device(query, key, value)
     for name, t, dims, meaning in (
         ("query", query, 4, "(B, W, H, Dk)"),
@@ -103,7 +103,7 @@ def decode_attention(
     device, inputs = _validate(query, key, value, lengths, ancestors, scale)
     chosen = backends.choose("decode_attention", device, inputs, backend)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    with _checks.no_autocast(device):
+    with _autocast.no_autocast(device):
         if chosen.differentiable:
             return chosen.module.decode_attention(*inputs, softmax_scale)
         if torch.compiler.is_compiling():

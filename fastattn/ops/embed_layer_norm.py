@@ -14,7 +14,7 @@ from fastattn._tracing import differentiable_gradients
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import embed_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.ops import _checks
+from fastattn.ops import _autocast, _checks
 from fastattn.ops._autograd import Operator
 
 
@@ -38,9 +38,7 @@ def _validate(
     if embedding.dim() != 2 or 0 in embedding.shape:
         raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (tokens of the vocabulary, d)")
     vocabulary, d = embedding.shape
-    dtype = embedding.dtype
-    if dtype != torch.float64:
-        dtype = _checks.autocast_dtype(embedding.device) or dtype
+    dtype = _autocast.dtype_under_autocast(embedding)
     _checks.check_float("position_table", position_table)
     shape = (position_table.shape[0] if position_table.dim() > 0 else 0, d)
     _checks.check_parameter("position_table", position_table, shape, "(n_position, d)", "embedding", embedding)
@@ -131,7 +129,7 @@ def _embed(device: torch.device, inputs: tuple[Any, ...], eps: float, backend: B
     chosen = backends.choose("embed_layer_norm", device, inputs, backend)
     *tensors, scale, padding_idx, dropout_p, dtype = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
-    with _checks.no_autocast(device):
+    with _autocast.no_autocast(device):
         if chosen.differentiable:
             options = (scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
             return chosen.module.embed_layer_norm(*tensors, *options)

@@ -16,7 +16,7 @@ from fastattn.backends.constants import GATED
 from fastattn.backends.reference import feed_forward as reference
 from fastattn.backends.reference.feed_forward import ACTIVATIONS
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.ops import _checks
+from fastattn.ops import _autocast, _checks
 from fastattn.ops._autograd import Operator
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
@@ -36,7 +36,7 @@ def _validate(
     _checks.check_float("x", x)
     if activation not in ACTIVATIONS and activation not in GATED:
         raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
-    x, weight1, bias1, weight2, bias2 = _checks.autocast_inputs(x, weight1, bias1, weight2, bias2)
+    x, weight1, bias1, weight2, bias2 = _autocast.autocast_inputs(x, weight1, bias1, weight2, bias2)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
     if not _checks.same_dtype_and_device(x, weight1, bias1, weight2, bias2):
@@ -100,7 +100,7 @@ def feed_forward(
     device, inputs = _validate(x, weight1, bias1, weight2, bias2, activation, dropout_p)
     chosen = backends.choose("feed_forward", device, inputs, backend)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
-    with _checks.no_autocast(device):
+    with _autocast.no_autocast(device):
         if chosen.differentiable:
             formula = chosen.module.feed_forward
             if recompute and torch.is_grad_enabled() and not is_transformed():

@@ -12,7 +12,7 @@ from fastattn import backends
 from fastattn._tracing import can_read_values, differentiable_gradients
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import linear_cross_entropy as reference
-from fastattn.ops import _checks
+from fastattn.ops import _autocast, _checks
 from fastattn.ops._autograd import Operator
 
 Reduction = Literal["none", "mean", "sum"]
@@ -36,7 +36,7 @@ def _validate(
 ) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("x", x)
-    x, weight, bias = _checks.autocast_inputs(x, weight, bias)
+    x, weight, bias = _autocast.autocast_inputs(x, weight, bias)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
     _checks.check_like("weight", weight, "x", x)
@@ -158,7 +158,7 @@ def loss_of_known_target(
 
 def _loss(device: torch.device, inputs: tuple[Any, ...], backend: Backend | None) -> Tensor:
     chosen = backends.choose("linear_cross_entropy", device, inputs, backend)
-    with _checks.no_autocast(device):
+    with _autocast.no_autocast(device):
         if chosen.differentiable:
             return chosen.module.linear_cross_entropy(*inputs)
         x, weight, bias, target, *options = inputs

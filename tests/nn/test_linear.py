@@ -75,3 +75,9 @@ def test_when_there_is_one_product(monkeypatch):
     with torch.no_grad():
         assert shapes(linears) == [*ROWS]
     assert joint_linear(x, [], backend="aten") == ()
+
+
+def test_float64_stays_under_autocast():
+    linears, x = linear_maps(torch.float64), torch.randn(2, D, dtype=torch.float64, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert {t.dtype for t in joint_linear(x, linears, backend="aten")} == {torch.float64}
