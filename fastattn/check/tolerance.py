@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PERTURBATION = 2.0**-40  # relative; float64 leaves 12 bits of its effect, and no relu opens or closes for it
 
 _aten = torch.ops.aten
-_MEANS = (_aten.mean.default, _aten.mean.dim, _aten.nll_loss_forward.default)
+_MEANS_AND_SOFTMAX = (_aten.mean.default, _aten.mean.dim, _aten.nll_loss_forward.default, _aten._softmax.default)
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default)
 
 
@@ -114,8 +114,9 @@ def measure_rounding_scale(
     truth: the results without a change. T is the root mean square of some draws, and is relative to that amount.
 
     What is multiplied by a matrix moves again where that is done, and so does each term of a mean or of a sum within a
-    row: kernels round both. A sum over rows moves by each partial sum: PyTorch's own backward of layer normalisation
-    adds one row after the other in the dtype of weight. What runs in float32 in every method does not move.
+    row: kernels round both. Scores move once more in a softmax, because its exponent is a score less the row's lse. A
+    sum over rows moves by each partial sum: PyTorch's own backward of layer normalisation adds one row after the other
+    in the dtype of weight. What runs in float32 in every method does not move.
     """
     total = {name: torch.zeros_like(value) for name, value in truth.items()}
     for seed in range(draws):
@@ -145,7 +146,7 @@ class _Roundings(TorchDispatchMode):
         if function == _aten._softmax_backward_data.default:
             grad, out, dim = args[:3]
             return out * (grad - self.change(grad * out).sum(dim, keepdim=True))
-        if function in _MEANS:
+        if function in _MEANS_AND_SOFTMAX:
             return function(self.change(args[0]), *args[1:], **kwargs)
         if function == _aten.sum.dim_IntList or function == _aten.sum.default:
             return self._sum(function, args, kwargs)

@@ -79,7 +79,7 @@ def test_out_leaves_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not timings.user_path(timings.device_name("cpu")).exists()
 
 
-def once(call: tune.Call, device: torch.device) -> dict[str, float]:
+def once(call: tune.TimedCall, device: torch.device) -> dict[str, float]:
     """In place of tune.measure."""
     times = {}
     for way, context in call.ways.items():
@@ -257,9 +257,9 @@ def test_a_wrong_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the doctor finds one wrong. tune reports it and does not measure it."""
     monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": backends != ["cuda"]}])
     ways = {"cuda": fastattn.use_backend, "aten": fastattn.use_backend}
-    call = tune.Call("attention", "a class", "a call", torch.float32, lambda: None, {}, "aten")
+    call = tune.TimedCall("attention", "a class", "a call", torch.float32, lambda: None, {}, "aten")
 
-    def table(device: torch.device) -> Iterator[tune.Call]:
+    def table(device: torch.device) -> Iterator[tune.TimedCall]:
         yield call._replace(ways={name: lambda: fastattn.use_backend(None) for name in ways})
 
     made = tune.tune(CPU, 1, print, table)
