@@ -1,12 +1,14 @@
 """What mypy makes of the public functions, as a user's own check would."""
 
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import fastattn
 from fastattn.generate.loop import Decodable
 
 USE = """
@@ -57,5 +59,7 @@ def test_types(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "use.py").write_text(USE)
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--strict", "use.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    # mypy does not see an editable install.
+    environment = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parents[1])}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
