@@ -18,6 +18,7 @@ from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.fusible import can_fuse, check_steps
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import add_norm, current_dropout_p
+from fastattn.nn.straight import Plan
 from fastattn.ops import _checks
 from fastattn.ops.embed_layer_norm import embed_known_tokens
 from fastattn.ops.feed_forward import Activation
@@ -159,8 +160,10 @@ class Encoder(_Stack):
         """
         mask, attns = as_attention_mask(src_mask), []
         x = self.embed("src_seq", self.src_word_emb, src_seq, position)
+        plan = Plan(x)
         for layer in self.layer_stack:
-            x, attn = layer(x, mask, return_attns=return_attns)
+            known = {"plan": plan} if type(layer) is EncoderLayer else {}
+            x, attn = layer(x, mask, return_attns=return_attns, **known)
             attns.append(attn)
         x = self.normalised(x)
         return (x, attns) if return_attns else (x,)
@@ -222,8 +225,9 @@ class Decoder(_Stack):
         slf_attns, enc_attns = [], []
         x = self.embed("trg_seq", self.trg_word_emb, trg_seq, position)
         projected = self.project_encoder(enc_output) if enc_projected is None else enc_projected
+        plan = Plan(x)
         for layer in self.layer_stack:
-            known = {"enc_projected": projected[layer]} if layer in projected else {}
+            known = {"enc_projected": projected[layer], "plan": plan} if layer in projected else {}
             x, slf_attn, enc_attn = layer(x, enc_output, trg_mask, src_mask, return_attns=return_attns, **known)
             slf_attns.append(slf_attn)
             enc_attns.append(enc_attn)

@@ -12,6 +12,7 @@ from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.residual import HiddenState
+from fastattn.nn.straight import Plan, run_layer
 from fastattn.ops.feed_forward import Activation
 
 
@@ -59,13 +60,22 @@ class EncoderLayer(_Layer):
     attentions = ("slf_attn",)
 
     def forward(
-        self, enc_input: HiddenState, slf_attn_mask: Tensor | AttentionMask | None = None, *, return_attns: bool = False
+        self,
+        enc_input: HiddenState,
+        slf_attn_mask: Tensor | AttentionMask | None = None,
+        *,
+        return_attns: bool = False,
+        plan: Plan | None = None,
     ) -> tuple[HiddenState, Tensor | None]:
         """enc_input: (B, L, d_model), or with norm_first also a PendingResidual of such, else TypeError.
 
-        slf_attn_mask: see as_attention_mask.
+        slf_attn_mask: see as_attention_mask.     plan: what the forward has decided, shared by its layers.
         Returns (output, of enc_input's type; attention weights (B, n_head, L, L) or None).
         """
+        if not return_attns:
+            plan = Plan(enc_input) if plan is None else plan
+            if (out := run_layer(plan, self, enc_input, (slf_attn_mask,))) is not None:
+                return out, None
         x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
         return self.pos_ffn(x), slf_attn
 
@@ -89,15 +99,21 @@ class DecoderLayer(_Layer):
         *,
         return_attns: bool = False,
         enc_projected: tuple[Tensor, Tensor] | None = None,
+        plan: Plan | None = None,
     ) -> tuple[HiddenState, Tensor | None, Tensor | None]:
         """dec_input: (B, Lt, d_model), or with norm_first also a PendingResidual of such, else TypeError.
         enc_output: (B, Ls, d_model).
 
         Masks: see as_attention_mask. enc_projected: enc_attn's keys and values, (w_ks(enc_output), w_vs(enc_output)),
-        where they were computed before.
+        where they were computed before.     plan: as of an EncoderLayer.
         Returns (output, of dec_input's type; weights of the self-attention (B, n_head, Lt, Lt) and of the
         attention to the encoder (B, n_head, Lt, Ls), or None).
         """
+        if not return_attns and enc_projected is not None:
+            plan = Plan(dec_input) if plan is None else plan
+            masks = slf_attn_mask, dec_enc_attn_mask
+            if (out := run_layer(plan, self, dec_input, masks, *enc_projected)) is not None:
+                return out, None, None
         x, slf_attn = self.slf_attn(dec_input, dec_input, dec_input, slf_attn_mask, return_attn=return_attns)
         x, enc_attn = self.enc_attn(
             x, enc_output, enc_output, dec_enc_attn_mask, return_attn=return_attns, projected=enc_projected

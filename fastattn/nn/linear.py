@@ -62,25 +62,64 @@ def joint_linear(
         if len({(weight.dtype, weight.device) for weight in weights}) == 1:
             dtype = _autocast.dtype_under_autocast(weights[0])
             biases = [module.bias for module in modules]
-            bias = None if biases[0] is None else _Joint.apply(dtype, *biases)
-            out = cpu_matmul.linear(x, _Joint.apply(dtype, *weights), bias)
+            weight, bias = joined((tuple(weights), tuple(biases)), dtype)
+            out = cpu_matmul.linear(x, weight, bias)
             return out.split([weight.shape[0] for weight in weights], -1)
     return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
 
 
-class _Joint(torch.autograd.Function):
-    """The tensors concatenated in dimension 0, in a dtype: one copy where torch.cat and a cast would be two."""
+Group = tuple[Tensor | None, ...]
+
+
+def joined(groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor | None]:
+    """For each group of tensors these concatenated in dimension 0, in a dtype; None for a group of None.
+
+    Casts of all groups are one operator, which concatenates too. A group of one tensor in this dtype is the tensor.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.dtype != dtype for (t, *_) in groups):
+        made = iter(_Joined.apply(dtype, [len(group) for group in groups], *(t for group in groups for t in group)))
+        return [None if group[0] is None else next(made) for group in groups]
+    return _joined(groups, dtype)
+
+
+def _joined(groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor | None]:
+    results, sources, copies = [], [], []
+    for group in groups:
+        first = group[0]
+        if first is None or (first.dtype == dtype and len(group) == 1):
+            results.append(first)
+        elif first.dtype == dtype:
+            results.append(torch.cat(group))
+        else:
+            rows = [t.shape[0] for t in group]
+            results.append(first.new_empty(sum(rows), *first.shape[1:], dtype=dtype))
+            sources += group
+            copies += results[-1].split(rows) if len(rows) > 1 else results[-1:]
+    if sources:
+        torch._foreach_copy_(copies, sources)
+    return results
+
+
+class _Joined(torch.autograd.Function):
+    """`joined` where tensors are cast. lengths: of the groups of these tensors."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        ctx.sizes, ctx.dtype = [t.shape[0] for t in tensors], tensors[0].dtype
-        joint = tensors[0].new_empty(sum(ctx.sizes), *tensors[0].shape[1:], dtype=dtype)
-        torch._foreach_copy_(list(joint.split(ctx.sizes)), list(tensors))
-        return joint
+    def forward(ctx: Any, dtype: torch.dtype, lengths: list[int], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        groups = [tuple(next(rest) for _ in range(length)) for length in lengths]
+        ctx.groups = [[(t.shape[0], t.dtype) for t in group if t is not None] for group in groups]
+        ctx.lengths = lengths
+        return tuple(t for t in _joined(groups, dtype) if t is not None)
 
     @staticmethod
-    def backward(ctx: Any, djoint: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *djoint.to(ctx.dtype).split(ctx.sizes)
+    def backward(ctx: Any, *djoints: Tensor) -> tuple[Tensor | None, ...]:
+        grads, djoints = [], iter(djoints)
+        for length, group in zip(ctx.lengths, ctx.groups, strict=True):
+            if not group:
+                grads += [None] * length
+                continue
+            grads += next(djoints).to(group[0][1]).split([rows for rows, _ in group])
+        return None, None, *grads
 
 
 class PreparedLinears:

@@ -220,14 +220,11 @@ def scaled_dot_product_attention(
             out, lse, weights = module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
         else:
             mask = _NO_MASK if mask is None else mask
-            layouts = module.mask_layouts(q, k, v, mask.bias)
-            if not _needs_gradient(q, k, v, mask.bias):
-                layouts = layouts[:1]
-            build = partial(_prepare, chosen.name, q)
-            prepared = [mask.prepare(q.shape[2], k.shape[2], layout, device, build) for layout in layouts]
+            prepared = prepare_masks(chosen, q, k, v, mask, needs_gradient=_needs_gradient(q, k, v, mask.bias))
             out, lse = _Attention.apply(q, k, v, mask.bias, prepared, *options, chosen, remember=mask)
             weights = None
             if wanted is not None:
+                build = partial(_prepare, chosen.name, q)
                 prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
                 given, options = (q, k, lse.detach(), mask.bias), (*options, wanted == "mean")
                 with torch.no_grad():
@@ -243,6 +240,16 @@ def scaled_dot_product_attention(
     if not return_lse and wanted is None:
         return out
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if wanted is not None else ())
+
+
+def prepare_masks(
+    chosen: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, needs_gradient: bool
+) -> list[PreparedMask]:
+    """The mask as the kernels of a call read it: in the forward's layout, then in those of the backward."""
+    mask = _NO_MASK if mask is None else mask
+    layouts, build = chosen.module.mask_layouts(q, k, v, mask.bias), partial(_prepare, chosen.name, q)
+    layouts = layouts if needs_gradient else layouts[:1]
+    return [mask.prepare(q.shape[2], k.shape[2], layout, q.device, build) for layout in layouts]
 
 
 def _prepare(backend: str, q: Tensor, *restriction: Any) -> PreparedMask:

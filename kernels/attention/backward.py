@@ -194,16 +194,17 @@ def attention_bwd(
     dropout_p: float,
     rng_state: Tensor | None,
     needs_dbias: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
     it. masks: in the layouts of mask_layouts() after the first, which also say the tiles. Returns dq, dk, dv in the
-    inputs' dtypes and memory order, and dbias, as bias, if needed."""
+    inputs' dtypes and memory order, or written into `grads`, and dbias, as bias, if needed."""
     B, H, Lq, Dk = q.shape
     Hk, Lk, Dv = v.shape[1:]
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    dq, dk, dv = arguments.empty_like(q, Dk), arguments.empty_like(k, Dk), arguments.empty_like(v, Dv)
+    dq, dk, dv = grads or (arguments.empty_like(q, Dk), arguments.empty_like(k, Dk), arguments.empty_like(v, Dv))
     delta = torch.empty_like(lse)
     dbias = None
     by_query, by_key = masks

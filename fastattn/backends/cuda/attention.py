@@ -104,12 +104,13 @@ def attention_bwd(
     dropout_p: float,
     rng_state: Tensor | None,
     needs_dbias: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; masks: in mask_layouts()[1:]; the rest
     from the forward. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias."""
     launch = masks[0].layout.launch
     is_short, uses_sm90 = launch == SHORT, launch == SM90
-    dq, dk, dv = (structs.empty_like(t, t.shape[3]) for t in (q, k, v))
+    dq, dk, dv = grads or (structs.empty_like(t, t.shape[3]) for t in (q, k, v))
     if uses_sm90:
         q, k, v, out, dout = map(sm90.aligned, (q, k, v, out, dout))
     else:

@@ -1,0 +1,570 @@
+"""The straight path of a layer: its products and launches, in the order in which they run.
+
+Small tensors, or a fast GPU, wait for the Python between launches. So a layer that nobody has modified is computed here
+without calling its modules. What its calls have to know is decided before, once a forward for all layers (Plan). A
+layer that is modified, traced or transformed goes op by op, through its modules, with the same results (layers.py).
+
+Backends with a forward and a backward (triton, cuda): the layer is one autograd node, _Layer.
+Backends whose ops are formulas (aten): autograd records the same forward.
+
+    post-norm, for each sublayer:   branch = sublayer(x);   x = norm(x + dropout(branch))
+    norm_first, likewise:           z = residual + dropout(branch);   branch, residual = sublayer(norm(z)), z
+
+x is a matrix here, (B * L, d_model). `kept` is a stack: what the forward pushes, the backward pops in reverse order. It
+is None where nothing is kept: without gradients, and where autograd records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula
+from fastattn.backends import Backend, Implementation, choose, cpu_matmul, implementation
+from fastattn.backends.reference.philox import draw_rng_state, dropout
+from fastattn.masks import AttentionMask, PreparedMask
+from fastattn.nn.attention import _READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
+from fastattn.nn.feed_forward import PositionwiseFeedForward
+from fastattn.nn.fusible import all_can_fuse, can_fuse, hook_reason
+from fastattn.nn.linear import joined
+from fastattn.nn.recompute import is_recomputing, remember_norm
+from fastattn.nn.residual import PendingResidual, current_dropout_p
+from fastattn.ops import _autocast
+from fastattn.ops.add_layer_norm import dropout_add_layer_norm
+from fastattn.ops.attention import prepare_masks
+
+Kept = list[Tensor | None]
+Parameters = tuple[Tensor | None, ...]
+
+
+class Norm(NamedTuple):
+    """A sublayer's dropout and LayerNorm. weight, bias (d_model,)."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    dropout_p: float
+    chosen: Implementation
+
+    def by_formula(self, parameters: Iterator[Tensor | None]) -> Norm:
+        chosen = implementation("add_layer_norm", "reference")
+        return self._replace(weight=next(parameters), bias=next(parameters), chosen=chosen)
+
+
+class AttentionChoice(NamedTuple):
+    """What the calls of attention with one mask and one size share. masks: None for a formula, which reads mask."""
+
+    chosen: Implementation
+    mask: AttentionMask | None
+    masks: list[PreparedMask] | None
+
+
+class Attention(NamedTuple):
+    """A call of a MultiHeadAttention.
+
+    projections: w_qs, w_ks and w_vs, each (rows, d_model), or w_qs alone where keys and values come projected.
+    biases: theirs, (rows,) or None.     fc: (d_model, n_head * d_v).     sizes: B, L, n_head, n_head_kv, d_k, d_v.
+    """
+
+    projections: tuple[Tensor, ...]
+    biases: Parameters
+    fc: Tensor
+    fc_bias: Tensor | None
+    norm: Norm
+    sizes: tuple[int, ...]
+    softmax_scale: float
+    dropout_p: float
+    choice: AttentionChoice
+
+    @property
+    def parameters(self) -> Parameters:
+        return *self.projections, *self.biases, self.fc, self.fc_bias, self.norm.weight, self.norm.bias
+
+    @property
+    def groups(self) -> tuple[Parameters, ...]:
+        """What products read: the tensors of a group are concatenated."""
+        return self.projections, self.biases, (self.fc,), (self.fc_bias,)
+
+    def by_formula(self, parameters: Iterator[Tensor | None]) -> Attention:
+        """The same call by the plain formula, with other tensors for `parameters`."""
+        projections, biases = (tuple(next(parameters) for _ in ts) for ts in (self.projections, self.biases))
+        choice = AttentionChoice(implementation("attention", "reference"), self.choice.mask, None)
+        fc, fc_bias, norm = next(parameters), next(parameters), self.norm.by_formula(parameters)
+        return Attention(projections, biases, fc, fc_bias, norm, *self[5:8], choice)
+
+
+class FeedForward(NamedTuple):
+    """A call of a PositionwiseFeedForward. weight1 (rows, d_model), weight2 (d_model, d_inner)."""
+
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    norm: Norm
+    activation: str
+    chosen: Implementation
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.weight1, self.bias1, self.weight2, self.bias2, self.norm.weight, self.norm.bias
+
+    @property
+    def groups(self) -> tuple[Parameters, ...]:
+        return (self.weight1,), (self.bias1,), (self.weight2,), (self.bias2,)
+
+    def by_formula(self, parameters: Iterator[Tensor | None]) -> FeedForward:
+        weights = [next(parameters) for _ in range(4)]
+        chosen = implementation("feed_forward", "reference")
+        return FeedForward(*weights, self.norm.by_formula(parameters), self.activation, chosen)
+
+
+Call = Attention | FeedForward
+
+
+class Plan:
+    """What one forward of a model decides for all of its layers.
+
+    is_open: whether any layer may go straight.     keeps: whether gradients are recorded.
+    dtype: of the hidden states: torch.autocast's, or the input's.
+    """
+
+    def __init__(self, x: Any) -> None:
+        """x: the first layer's input, a tensor (B, L, d_model) or a PendingResidual."""
+        x = x.branch if isinstance(x, PendingResidual) else x
+        self.is_open = type(x) is Tensor and not torch.compiler.is_compiling() and not is_transformed()
+        if self.is_open:
+            self.device, self.dtype = x.device, _autocast.dtype_under_autocast(x)
+            self.is_under_autocast = _autocast.autocast_dtype(x.device) is not None
+            self.keeps, self.is_recomputing = torch.is_grad_enabled(), is_recomputing()
+            self._choices: dict[tuple[Any, ...], Any] = {}
+
+    def choose(self, op_name: str, backend: Backend | None, x: Tensor, *op_args: Any) -> Implementation:
+        """The backend of an op whose first argument is x and whose others are op_args."""
+        key = op_name, backend, x.shape, *(t.shape if isinstance(t, Tensor) else t for t in op_args)
+        if (chosen := self._choices.get(key)) is None:
+            chosen = self._choices[key] = choose(op_name, self.device, (x, *op_args), backend)
+        return chosen
+
+    def choose_attention(
+        self, module: MultiHeadAttention, mask: AttentionMask | None, sizes: tuple[int, int, int], dropout_p: float
+    ) -> AttentionChoice:
+        """The choice for a mask and sizes (B, Lq, Lk). The mask is checked here."""
+        backend, heads = module.backend, (module.n_head, module.n_head_kv, module.d_k, module.d_v)
+        key = id(mask), sizes, heads, dropout_p, backend
+        if (choice := self._choices.get(key)) is None:
+            (B, Lq, Lk), (H, Hk, Dk, Dv) = sizes, heads
+            shapes = (B, Lq, H, Dk), (B, Lk, Hk, Dk), (B, Lk, Hk, Dv)
+            empty = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+            q, k, v = (t.transpose(1, 2) for t in empty)
+            if mask is not None:
+                mask.check(B, H, Lq, Lk, self.device)
+            chosen = choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
+            masks = None if chosen.differentiable else prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
+            choice = self._choices[key] = AttentionChoice(chosen, mask, masks)
+        return choice
+
+
+def run_layer(
+    plan: Plan, layer: Any, x: Any, masks: Sequence[Tensor | AttentionMask | None], *memory: Tensor
+) -> Tensor | PendingResidual | None:
+    """The output of an EncoderLayer or DecoderLayer, of the type of its input x, or None: it has to go op by op.
+
+    x: a tensor (B, L, d_model), or with norm_first a PendingResidual of such.     masks: of layer.attentions.
+    memory: of a decoder layer: the encoder's projected keys and values, (B, Lk, rows).
+    """
+    pending, norm_first = (x, True) if isinstance(x, PendingResidual) else ((x,), False)
+    shape = pending[0].shape
+    if not plan.is_open or len(shape) != 3 or any(t.dtype is not plan.dtype for t in memory):
+        return None
+    # Matrices, in the dtype of the hidden states. The bias of a PendingResidual is a parameter.
+    stream = [None if t is None else t.to(plan.dtype).reshape(-1, shape[2]).contiguous() for t in pending[:2]]
+    stream += pending[2:]
+    calls = []
+    for name, mask, keys in zip(layer.attentions, masks, (None, *memory[:1]), strict=False):
+        calls.append(_attention_call(plan, layer._modules[name], norm_first, stream[0], shape, mask, keys))
+    calls.append(_feed_forward_call(plan, layer._modules["pos_ffn"], norm_first, stream[0]))
+    if None in calls:
+        return None
+    chosen = [c for call in calls for c in (_backend(call), call.norm.chosen)]
+    is_formula = chosen[0].differentiable
+    if any(c.differentiable is not is_formula or c.name == "reference" for c in chosen):
+        return None
+    rng_states = _draw_rng_states(plan, calls, norm_first)
+    if plan.keeps and not is_formula:
+        parameters = (t for call in calls for t in call.parameters)
+        out = _Layer.apply(plan, calls, rng_states, len(stream), *stream, *memory, *parameters)
+    else:
+        with _autocast.no_autocast(plan.device):
+            out = _forward(plan, calls, iter(rng_states), stream, memory, None)
+    if not norm_first:
+        return out[0].view(shape)
+    bias = calls[-1].bias2 if plan.keeps and not is_formula else None
+    return PendingResidual(out[0].view(shape), out[1].view(shape), bias)
+
+
+# The calls of a layer's sublayers, from its modules. None: something is modified, and the layer goes op by op.
+
+
+def _attention_call(
+    plan: Plan, module: Any, norm_first: bool, x: Tensor, shape: tuple[int, ...], mask: Any, keys: Tensor | None
+) -> Attention | None:
+    """x (B * L, d_model), shape (B, L, d_model). keys: (B, Lk, rows), or None for self-attention."""
+    if not _is_unchanged(module, MultiHeadAttention, norm_first, _READ_BY_OPS):
+        return None
+    children = module._modules
+    core = children["attention"]
+    if not (type(core) is ScaledDotProductAttention and can_fuse(core._modules["dropout"]) and not hook_reason(core)):
+        return None
+    mask = mask if isinstance(mask, AttentionMask) else as_attention_mask(mask)
+    if shape[2] != module.d_model or (mask is not None and mask.bias is not None):
+        return None
+    B, L, _ = shape
+    dropout_p = current_dropout_p(core._modules["dropout"])
+    choice = plan.choose_attention(module, mask, (B, L, L if keys is None else keys.shape[1]), dropout_p)
+    maps = [children[name]._parameters for name in (("w_qs", "w_ks", "w_vs") if keys is None else ("w_qs",))]
+    projections, biases = tuple(p["weight"] for p in maps), tuple(p["bias"] for p in maps)
+    fc, norm = children["fc"]._parameters, _norm_call(plan, module, x)
+    if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
+        return None
+    sizes = B, L, module.n_head, module.n_head_kv, module.d_k, module.d_v
+    options = sizes, 1 / core.temperature, dropout_p, choice
+    return Attention(projections, biases, fc["weight"], fc["bias"], norm, *options)
+
+
+def _feed_forward_call(plan: Plan, module: Any, norm_first: bool, x: Tensor) -> FeedForward | None:
+    """x (B * L, d_model)."""
+    if not _is_unchanged(module, PositionwiseFeedForward, norm_first, PositionwiseFeedForward.fused_children):
+        return None
+    w_1, w_2 = (module._modules[name]._parameters for name in ("w_1", "w_2"))
+    weights, norm = (w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]), _norm_call(plan, module, x)
+    if not _fit(plan, norm, *weights):
+        return None
+    chosen = plan.choose("feed_forward", module.backend, x, *weights, module.activation, 0.0)
+    return FeedForward(*weights, norm, module.activation, chosen)
+
+
+def _norm_call(plan: Plan, module: Any, x: Tensor) -> Norm:
+    norm, dropout_p = module._modules["layer_norm"], current_dropout_p(module._modules["dropout"])
+    weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+    chosen = plan.choose("add_layer_norm", module.backend, x, None, weight, bias, dropout_p, None)
+    return Norm(weight, bias, norm.eps, dropout_p, chosen)
+
+
+def _is_unchanged(module: Any, kind: type, norm_first: bool, children: tuple[str, ...]) -> bool:
+    if type(module) is not kind or module.norm_first is not norm_first:
+        return False
+    return hook_reason(module) is None and all_can_fuse(module, children)
+
+
+def _fit(plan: Plan, norm: Norm, *parameters: Tensor | None) -> bool:
+    """Whether the parameters are on the device, and of the dtypes that products and kernels need."""
+    dtype, device = parameters[0].dtype, plan.device
+    if dtype is not plan.dtype and not (plan.is_under_autocast and dtype is not torch.float64):
+        return False
+    for t in parameters:
+        if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
+            return False
+    w, b = norm.weight, norm.bias
+    fits = w.dtype is plan.dtype or w.dtype is torch.float32
+    return fits and b.dtype is w.dtype and w.device == b.device == device
+
+
+# A layer.
+
+
+def _backend(call: Call) -> Implementation:
+    return call.choice.chosen if isinstance(call, Attention) else call.chosen
+
+
+def _draw_rng_states(plan: Plan, calls: Sequence[Call], norm_first: bool) -> list[Tensor | None]:
+    """What dropout draws from, in the order in which _forward needs it: twice for Attention, once for FeedForward."""
+    rng_states = []
+    for call in calls:
+        drops = [(call.norm.dropout_p, call.norm.chosen)]
+        if isinstance(call, Attention):
+            drops.insert(1 if norm_first else 0, (call.dropout_p, call.choice.chosen))
+        rng_states += [draw_rng_state(plan.device, chosen.name) if p > 0 else None for p, chosen in drops]
+    return rng_states
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        calls: Sequence[Call],
+        rng_states: list[Tensor | None],
+        width: int,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """tensors: `width` of the stream, the memory, the parameters."""
+        parameters = sum(len(call.parameters) for call in calls)
+        stream, memory = tensors[:width], tensors[width : len(tensors) - parameters]
+        kept: Kept = []
+        out = _forward(plan, calls, iter(rng_states), stream, memory, kept)
+        ctx.save_for_backward(*memory, *rng_states, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.given = plan, calls, len(memory), len(rng_states)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
+        plan, calls, *counts = ctx.given
+        saved = iter(ctx.saved_tensors)  # activation checkpointing gives them out once
+        memory, rng_states = ([next(saved) for _ in range(count)] for count in counts)
+        backward = _formula_backward if needs_formula(*douts) else _backward
+        grads = backward(plan, calls, rng_states, douts, memory, list(saved))
+        needed = ctx.needs_input_grad[4:]
+        return *(None,) * 4, *(grad if need else None for grad, need in zip(grads, needed, strict=True))
+
+
+def _forward(
+    plan: Plan,
+    calls: Sequence[Call],
+    rng_states: Iterator[Tensor | None],
+    stream: Sequence[Tensor | None],
+    memory: Sequence[Tensor],
+    kept: Kept | None,
+) -> tuple[Tensor, ...]:
+    """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, residual)."""
+    products = iter(joined([group for call in calls for group in call.groups], plan.dtype))
+    if len(stream) == 1:
+        (x,) = stream
+        for call in calls:
+            branch, bias = _sublayer(plan, call, products, rng_states, x, memory, kept)
+            x, _ = _norm(plan, call.norm, next(rng_states), branch, x, bias, kept)
+        return (x,)
+    branch, residual, bias = stream
+    for call in calls:
+        x, residual = _norm(plan, call.norm, next(rng_states), branch, residual, bias, kept)
+        branch, bias = _sublayer(plan, call, products, rng_states, x, memory, kept)
+    return branch, residual
+
+
+def _backward(
+    plan: Plan,
+    calls: Sequence[Call],
+    rng_states: Sequence[Tensor | None],
+    douts: Sequence[Tensor | None],
+    memory: Sequence[Tensor],
+    kept: Kept,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the stream, the memory and the parameters."""
+    shape = next(t.shape for t in douts if t is not None)
+    douts = [None if t is None else t.contiguous() for t in douts]
+    rng_states, dmemory, dparameters = list(rng_states), [None] * len(memory), []
+    if len(douts) == 1:
+        (dx,) = douts
+        for call in reversed(calls):
+            dbranch, dresidual, *dnorm, dbias = _norm_backward(call.norm, kept, rng_states.pop(), dx, None)
+            dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, dresidual, memory, dmemory)
+            dparameters = [*dweights, dbias, *dnorm, *dparameters]
+        return dx, *dmemory, *dparameters
+    dbranch, dresidual = douts
+    dbranch, dbias = torch.zeros(shape, dtype=plan.dtype, device=plan.device) if dbranch is None else dbranch, None
+    for call in reversed(calls):
+        dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, None, memory, dmemory)
+        dbranch, dresidual, *dnorm, dprevious = _norm_backward(call.norm, kept, rng_states.pop(), dx, dresidual)
+        dparameters, dbias = [*dweights, dbias, *dnorm, *dparameters], dprevious
+    return dbranch, dresidual, dbias, *dmemory, *dparameters
+
+
+def _formula_backward(
+    plan: Plan,
+    calls: Sequence[Call],
+    rng_states: Sequence[Tensor | None],
+    douts: Sequence[Tensor | None],
+    memory: Sequence[Tensor],
+    kept: Kept,
+) -> tuple[Tensor | None, ...]:
+    """As _backward, by operators that can be differentiated again: the plain formula of the same dropout, recorded.
+
+    It begins at the first tensor that was kept: x, or with norm_first the sum z that the first norm reads.
+    """
+    norm_first, first = len(douts) == 2, calls[0].norm
+
+    def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        parameters, dropped, start = iter(tensors[len(memory) :]), list(rng_states), (x,)
+        formulas = [call.by_formula(parameters) for call in calls]
+        if norm_first:
+            dropped[0], start = None, (x, None, None)
+        with _autocast.no_autocast(plan.device):
+            return _forward(plan, formulas, iter(dropped), start, tensors[: len(memory)], None)
+
+    inputs = kept[0], *memory, *(t for call in calls for t in call.parameters)
+    dx, *others = differentiable_gradients(formula, inputs, douts)
+    if not norm_first:
+        return dx, *others
+    dbranch = None if dx is None else dropout(dx, first.dropout_p, rng_states[0])
+    return dbranch, dx, None if dbranch is None else dbranch.sum(0), *others
+
+
+# A sublayer. Forward and backward next to each other: what the one pushes, the other pops.
+
+
+def _pop(kept: Kept, count: int) -> Kept:
+    popped = kept[-count:]
+    del kept[-count:]
+    return popped
+
+
+def _norm(
+    plan: Plan,
+    norm: Norm,
+    rng_state: Tensor | None,
+    branch: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    kept: Kept | None,
+) -> tuple[Tensor, Tensor]:
+    """(norm(z), z), z = residual + dropout(branch + bias)."""
+    module = norm.chosen.module
+    inputs = branch, residual, norm.weight, norm.bias, norm.eps, norm.dropout_p, rng_state, bias
+    if norm.chosen.differentiable:
+        return module.add_layer_norm(*inputs)
+    out, z, statistics = module.add_layer_norm_fwd(*inputs)
+    if kept is not None:
+        kept += (z, statistics, norm.weight, norm.bias, bias)
+        if plan.is_recomputing:
+            again = {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps, "backend": norm.chosen.name}
+            remember_norm(out, lambda: dropout_add_layer_norm(z, None, **again))
+    return out, z
+
+
+def _norm_backward(
+    norm: Norm, kept: Kept, rng_state: Tensor | None, dout: Tensor, dz: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """dbranch, dresidual (which may be dbranch itself), dweight, dbias, and the gradient of the bias of the branch."""
+    z, statistics, weight, bias, branch_bias = _pop(kept, 5)
+    inputs = dout, dz, z, weight, bias, statistics, norm.dropout_p, rng_state, True, branch_bias
+    return norm.chosen.module.add_layer_norm_bwd(*inputs)
+
+
+def _sublayer(
+    plan: Plan,
+    call: Call,
+    products: Iterator[Tensor],
+    rng_states: Iterator[Tensor | None],
+    x: Tensor,
+    memory: Sequence[Tensor],
+    kept: Kept | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The sublayer's branch, and the bias that the norm is to add to it: a kernel does so, and sums its gradient, in
+    passes that it makes anyway."""
+    if isinstance(call, Attention):
+        return _attention(call, products, next(rng_states), x, memory, kept)
+    return _feed_forward(plan, call, products, x, kept)
+
+
+def _sublayer_backward(
+    call: Call,
+    kept: Kept,
+    rng_states: list[Tensor | None],
+    dbranch: Tensor,
+    dresidual: Tensor | None,
+    memory: Sequence[Tensor],
+    dmemory: list[Tensor | None],
+) -> tuple[Tensor, Parameters]:
+    """dresidual [+ the gradient of x], and those of the weights that products read. Fills dmemory."""
+    if isinstance(call, Attention):
+        return _attention_backward(call, kept, rng_states.pop(), dbranch, dresidual, memory, dmemory)
+    return _feed_forward_backward(call, kept, dbranch, dresidual)
+
+
+def _attention(
+    call: Attention,
+    products: Iterator[Tensor],
+    rng_state: Tensor | None,
+    x: Tensor,
+    memory: Sequence[Tensor],
+    kept: Kept | None,
+) -> tuple[Tensor, Tensor | None]:
+    (weight, bias, fc, fc_bias), (chosen, mask, masks) = (next(products) for _ in range(4)), call.choice
+    linear = cpu_matmul.linear if chosen.differentiable else F.linear
+    projected = linear(x, weight, bias)
+    q, k, v = _heads(projected, memory, call)
+    module = chosen.module
+    options = call.softmax_scale, call.dropout_p, rng_state
+    if chosen.differentiable:
+        out, *_ = module.attention(q, k, v, mask, *options, return_lse=False)
+        return linear(out.transpose(1, 2).reshape(len(x), -1), fc, fc_bias), None
+    out, lse = module.attention_fwd(q, k, v, None, masks[0], *options)
+    rows = out.transpose(1, 2).reshape(len(x), -1)
+    if kept is None:
+        return linear(rows, fc, fc_bias), None
+    kept += (x, weight, projected, out, lse, fc)
+    return linear(rows, fc), call.fc_bias
+
+
+def _attention_backward(
+    call: Attention,
+    kept: Kept,
+    rng_state: Tensor | None,
+    dbranch: Tensor,
+    dresidual: Tensor | None,
+    memory: Sequence[Tensor],
+    dmemory: list[Tensor | None],
+) -> tuple[Tensor, Parameters]:
+    x, weight, projected, out, lse, fc = _pop(kept, 6)
+    B, L, H, _, _, Dv = call.sizes
+    dfc = torch.mm(dbranch.t(), out.transpose(1, 2).reshape(len(x), -1)) if call.fc.requires_grad else None
+    dout = torch.mm(dbranch, fc).view(B, L, H, Dv).transpose(1, 2)
+    dprojected = torch.empty_like(projected)
+    if len(call.projections) == 1:
+        memory, dmemory[:] = memory, [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in memory]
+    q, k, v = _heads(projected, memory, call)
+    options = call.choice.masks[1:], call.softmax_scale, call.dropout_p, rng_state, False
+    call.choice.chosen.module.attention_bwd(
+        dout, None, q, k, v, out, lse, None, *options, grads=_heads(dprojected, dmemory, call)
+    )
+    dx = torch.mm(dprojected, weight) if dresidual is None else torch.addmm(dresidual, dprojected, weight)
+    rows = [len(w) for w in call.projections]
+    dweights = dbiases = (None,) * len(rows)
+    if any(w.requires_grad for w in call.projections):
+        dweights = torch.mm(dprojected.t(), x).split(rows)
+    if any(b is not None and b.requires_grad for b in call.biases):
+        dbiases = dprojected.sum(0).split(rows)
+    return dx, (*dweights, *dbiases, dfc)
+
+
+def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequence[Tensor]:
+    """q, k and v (B, H, L, D), views of the projections (B * L, rows) of all three, or of q's and the memory."""
+    B, L, H, Hk, Dk, Dv = call.sizes
+    if len(call.projections) == 1:
+        q, (k, v) = projected.view(B, L, H, Dk), memory
+        k, v = k.view(B, -1, Hk, Dk), v.view(B, -1, Hk, Dv)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if H == Hk and Dk == Dv:
+        return projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = projected.split((H * Dk, Hk * Dk, Hk * Dv), 1)
+    return tuple(t.view(B, L, -1, d).transpose(1, 2) for t, d in ((q, Dk), (k, Dk), (v, Dv)))
+
+
+def _feed_forward(
+    plan: Plan, call: FeedForward, products: Iterator[Tensor], x: Tensor, kept: Kept | None
+) -> tuple[Tensor, Tensor | None]:
+    (weight1, bias1, weight2, bias2), module = (next(products) for _ in range(4)), call.chosen.module
+    if call.chosen.differentiable:
+        return module.feed_forward(x, weight1, bias1, weight2, bias2, call.activation, 0.0, None), None
+    bias = bias2 if kept is None else None
+    out, (hidden,) = module.feed_forward_fwd(x, weight1, bias1, weight2, bias, call.activation, 0.0, None)
+    if kept is None:
+        return out, None
+    kept += (x, weight1, bias1, weight2, None if plan.is_recomputing else hidden)
+    return out, call.bias2
+
+
+def _feed_forward_backward(
+    call: FeedForward, kept: Kept, dbranch: Tensor, dresidual: Tensor | None
+) -> tuple[Tensor, Parameters]:
+    x, weight1, bias1, weight2, hidden = _pop(kept, 5)
+    module, options = call.chosen.module, (call.activation, 0.0, None)
+    if hidden is None:
+        hidden = module.feed_forward_hidden(x, weight1, bias1, *options)[1]
+    weights = weight1, bias1, weight2, None
+    dx, *dweights, _ = module.feed_forward_bwd(dbranch, x, *weights, *options, (hidden,))
+    return dx if dresidual is None else dx.add_(dresidual), tuple(dweights)
