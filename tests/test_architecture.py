@@ -20,7 +20,7 @@ ALLOWED = {
     "graphs": {"graphs", "models", "generate", "ops", "backends"},
     "models": {"models", "generate", "nn", "ops", "masks", "backends", "backends.reference"},  # it draws dropout seeds
     "generate": {"generate", "nn", "ops", "backends", "graphs"},
-    "nn": {"nn", "ops", "masks", "backends", "backends.cpu_matmul"},
+    "nn": {"nn", "ops", "masks", "backends", "backends.reference", "backends.cpu_matmul"},
     "ops": {"ops", "masks", "backends", "backends.reference"},
     "backends": {"backends"},
     "backends.reference": {"backends.reference", "masks"},

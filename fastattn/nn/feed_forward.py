@@ -12,7 +12,7 @@ from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import all_can_fuse, can_fuse
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import HiddenState, norm_adds_bias, residual_connection, sublayer_input
+from fastattn.nn.residual import HiddenState, residual_connection, sublayer_input
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, feed_forward
 
 
@@ -58,12 +58,9 @@ class PositionwiseFeedForward(nn.Module):
         if not fusible and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
             out = self._call_linears(normed, lambda linear, x: linear(x))
             return residual_connection(self, x, residual, out, fusible)
-        bias, bias_for_norm = self.w_2.bias, None
-        if norm_adds_bias(normed, self.backend):
-            bias, bias_for_norm = None, bias
-        weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, bias)
+        weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
         out = feed_forward(normed, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
-        return residual_connection(self, x, residual, out, fusible, bias_for_norm)
+        return residual_connection(self, x, residual, out, fusible)
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend, likely_backend, requested
+from fastattn.backends import Backend, requested
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
@@ -52,15 +51,6 @@ HiddenState = TypeVar("HiddenState", Tensor, PendingResidual)
 def current_dropout_p(dropout: nn.Module) -> float:
     """The probability of dropping that applies now: 0 in eval mode, and of a module that is not an nn.Dropout."""
     return dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
-
-
-def norm_adds_bias(x: Tensor, backend: Backend | None) -> bool:
-    """Whether the bias of a sublayer's last linear map should be added by the norm instead of by the product.
-
-    A product adds it for free, but its gradient then takes a pass over the data. A kernel of the norm adds it and sums
-    its gradient in passes that it makes anyway. PyTorch's operators, the default on a CPU, would need a pass for each.
-    """
-    return torch.is_grad_enabled() and likely_backend("add_layer_norm", x.device, backend) in ("triton", "cuda")
 
 
 def add_norm(
@@ -124,11 +114,9 @@ def sublayer_input(sublayer: Any, x: HiddenState, fusible: bool) -> tuple[Tensor
     return add_norm(PendingResidual(x, None), None, sublayer.layer_norm, sublayer.backend, fusible=fusible), x
 
 
-def residual_connection(
-    sublayer: Any, x: HiddenState, residual: Tensor, out: Tensor, fusible: bool, bias: Tensor | None = None
-) -> HiddenState:
-    """The sublayer's output, of the type of its input x. out: its block's. bias: which the norm is to add to out."""
-    pending = PendingResidual(out, residual, bias)
+def residual_connection(sublayer: Any, x: HiddenState, residual: Tensor, out: Tensor, fusible: bool) -> HiddenState:
+    """The sublayer's output, of the type of its input x. out: its block's."""
+    pending = PendingResidual(out, residual)
     if not sublayer.norm_first:
         return add_norm(pending, sublayer.dropout, sublayer.layer_norm, sublayer.backend, fusible=fusible)
     return pending if isinstance(x, PendingResidual) else pending.sum(sublayer.dropout)

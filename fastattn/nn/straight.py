@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn import backends
 from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula
-from fastattn.backends import Backend, Implementation, choose, cpu_matmul, implementation
+from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
 from fastattn.backends.reference.philox import draw_rng_state, dropout
 from fastattn.masks import AttentionMask, PreparedMask
 from fastattn.nn.attention import _READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
@@ -142,11 +143,11 @@ class Plan:
             self.keeps, self.is_recomputing = torch.is_grad_enabled(), is_recomputing()
             self._choices: dict[tuple[Any, ...], Any] = {}
 
-    def choose(self, op_name: str, backend: Backend | None, x: Tensor, *op_args: Any) -> Implementation:
-        """The backend of an op whose first argument is x and whose others are op_args."""
-        key = op_name, backend, x.shape, *(t.shape if isinstance(t, Tensor) else t for t in op_args)
+    def choose(self, op_name: str, backend: Backend | None, key: tuple[Any, ...], *op_args: Any) -> Implementation:
+        """The backend of an op. key: what distinguishes calls for which the answer may differ."""
+        key = op_name, backend, *key
         if (chosen := self._choices.get(key)) is None:
-            chosen = self._choices[key] = choose(op_name, self.device, (x, *op_args), backend)
+            chosen = self._choices[key] = backends.choose(op_name, self.device, op_args, backend)
         return chosen
 
     def choose_attention(
@@ -162,7 +163,7 @@ class Plan:
             q, k, v = (t.transpose(1, 2) for t in empty)
             if mask is not None:
                 mask.check(B, H, Lq, Lk, self.device)
-            chosen = choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
+            chosen = backends.choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
             masks = None if chosen.differentiable else prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
             choice = self._choices[key] = AttentionChoice(chosen, mask, masks)
         return choice
@@ -192,6 +193,8 @@ def run_layer(
     chosen = [c for call in calls for c in (_backend(call), call.norm.chosen)]
     is_formula = chosen[0].differentiable
     if any(c.differentiable is not is_formula or c.name == "reference" for c in chosen):
+        return None
+    if is_formula and plan.is_recomputing:
         return None
     rng_states = _draw_rng_states(plan, calls, norm_first)
     if plan.keeps and not is_formula:
@@ -243,14 +246,16 @@ def _feed_forward_call(plan: Plan, module: Any, norm_first: bool, x: Tensor) -> 
     weights, norm = (w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]), _norm_call(plan, module, x)
     if not _fit(plan, norm, *weights):
         return None
-    chosen = plan.choose("feed_forward", module.backend, x, *weights, module.activation, 0.0)
+    key = x.shape, module.activation, weights[0].shape
+    chosen = plan.choose("feed_forward", module.backend, key, x, *weights, module.activation, 0.0)
     return FeedForward(*weights, norm, module.activation, chosen)
 
 
 def _norm_call(plan: Plan, module: Any, x: Tensor) -> Norm:
     norm, dropout_p = module._modules["layer_norm"], current_dropout_p(module._modules["dropout"])
     weight, bias = norm._parameters["weight"], norm._parameters["bias"]
-    chosen = plan.choose("add_layer_norm", module.backend, x, None, weight, bias, dropout_p, None)
+    key = x.shape, weight.dtype, dropout_p
+    chosen = plan.choose("add_layer_norm", module.backend, key, x, None, weight, bias, dropout_p, None)
     return Norm(weight, bias, norm.eps, dropout_p, chosen)
 
 
@@ -487,17 +492,17 @@ def _attention(
     linear = cpu_matmul.linear if chosen.differentiable else F.linear
     projected = linear(x, weight, bias)
     q, k, v = _heads(projected, memory, call)
-    module = chosen.module
+    module, rows = chosen.module, (x.shape[0], fc.shape[1])
     options = call.softmax_scale, call.dropout_p, rng_state
     if chosen.differentiable:
         out, *_ = module.attention(q, k, v, mask, *options, return_lse=False)
-        return linear(out.transpose(1, 2).reshape(len(x), -1), fc, fc_bias), None
+        return linear(out.transpose(1, 2).reshape(rows), fc, fc_bias), None
     out, lse = module.attention_fwd(q, k, v, None, masks[0], *options)
-    rows = out.transpose(1, 2).reshape(len(x), -1)
+    out_rows = out.transpose(1, 2).reshape(rows)
     if kept is None:
-        return linear(rows, fc, fc_bias), None
+        return linear(out_rows, fc, fc_bias), None
     kept += (x, weight, projected, out, lse, fc)
-    return linear(rows, fc), call.fc_bias
+    return linear(out_rows, fc), call.fc_bias
 
 
 def _attention_backward(
@@ -511,7 +516,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Parameters]:
     x, weight, projected, out, lse, fc = _pop(kept, 6)
     B, L, H, _, _, Dv = call.sizes
-    dfc = torch.mm(dbranch.t(), out.transpose(1, 2).reshape(len(x), -1)) if call.fc.requires_grad else None
+    dfc = torch.mm(dbranch.t(), out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])) if call.fc.requires_grad else None
     dout = torch.mm(dbranch, fc).view(B, L, H, Dv).transpose(1, 2)
     dprojected = torch.empty_like(projected)
     if len(call.projections) == 1:
@@ -536,12 +541,12 @@ def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequ
     B, L, H, Hk, Dk, Dv = call.sizes
     if len(call.projections) == 1:
         q, (k, v) = projected.view(B, L, H, Dk), memory
-        k, v = k.view(B, -1, Hk, Dk), v.view(B, -1, Hk, Dv)
+        k, v = k.view(B, k.shape[1], Hk, Dk), v.view(B, v.shape[1], Hk, Dv)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if H == Hk and Dk == Dv:
         return projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4).unbind(0)
     q, k, v = projected.split((H * Dk, Hk * Dk, Hk * Dv), 1)
-    return tuple(t.view(B, L, -1, d).transpose(1, 2) for t, d in ((q, Dk), (k, Dk), (v, Dv)))
+    return tuple(t.view(B, L, h, d).transpose(1, 2) for t, h, d in ((q, H, Dk), (k, Hk, Dk), (v, Hk, Dv)))
 
 
 def _feed_forward(
