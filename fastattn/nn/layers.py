@@ -72,10 +72,8 @@ class EncoderLayer(_Layer):
         slf_attn_mask: see as_attention_mask.     plan: what the forward has decided, shared by its layers.
         Returns (output, of enc_input's type; attention weights (B, n_head, L, L) or None).
         """
-        if not return_attns:
-            plan = Plan(enc_input) if plan is None else plan
-            if (out := run_layer(plan, self, enc_input, (slf_attn_mask,))) is not None:
-                return out, None
+        if not return_attns and (out := run_layer(plan, self, enc_input, (slf_attn_mask,))) is not None:
+            return out, None
         x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
         return self.pos_ffn(x), slf_attn
 
@@ -110,7 +108,6 @@ class DecoderLayer(_Layer):
         attention to the encoder (B, n_head, Lt, Ls), or None).
         """
         if not return_attns and enc_projected is not None:
-            plan = Plan(dec_input) if plan is None else plan
             masks = slf_attn_mask, dec_enc_attn_mask
             if (out := run_layer(plan, self, dec_input, masks, *enc_projected)) is not None:
                 return out, None, None

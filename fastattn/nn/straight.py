@@ -133,15 +133,19 @@ class Plan:
     dtype: of the hidden states: torch.autocast's, or the input's.
     """
 
-    def __init__(self, x: Any) -> None:
-        """x: the first layer's input, a tensor (B, L, d_model) or a PendingResidual."""
-        x = x.branch if isinstance(x, PendingResidual) else x
-        self.is_open = type(x) is Tensor and not torch.compiler.is_compiling() and not is_transformed()
-        if self.is_open:
-            self.device, self.dtype = x.device, _autocast.dtype_under_autocast(x)
-            self.is_under_autocast = _autocast.autocast_dtype(x.device) is not None
-            self.keeps, self.is_recomputing = torch.is_grad_enabled(), is_recomputing()
+    def __init__(self, x: Tensor | PendingResidual) -> None:
+        """x: the first layer's input."""
+        self._state = _state(x)
+        self.is_open = self._state is not None
+        if self._state is not None:
+            self.device, self.dtype, autocast_dtype, self.keeps, self.is_recomputing = self._state
+            self.is_under_autocast = autocast_dtype is not None
             self._choices: dict[tuple[Any, ...], Any] = {}
+
+    def holds_for(self, x: Tensor | PendingResidual) -> bool:
+        """Whether a layer's call with this input may use it. Activation checkpointing, for one, calls a layer without
+        gradients."""
+        return self._state == _state(x)
 
     def choose(self, op_name: str, backend: Backend | None, key: tuple[Any, ...], *op_args: Any) -> Implementation:
         """The backend of an op. key: what distinguishes calls for which the answer may differ."""
@@ -151,13 +155,12 @@ class Plan:
         return chosen
 
     def choose_attention(
-        self, module: MultiHeadAttention, mask: AttentionMask | None, sizes: tuple[int, int, int], dropout_p: float
+        self, backend: Backend | None, mask: AttentionMask | None, sizes: tuple[int, ...], dropout_p: float
     ) -> AttentionChoice:
-        """The choice for a mask and sizes (B, Lq, Lk). The mask is checked here."""
-        backend, heads = module.backend, (module.n_head, module.n_head_kv, module.d_k, module.d_v)
-        key = id(mask), sizes, heads, dropout_p, backend
+        """The choice for a mask and sizes (B, Lq, Lk, H, Hk, Dk, Dv). The mask is checked here."""
+        key = id(mask), sizes, dropout_p, backend
         if (choice := self._choices.get(key)) is None:
-            (B, Lq, Lk), (H, Hk, Dk, Dv) = sizes, heads
+            B, Lq, Lk, H, Hk, Dk, Dv = sizes
             shapes = (B, Lq, H, Dk), (B, Lk, Hk, Dk), (B, Lk, Hk, Dv)
             empty = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
             q, k, v = (t.transpose(1, 2) for t in empty)
@@ -169,17 +172,35 @@ class Plan:
         return choice
 
 
+def _state(x: Tensor | PendingResidual) -> tuple[Any, ...] | None:
+    """What a Plan depends on, next to the layers; None where no layer may go straight."""
+    t = x.branch if isinstance(x, PendingResidual) else x
+    if type(t) is not Tensor or torch.compiler.is_compiling() or is_transformed():
+        return None
+    autocast_dtype = _autocast.autocast_dtype(t.device)
+    dtype = t.dtype if autocast_dtype is None or t.dtype is torch.float64 else autocast_dtype
+    return t.device, dtype, autocast_dtype, torch.is_grad_enabled(), is_recomputing()
+
+
 def run_layer(
-    plan: Plan, layer: Any, x: Any, masks: Sequence[Tensor | AttentionMask | None], *memory: Tensor
+    plan: Plan | None,
+    layer: Any,
+    x: Tensor | PendingResidual,
+    masks: Sequence[Tensor | AttentionMask | None],
+    *memory: Tensor,
 ) -> Tensor | PendingResidual | None:
     """The output of an EncoderLayer or DecoderLayer, of the type of its input x, or None: it has to go op by op.
 
+    plan: None, or one that was made for another call: it is made here.
     x: a tensor (B, L, d_model), or with norm_first a PendingResidual of such.     masks: of layer.attentions.
     memory: of a decoder layer: the encoder's projected keys and values, (B, Lk, rows).
     """
     pending, norm_first = (x, True) if isinstance(x, PendingResidual) else ((x,), False)
+    plan = plan if plan is not None and plan.holds_for(x) else Plan(x)
+    if not plan.is_open:
+        return None
     shape = pending[0].shape
-    if not plan.is_open or len(shape) != 3 or any(t.dtype is not plan.dtype for t in memory):
+    if len(shape) != 3 or any(t.dtype is not plan.dtype for t in memory):
         return None
     # Matrices, in the dtype of the hidden states. The bias of a PendingResidual is a parameter.
     stream = [None if t is None else t.to(plan.dtype).reshape(-1, shape[2]).contiguous() for t in pending[:2]]
@@ -225,16 +246,17 @@ def _attention_call(
     mask = mask if isinstance(mask, AttentionMask) else as_attention_mask(mask)
     if shape[2] != module.d_model or (mask is not None and mask.bias is not None):
         return None
-    B, L, _ = shape
-    dropout_p = current_dropout_p(core._modules["dropout"])
-    choice = plan.choose_attention(module, mask, (B, L, L if keys is None else keys.shape[1]), dropout_p)
     maps = [children[name]._parameters for name in (("w_qs", "w_ks", "w_vs") if keys is None else ("w_qs",))]
     projections, biases = tuple(p["weight"] for p in maps), tuple(p["bias"] for p in maps)
     fc, norm = children["fc"]._parameters, _norm_call(plan, module, x)
     if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
         return None
-    sizes = B, L, module.n_head, module.n_head_kv, module.d_k, module.d_v
-    options = sizes, 1 / core.temperature, dropout_p, choice
+    (B, L, _), d_k, d_v = shape, module.d_k, module.d_v
+    # Under tensor parallelism written by hand a process has some of the heads.
+    n_head, n_head_kv = len(projections[0]) // d_k, (len(projections[1]) if keys is None else keys.shape[2]) // d_k
+    sizes, dropout_p = (n_head, n_head_kv, d_k, d_v), current_dropout_p(core._modules["dropout"])
+    choice = plan.choose_attention(core.backend, mask, (B, L, L if keys is None else keys.shape[1], *sizes), dropout_p)
+    options = (B, L, *sizes), 1 / core.temperature, dropout_p, choice
     return Attention(projections, biases, fc["weight"], fc["bias"], norm, *options)
 
 
@@ -335,7 +357,10 @@ def _forward(
     memory: Sequence[Tensor],
     kept: Kept | None,
 ) -> tuple[Tensor, ...]:
-    """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, residual)."""
+    """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, residual, z).
+
+    z: what the first norm reads. As an output it is part of the graph, where a second derivative needs it.
+    """
     products = iter(joined([group for call in calls for group in call.groups], plan.dtype))
     if len(stream) == 1:
         (x,) = stream
@@ -343,11 +368,12 @@ def _forward(
             branch, bias = _sublayer(plan, call, products, rng_states, x, memory, kept)
             x, _ = _norm(plan, call.norm, next(rng_states), branch, x, bias, kept)
         return (x,)
-    branch, residual, bias = stream
+    (branch, residual, bias), first = stream, None
     for call in calls:
         x, residual = _norm(plan, call.norm, next(rng_states), branch, residual, bias, kept)
+        first = residual if first is None else first
         branch, bias = _sublayer(plan, call, products, rng_states, x, memory, kept)
-    return branch, residual
+    return branch, residual, first.view_as(first) if first is stream[0] else first
 
 
 def _backward(
@@ -369,10 +395,12 @@ def _backward(
             dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, dresidual, memory, dmemory)
             dparameters = [*dweights, dbias, *dnorm, *dparameters]
         return dx, *dmemory, *dparameters
-    dbranch, dresidual = douts
+    dbranch, dresidual, dfirst = douts
     dbranch, dbias = torch.zeros(shape, dtype=plan.dtype, device=plan.device) if dbranch is None else dbranch, None
     for call in reversed(calls):
         dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, None, memory, dmemory)
+        if call is calls[0] and dfirst is not None:
+            dresidual = dfirst if dresidual is None else dresidual + dfirst
         dbranch, dresidual, *dnorm, dprevious = _norm_backward(call.norm, kept, rng_states.pop(), dx, dresidual)
         dparameters, dbias = [*dweights, dbias, *dnorm, *dparameters], dprevious
     return dbranch, dresidual, dbias, *dmemory, *dparameters
@@ -390,13 +418,13 @@ def _formula_backward(
 
     It begins at the first tensor that was kept: x, or with norm_first the sum z that the first norm reads.
     """
-    norm_first, first = len(douts) == 2, calls[0].norm
+    norm_first, first = len(douts) > 1, calls[0].norm
 
     def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         parameters, dropped, start = iter(tensors[len(memory) :]), list(rng_states), (x,)
         formulas = [call.by_formula(parameters) for call in calls]
-        if norm_first:
-            dropped[0], start = None, (x, None, None)
+        if norm_first:  # the last bias is added by the next layer
+            dropped[0], start, formulas[-1] = None, (x, None, None), formulas[-1]._replace(bias2=None)
         with _autocast.no_autocast(plan.device):
             return _forward(plan, formulas, iter(dropped), start, tensors[: len(memory)], None)
 

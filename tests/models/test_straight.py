@@ -1,0 +1,243 @@
+"""The straight path of an unmodified layer gives what its modules give op by op, and only such a layer takes it."""
+
+from functools import partial
+
+import pytest
+import torch
+from model_checks import DEVICE, NO_DROPOUT, TINY, draw_own_seeds, fused, gold_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastattn import AttentionMask, use_backend
+from fastattn.backends.reference.philox import reference_dropout_rule
+from fastattn.nn import layers, straight
+
+VARIANTS = {
+    "public": {},
+    "beyond": dict(norm_first=True, activation="swiglu", n_head_kv=1),
+    "packed": dict(pack_padding=True, attn_dropout=0.0),
+    "recompute": dict(recompute=True),
+    "recompute beyond": dict(recompute=True, norm_first=True, activation="geglu"),
+    "no dropout": NO_DROPOUT,
+    "pre-norm, no dropout": dict(norm_first=True, **NO_DROPOUT),
+}
+DROPOUT = dict(dropout=0.2, attn_dropout=0.3)
+full = pytest.mark.full
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each call of a layer went straight, in order."""
+    taken, run_layer = [], straight.run_layer
+
+    def run_and_note(*arguments):
+        out = run_layer(*arguments)
+        taken.append(out is not None)
+        return out
+
+    monkeypatch.setattr(layers, "run_layer", run_and_note)
+    return taken
+
+
+def op_by_op(monkeypatch):
+    monkeypatch.setattr(layers, "run_layer", lambda *_: None)
+
+
+def step(model, batch, autocast=False):
+    """The loss and the gradients of one step."""
+    src, trg = batch
+    torch.manual_seed(5)
+    model.zero_grad()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        loss = model.loss(src, trg, gold_of(trg), 0.1)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def with_biases(model):
+    """Biases in all projections, as layers of other libraries have them."""
+    for attn in (m for m in model.modules() if isinstance(m, layers.MultiHeadAttention)):
+        for name in ("w_qs", "w_ks", "w_vs", "fc"):
+            linear = getattr(attn, name)
+            linear.bias = nn.Parameter(torch.randn(linear.out_features, device=DEVICE))
+    return model
+
+
+CASES = [
+    *(("aten", variant, False) for variant in VARIANTS),
+    ("aten", "public", True),
+    ("triton", "public", False),
+    ("triton", "beyond", True),
+    ("cuda", "public", True),
+    ("cuda", "beyond", False),
+    *(pytest.param(backend, variant, False, marks=full) for backend in ("triton", "cuda") for variant in VARIANTS),
+    *(
+        pytest.param(backend, variant, True, marks=full)
+        for backend in ("aten", "triton", "cuda")
+        for variant in VARIANTS
+    ),
+]
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize(("backend", "variant", "autocast"), CASES)
+def test_same_as_op_by_op(backend, variant, autocast, biased, batch, taken, request, monkeypatch):
+    """Under autocast with as large an error."""
+    if backend != "aten":
+        request.getfixturevalue(backend)
+    if biased and variant not in ("public", "beyond"):
+        pytest.skip("biases are tested in two variants")
+    model = fused(**TINY | DROPOUT | VARIANTS[variant], backend=backend)
+    model = with_biases(model) if biased else model
+    loss, grads = step(model, batch, autocast)
+    goes_straight = not (backend == "aten" and "recompute" in variant)
+    assert taken == [goes_straight] * 2
+    op_by_op(monkeypatch)
+    same_loss, same_grads = step(model, batch, autocast)
+    torch.testing.assert_close(loss, same_loss, rtol=2e-3 if autocast else 1e-6, atol=0)
+    _, exact = step(model, batch) if autocast else (None, same_grads)
+    noise = 1e-6 * max(grad.norm() for grad in exact.values())  # a bias of keys has the gradient 0
+    for name, grad in exact.items():
+        allowed = 2 * (same_grads[name] - grad).norm() if autocast else 1e-5 * grad.norm()
+        assert (grads[name] - grad).norm() <= allowed + noise, name
+
+
+@pytest.mark.parametrize("variant", ["public", "beyond"])
+@pytest.mark.parametrize("backend", ["triton", pytest.param("cuda", marks=full)])
+def test_second_derivatives(backend, variant, batch, taken, request):
+    """The gradient of a gradient's norm, as in a gradient penalty, with the dropout of the forward."""
+    request.getfixturevalue(backend)
+    model, (src, trg) = fused(**TINY | DROPOUT | VARIANTS[variant] | dict(activation="gelu")), batch
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def penalty():
+        torch.manual_seed(5)
+        grads = torch.autograd.grad(model.loss(src, trg, gold_of(trg)), parameters, create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+        found = [p.grad.clone() for p in parameters]
+        model.zero_grad()
+        return found
+
+    with use_backend(backend):
+        actual = penalty()
+    assert taken == [True] * 2
+    with use_backend("reference"), reference_dropout_rule(backend):
+        expected = penalty()
+    for grad, exact in zip(actual, expected, strict=True):
+        assert (grad - exact).norm() <= 1e-3 * exact.norm() + 1e-6
+
+
+def test_batches_of_gradients(triton, batch, taken):
+    model, (src, trg) = fused(**TINY, **NO_DROPOUT, backend="triton"), batch
+    weight = model.encoder.layer_stack[0].slf_attn.w_qs.weight
+    logits = model(src, trg)
+    directions = torch.stack([torch.zeros_like(logits), torch.ones_like(logits)])
+    directions[0, 0, 0] = 1
+    together = torch.autograd.grad(logits, weight, directions, retain_graph=True, is_grads_batched=True)[0]
+    for direction, grad in zip(directions, together, strict=True):
+        (alone,) = torch.autograd.grad(logits, weight, direction, retain_graph=True)
+        torch.testing.assert_close(grad, alone, rtol=1e-4, atol=1e-5)
+    assert taken == [True] * 2
+
+
+def test_frozen_parameters_get_no_gradient(triton, batch, taken):
+    model = fused(**TINY, **NO_DROPOUT, backend="triton")
+    _, everything = step(model, batch)
+    everything = {name: grad.clone() for name, grad in everything.items()}
+    for name, p in model.named_parameters():
+        p.requires_grad_("slf_attn" in name and "w_" not in name)
+    _, grads = step(model, batch)
+    assert taken == [True] * 4
+    for name, p in model.named_parameters():
+        assert (grads[name] is not None) == p.requires_grad, name
+        if p.requires_grad:
+            torch.testing.assert_close(grads[name], everything[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_parameter_that_changes_before_the_backward_is_an_error(triton, batch):
+    model, (src, trg) = fused(**TINY, **NO_DROPOUT, backend="triton"), batch
+    loss = model.loss(src, trg, gold_of(trg))
+    with torch.no_grad():
+        model.encoder.layer_stack[0].pos_ffn.w_2.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers(use_reentrant, backend, batch, taken, triton):
+    """A plan that was made with gradients is not used in a call without them."""
+    model = fused(**TINY | DROPOUT, backend=backend)
+
+    def wrap_layers(call):
+        for layer in (*model.encoder.layer_stack, *model.decoder.layer_stack):
+            layer.__dict__.pop("forward", None)
+            layer.forward = partial(call, layer.forward)
+
+    def checkpointed(forward, x, *given, **options):
+        return checkpoint(lambda x: forward(x, *given, **options), x, use_reentrant=use_reentrant)
+
+    wrap_layers(draw_own_seeds)
+    expected_loss, expected = step(model, batch)
+    wrap_layers(checkpointed)
+    taken.clear()
+    loss, grads = step(model, batch)
+    assert taken == [True] * (4 if use_reentrant else 2)  # what is computed again may stop before its end
+    assert torch.equal(loss, expected_loss)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def hook(module):
+    module.register_forward_hook(lambda module, given, out: None)
+
+
+CHANGES = {
+    "hook on a map": lambda layer: hook(layer.slf_attn.w_qs),
+    "hook on the attention": lambda layer: hook(layer.slf_attn),
+    "hook on its core": lambda layer: hook(layer.slf_attn.attention),
+    "hook on the feed-forward": lambda layer: hook(layer.pos_ffn),
+    "own forward": lambda layer: setattr(layer.pos_ffn, "forward", layer.pos_ffn.forward),
+    "another dropout": lambda layer: setattr(layer.slf_attn.attention, "dropout", nn.AlphaDropout(0.1)),
+    "another class": lambda layer: setattr(
+        layer.slf_attn, "fc", type("Linear2", (nn.Linear,), {})(24, 16, bias=False, device=DEVICE)
+    ),
+    "another norm": lambda layer: setattr(layer.pos_ffn, "layer_norm", nn.LayerNorm(16, bias=False, device=DEVICE)),
+    "a layer in float64": lambda layer: layer.pos_ffn.w_1.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_modified_layer_goes_op_by_op(change, batch, taken):
+    model = fused(**TINY, backend="aten").eval()
+    CHANGES[change](model.encoder.layer_stack[0])
+    if change == "a layer in float64":
+        with pytest.raises((TypeError, RuntimeError)):  # named by the op, not computed in a wrong dtype
+            model(*batch)
+        assert taken == [False]
+    else:
+        model(*batch)
+        assert taken == [False, True]
+
+
+def test_what_else_goes_op_by_op(batch, taken):
+    model, (src, trg) = fused(**TINY).eval(), batch
+    with use_backend("reference"):
+        model(src, trg)
+    assert taken == [False] * 2
+    taken.clear()
+    mask = AttentionMask(bias=torch.zeros(1, 1, 1, src.shape[1], device=DEVICE))
+    model.encoder(src, mask)
+    assert taken == [False]
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (src, trg)).sum())(parameters)
+    assert taken[1:] == [False] * 2
+
+
+def test_wrong_sizes_are_named(batch):
+    model, (src, _) = fused(**TINY).eval(), batch
+    layer = model.encoder.layer_stack[0]
+    with pytest.raises(ValueError, match="d_model = 16"):
+        layer(torch.randn(2, 3, 17, device=DEVICE))
+    with pytest.raises(ValueError, match="key_padding"):
+        layer(torch.randn(2, 3, 16, device=DEVICE), AttentionMask(key_padding=src != 0))
