@@ -37,7 +37,23 @@ def all_can_fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
 
     False is also the answer where it is not sure, for FSDP's weights that are no parameters: then ask can_fuse of each.
     """
-    children = parent._modules
+    return not torch_module._has_any_global_hook() and _are_unmodified(parent._modules, names)
+
+
+def is_unmodified(module: Any, kind: type, names: tuple[str, ...]) -> bool:
+    """Whether the module is of this class, without hooks, and all_can_fuse is true of these children.
+
+    Global hooks are left to the caller, who asks once for many modules.
+    """
+    if type(module) is not kind:
+        return False
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    return "forward" not in own and _are_unmodified(own["_modules"], names)
+
+
+def _are_unmodified(children: dict[str, Any], names: tuple[str, ...]) -> bool:
     for name in names:
         if (child := children.get(name)) is None or type(child) not in _READ or type(child) is nn.Embedding:
             return False
@@ -50,7 +66,7 @@ def all_can_fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
                 return False
         if "forward" in own:
             return False
-    return not torch_module._has_any_global_hook()
+    return True
 
 
 def why_not_fusible(module: Any) -> str | None:

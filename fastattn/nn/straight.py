@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import backends
 from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula
@@ -30,7 +31,7 @@ from fastattn.backends.reference.philox import draw_rng_state, dropout
 from fastattn.masks import AttentionMask, PreparedMask
 from fastattn.nn.attention import _READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
 from fastattn.nn.feed_forward import PositionwiseFeedForward
-from fastattn.nn.fusible import all_can_fuse, can_fuse, hook_reason
+from fastattn.nn.fusible import is_unmodified
 from fastattn.nn.linear import joined
 from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.nn.residual import PendingResidual, current_dropout_p
@@ -87,8 +88,16 @@ class Attention(NamedTuple):
 
     @property
     def groups(self) -> tuple[Parameters, ...]:
-        """What products read: the tensors of a group are concatenated."""
+        """What the products read. The tensors of a group are concatenated."""
         return self.projections, self.biases, (self.fc,), (self.fc_bias,)
+
+    @property
+    def joined(self) -> Parameters:
+        """The groups, where nothing has to be cast."""
+        if len(self.projections) == 1:
+            return self.projections[0], self.biases[0], self.fc, self.fc_bias
+        bias = None if self.biases[0] is None else torch.cat(self.biases)
+        return torch.cat(self.projections), bias, self.fc, self.fc_bias
 
     def by_formula(self, parameters: Iterator[Tensor | None]) -> Attention:
         """The same call by the plain formula, with other tensors for `parameters`."""
@@ -116,6 +125,10 @@ class FeedForward(NamedTuple):
     @property
     def groups(self) -> tuple[Parameters, ...]:
         return (self.weight1,), (self.bias1,), (self.weight2,), (self.bias2,)
+
+    @property
+    def joined(self) -> Parameters:
+        return self[:4]
 
     def by_formula(self, parameters: Iterator[Tensor | None]) -> FeedForward:
         weights = [next(parameters) for _ in range(4)]
@@ -175,7 +188,7 @@ class Plan:
 def _state(x: Tensor | PendingResidual) -> tuple[Any, ...] | None:
     """What a Plan depends on, next to the layers; None where no layer may go straight."""
     t = x.branch if isinstance(x, PendingResidual) else x
-    if type(t) is not Tensor or torch.compiler.is_compiling() or is_transformed():
+    if type(t) is not Tensor or torch.compiler.is_compiling() or is_transformed() or _has_any_global_hook():
         return None
     autocast_dtype = _autocast.autocast_dtype(t.device)
     dtype = t.dtype if autocast_dtype is None or t.dtype is torch.float64 else autocast_dtype
@@ -219,7 +232,9 @@ def run_layer(
         return None
     rng_states = _draw_rng_states(plan, calls, norm_first)
     if plan.keeps and not is_formula:
-        parameters = (t for call in calls for t in call.parameters)
+        parameters: list[Tensor | None] = []
+        for call in calls:
+            parameters += call.parameters
         out = _Layer.apply(plan, calls, rng_states, len(stream), *stream, *memory, *parameters)
     else:
         with _autocast.no_autocast(plan.device):
@@ -237,18 +252,20 @@ def _attention_call(
     plan: Plan, module: Any, norm_first: bool, x: Tensor, shape: tuple[int, ...], mask: Any, keys: Tensor | None
 ) -> Attention | None:
     """x (B * L, d_model), shape (B, L, d_model). keys: (B, Lk, rows), or None for self-attention."""
-    if not _is_unchanged(module, MultiHeadAttention, norm_first, _READ_BY_OPS):
+    if not is_unmodified(module, MultiHeadAttention, _READ_BY_OPS) or module.norm_first is not norm_first:
         return None
     children = module._modules
     core = children["attention"]
-    if not (type(core) is ScaledDotProductAttention and can_fuse(core._modules["dropout"]) and not hook_reason(core)):
+    if not is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
         return None
     mask = mask if isinstance(mask, AttentionMask) else as_attention_mask(mask)
     if shape[2] != module.d_model or (mask is not None and mask.bias is not None):
         return None
-    maps = [children[name]._parameters for name in (("w_qs", "w_ks", "w_vs") if keys is None else ("w_qs",))]
-    projections, biases = tuple(p["weight"] for p in maps), tuple(p["bias"] for p in maps)
-    fc, norm = children["fc"]._parameters, _norm_call(plan, module, x)
+    w_qs, fc, norm = children["w_qs"]._parameters, children["fc"]._parameters, _norm_call(plan, module, x)
+    projections, biases = (w_qs["weight"],), (w_qs["bias"],)
+    if keys is None:
+        w_ks, w_vs = children["w_ks"]._parameters, children["w_vs"]._parameters
+        projections, biases = (*projections, w_ks["weight"], w_vs["weight"]), (*biases, w_ks["bias"], w_vs["bias"])
     if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
         return None
     (B, L, _), d_k, d_v = shape, module.d_k, module.d_v
@@ -262,9 +279,10 @@ def _attention_call(
 
 def _feed_forward_call(plan: Plan, module: Any, norm_first: bool, x: Tensor) -> FeedForward | None:
     """x (B * L, d_model)."""
-    if not _is_unchanged(module, PositionwiseFeedForward, norm_first, PositionwiseFeedForward.fused_children):
+    children = PositionwiseFeedForward.fused_children
+    if not is_unmodified(module, PositionwiseFeedForward, children) or module.norm_first is not norm_first:
         return None
-    w_1, w_2 = (module._modules[name]._parameters for name in ("w_1", "w_2"))
+    w_1, w_2 = module._modules["w_1"]._parameters, module._modules["w_2"]._parameters
     weights, norm = (w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]), _norm_call(plan, module, x)
     if not _fit(plan, norm, *weights):
         return None
@@ -279,12 +297,6 @@ def _norm_call(plan: Plan, module: Any, x: Tensor) -> Norm:
     key = x.shape, weight.dtype, dropout_p
     chosen = plan.choose("add_layer_norm", module.backend, key, x, None, weight, bias, dropout_p, None)
     return Norm(weight, bias, norm.eps, dropout_p, chosen)
-
-
-def _is_unchanged(module: Any, kind: type, norm_first: bool, children: tuple[str, ...]) -> bool:
-    if type(module) is not kind or module.norm_first is not norm_first:
-        return False
-    return hook_reason(module) is None and all_can_fuse(module, children)
 
 
 def _fit(plan: Plan, norm: Norm, *parameters: Tensor | None) -> bool:
@@ -309,12 +321,13 @@ def _backend(call: Call) -> Implementation:
 
 def _draw_rng_states(plan: Plan, calls: Sequence[Call], norm_first: bool) -> list[Tensor | None]:
     """What dropout draws from, in the order in which _forward needs it: twice for Attention, once for FeedForward."""
-    rng_states = []
+    rng_states: list[Tensor | None] = []
     for call in calls:
         drops = [(call.norm.dropout_p, call.norm.chosen)]
         if isinstance(call, Attention):
             drops.insert(1 if norm_first else 0, (call.dropout_p, call.choice.chosen))
-        rng_states += [draw_rng_state(plan.device, chosen.name) if p > 0 else None for p, chosen in drops]
+        for dropout_p, chosen in drops:
+            rng_states.append(draw_rng_state(plan.device, chosen.name) if dropout_p > 0 else None)
     return rng_states
 
 
@@ -342,11 +355,11 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         plan, calls, *counts = ctx.given
         saved = iter(ctx.saved_tensors)  # activation checkpointing gives them out once
-        memory, rng_states = ([next(saved) for _ in range(count)] for count in counts)
+        memory, rng_states = [[next(saved) for _ in range(count)] for count in counts]
         backward = _formula_backward if needs_formula(*douts) else _backward
         grads = backward(plan, calls, rng_states, douts, memory, list(saved))
         needed = ctx.needs_input_grad[4:]
-        return *(None,) * 4, *(grad if need else None for grad, need in zip(grads, needed, strict=True))
+        return *(None,) * 4, *[grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
 def _forward(
@@ -361,19 +374,27 @@ def _forward(
 
     z: what the first norm reads. As an output it is part of the graph, where a second derivative needs it.
     """
-    products = iter(joined([group for call in calls for group in call.groups], plan.dtype))
+    weights = _weights(plan, calls)
     if len(stream) == 1:
         (x,) = stream
-        for call in calls:
-            branch, bias = _sublayer(plan, call, products, rng_states, x, memory, kept)
+        for call, own in zip(calls, weights, strict=True):
+            branch, bias = _sublayer(plan, call, own, rng_states, x, memory, kept)
             x, _ = _norm(plan, call.norm, next(rng_states), branch, x, bias, kept)
         return (x,)
     (branch, residual, bias), first = stream, None
-    for call in calls:
+    for call, own in zip(calls, weights, strict=True):
         x, residual = _norm(plan, call.norm, next(rng_states), branch, residual, bias, kept)
         first = residual if first is None else first
-        branch, bias = _sublayer(plan, call, products, rng_states, x, memory, kept)
+        branch, bias = _sublayer(plan, call, own, rng_states, x, memory, kept)
     return branch, residual, first.view_as(first) if first is stream[0] else first
+
+
+def _weights(plan: Plan, calls: Sequence[Call]) -> list[Parameters]:
+    """What the products of each call read, in the dtype of the hidden states: its groups, each in one tensor."""
+    if all(call.parameters[0].dtype is plan.dtype for call in calls):
+        return [call.joined for call in calls]
+    cast = joined([group for call in calls for group in call.groups], plan.dtype)
+    return [tuple(cast[i : i + 4]) for i in range(0, len(cast), 4)]
 
 
 def _backward(
@@ -480,7 +501,7 @@ def _norm_backward(
 def _sublayer(
     plan: Plan,
     call: Call,
-    products: Iterator[Tensor],
+    weights: Parameters,
     rng_states: Iterator[Tensor | None],
     x: Tensor,
     memory: Sequence[Tensor],
@@ -489,8 +510,8 @@ def _sublayer(
     """The sublayer's branch, and the bias that the norm is to add to it: a kernel does so, and sums its gradient, in
     passes that it makes anyway."""
     if isinstance(call, Attention):
-        return _attention(call, products, next(rng_states), x, memory, kept)
-    return _feed_forward(plan, call, products, x, kept)
+        return _attention(call, weights, next(rng_states), x, memory, kept)
+    return _feed_forward(plan, call, weights, x, kept)
 
 
 def _sublayer_backward(
@@ -510,13 +531,13 @@ def _sublayer_backward(
 
 def _attention(
     call: Attention,
-    products: Iterator[Tensor],
+    weights: Parameters,
     rng_state: Tensor | None,
     x: Tensor,
     memory: Sequence[Tensor],
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor | None]:
-    (weight, bias, fc, fc_bias), (chosen, mask, masks) = (next(products) for _ in range(4)), call.choice
+    (weight, bias, fc, fc_bias), (chosen, mask, masks) = weights, call.choice
     linear = cpu_matmul.linear if chosen.differentiable else F.linear
     projected = linear(x, weight, bias)
     q, k, v = _heads(projected, memory, call)
@@ -578,9 +599,9 @@ def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequ
 
 
 def _feed_forward(
-    plan: Plan, call: FeedForward, products: Iterator[Tensor], x: Tensor, kept: Kept | None
+    plan: Plan, call: FeedForward, weights: Parameters, x: Tensor, kept: Kept | None
 ) -> tuple[Tensor, Tensor | None]:
-    (weight1, bias1, weight2, bias2), module = (next(products) for _ in range(4)), call.chosen.module
+    (weight1, bias1, weight2, bias2), module = weights, call.chosen.module
     if call.chosen.differentiable:
         return module.feed_forward(x, weight1, bias1, weight2, bias2, call.activation, 0.0, None), None
     bias = bias2 if kept is None else None
