@@ -9,21 +9,10 @@ inline void forward(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tenso
                     Tensor statistics, int64_t rows, int hidden, float eps, bool eps_on_std, double dropout_p,
                     Tensor rng_state) {
   const Stream stream(x);
-  const Forward p{x,
-                  residual,
-                  weight,
-                  bias,
-                  array(x_bias),
-                  out,
-                  z,
-                  statistics,
-                  rows,
-                  hidden,
-                  eps,
-                  eps_on_std,
-                  dropout(rng_state, dropout_p),
-                  x.dtype(),
-                  weight.dtype()};
+  const Dropout drop = dropout(rng_state, dropout_p);
+  const DType dtype = x.dtype(), weight_dtype = weight.dtype();
+  const Forward p{x,    residual, weight, bias,       array(x_bias), out,   z,           statistics,
+                  rows, hidden,   eps,    eps_on_std, drop,          dtype, weight_dtype};
   add_layer_norm::forward(p, stream);
 }
 
@@ -31,23 +20,11 @@ inline void backward(Tensor dout, Tensor dz, Tensor z, Tensor weight, Tensor sta
                      Tensor dweight, Tensor dbias, Tensor dx_bias, Tensor partial, int64_t rows, int hidden, int blocks,
                      bool eps_on_std, double dropout_p, Tensor rng_state) {
   const Stream stream(z);
-  const Backward p{dout,       dz,
-                   z,          weight,
-                   statistics, dsum,
-                   dx,         dweight,
-                   dbias,      array(dx_bias),
-                   partial,    rows,
-                   hidden,     blocks,
-                   eps_on_std, dropout(rng_state, dropout_p),
-                   z.dtype(),  weight.dtype()};
+  const Dropout drop = dropout(rng_state, dropout_p);
+  const DType dtype = z.dtype(), weight_dtype = weight.dtype();
+  const Backward p{dout,           dz,      z,    weight, statistics, dsum,       dx,   dweight, dbias,
+                   array(dx_bias), partial, rows, hidden, blocks,     eps_on_std, drop, dtype,   weight_dtype};
   add_layer_norm::backward(p, stream);
-}
-
-// The blocks of the backward, and the rows of its partial sums.
-inline std::pair<int, int> backward_grid(int64_t rows, int hidden, int device) {
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  const int blocks = add_layer_norm::backward_blocks(rows, hidden, multiprocessors);
-  return {blocks, norm::backward_partials(blocks)};
 }
 
 inline void bind(pybind11::module_& m) {
@@ -56,7 +33,7 @@ inline void bind(pybind11::module_& m) {
   m.attr("NORM_MAX_HIDDEN_DX_BIAS") = norm::kMaxHiddenDxBias;
   m.def("add_layer_norm_fwd", forward);
   m.def("add_layer_norm_bwd", backward);
-  m.def("add_layer_norm_bwd_grid", backward_grid);
+  m.def("add_layer_norm_bwd_grid", norm_backward_grid<add_layer_norm::backward_blocks>);
 }
 
 }  // namespace fastattn::add_layer_norm::bindings

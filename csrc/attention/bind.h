@@ -1,7 +1,5 @@
 // Python's view of attention: fastattn/backends/cuda/attention.py.
 #pragma once
-#include <algorithm>
-
 #include "attention/backward_sm90.h"
 #include "attention/forward_sm90.h"
 #include "attention/short_backward.h"
@@ -18,7 +16,6 @@ using Sizes = std::array<int64_t, 4>;  // B, H, L, D
 // multiples of 16 bytes, none of them expanded.
 class Matrix {
  public:
-  Matrix() = default;
   Matrix(const Tensor& t, const Sizes& sizes) : sizes(sizes), strides_(t.strides<4>()), data_(t) {}
 
   // t, or a copy, kept as long as this: the launch comes before another tensor of the stream can get its memory.
@@ -40,7 +37,7 @@ class Matrix {
 
   operator StridedMatrix() const { return {data_, strides_[0], strides_[1], strides_[2]}; }
 
-  Sizes sizes{};
+  Sizes sizes;
 
  private:
   bool suits(Kernels kernels) const {
@@ -52,8 +49,8 @@ class Matrix {
     return reinterpret_cast<uintptr_t>(data_) % 16 == 0;
   }
 
-  std::array<int64_t, 4> strides_{};
-  void* data_ = nullptr;
+  std::array<int64_t, 4> strides_;
+  void* data_;
   pybind11::object owner_;
 };
 

@@ -13,6 +13,7 @@
 #include "common/device.h"
 #include "common/dropout.h"
 #include "common/dtype_switch.h"
+#include "common/norm.h"
 
 namespace fastattn {
 
@@ -112,6 +113,13 @@ inline Array array(const Tensor& t) { return t ? Array{t, t.dtype()} : Array{}; 
 inline Dropout dropout(const Tensor& rng_state, double dropout_p) {
   const double scale = dropout_p >= 1 ? 0 : 1 / (1 - dropout_p);
   return {rng_state, static_cast<uint32_t>(std::nearbyint(dropout_p * 65536)), static_cast<float>(scale)};
+}
+
+// A norm's backward: its blocks, and the rows of its partial sums.
+template <int (*blocks_of)(int64_t rows, int hidden, int multiprocessors)>
+std::pair<int, int> norm_backward_grid(int64_t rows, int hidden, int device) {
+  const int blocks = blocks_of(rows, hidden, device_attribute(cudaDevAttrMultiProcessorCount, device));
+  return {blocks, norm::backward_partials(blocks)};
 }
 
 // The device of a tensor, current while in scope, and its current stream of PyTorch.

@@ -16,34 +16,19 @@ inline void forward(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor ancesto
   const Stream stream(q);
   const auto [batch, queries, heads, head_dim_k] = q.sizes<4>();
   const auto [_, positions, rows, key_heads, head_dim_v] = v.sizes<5>();
-  const auto [q_b, q_w, q_h] = q.strides<3>();
-  const auto [a_b, a_w, a_m] = ancestors ? ancestors.strides<3>() : std::array<int64_t, 3>{};
-  float* const partial = work;
-  float* const lse = partial == nullptr ? nullptr : partial + splits * batch * queries * heads * head_dim_v;
   const auto narrow = [](int64_t size) { return static_cast<int>(size); };
-  const Decode p{q,
-                 q_b,
-                 q_w,
-                 q_h,
-                 cached(k, head_dim_k),
-                 cached(v, head_dim_v),
-                 lengths,
-                 ancestors,
-                 a_b,
-                 a_w,
-                 a_m,
-                 out,
-                 partial,
-                 lse,
-                 narrow(batch),
-                 narrow(queries),
-                 narrow(heads),
-                 narrow(key_heads),
-                 narrow(positions),
-                 narrow(rows),
-                 splits,
-                 softmax_scale,
-                 q.dtype()};
+  Decode p{};
+  p.q = q, p.k = cached(k, head_dim_k), p.v = cached(v, head_dim_v), p.lengths = lengths, p.out = out;
+  const auto [q_b, q_w, q_h] = q.strides<3>();
+  p.q_stride_b = q_b, p.q_stride_w = q_w, p.q_stride_h = q_h;
+  if (ancestors) {
+    const auto [b, w, m] = ancestors.strides<3>();
+    p.ancestors = ancestors, p.ancestors_stride_b = b, p.ancestors_stride_w = w, p.ancestors_stride_m = m;
+  }
+  if (work) p.partial = work, p.lse = p.partial + splits * batch * queries * heads * head_dim_v;
+  p.batch = narrow(batch), p.queries = narrow(queries), p.heads = narrow(heads), p.key_heads = narrow(key_heads);
+  p.positions = narrow(positions), p.rows = narrow(rows), p.splits = splits;
+  p.softmax_scale = softmax_scale, p.dtype = q.dtype();
   decode_attention::decode_attention(p, stream);
 }
 

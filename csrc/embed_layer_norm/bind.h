@@ -9,15 +9,18 @@ inline Indices indices(const Tensor& t) { return t ? Indices{t, t.is_int64()} : 
 
 inline Source source(const Tensor& embedding, const Tensor& tokens, const Tensor& position_table,
                      const Tensor& position, int64_t length, float scale, double dropout_p, const Tensor& rng_state) {
+  const auto [vocabulary] = embedding.sizes<1>();
+  const auto [n_position] = position_table.sizes<1>();
+  const Dropout drop = dropout(rng_state, dropout_p);
   return {indices(tokens),
           indices(position),
           array(embedding),
           array(position_table),
-          embedding.sizes<1>()[0],
-          position_table.sizes<1>()[0],
+          vocabulary,
+          n_position,
           length,
           scale,
-          dropout(rng_state, dropout_p)};
+          drop};
 }
 
 inline void forward(Tensor embedding, Tensor weight, Tensor bias, Tensor tokens, Tensor position_table, Tensor position,
@@ -40,17 +43,10 @@ inline void backward(Tensor dout, Tensor embedding, Tensor weight, Tensor tokens
   embed_layer_norm::backward(p, stream);
 }
 
-// The blocks of the backward, and the rows of its partial sums.
-inline std::pair<int, int> backward_grid(int64_t rows, int hidden, int device) {
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  const int blocks = embed_layer_norm::backward_blocks(rows, hidden, multiprocessors);
-  return {blocks, norm::backward_partials(blocks)};
-}
-
 inline void bind(pybind11::module_& m) {
   m.def("embed_layer_norm_fwd", forward);
   m.def("embed_layer_norm_bwd", backward);
-  m.def("embed_layer_norm_bwd_grid", backward_grid);
+  m.def("embed_layer_norm_bwd_grid", norm_backward_grid<embed_layer_norm::backward_blocks>);
 }
 
 }  // namespace fastattn::embed_layer_norm::bindings

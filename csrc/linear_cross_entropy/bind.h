@@ -8,23 +8,14 @@ namespace fastattn::linear_cross_entropy::bindings {
 inline void rows(Tensor logits, Tensor bias, Tensor target, Tensor losses, Tensor dloss, int dloss_stride, Tensor count,
                  double label_smoothing, int64_t ignore_index, float logit_scale, bool has_gradient) {
   const Stream stream(logits);
-  const auto [rows, classes] = logits.sizes<2>();
-  const Params p{logits,
-                 bias,
-                 target,
-                 losses,
-                 dloss,
-                 count,
-                 rows,
-                 logits.strides<1>()[0],
-                 static_cast<int>(classes),
-                 dloss_stride,
-                 ignore_index,
-                 logit_scale,
-                 static_cast<float>(1 - label_smoothing),
-                 static_cast<float>(label_smoothing / static_cast<double>(classes)),
-                 has_gradient,
-                 logits.dtype()};
+  const auto [rows, columns] = logits.sizes<2>();
+  const auto [stride] = logits.strides<1>();
+  const int classes = static_cast<int>(columns);
+  const float on_target = static_cast<float>(1 - label_smoothing);
+  const float on_each = static_cast<float>(label_smoothing / classes);
+  const DType dtype = logits.dtype();
+  const Params p{logits,  bias,         target,       losses,      dloss,     count,   rows,         stride,
+                 classes, dloss_stride, ignore_index, logit_scale, on_target, on_each, has_gradient, dtype};
   const int shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, stream.device());
   cross_entropy_rows(p, shared_bytes, stream);
 }

@@ -134,6 +134,21 @@ def test_memory_orders(mask: str, kernels: torch.device) -> None:
         assert result.out.stride() == torch.empty_like(other.q).stride() or name in ("off a boundary", "rows apart")
 
 
+@pytest.mark.parametrize("L", [70, 150])
+def test_gradients_in_given_tensors(L: int, kernels: torch.device) -> None:
+    """In one tensor, in the order that the product after it reads: equal bits."""
+    p = make(B=2, H=2, Lq=L, Lk=L, D=24, mask="causal", dtype=BFLOAT16, device=kernels)
+    mask = AttentionMask(**p.mask)
+    first, *others = (mask.prepare(L, L, layout, kernels) for layout in backend.mask_layouts(p.q, p.k, p.v, None))
+    out, lse = backend.attention_fwd(p.q, p.k, p.v, None, first, p.scale, 0.0, None)
+    call = p.dout, None, p.q, p.k, p.v, out, lse, None, tuple(others), p.scale, 0.0, None, False
+    expected = backend.attention_bwd(*call)[:3]
+    joined = torch.full((2, L, 3, 2, 24), torch.nan, dtype=BFLOAT16, device=kernels)
+    grads = joined.permute(2, 0, 3, 1, 4).unbind()
+    given = backend.attention_bwd(*call, grads)[:3]
+    assert all(a is b and torch.equal(a, c) for a, b, c in zip(given, grads, expected, strict=True))
+
+
 @full
 @pytest.mark.parametrize("D", [40, 128])
 def test_nothing_is_written_elsewhere(D: int, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

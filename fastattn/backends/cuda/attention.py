@@ -65,6 +65,7 @@ def _plan(on_gpu: bool, *call: Any) -> tuple[int, ...]:
 def _plan_of(
     module: Any, device: int, capability: int, dtype: torch.dtype, head_dim: int, uses_sm90: bool
 ) -> tuple[int, ...]:
+    """capability: the device's, which the emulator changes."""
     tiles = module.attention_tiles_sm90(head_dim) if uses_sm90 else module.attention_tiles(head_dim, dtype)
     return *tiles, module.ATTENTION_MAX_SHORT, module.attention_has_short_backward(head_dim, dtype, device)
 

@@ -98,7 +98,7 @@ def feed_forward_hidden(
         h = torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
         z = torch.empty(tokens, columns, dtype=x.dtype, device=x.device) if saves_z else h
         tensors = x, weight1, _aligned(bias1), z if saves_z else None, h
-    extension(x.is_cuda).feed_forward_fwd(int(gemm), *tensors, number, gated, dropout_p, rng_state)
+    extension(x.is_cuda).feed_forward_fwd(gemm, *tensors, number, gated, dropout_p, rng_state)
     return h, z
 
 
@@ -152,7 +152,7 @@ def feed_forward_bwd(
         partial = torch.empty(rows * columns, dtype=torch.float32, device=x.device)
         dbias1 = torch.empty(columns, dtype=x.dtype, device=x.device) if tokens > 0 else torch.zeros_like(bias1)
     tensors = *operands, z, dz, recomputed, partial, dbias1
-    module.feed_forward_bwd(int(gemm), *tensors, *ACTIVATIONS[activation], dropout_p, rng_state)
+    module.feed_forward_bwd(gemm, *tensors, *ACTIVATIONS[activation], dropout_p, rng_state)
     dbias2 = None if bias2 is None else dout.sum(0)
     return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
 
