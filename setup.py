@@ -1,8 +1,8 @@
 """Builds fastattn, and the CUDA extension fastattn._C where nvcc is found. Everything static is in pyproject.toml.
 
-The build does not need torch: _C gets device pointers and a raw stream as integers, so one build works with every
-torch. nvcc compiles and links everything, several files at a time under ninja. Without nvcc, or if a compile fails, the
-package is installed without _C, with a warning here and the same explanation from fastattn.explain().
+The build does not need torch: _C calls the Python methods of tensors, so one build works with every torch. nvcc
+compiles and links everything, several files at a time under ninja. Without nvcc, or if a compile fails, the package is
+installed without _C, with a warning here and the same explanation from fastattn.explain().
 
 Environment
   FASTATTN_SKIP_CUDA=1    do not build _C
