@@ -33,4 +33,5 @@ def uses_tf32() -> bool:
     """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. The default is exact."""
     matmul = torch.backends.cuda.matmul
     # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    precision = getattr(matmul, "fp32_precision", None)
+    return precision == "tf32" if precision is not None else matmul.allow_tf32
