@@ -130,7 +130,7 @@ def add_layer_norm_bwd(
     (*found, rng_place), alignment = addresses(*inputs, rng_state)
     key = (
         *(device, z.dtype, dz is None, weight.dtype, bias_dtype, x_bias_dtype, alignment),
-        *(rows < LIMIT, hidden, has_dropout, stores_dresidual, eps_on_std),
+        *(rng_state is None, rows < LIMIT, hidden, has_dropout, stores_dresidual, eps_on_std),
     )
     launch = _LAUNCHES.get(key)
     if launch is None:

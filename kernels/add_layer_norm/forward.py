@@ -80,7 +80,7 @@ def add_layer_norm_fwd(
     device, has_dropout = x.get_device(), dropout_p > 0
     key = (
         *(device, x.dtype, x_bias_dtype, residual is None, weight.dtype, bias_dtype, alignment),
-        *(rows < LIMIT, hidden, has_dropout, eps_on_std),
+        *(rng_state is None, rows < LIMIT, hidden, has_dropout, eps_on_std),
     )
     launch = _LAUNCHES.get(key)
     if launch is None:

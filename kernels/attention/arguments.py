@@ -125,8 +125,9 @@ def problem(
     if bias is not None:
         biased, bias_key = matrix(bias, Lk)
     if rng_state is not None:
-        dropout = (rng_state.data_ptr(), *dropout_constants(dropout_p))
-        dropout_key = specialization(*dropout[:2])
+        threshold, scale = dropout_constants(dropout_p)
+        dropout = address, _, _ = rng_state.data_ptr(), threshold, scale
+        dropout_key = not address & 15, not threshold & 15, threshold == 1
     group = H // max(Hk, 1)  # query heads that share a key head
     dtype = q.dtype
     key = q.get_device(), dtype, H, group, Dk, dot_precision(dtype), softmax_scale > 0, bias_key, dropout_key

@@ -101,7 +101,7 @@ def embed_layer_norm_bwd(
     n_vocab, n_position = embedding.shape[0], position_table.shape[0]
     key = (
         *(device, dout.dtype, tokens.dtype, embedding.dtype, position_table.dtype),
-        *(None if position is None else position.dtype, weight.dtype, bias.dtype, alignment),
+        *(None if position is None else position.dtype, weight.dtype, bias.dtype, alignment, rng_state is None),
         *(rows < LIMIT, length < LIMIT, hidden, n_vocab, n_position, has_dropout),
     )
     launch = _LAUNCHES.get(key)

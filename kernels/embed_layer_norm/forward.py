@@ -89,7 +89,7 @@ def embed_layer_norm_fwd(
     n_vocab, n_position = embedding.shape[0], position_table.shape[0]
     key = (
         *(device, tokens.dtype, embedding.dtype, position_table.dtype, None if position is None else position.dtype),
-        *(weight.dtype, bias.dtype, dtype, alignment, rows < LIMIT, length < LIMIT),
+        *(weight.dtype, bias.dtype, dtype, alignment, rng_state is None, rows < LIMIT, length < LIMIT),
         *(hidden, n_vocab, n_position, has_dropout),
     )
     launch = _LAUNCHES.get(key)

@@ -110,7 +110,8 @@ def feed_forward_bwd(
     device, strides, precision = x.get_device(), weight2.stride(), dot_precision(x.dtype)
     key = (
         *(device, x.dtype, dout.dtype, weight2.dtype, bias1 is None, alignment),
-        *(tokens < LIMIT, tokens <= FEW_TOKENS, d_out, d_inner, *strides, activation, dropout_p > 0, precision),
+        *(rng_state is None, dropout_p > 0, tokens < LIMIT, tokens <= FEW_TOKENS, d_out, d_inner, *strides),
+        *(activation, precision),
     )
     launch = _LAUNCHES.get(key)
     if launch is None:

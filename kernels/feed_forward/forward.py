@@ -95,7 +95,8 @@ def feed_forward_hidden(
     device, strides, precision = x.get_device(), weight1.stride(), dot_precision(x.dtype)
     key = (
         *(device, x.dtype, weight1.dtype, None if bias1 is None else bias1.dtype, alignment),
-        *(tokens < LIMIT, tokens <= FEW_TOKENS, d, d_inner, *strides, activation, dropout_p > 0, precision),
+        *(rng_state is None, dropout_p > 0, tokens < LIMIT, tokens <= FEW_TOKENS, d, d_inner, *strides),
+        *(activation, precision),
     )
     launch = _LAUNCHES.get(key)
     if launch is None:
