@@ -47,9 +47,10 @@ class _NoDriver:
 def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: None) -> Iterator[None]:
     """Inside, backend="triton" accepts CPU tensors, and its launches compile for a GPU (90: sm_90) instead of running.
 
-    each: is called with every compiled kernel. The process can do nothing else afterwards, because Triton still sees a
-    GPU. TRITON_INTERPRET must not be set.
+    each: is called with the compiled kernel of every launch. The process can do nothing else afterwards, because Triton
+    still sees a GPU. TRITON_INTERPRET must not be set.
     """
+    from fastattn.kernels.common import launch
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -60,11 +61,19 @@ def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: No
         each(compiled)
         return compiled
 
+    def no_launcher(compiled: Any) -> tuple[Any, None, None]:
+        """In place of the C launcher, which further launches of a kernel call."""
+        return lambda *_: each(compiled), None, None
+
     driver.set_active(_NoDriver(capability))
+    launch.forget()
     with contextlib.ExitStack() as stack:
         for name in {op.backend_module for op in OPS.values()}:
             stack.enter_context(mock.patch(f"fastattn.kernels.{name}.unsupported_reason", lambda *_: None))
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        stack.enter_context(mock.patch.object(launch, "c_launcher", no_launcher))
+        stack.enter_context(mock.patch.object(launch, "current_stream", lambda device: 0, create=True))
+        stack.callback(launch.forget)
         yield
 
 

@@ -182,6 +182,17 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
         )
 
 
+def _using(row: Row, tile: Tile) -> AbstractContextManager:
+    """A context in which launches use this tile. Otherwise they remember the tile of a class of calls."""
+    from fastattn.kernels.common import launch
+
+    stack = ExitStack()
+    stack.enter_context(row.use(tile))
+    launch.forget()
+    stack.callback(launch.forget)
+    return stack
+
+
 def _replaced(name: str, tile: Tile, *modules: Any) -> AbstractContextManager:
     """A context in which the function `name` of these modules returns the tile."""
     stack = ExitStack()
@@ -199,13 +210,13 @@ def make_step(row: Row, tile: Tile, problem: Callable[[], Problem]) -> Callable[
     leaves = {name: t.to(row.dtype).requires_grad_() for name, t in given.tensors.items()}
 
     def forward() -> torch.Tensor:
-        with row.use(tile):
+        with _using(row, tile):
             return given.function(**leaves, **given.options, backend="triton")
 
     def backward() -> Any:
         out = saved[0] if saved and row.direction == "backward" else forward()
         saved[:] = saved or [out, torch.randn_like(out)]
-        with row.use(tile):
+        with _using(row, tile):
             return torch.autograd.grad(out, list(leaves.values()), saved[1], retain_graph=True)
 
     return forward if row.direction == "forward" else backward
@@ -215,7 +226,7 @@ def try_tile(row: Row, tile: Tile, device: torch.device) -> dict[str, Any]:
     """Check a candidate and time it: {"tile", "status": "ok", "wrong" or "failed", "reason" or "ms" and "table_ms"}."""
     result: dict[str, Any] = {"tile": tuple(tile)}
     try:
-        with row.use(tile):
+        with _using(row, tile):
             bad = [record for record in check(row.checked(), row.dtype, ["triton"]) if not record["ok"]]
         if bad and "failed" in bad[0]:
             return result | {"status": "failed", "reason": bad[0]["failed"].splitlines()[0][:200]}

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import norm
-from ..common.launch import on_device
+from ..common.launch import LIMIT, Launches, addresses
 from ..common.philox import dropout_constants, dropout_keep
 
 
@@ -97,6 +97,9 @@ def add_layer_norm_bwd_kernel(
         )
 
 
+_LAUNCHES = Launches(add_layer_norm_bwd_kernel, *[Tensor] * 12)
+
+
 def add_layer_norm_bwd(
     dout: Tensor,
     dz: Tensor | None,
@@ -121,20 +124,26 @@ def add_layer_norm_bwd(
     if z.numel() == 0:
         nothing = (None if t is None else torch.zeros_like(t) for t in (weight, bias, x_bias))
         return dx, dz_total if has_residual else None, *nothing
-    block_m, block_n, num_warps, stages = norm.backward_tile(hidden, x_bias is not None)
-    sums = norm.Sums(z, weight, bias, block_m, x_bias)
-    threshold, scale = dropout_constants(dropout_p)
-    with on_device(z):
-        inputs = dout, dz, z, weight, statistics
-        results = dx, dz_total, sums.partial, sums.dweight, sums.dbias, sums.dx_bias
-        constants = {"HAS_DZ": dz is not None, "HAS_DROPOUT": dropout_p > 0, "HAS_X_BIAS": x_bias is not None}
-        constants |= {"STORE_DRESIDUAL": has_residual or dropout_p == 0, "IS_RMS": bias is None}
-        constants |= {"EPS_ON_STD": eps_on_std, "FINISH": sums.finish, "SPAN": norm.SPAN, "REREAD": hidden > 8192}
+    x_bias_dtype, bias_dtype = None if x_bias is None else x_bias.dtype, None if bias is None else bias.dtype
+    device, has_dropout, stores_dresidual = z.get_device(), dropout_p > 0, has_residual or dropout_p == 0
+    inputs = dout, dz, z, weight, statistics
+    (*found, rng_place), alignment = addresses(*inputs, rng_state)
+    key = (
+        *(device, z.dtype, dz is None, weight.dtype, bias_dtype, x_bias_dtype, alignment),
+        *(rng_state is None, rows < LIMIT, hidden, has_dropout, stores_dresidual, eps_on_std),
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        block_m, block_n, num_warps, stages = norm.backward_tile(hidden, x_bias is not None)
+        constants = {"HAS_DZ": dz is not None, "HAS_DROPOUT": has_dropout, "HAS_X_BIAS": x_bias is not None}
+        constants |= {"STORE_DRESIDUAL": stores_dresidual, "IS_RMS": bias is None, "EPS_ON_STD": eps_on_std}
+        constants |= {"FINISH": hidden <= norm.FINISH_HIDDEN, "SPAN": norm.SPAN, "REREAD": hidden > 8192}
         constants |= {"TICKETS": norm.TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
-        constants["num_warps"] = num_warps
-        sizes = rows, hidden, sums.width
-        add_layer_norm_bwd_kernel[(sums.programs,)](
-            *inputs, *results, rng_state, *sizes, threshold, scale, **constants, enable_fp_fusion=True
-        )
-        sums.add()
-    return dx, dz_total if has_residual else None, sums.dweight, sums.dbias, sums.dx_bias
+        launch = _LAUNCHES.add(key, block_m, **constants, num_warps=num_warps)
+    programs, width, sums = norm.empty_sums(z, launch.tile, weight, bias, x_bias)
+    results = dx, dz_total, *sums
+    arguments = *found, *addresses(*results)[0], rng_place, rows, hidden, width, *dropout_constants(dropout_p)
+    launch.run(device, programs, arguments, (*inputs, *results, rng_state))
+    if hidden > norm.FINISH_HIDDEN:
+        norm.add_sums(device, programs, width, hidden, *sums)
+    return dx, dz_total if has_residual else None, *sums[1:]

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import on_device
+from ..common.launch import LIMIT, Launches, addresses
 from ..common.norm import TICKETS, empty_statistics, forward_tile, normalize
 from ..common.philox import dropout_constants, dropout_keep
 
@@ -50,6 +50,9 @@ def add_layer_norm_fwd_kernel(
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
+_LAUNCHES = Launches(add_layer_norm_fwd_kernel, *[Tensor] * 9)
+
+
 def add_layer_norm_fwd(
     x: Tensor,
     residual: Tensor | None,
@@ -71,14 +74,21 @@ def add_layer_norm_fwd(
     statistics = empty_statistics(rows, x, eps_on_std)
     if x.numel() == 0:
         return out, z, statistics
-    block_m, block_n, num_warps = forward_tile(hidden)
-    threshold, scale = dropout_constants(dropout_p)
-    with on_device(x):
-        tensors = x, x_bias, residual, weight, bias, out, z, statistics, rng_state
-        constants = {"HAS_X_BIAS": x_bias is not None, "HAS_RESIDUAL": residual is not None}
-        constants |= {"HAS_DROPOUT": dropout_p > 0, "IS_RMS": bias is None, "EPS_ON_STD": eps_on_std}
-        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "TICKETS": TICKETS, "num_warps": num_warps}
-        add_layer_norm_fwd_kernel[(triton.cdiv(rows, block_m),)](
-            *tensors, rows, hidden, eps, threshold, scale, **constants, enable_fp_fusion=True
-        )
+    tensors = x, x_bias, residual, weight, bias, out, z, statistics, rng_state
+    found, alignment = addresses(*tensors)
+    x_bias_dtype, bias_dtype = None if x_bias is None else x_bias.dtype, None if bias is None else bias.dtype
+    device, has_dropout = x.get_device(), dropout_p > 0
+    key = (
+        *(device, x.dtype, x_bias_dtype, residual is None, weight.dtype, bias_dtype, alignment),
+        *(rng_state is None, rows < LIMIT, hidden, has_dropout, eps_on_std),
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        block_m, block_n, num_warps = forward_tile(hidden)
+        constants = {"HAS_X_BIAS": x_bias is not None, "HAS_RESIDUAL": residual is not None, "IS_RMS": bias is None}
+        constants |= {"HAS_DROPOUT": has_dropout, "EPS_ON_STD": eps_on_std, "TICKETS": TICKETS}
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
+        launch = _LAUNCHES.add(key, block_m, **constants)
+    arguments = *found, rows, hidden, float(eps), *dropout_constants(dropout_p)
+    launch.run(device, -(-rows // launch.tile), arguments, tensors)
     return out, z, statistics

@@ -5,6 +5,7 @@ kernel if an integer in a tuple is 1, and if it is divisible by 16. For strides 
 of 16 bytes. Lengths and bands must not cause a compilation, so they are not in tuples but in DO_NOT_SPECIALIZE.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import dot_precision, padded_dim
+from ..common.launch import LIMIT, addresses, dot_precision, padded_dim, specialization
 from ..common.philox import dropout_constants
 
 DO_NOT_SPECIALIZE = ["seqlen_q", "seqlen_k", "band_lo", "band_hi"]
@@ -69,51 +70,73 @@ class Dropout(NamedTuple):
     scale: float
 
 
-def strided(t: Tensor) -> StridedTensor:
-    """t (B, H, L, D)"""
-    return StridedTensor(t, *t.stride()[:3])
+# Below, an argument is a plain tuple with addresses in place of tensors, and comes with what distinguishes it in a key.
+NO_MASK = (None, 0, None, 0, None, 0, 0, 0, None, None, 0, 0)
 
 
-def matrix(t: Tensor, columns: int) -> Matrix:
-    """t (b, h, m, n), each dimension full or 1."""
+def strided(*tensors: Tensor) -> tuple[list[tuple[int, ...]], Any]:
+    """StridedTensors of (B, H, L, D). The key is True if 16 divides all addresses and strides."""
+    found, bits, strides = [], 0, 0
+    for t in tensors:
+        address, (stride_b, stride_h, stride_l, _) = t.data_ptr(), t.stride()
+        found.append((address, stride_b, stride_h, stride_l))
+        strides |= stride_b | stride_h | stride_l
+        bits |= address
+    if (bits | strides) & 15 or strides >= LIMIT:
+        return found, specialization(*itertools.chain(*found))
+    return found, True
+
+
+def matrix(t: Tensor, columns: int) -> tuple[tuple[int, ...], Any]:
+    """The Matrix of t (b, h, m, n), each dimension full or 1."""
     strides = (stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True))
-    return Matrix(t, *strides, columns)
+    found = (t.data_ptr(), *strides, columns)
+    return found, (t.dtype, specialization(*found))
 
 
-def masking(mask: PreparedMask) -> dict[str, Any]:
-    """The arguments that say the mask."""
-    return {"mask": _tensors(mask), "band_lo": mask.band_lo, "band_hi": mask.band_hi}
-
-
-def _tensors(mask: PreparedMask) -> Mask:
-    if mask.band_only:
-        return Mask()
-
-    def per(t: Tensor | None, dim: int) -> int:
-        return 0 if t is None or t.shape[dim] == 1 else 1
-
-    intervals, columns, bits, tiles = mask.intervals, mask.columns, mask.bits, mask.tiles
-    return Mask(
-        *(intervals, per(intervals, 0)),
-        *(columns, per(columns, 0)),
-        *(bits, per(bits, 0), per(bits, 1), per(bits, 2)),
-        *(mask.counts, tiles, per(tiles, 0), per(tiles, 1)),
+def masking(mask: PreparedMask) -> tuple[tuple[int | None, ...], tuple[Tensor | None, ...], Any]:
+    """The Mask, its tensors, and its key."""
+    _, _, intervals, columns, bits, counts, tiles, _ = mask
+    if intervals is None and columns is None and bits is None:
+        return NO_MASK, (), None
+    tensors = intervals, columns, bits, counts, tiles
+    (intervals_at, columns_at, bits_at, counts_at, tiles_at), alignment = addresses(*tensors)
+    per_sample = per_head = per_row = tiles_per_sample = tiles_per_head = 0
+    if bits is not None:
+        per_sample, per_head, per_row, _, _ = (int(size > 1) for size in bits.shape)
+    if tiles is not None:
+        tiles_per_sample, tiles_per_head = int(tiles.shape[0] > 1), int(tiles.shape[1] > 1)
+    found = (
+        *(intervals_at, 0 if intervals is None else int(intervals.shape[0] > 1)),
+        *(columns_at, 0 if columns is None else int(columns.shape[0] > 1)),
+        *(bits_at, per_sample, per_head, per_row),
+        *(counts_at, tiles_at, tiles_per_sample, tiles_per_head),
     )
+    key = (alignment, intervals is None, columns is None, bits is None, tiles is None, found[1], found[3], *found[5:8])
+    return found, tensors, (*key, tiles_per_sample, tiles_per_head)
 
 
 def problem(
     q: Tensor, k: Tensor, bias: Tensor | None, softmax_scale: float, dropout_p: float, rng_state: Tensor | None
-) -> dict[str, Any]:
-    """The arguments of every kernel, except the mask."""
-    dropout = None if rng_state is None else Dropout(rng_state, *dropout_constants(dropout_p))
+) -> tuple[Any, Any, tuple[int, ...], Any]:
+    """What every kernel takes: Matrix of the bias, Dropout, (num_heads, group, seqlen_q, seqlen_k); and the key."""
+    (_, H, Lq, Dk), (_, Hk, Lk, _) = q.shape, k.shape
+    biased = dropout = bias_key = dropout_key = None
+    if bias is not None:
+        biased, bias_key = matrix(bias, Lk)
+    if rng_state is not None:
+        threshold, scale = dropout_constants(dropout_p)
+        dropout = address, _, _ = rng_state.data_ptr(), threshold, scale
+        dropout_key = not address & 15, not threshold & 15, threshold == 1
+    group = H // max(Hk, 1)  # query heads that share a key head
+    dtype = q.dtype
+    key = q.get_device(), dtype, H, group, Dk, dot_precision(dtype), softmax_scale > 0, bias_key, dropout_key
+    return biased, dropout, (H, group, Lq, Lk), key
+
+
+def constants(q: Tensor, bias: Tensor | None, softmax_scale: float) -> dict[str, Any]:
+    """The constants of every kernel, apart from its tile."""
     return {
-        "bias": None if bias is None else matrix(bias, k.shape[2]),
-        "dropout": dropout,
-        "num_heads": q.shape[1],
-        "group": q.shape[1] // max(k.shape[1], 1),  # query heads that share a key head
-        "seqlen_q": q.shape[2],
-        "seqlen_k": k.shape[2],
-        "softmax_scale": softmax_scale,
         "HEAD_DIM_K": q.shape[3],
         "BLOCK_DK": padded_dim(q.shape[3]),
         "PRECISION": dot_precision(q.dtype),
@@ -124,13 +147,16 @@ def problem(
 
 
 def value_dims(v: Tensor) -> dict[str, int]:
-    """The arguments of the kernels that read v."""
+    """The constants of the kernels that read v."""
     return {"HEAD_DIM_V": v.shape[3], "BLOCK_DV": padded_dim(v.shape[3])}
 
 
 def empty_like(x: Tensor, head_dim: int) -> Tensor:
     """Uninitialised (B, H, L, head_dim) in x's memory order: (B, L, H, D) when x comes as a view of that."""
-    B, H, L, _ = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(B, L, H, head_dim).transpose(1, 2)
-    return x.new_empty(B, H, L, head_dim)
+    B, H, L, D = x.shape
+    _, stride_h, stride_l, _ = x.stride()
+    if stride_h >= stride_l:
+        return x.new_empty(B, H, L, head_dim)
+    if D == head_dim and x.numel() > 0:  # one operator, not two
+        return x.new_empty_strided((B, H, L, D), (L * H * D, D, H * D, 1))
+    return x.new_empty(B, L, H, head_dim).transpose(1, 2)

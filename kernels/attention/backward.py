@@ -21,10 +21,11 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import on_device
+from ..common.launch import Launches, addresses, specialization
 from ..common.philox import dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
+from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .bias_gradient import bias_gradient
 from .tile_sizes import Config
 
@@ -180,6 +181,10 @@ def attention_dkv_kernel(
     tiles.store_rows(dv, b, h_k, n0, n < seqlen_k, dv_acc, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
 
 
+_DQ = Launches(attention_dq_kernel, *[StridedTensor] * 6, *[Tensor] * 3, Matrix, Mask, Dropout)
+_DKV = Launches(attention_dkv_kernel, *[StridedTensor] * 6, *[Tensor] * 2, Matrix, Mask, Dropout)
+
+
 def attention_bwd(
     dout: Tensor,
     dlse: Tensor | None,
@@ -197,32 +202,48 @@ def attention_bwd(
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
-    it. masks: in the layouts of mask_layouts() after the first, which also say the tiles. Returns dq, dk, dv in the
-    inputs' dtypes and memory order, or written into `grads`, and dbias, as bias, if needed."""
-    B, H, Lq, Dk = q.shape
-    Hk, Lk, Dv = v.shape[1:]
+    it. masks: in the layouts of mask_layouts() after the first, which also say the tiles. grads: memory for dq, dk, dv
+    whose last dimension is contiguous; without it they are allocated in the inputs' memory order. Returns dq, dk, dv,
+    and dbias, as bias, if needed."""
+    (B, H, Lq, Dk), (_, Hk, Lk, Dv) = q.shape, v.shape
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    dq, dk, dv = grads or (arguments.empty_like(q, Dk), arguments.empty_like(k, Dk), arguments.empty_like(v, Dv))
+    if grads is None:
+        grads = arguments.empty_like(q, Dk), arguments.empty_like(k, Dk), arguments.empty_like(v, Dv)
+    dq, dk, dv = grads
     delta = torch.empty_like(lse)
-    dbias = None
     by_query, by_key = masks
-    strided = arguments.strided
-    inputs = {"q": strided(q), "k": strided(k), "v": strided(v), "dout": strided(dout)}
-    inputs |= {"lse_ptr": lse, "delta_ptr": delta}
-    with on_device(q):
-        inputs |= arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state) | arguments.value_dims(v)
-        tile = Config(*by_query.layout.launch)
-        programs = B * H * triton.cdiv(Lq, tile.BLOCK_M)
-        if programs > 0:
-            own = {"out": strided(out), "dq": strided(dq), "dlse_ptr": dlse} | arguments.masking(by_query)
-            attention_dq_kernel[(programs,)](**inputs, **own, **tile._asdict(), enable_fp_fusion=True)
-        tile = Config(*by_key.layout.launch)
-        programs = B * Hk * triton.cdiv(Lk, tile.BLOCK_N)
-        if programs > 0:
-            own = {"dk": strided(dk), "dv": strided(dv)} | arguments.masking(by_key)
-            attention_dkv_kernel[(programs,)](**inputs, **own, **tile._asdict(), enable_fp_fusion=True)
-        if needs_dbias:
-            dbias = bias_gradient(q, v, bias, dlse, inputs, by_query)
+    (q_at, k_at, v_at, out_at, dout_at, *grads_at), strides = arguments.strided(q, k, v, out, dout, dq, dk, dv)
+    (lse_at, dlse_at, delta_at), alignment = addresses(lse, dlse, delta)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    device, softmax_scale = problem[0], float(softmax_scale)
+
+    if lse.numel() > 0:
+        masking, mask_tensors, mask_key = arguments.masking(by_query)
+        tile = by_query.layout.launch
+        key = problem, Dv, strides, alignment, dlse is None, mask_key, tile
+        launch = _DQ.get(key)
+        if launch is None:
+            constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+            launch = _DQ.add(key, **constants)
+        given = q_at, k_at, v_at, out_at, dout_at, grads_at[0], lse_at, dlse_at, delta_at
+        given += biased, masking, dropout, *sizes, *by_query[:2], softmax_scale
+        tensors = q, k, v, out, dout, dq, lse, dlse, delta, bias, *mask_tensors, rng_state
+        launch.run(device, B * H * -(-Lq // tile[0]), given, tensors)
+    if B * Hk * Lk > 0:
+        masking, mask_tensors, mask_key = arguments.masking(by_key)
+        tile = by_key.layout.launch
+        key = problem, Dv, strides, alignment, specialization(Lq), mask_key, tile
+        launch = _DKV.get(key)
+        if launch is None:
+            constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+            launch = _DKV.add(key, **constants)
+        given = q_at, k_at, v_at, dout_at, *grads_at[1:], lse_at, delta_at
+        given += biased, masking, dropout, *sizes, *by_key[:2], softmax_scale
+        tensors = q, k, v, dout, dk, dv, lse, delta, bias, *mask_tensors, rng_state
+        launch.run(device, B * Hk * -(-Lk // tile[1]), given, tensors)
+    dbias = None
+    if needs_dbias:
+        dbias = bias_gradient(q, k, v, dout, lse, dlse, delta, bias, by_query, softmax_scale, dropout_p, rng_state)
     return dq, dk, dv, dbias

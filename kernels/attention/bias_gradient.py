@@ -15,7 +15,6 @@ delta with a 16-bit out: 1e-3 where the gradient is 0.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -24,10 +23,11 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import gpu_arch
+from ..common.launch import Launches, addresses, gpu_arch, specialization
 from ..common.philox import dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
+from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .tile_sizes import config
 
 
@@ -90,15 +90,29 @@ def attention_dbias_kernel(
     tl.store(ptrs, total.to(dbias.ptr.dtype.element_ty), mask=inside)
 
 
+_LAUNCHES = Launches(attention_dbias_kernel, *[StridedTensor] * 4, Matrix, *[Tensor] * 2, Matrix, Mask, Dropout)
+
+
 def bias_gradient(
-    q: Tensor, v: Tensor, bias: Tensor, dlse: Tensor | None, inputs: dict[str, Any], mask: PreparedMask
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    bias: Tensor,
+    mask: PreparedMask,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
 ) -> Tensor:
-    """dbias, shaped and typed as bias. dlse (B, H, Lq) float32 or None. inputs: the arguments that all kernels of the
-    backward share; delta is computed. mask: its rows are queries."""
+    """dbias, shaped and typed as bias. The arguments are those of attention_bwd; lse, dlse (or None) and the computed
+    delta are contiguous. mask: its rows are queries."""
     if bias.shape[3] == 1:
         if dlse is None:
             return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-        dlse = dlse.masked_fill(inputs["lse_ptr"] == -torch.inf, 0.0)  # a query without keys has no gradient
+        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # a query without keys has no gradient
         return dlse.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     tile = config("dbias", gpu_arch(q), q.dtype, max(q.shape[3], v.shape[3]), q.shape[2])
@@ -107,9 +121,20 @@ def bias_gradient(
     owned = [1 if size == 1 else n for size, n in zip(bias.shape[:3], whole, strict=True)]
     loops = [n if size == 1 else 1 for size, n in zip(bias.shape[:3], whole, strict=True)]
     programs = math.prod(owned) * triton.cdiv(v.shape[2], tile.BLOCK_N)
-    if programs > 0:
-        own = {"dbias": arguments.matrix(dbias, v.shape[2]), "bias_heads": bias.shape[1], "bias_rows": bias.shape[2]}
-        own |= dict(zip(("loop_b", "loop_h", "loop_m"), loops, strict=True)) | {"SUM_ROWS": bias.shape[2] == 1}
-        own |= arguments.masking(mask) | tile._asdict()
-        attention_dbias_kernel[(programs,)](**inputs, **own, enable_fp_fusion=True)
+    if programs == 0:
+        return dbias
+    strided, strides = arguments.strided(q, k, v, dout)
+    result, result_key = arguments.matrix(dbias, v.shape[2])
+    found, alignment = addresses(lse, delta)
+    masking, mask_tensors, mask_key = arguments.masking(mask)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    own = *bias.shape[1:3], *loops
+    key = problem, v.shape[3], strides, alignment, mask_key, result_key, specialization(*own), tile
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | tile._asdict()
+        launch = _LAUNCHES.add(key, **constants, SUM_ROWS=bias.shape[2] == 1)
+    given = *strided, result, *found, biased, masking, dropout, *own, *sizes, *mask[:2], softmax_scale
+    tensors = q, k, v, dout, dbias, lse, delta, bias, *mask_tensors, rng_state
+    launch.run(problem[0], programs, given, tensors)
     return dbias

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import on_device
+from ..common.launch import Launches
 from ..common.philox import dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
+from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .tile_sizes import Config
 
 
@@ -103,6 +104,9 @@ def attention_forward_kernel(
     tiles.store_rows(out, b, h, m0, m < seqlen_q, out_tile, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
 
 
+_LAUNCHES = Launches(attention_forward_kernel, *[StridedTensor] * 4, Tensor, Matrix, Mask, Dropout)
+
+
 def attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -116,20 +120,21 @@ def attention_fwd(
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
     lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also says the tile. rng_state: int64
     (seed, offset), or None without dropout."""
-    B, H, Lq, _ = q.shape
-    out = arguments.empty_like(q, v.shape[3])
+    (B, H, Lq, _), Dv = q.shape, v.shape[3]
+    out = arguments.empty_like(q, Dv)
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
-    with on_device(q):
-        tile = Config(*mask.layout.launch)
-        programs = B * H * triton.cdiv(Lq, tile.BLOCK_M)
-        if programs > 0:
-            attention_forward_kernel[(programs,)](
-                *map(arguments.strided, (q, k, v, out)),
-                lse,
-                **arguments.masking(mask),
-                **arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state),
-                **arguments.value_dims(v),
-                **tile._asdict(),
-                enable_fp_fusion=True,
-            )
+    if lse.numel() == 0:
+        return out, lse
+    strided, strides = arguments.strided(q, k, v, out)
+    masking, mask_tensors, mask_key = arguments.masking(mask)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    tile = mask.layout.launch
+    key = problem, Dv, strides, mask_key, tile
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+        launch = _LAUNCHES.add(key, **constants)
+    given = *strided, lse.data_ptr(), biased, masking, dropout, *sizes, *mask[:2], float(softmax_scale)
+    tensors = q, k, v, out, lse, bias, *mask_tensors, rng_state
+    launch.run(problem[0], B * H * -(-Lq // tile[0]), given, tensors)
     return out, lse

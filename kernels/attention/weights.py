@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import gpu_arch, on_device
+from ..common.launch import Launches, gpu_arch, specialization
 from ..common.philox import dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
+from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .tile_sizes import config
 
 
@@ -69,6 +70,9 @@ def attention_weights_kernel(
     )
 
 
+_LAUNCHES = Launches(attention_weights_kernel, *[StridedTensor] * 2, Tensor, *[Matrix] * 2, Mask, Dropout)
+
+
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -84,19 +88,19 @@ def attention_weights(
     their mean over the heads, (B, Lq, Lk), in q's dtype. mask: in Layout()."""
     (B, H, Lq, Dk), Lk = q.shape, k.shape[2]
     weights = torch.empty(B, 1 if mean else H, Lq, Lk, dtype=q.dtype, device=q.device)
-    with on_device(q):
-        tile = config("weights", gpu_arch(q), q.dtype, Dk, Lq)
-        programs = B * weights.shape[1] * triton.cdiv(Lq, tile.BLOCK_M) * triton.cdiv(Lk, tile.BLOCK_N)
-        if programs > 0:
-            attention_weights_kernel[(programs,)](
-                arguments.strided(q),
-                arguments.strided(k),
-                lse.contiguous(),
-                arguments.matrix(weights, Lk),
-                MEAN=mean,
-                **arguments.masking(mask),
-                **arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state),
-                **tile._asdict(),
-                enable_fp_fusion=True,
-            )
+    tile = config("weights", gpu_arch(q), q.dtype, Dk, Lq)
+    programs = B * weights.shape[1] * triton.cdiv(Lq, tile.BLOCK_M) * triton.cdiv(Lk, tile.BLOCK_N)
+    if programs > 0:
+        lse = lse.contiguous()
+        strided, strides = arguments.strided(q, k)
+        result, result_key = arguments.matrix(weights, Lk)
+        masking, mask_tensors, mask_key = arguments.masking(mask)
+        biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+        key = problem, strides, specialization(lse.data_ptr()), mask_key, result_key, mean, tile
+        launch = _LAUNCHES.get(key)
+        if launch is None:
+            launch = _LAUNCHES.add(key, **arguments.constants(q, bias, softmax_scale), **tile._asdict(), MEAN=mean)
+        given = *strided, lse.data_ptr(), result, biased, masking, dropout, *sizes, *mask[:2], float(softmax_scale)
+        tensors = q, k, lse, weights, bias, *mask_tensors, rng_state
+        launch.run(problem[0], programs, given, tensors)
     return weights.squeeze(1) if mean else weights

@@ -1,8 +1,14 @@
-"""What a launch must know of its device and tensors. No kernel runs for it, and nothing waits for the device."""
+"""How kernels are launched, and what a launch must know of its device and tensors. Nothing waits for the device.
 
-import contextlib
+`kernel[grid](...)` binds and specialises its arguments in Python, 11 to 20 us. Here only the first call of a class uses
+it. The next ones go to the C launcher of the compiled kernel that it returned (triton 3.4 to 3.9), with addresses in
+place of tensors, which saves the launcher a question to the driver for each. They use the current stream, and a CUDA
+graph captures them. Triton's interpreter, and calls while a profiler has hooks in Triton, always use `kernel[grid]`.
+"""
+
 import functools
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, get_type_hints
 
 import torch
 import triton
@@ -13,7 +19,143 @@ from fastattn.backends import constants
 
 from . import INTERPRETED
 
+if hasattr(torch._C, "_cuda_getDevice"):
+    current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
 DTYPES = constants.DTYPES
+LIMIT = 1 << 31  # from here on Triton passes an integer in 64 bits
+
+_runtime = triton.knobs.runtime
+_CHAINS = _runtime.launch_enter_hook, _runtime.launch_exit_hook  # triton 3.4: None, until a profiler sets them
+_ENTER_CALLS, _EXIT_CALLS = (getattr(chain, "calls", [] if chain is None else [chain]) for chain in _CHAINS)
+
+
+def _has_hooks() -> bool:
+    enter, leave = _CHAINS
+    is_new = _runtime.launch_enter_hook is not enter or _runtime.launch_exit_hook is not leave
+    return bool(is_new or _ENTER_CALLS or _EXIT_CALLS)
+
+
+class Launches(dict[tuple[Any, ...], "Launch"]):
+    """The launches of one kernel, by class of call: Launches(kernel, *kinds).
+
+    A key holds everything that chooses the compiled kernel and its constants: the device; the dtypes of the tensors,
+    and which are None; what the tile follows from; and what Triton specialises, see specialization(). So calls with
+    equal keys differ in addresses, floats and integers of the same specialization only.
+
+    kinds: of the kernel's first arguments: Tensor, or the NamedTuple that the kernel reads by names. Its hints say
+    which of its fields are tensors.
+    """
+
+    all: "list[Launches]" = []
+
+    def __init__(self, kernel: Any, *kinds: type) -> None:
+        super().__init__()
+        self.kernel, self.kinds = kernel, kinds
+        self.all.append(self)
+
+    def add(self, key: tuple[Any, ...], tile: Any = None, **named: Any) -> "Launch":
+        """A new class. named: the kernel's constants, num_warps and num_stages. tile: kept for the caller."""
+        self[key] = launch = Launch(self, tile, named)
+        return launch
+
+
+def forget() -> None:
+    """Forget all classes: for those who replace tables of tiles, or what a launch is."""
+    for launches in Launches.all:
+        launches.clear()
+
+
+def c_launcher(compiled: Any) -> tuple[Any, Any, Any]:
+    """What launches a compiled kernel, the kernel's handle on the current device, and what the launcher reads of it."""
+    return compiled.run, compiled.function, compiled.packed_metadata
+
+
+class Launch:
+    """One class of calls. tile: as given to Launches.add()."""
+
+    __slots__ = ("constants", "function", "hooks", "kernel", "kinds", "launcher", "metadata", "named", "tile")
+
+    def __init__(self, launches: Launches, tile: Any, named: dict[str, Any]) -> None:
+        self.kernel, self.kinds, self.tile, self.named = launches.kernel, launches.kinds, tile, named
+        self.hooks = self.kernel.pre_run_hooks
+        self.launcher: Any = None  # until the first call
+
+    def run(
+        self,
+        device: int,
+        programs: int,
+        arguments: tuple[Any, ...],
+        tensors: Iterable[Tensor | None],
+        programs_y: int = 1,
+    ) -> None:
+        """Launch on the device's current stream. device: the index of a GPU; -1 with tensors on a CPU.
+
+        arguments: what the kernel takes before its constants: addresses, numbers, and tuples of them. tensors: those at
+        the addresses, in the same order. Tensors that are None may be left out.
+        """
+        if device >= 0 and device != current_device():
+            with torch.cuda.device(device):
+                self.run(device, programs, arguments, tensors, programs_y)
+        elif self.launcher is None or self.hooks or _has_hooks():
+            self._run_by_triton((programs, programs_y), arguments, tensors)
+        else:
+            self.launcher(
+                programs, programs_y, 1, current_stream(device), self.function, self.metadata, None, None, None,
+                *arguments, *self.constants,
+            )  # fmt: skip
+
+    def _run_by_triton(
+        self, grid: tuple[int, int], arguments: tuple[Any, ...], tensors: Iterable[Tensor | None]
+    ) -> None:
+        given = _with_tensors(self.kinds, arguments, iter([t for t in tensors if t is not None]))
+        compiled = self.kernel[grid](*given, **self.named, enable_fp_fusion=True)
+        if compiled is None or self.hooks or _has_hooks():  # interpreted, or perhaps compiled with a profiler's probes
+            return
+        self.constants = tuple(self.named[name] for name in self.kernel.arg_names[len(arguments) :])
+        self.launcher, self.function, self.metadata = c_launcher(compiled)
+
+
+def _with_tensors(kinds: Iterable[type], arguments: tuple[Any, ...], tensors: Iterator[Tensor]) -> list[Any]:
+    """The arguments with tensors in place of their addresses, and with the kinds' tuples in place of plain ones."""
+
+    def tensor_at(address: int | None) -> Tensor | None:
+        if address is None:
+            return None
+        t = next(tensors)
+        assert t.data_ptr() == address, "the tensors of a launch are not in the order of its arguments"
+        return t
+
+    given = list(arguments)
+    for i, kind in enumerate(kinds):
+        if kind is Tensor:
+            given[i] = tensor_at(given[i])
+        elif given[i] is not None:
+            hints = get_type_hints(kind).values()
+            fields = (tensor_at(a) if "Tensor" in str(hint) else a for a, hint in zip(given[i], hints, strict=True))
+            given[i] = kind(*fields)
+    assert next(tensors, None) is None, "a tensor of a launch is not in its arguments"
+    return given
+
+
+def addresses(*tensors: Tensor | None) -> tuple[list[int | None], Any]:
+    """The tensors' addresses, None for None, and their specialization(): True where all are divisible by 16."""
+    found: list[int | None] = []
+    bits = 0
+    for t in tensors:
+        if t is None:
+            found.append(None)
+        else:
+            address = t.data_ptr()
+            bits |= address
+            found.append(address)
+    return found, not bits & 15 or tuple([address is None or not address & 15 for address in found])
+
+
+def specialization(*numbers: int) -> tuple[int, ...]:
+    """What Triton specialises of integers and addresses: whether 16 divides them, whether they are 1, their 32 or 64
+    bits."""
+    return tuple([2 if n == 1 else 4 * (not -LIMIT <= n < LIMIT) + (not n & 15) for n in numbers])
 
 
 def unsupported_tensors(op: str, **tensors: Tensor | None) -> str | None:
@@ -56,11 +198,6 @@ def _gpu_problem(index: int) -> str | None:
 @functools.cache
 def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager:
-    """Makes x's device the current one, on which Triton launches."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def gpu_arch(x: Tensor) -> int:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import multiprocessors
+from .launch import Launches, addresses, multiprocessors
 
 MAX_HIDDEN = 16384  # a row is held in the registers of one program
 SPAN = 16  # programs in a group; the last of a group adds its sums
@@ -188,32 +188,32 @@ def add_partials_kernel(
     store_sums(dweight, dbias, dx_bias, col, total, width, hidden, IS_RMS, HAS_X_BIAS)
 
 
-class Sums:
-    """The weight gradients, also x_bias's, while they are summed.
+_LAUNCHES = Launches(add_partials_kernel, *[Tensor] * 4)
 
-    programs: how many programs sum. partial: their sums, one row each, and a row for each group of SPAN programs.
+
+def empty_sums(
+    z: Tensor, block_m: int, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None = None
+) -> tuple[int, int, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """(programs, width, memory): how many programs sum up the weight gradients, how wide their rows of sums are.
+
+    memory: partial, which has a row for each program and for each group of SPAN programs, and dweight, dbias, dx_bias.
     """
+    rows, hidden = z.shape
+    width = hidden * (1 + (bias is not None) + (x_bias is not None))
+    programs = min(-(-rows // block_m), 2 * multiprocessors(z), 2 * SPAN * SPAN)
+    partial = torch.empty(programs - (-programs // SPAN), width, dtype=torch.float32, device=z.device)
+    dbias = None if bias is None else torch.empty_like(bias)
+    dx_bias = None if x_bias is None else torch.empty_like(x_bias)
+    return programs, width, (partial, torch.empty_like(weight), dbias, dx_bias)
 
-    def __init__(
-        self, z: Tensor, weight: Tensor, bias: Tensor | None, block_m: int, x_bias: Tensor | None = None
-    ) -> None:
-        rows, self.hidden = z.shape
-        self.is_rms = bias is None
-        self.width = self.hidden * sum(t is not None for t in (weight, bias, x_bias))
-        self.programs = min(triton.cdiv(rows, block_m), 2 * multiprocessors(z), 2 * SPAN * SPAN)
-        self.finish = self.hidden <= FINISH_HIDDEN
-        size = (self.programs + triton.cdiv(self.programs, SPAN), self.width)
-        self.partial = torch.empty(size, dtype=torch.float32, device=z.device)
-        self.dweight, self.dbias, self.dx_bias = (
-            None if t is None else torch.empty_like(t) for t in (weight, bias, x_bias)
-        )
 
-    def add(self) -> None:
-        """Adds the programs' sums in a second launch, if the first has not done it."""
-        if not self.finish:
-            sums = self.partial, self.dweight, self.dbias, self.dx_bias
-            constants = {"IS_RMS": self.is_rms, "HAS_X_BIAS": self.dx_bias is not None, "COLS": 32, "num_warps": 8}
-            constants["BLOCK_P"] = triton.next_power_of_2(self.programs)
-            add_partials_kernel[(triton.cdiv(self.width, 32),)](
-                *sums, self.programs, self.width, self.hidden, **constants, enable_fp_fusion=True
-            )
+def add_sums(device: int, programs: int, width: int, hidden: int, *memory: Tensor | None) -> None:
+    """Add up the programs' sums in memory, from empty_sums, where rows are wider than FINISH_HIDDEN."""
+    found, alignment = addresses(*memory)
+    key = device, *(None if t is None else t.dtype for t in memory), alignment, programs, width, hidden
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        _, _, dbias, dx_bias = memory
+        constants = {"IS_RMS": dbias is None, "HAS_X_BIAS": dx_bias is not None, "COLS": 32, "num_warps": 8}
+        launch = _LAUNCHES.add(key, **constants, BLOCK_P=triton.next_power_of_2(programs))
+    launch.run(device, triton.cdiv(width, 32), (*found, programs, width, hidden), memory)

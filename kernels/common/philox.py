@@ -8,12 +8,14 @@ Its four 32-bit words are eight 16-bit lanes, low half first; the element's numb
 when u >= threshold. One call is enough for eight neighbouring columns: about 7 integer instructions an element.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 
 from fastattn.backends import constants
 
-dropout_constants = constants.dropout_constants
+dropout_constants = functools.lru_cache(constants.dropout_constants)
 
 
 @triton.jit

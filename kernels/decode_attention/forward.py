@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dot_precision, multiprocessors, on_device, padded_dim
+from ..common.launch import LIMIT, Launches, addresses, dot_precision, multiprocessors, padded_dim, specialization
 
 
 class Queries(NamedTuple):
@@ -174,7 +174,10 @@ _TILE_BYTES = 8192  # of keys, or of values
 _SPLIT_KEYS = 256  # at least, for a program to be worth the merge
 _PROGRAMS = 4  # that a multiprocessor can run at once
 _MAX_SPLITS = 64
-_LAUNCH = {"num_warps": 4, "num_stages": 3}
+
+
+_DECODE = Launches(decode_attention_kernel, Queries, Cache, Cache, Tensor, Ancestors, Tensor, Tensor)
+_MERGE = Launches(merge_splits_kernel, *[Tensor] * 3)
 
 
 def decode_attention_fwd(
@@ -186,30 +189,44 @@ def decode_attention_fwd(
     if out.numel() == 0:
         return out
     together = W if ancestors is None and R == 1 else 1  # queries that have the same keys
-    programs = B * Hk * (W // together) * triton.cdiv(together * H // Hk, _BLOCK_M)
+    programs = B * Hk * (W // together) * -(-together * H // (Hk * _BLOCK_M))
     # From shapes alone: lengths are on the device, and may differ when a CUDA graph repeats the launch.
     splits = max(1, min(M // _SPLIT_KEYS, _PROGRAMS * multiprocessors(q) // programs, _MAX_SPLITS))
-    found, lse = out, None
+    result, lse = out, None
     if splits > 1:
-        found = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+        result = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, B, W, H, dtype=torch.float32, device=q.device)
-    BLOCK_DK, BLOCK_DV = padded_dim(Dk), padded_dim(Dv)
-    BLOCK_N = max(_TILE_BYTES // (max(BLOCK_DK, BLOCK_DV, 64) * q.itemsize), 16)
-    with on_device(q):
-        tensors = Queries(q, *q.stride()[:3]), Cache(k, *k.stride()[:4]), Cache(v, *v.stride()[:4])
-        given = (
-            None if lengths is None else lengths.contiguous(),
-            None if ancestors is None else Ancestors(ancestors, *ancestors.stride(), R),
-        )
-        sizes = W, together, Hk, H // Hk, M, splits, B * W * H
+    lengths = None if lengths is None else lengths.contiguous()
+    (q_at, k_at, v_at, lengths_at, ancestors_at, result_at, lse_at), alignment = addresses(
+        q, k, v, lengths, ancestors, result, lse
+    )
+    strides = *q.stride()[:3], *k.stride()[:4], *v.stride()[:4]
+    history = None if ancestors is None else (ancestors_at, *ancestors.stride(), R)
+    num_rows, device, precision = B * W * H, q.get_device(), dot_precision(q.dtype)
+    key = (
+        *(device, q.dtype, None if lengths is None else lengths.dtype, splits > 1, alignment, specialization(*strides)),
+        *(None if history is None else (ancestors.dtype, specialization(*history[1:])), W, together, Hk, H // Hk),
+        *(num_rows < LIMIT, Dk, Dv, precision),
+    )
+    launch = _DECODE.get(key)
+    if launch is None:
+        BLOCK_DK, BLOCK_DV = padded_dim(Dk), padded_dim(Dv)
         constants = {"HEAD_DIM_K": Dk, "HEAD_DIM_V": Dv, "BLOCK_DK": BLOCK_DK, "BLOCK_DV": BLOCK_DV}
-        constants |= {"PRECISION": dot_precision(q.dtype), "BLOCK_M": _BLOCK_M, "BLOCK_N": BLOCK_N}
-        decode_attention_kernel[(programs * splits,)](
-            *tensors, *given, found, lse, *sizes, softmax_scale, **constants, **_LAUNCH, enable_fp_fusion=True
-        )
-        if splits > 1:
-            constants = {"HEAD_DIM_V": Dv, "MAX_SPLITS": _MAX_SPLITS, "BLOCK_DV": min(BLOCK_DV, 64)}
-            merge_splits_kernel[(B * W * H, triton.cdiv(Dv, min(BLOCK_DV, 64)))](
-                found, lse, out, splits, B * W * H, **constants, num_warps=4, enable_fp_fusion=True
-            )
+        constants |= {"PRECISION": precision, "BLOCK_M": _BLOCK_M, "num_warps": 4, "num_stages": 3}
+        BLOCK_N = max(_TILE_BYTES // (max(BLOCK_DK, BLOCK_DV, 64) * q.itemsize), 16)
+        launch = _DECODE.add(key, **constants, BLOCK_N=BLOCK_N)
+    arguments = (
+        *((q_at, *strides[:3]), (k_at, *strides[3:7]), (v_at, *strides[7:]), lengths_at, history, result_at, lse_at),
+        *(W, together, Hk, H // Hk, M, splits, num_rows, float(softmax_scale)),
+    )
+    launch.run(device, programs * splits, arguments, (q, k, v, lengths, ancestors, result, lse))
+    if splits > 1:
+        block_dv = min(padded_dim(Dv), 64)
+        key = device, q.dtype, alignment, num_rows < LIMIT, Dv
+        launch = _MERGE.get(key)
+        if launch is None:
+            constants = {"HEAD_DIM_V": Dv, "MAX_SPLITS": _MAX_SPLITS, "BLOCK_DV": block_dv, "num_warps": 4}
+            launch = _MERGE.add(key, **constants)
+        arguments = result_at, lse_at, out.data_ptr(), splits, num_rows
+        launch.run(device, num_rows, arguments, (result, lse, out), triton.cdiv(Dv, block_dv))
     return out

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import norm
-from ..common.launch import on_device
+from ..common.launch import LIMIT, Launches, addresses
 from ..common.philox import dropout_constants, dropout_keep
 from .forward import embedded
 
@@ -69,6 +69,9 @@ def embed_layer_norm_bwd_kernel(
         norm.finish_sums(partial, statistics, rows, dweight, dbias, None, width, hidden, False, False, SPAN, COLS)
 
 
+_LAUNCHES = Launches(embed_layer_norm_bwd_kernel, *[Tensor] * 13)
+
+
 def embed_layer_norm_bwd(
     dout: Tensor,
     embedding: Tensor,
@@ -92,18 +95,26 @@ def embed_layer_norm_bwd(
     index = torch.empty(rows, dtype=torch.int64, device=embedding.device)
     if rows == 0:
         return drows, index, torch.zeros_like(weight), torch.zeros_like(bias)
-    block_m, block_n, num_warps, stages = norm.backward_tile(hidden, halved=True)
-    sums = norm.Sums(drows, weight, bias, block_m)
-    threshold, keep_scale = dropout_constants(dropout_p)
-    with on_device(embedding):
-        inputs = dout, tokens, embedding, position_table, position, weight, statistics
-        results = drows, index, sums.partial, sums.dweight, sums.dbias
-        sizes = rows, hidden, sums.width, embedding.shape[0], position_table.shape[0], length
-        constants = {"HAS_POSITION": position is not None, "HAS_DROPOUT": dropout_p > 0, "FINISH": sums.finish}
-        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "num_warps": num_warps}
-        constants["SPAN"] = norm.SPAN
-        embed_layer_norm_bwd_kernel[(sums.programs,)](
-            *inputs, *results, rng_state, *sizes, scale, threshold, keep_scale, **constants, enable_fp_fusion=True
-        )
-        sums.add()
-    return drows, index, sums.dweight, sums.dbias
+    inputs = dout, tokens, embedding, position_table, position, weight, statistics
+    (*found, rng_place), alignment = addresses(*inputs, rng_state)
+    device, has_dropout = embedding.get_device(), dropout_p > 0
+    n_vocab, n_position = embedding.shape[0], position_table.shape[0]
+    key = (
+        *(device, dout.dtype, tokens.dtype, embedding.dtype, position_table.dtype),
+        *(None if position is None else position.dtype, weight.dtype, bias.dtype, alignment, rng_state is None),
+        *(rows < LIMIT, length < LIMIT, hidden, n_vocab, n_position, has_dropout),
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        block_m, block_n, num_warps, stages = norm.backward_tile(hidden, halved=True)
+        constants = {"HAS_POSITION": position is not None, "HAS_DROPOUT": has_dropout, "SPAN": norm.SPAN}
+        constants |= {"FINISH": hidden <= norm.FINISH_HIDDEN, "BLOCK_M": block_m, "BLOCK_N": block_n}
+        launch = _LAUNCHES.add(key, block_m, **constants, STAGES=stages, num_warps=num_warps)
+    programs, width, sums = norm.empty_sums(drows, launch.tile, weight, bias)
+    results = drows, index, *sums[:3]
+    sizes = rows, hidden, width, n_vocab, n_position, length
+    arguments = *found, *addresses(*results)[0], rng_place, *sizes, float(scale), *dropout_constants(dropout_p)
+    launch.run(device, programs, arguments, (*inputs, *results, rng_state))
+    if hidden > norm.FINISH_HIDDEN:
+        norm.add_sums(device, programs, width, hidden, *sums)
+    return drows, index, *sums[1:3]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import on_device
+from ..common.launch import LIMIT, Launches, addresses
 from ..common.norm import TICKETS, empty_statistics, forward_tile, normalize
 from ..common.philox import dropout_constants, dropout_keep
 
@@ -57,6 +57,9 @@ def embed_layer_norm_fwd_kernel(
     tl.store(out + row[:, None] * hidden + col[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
+_LAUNCHES = Launches(embed_layer_norm_fwd_kernel, *[Tensor] * 9)
+
+
 def embed_layer_norm_fwd(
     embedding: Tensor,
     weight: Tensor,
@@ -80,14 +83,22 @@ def embed_layer_norm_fwd(
     statistics = empty_statistics(rows, embedding)
     if rows == 0:
         return out, statistics
-    block_m, block_n, num_warps = forward_tile(hidden)
-    threshold, keep_scale = dropout_constants(dropout_p)
-    with on_device(embedding):
-        tensors = tokens, embedding, position_table, position, weight, bias, out, statistics, rng_state
-        sizes = rows, hidden, embedding.shape[0], position_table.shape[0], length
-        constants = {"HAS_POSITION": position is not None, "HAS_DROPOUT": dropout_p > 0, "TICKETS": TICKETS}
+    tensors = tokens, embedding, position_table, position, weight, bias, out, statistics, rng_state
+    found, alignment = addresses(*tensors)
+    device, has_dropout = embedding.get_device(), dropout_p > 0
+    n_vocab, n_position = embedding.shape[0], position_table.shape[0]
+    key = (
+        *(device, tokens.dtype, embedding.dtype, position_table.dtype, None if position is None else position.dtype),
+        *(weight.dtype, bias.dtype, dtype, alignment, rng_state is None, rows < LIMIT, length < LIMIT),
+        *(hidden, n_vocab, n_position, has_dropout),
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        block_m, block_n, num_warps = forward_tile(hidden)
+        constants = {"HAS_POSITION": position is not None, "HAS_DROPOUT": has_dropout, "TICKETS": TICKETS}
         constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
-        embed_layer_norm_fwd_kernel[(triton.cdiv(rows, block_m),)](
-            *tensors, *sizes, scale, eps, threshold, keep_scale, **constants, enable_fp_fusion=True
-        )
+        launch = _LAUNCHES.add(key, block_m, **constants)
+    sizes = rows, hidden, n_vocab, n_position, length
+    arguments = *found, *sizes, float(scale), float(eps), *dropout_constants(dropout_p)
+    launch.run(device, -(-rows // launch.tile), arguments, tensors)
     return out, statistics

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dot_precision, gpu_arch, on_device
+from ..common.launch import LIMIT, Launches, addresses, dot_precision, gpu_arch
 from ..common.philox import dropout_constants, dropout_keep
 from .activations import GATED_FORMS, activate_and_slope
-from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
+from .matmul import FEW_TOKENS, GROUP_M, grouped_tile, halves, multiply, tile_for
 
 
 @triton.jit(do_not_specialize=["tokens", "threshold"])
@@ -82,6 +82,9 @@ def feed_forward_bwd_kernel(
             tl.store(partial + m.to(tl.int64) * z_width + col, tl.sum(grad, axis=0), mask=col < d_inner)
 
 
+_LAUNCHES = Launches(feed_forward_bwd_kernel, *[Tensor] * 7)
+
+
 def feed_forward_bwd(
     dout: Tensor,
     x: Tensor,
@@ -100,31 +103,31 @@ def feed_forward_bwd(
     """
     dout = dout.contiguous()
     (tokens, d_out), d_inner = dout.shape, weight2.shape[1]
-    gated = activation in GATED_FORMS
     (z,) = saved  # with relu it is h
     h = z if activation == "relu" else x.new_empty(tokens, d_inner)
     dz = torch.empty_like(z)
-    threshold, scale = dropout_constants(dropout_p)
-    with on_device(x):
+    (*found, rng_place), alignment = addresses(dout, weight2, z, rng_state)
+    device, strides, precision = x.get_device(), weight2.stride(), dot_precision(x.dtype)
+    key = (
+        *(device, x.dtype, dout.dtype, weight2.dtype, bias1 is None, alignment),
+        *(rng_state is None, dropout_p > 0, tokens < LIMIT, tokens <= FEW_TOKENS, d_out, d_inner, *strides),
+        *(activation, precision),
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
         tile = tile_for(x.dtype, gpu_arch(x), tokens, wide=activation == "relu")
-        m_tiles, n_tiles = triton.cdiv(tokens, tile.BLOCK_M), triton.cdiv(d_inner, tile.BLOCK_N)
-        partial = torch.empty(m_tiles if bias1 is not None else 0, dz.shape[1], dtype=torch.float32, device=x.device)
-        if h.numel() > 0:
-            tensors = dout, weight2, z, dz, h, partial, rng_state
-            constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": gated, "GROUP_M": GROUP_M}
-            constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0}
-            constants |= {"EVEN_K": d_out % tile.BLOCK_K == 0, "PRECISION": dot_precision(x.dtype)} | tile._asdict()
-            feed_forward_bwd_kernel[(m_tiles * n_tiles,)](
-                *tensors,
-                tokens,
-                d_out,
-                d_inner,
-                *weight2.stride(),
-                threshold,
-                scale,
-                **constants,
-                enable_fp_fusion=True,
-            )
+        constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": activation in GATED_FORMS}
+        constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0, "GROUP_M": GROUP_M}
+        constants |= {"EVEN_K": d_out % tile.BLOCK_K == 0, "PRECISION": precision} | tile._asdict()
+        launch = _LAUNCHES.add(key, (tile.BLOCK_M, triton.cdiv(d_inner, tile.BLOCK_N)), **constants)
+    block_m, n_tiles = launch.tile
+    m_tiles = -(-tokens // block_m)
+    partial = torch.empty(0 if bias1 is None else m_tiles, dz.shape[1], dtype=torch.float32, device=x.device)
+    if h.numel() > 0:
+        results = dz, h, partial
+        sizes = tokens, d_out, d_inner, *strides
+        arguments = *found, *addresses(*results)[0], rng_place, *sizes, *dropout_constants(dropout_p)
+        launch.run(device, m_tiles * n_tiles, arguments, (dout, weight2, z, *results, rng_state))
     dbias1 = None if bias1 is None else partial.sum(0).to(bias1.dtype)
     dbias2 = None if bias2 is None else dout.sum(0)
     return dz @ weight1, dz.t() @ x, dbias1, dout.t() @ h, dbias2

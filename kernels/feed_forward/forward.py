@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dot_precision, gpu_arch, on_device
+from ..common.launch import LIMIT, Launches, addresses, dot_precision, gpu_arch
 from ..common.philox import dropout_constants, dropout_keep
 from .activations import GATED_FORMS, activate
-from .matmul import GROUP_M, grouped_tile, halves, multiply, tile_for
+from .matmul import FEW_TOKENS, GROUP_M, grouped_tile, halves, multiply, tile_for
 
 
 @triton.jit(do_not_specialize=["tokens", "threshold"])
@@ -73,6 +73,9 @@ def feed_forward_fwd_kernel(
         tl.store(h + place, value.to(h.dtype.element_ty), mask=inside)
 
 
+_LAUNCHES = Launches(feed_forward_fwd_kernel, *[Tensor] * 6)
+
+
 def feed_forward_hidden(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -80,23 +83,31 @@ def feed_forward_hidden(
 
     Returns h (tokens, d_inner) and what the backward needs: with relu h itself, else z, as wide as weight1.
     """
-    gated = activation in GATED_FORMS
-    (tokens, d), d_inner = x.shape, weight1.shape[0] // (2 if gated else 1)
+    gated, (tokens, d), width = activation in GATED_FORMS, x.shape, weight1.shape[0]
+    d_inner = width // 2 if gated else width
     h = x.new_empty(tokens, d_inner)
-    z = h if activation == "relu" else x.new_empty(tokens, weight1.shape[0])
+    z = h if activation == "relu" else x.new_empty(tokens, width)
+    if h.numel() == 0:
+        return h, z
     bias1 = None if bias1 is None else bias1.contiguous()
-    threshold, scale = dropout_constants(dropout_p)
-    if h.numel() > 0:
-        with on_device(x):
-            tile = tile_for(x.dtype, gpu_arch(x), tokens, wide=not gated)
-            programs = triton.cdiv(tokens, tile.BLOCK_M) * triton.cdiv(d_inner, tile.BLOCK_N)
-            tensors = x, weight1, bias1, z, h, rng_state
-            constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": gated, "GROUP_M": GROUP_M}
-            constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0, "STORE_Z": activation != "relu"}
-            constants |= {"EVEN_K": d % tile.BLOCK_K == 0, "PRECISION": dot_precision(x.dtype)} | tile._asdict()
-            feed_forward_fwd_kernel[(programs,)](
-                *tensors, tokens, d, d_inner, *weight1.stride(), threshold, scale, **constants, enable_fp_fusion=True
-            )
+    tensors = x, weight1, bias1, z, h, rng_state
+    found, alignment = addresses(*tensors)
+    device, strides, precision = x.get_device(), weight1.stride(), dot_precision(x.dtype)
+    key = (
+        *(device, x.dtype, weight1.dtype, None if bias1 is None else bias1.dtype, alignment),
+        *(rng_state is None, dropout_p > 0, tokens < LIMIT, tokens <= FEW_TOKENS, d, d_inner, *strides),
+        *(activation, precision),
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        tile = tile_for(x.dtype, gpu_arch(x), tokens, wide=not gated)
+        constants = {"ACTIVATION": GATED_FORMS.get(activation, activation), "GATED": gated, "GROUP_M": GROUP_M}
+        constants |= {"HAS_BIAS": bias1 is not None, "HAS_DROPOUT": dropout_p > 0, "STORE_Z": activation != "relu"}
+        constants |= {"EVEN_K": d % tile.BLOCK_K == 0, "PRECISION": precision} | tile._asdict()
+        launch = _LAUNCHES.add(key, (tile.BLOCK_M, triton.cdiv(d_inner, tile.BLOCK_N)), **constants)
+    block_m, n_tiles = launch.tile
+    arguments = *found, tokens, d, d_inner, *strides, *dropout_constants(dropout_p)
+    launch.run(device, -(-tokens // block_m) * n_tiles, arguments, tensors)
     return h, z
 
 

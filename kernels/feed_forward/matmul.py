@@ -66,6 +66,8 @@ class Tile(NamedTuple):
 
 GROUP_M = 8  # tiles; with tiles of 128 the 132 programs of one H200 wave cover 1024 rows x about 16 tiles of columns
 
+FEW_TOKENS = 256  # up to here, as in decoding
+
 
 def tile_for(dtype: torch.dtype, arch: int, tokens: int, wide: bool) -> Tile:
     """Tile sizes by dtype, architecture (90 for sm_90) and rows. wide: the epilogue leaves the registers to one large
@@ -73,12 +75,12 @@ def tile_for(dtype: torch.dtype, arch: int, tokens: int, wide: bool) -> Tile:
 
     An operand element fetched from L2 is used in BLOCK_M * BLOCK_N / (BLOCK_M + BLOCK_N) multiply-adds: 85 at
     128 x 256, 64 at 128 x 128. A depth of 512 is only eight steps, so the tile's width is more important than its
-    stages. A few tokens, as in decoding, get small tiles: 64 x 64 makes 32 programs of d_inner 2048, 128 x 256 makes 8.
+    stages. FEW_TOKENS get small tiles: 64 x 64 makes 32 programs of d_inner 2048, 128 x 256 makes 8.
     Dropped, offline at sm_90, bfloat16: 128 x 256 where z is read back and two tiles are stored (gelu backward: 470
     spills). Not taken without a timing: 128 x 128 by four warps, two programs a multiprocessor (gelu: 255 registers, no
     spills; its backward 400). sm_80 and the 99 KiB of consumer GPUs: 48 KiB, two programs each.
     """
-    few = tokens <= 256
+    few = tokens <= FEW_TOKENS
     if dtype == torch.float32:
         return Tile(32, 64, 16, 4, 3) if few else Tile(128, 64, 16, 8, 3)
     if 90 <= arch < 120:

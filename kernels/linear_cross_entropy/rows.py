@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import on_device
+from ..common.launch import LIMIT, Launches, addresses
 
 ALIGNMENT = 64  # elements: rows begin at multiples of it, so that odd class counts too are read 16 bytes at a time
 
@@ -93,6 +93,9 @@ def cross_entropy_rows_kernel(
                 tl.store(place, grad.to(logits.dtype.element_ty), mask=start + col < stride)
 
 
+_LAUNCHES = Launches(cross_entropy_rows_kernel, *[Tensor] * 6)
+
+
 class Tile(NamedTuple):
     """Columns of a turn, warps and stages."""
 
@@ -140,14 +143,20 @@ def cross_entropy_rows(
     rows, n_class = logits.shape
     if rows == 0:
         return
-    tile = tile_for(logits.dtype, n_class)
-    with on_device(logits):
-        tensors = logits, bias, target, losses, dloss, count
-        strides = logits.stride(0), 0 if dloss is None or dloss.dim() == 0 else dloss.stride(0)
-        weights = 1 - label_smoothing, label_smoothing / n_class
+    tensors = logits, bias, target, losses, dloss, count
+    found, alignment = addresses(*tensors)
+    device, stride = logits.get_device(), logits.stride(0)
+    dloss_stride = 0 if dloss is None or dloss.dim() == 0 else dloss.stride(0)
+    key = (
+        *(device, logits.dtype, None if bias is None else bias.dtype, dloss is None, count is None, alignment),
+        *(n_class, stride, dloss_stride < LIMIT, -LIMIT <= ignore_index < LIMIT, label_smoothing > 0, needs_gradient),
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        tile = tile_for(logits.dtype, n_class)
         constants = {"HAS_BIAS": bias is not None, "HAS_SMOOTHING": label_smoothing > 0, "HAS_DLOSS": dloss is not None}
         constants |= {"HAS_GRADIENT": needs_gradient, "IS_MEAN": count is not None, "BLOCK": tile.block}
-        constants |= {"STAGES": tile.stages, "num_warps": tile.num_warps}
-        cross_entropy_rows_kernel[(rows,)](
-            *tensors, n_class, *strides, ignore_index, logit_scale, *weights, **constants, enable_fp_fusion=True
-        )
+        launch = _LAUNCHES.add(key, **constants, STAGES=tile.stages, num_warps=tile.num_warps)
+    weights = 1.0 - label_smoothing, label_smoothing / n_class
+    arguments = *found, n_class, stride, dloss_stride, ignore_index, float(logit_scale), *weights
+    launch.run(device, rows, arguments, tensors)

@@ -37,7 +37,7 @@ from torch import Tensor
 from fastattn.masks import kernel_format
 from fastattn.masks.kernel_format import PreparedMask, Restriction, band_of, matrix_of_one_row_as_padding
 
-from ..common.launch import on_device
+from ..common.launch import LIMIT, Launches, addresses, specialization
 
 BIT_BLOCK, BIT_WORDS = tl.constexpr(kernel_format.BIT_BLOCK), tl.constexpr(kernel_format.BIT_WORDS)
 ROWS_WITHOUT_LISTS = 64
@@ -250,6 +250,9 @@ def prepare_mask_kernel(
             tl.store(counts + row_list * 2 + 1, num_partial + num_full)
 
 
+_LAUNCHES = Launches(prepare_mask_kernel, *[Tensor] * 4, Matrix, *[Tensor] * 5)
+
+
 def prepare_mask(
     mask: Restriction, rows: int, columns: int, block_rows: int, block_columns: int, device: torch.device
 ) -> PreparedMask:
@@ -291,21 +294,24 @@ def prepare_mask(
     slots = max(row_tiles, bit_blocks)
     programs = batch * num_heads * slots
     if programs > 0:
-        with on_device(next(t for t in (row_padding, column_padding, matrix, mask.row_offsets) if t is not None)):
-            inputs = row_padding, column_padding, mask.row_offsets, mask.column_offsets
-            strided_matrix = None if matrix is None else Matrix(matrix, *_strides(matrix), rows, columns)
-            results = intervals, column_bits, bits, counts, tiles
-            strides = *_strides(row_padding), *_strides(column_padding)
-            sizes = num_heads, row_batch, column_batch, bits_batch, slots, rows, columns
-            sizes += *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last
-            constants = {"BLOCK_ROWS": block_rows, "ROWS": triton.next_power_of_2(block_rows)}
-            constants |= {"BLOCK_COLUMNS": block_columns, "TILES": span // block_columns, "num_warps": 4}
-            constants["MAX_TILES"] = max(triton.next_power_of_2(column_tiles), MIN_TILES)
-            constants["TILE_ROWS"] = 1 if matrix_rows == 1 else block_rows
-            constants["MATRIX_ROWS"] = 1 if matrix_rows == 1 else min(block_rows & -block_rows, 64)
-            prepare_mask_kernel[(programs,)](
-                *inputs, strided_matrix, *results, *strides, *sizes, **constants, enable_fp_fusion=True
-            )
+        inputs = row_padding, column_padding, mask.row_offsets, mask.column_offsets, matrix
+        results = intervals, column_bits, bits, counts, tiles
+        (*found, matrix_at), alignment = addresses(*inputs)
+        strided_matrix = None if matrix is None else (matrix_at, *_strides(matrix), rows, columns)
+        sizes = *_strides(row_padding), *_strides(column_padding), num_heads, row_batch, column_batch, bits_batch
+        sizes += slots, rows, columns, *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last
+        constants = {"BLOCK_ROWS": block_rows, "ROWS": triton.next_power_of_2(block_rows)}
+        constants |= {"BLOCK_COLUMNS": block_columns, "TILES": span // block_columns, "num_warps": 4}
+        constants["MAX_TILES"] = max(triton.next_power_of_2(column_tiles), MIN_TILES)
+        constants["TILE_ROWS"] = 1 if matrix_rows == 1 else block_rows
+        constants["MATRIX_ROWS"] = 1 if matrix_rows == 1 else min(block_rows & -block_rows, 64)
+        index = next(t for t in inputs if t is not None).get_device()
+        key = (
+            *(index, alignment, *(None if t is None else t.dtype for t in inputs), has_lists, *constants.values()),
+            *(None if strided_matrix is None else specialization(*strided_matrix), max(sizes) < LIMIT),
+        )
+        launch = _LAUNCHES.get(key) or _LAUNCHES.add(key, **constants)
+        launch.run(index, programs, (*found, strided_matrix, *addresses(*results)[0], *sizes), (*inputs, *results))
     return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
 
 

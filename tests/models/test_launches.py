@@ -5,7 +5,7 @@ allocations and reads of a number by the host are none.
 """
 
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +19,7 @@ from fastattn import AttentionMask, use_backend
 
 pytest.importorskip("triton")
 
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
+from fastattn.kernels.common.launch import Launch
 
 # Operators that start no kernel, beyond views. aminmax is the check of token values, which the public ops make on a CPU
 # only; fill_ is the tests' own, into uninitialised memory.
@@ -47,19 +46,16 @@ class Launches(TorchDispatchMode):
     @contextmanager
     def triton(self, run_them=True):
         """run_them: whether Triton's kernels run, or are counted only."""
-        with ExitStack() as stack:
-            for kind in (InterpretedFunction, JITFunction):
-                stack.enter_context(patch.object(kind, "run", self._counting(kind.run, run_them)))
-            yield
+        run = Launch.run
 
-    def _counting(self, run, run_them):
-        def counting_run(kernel, *args, **kwargs):
-            self.counts[f"triton {kernel.__name__}"] += 1
+        def counting_run(launch, *args):
+            self.counts[f"triton {launch.kernel.__name__}"] += 1
             if run_them:
                 with _disable_current_modes():  # the interpreter itself uses PyTorch's operators
-                    run(kernel, *args, **kwargs)
+                    run(launch, *args)
 
-        return counting_run
+        with patch.object(Launch, "run", counting_run):
+            yield
 
 
 def step_launches(batch, backend):

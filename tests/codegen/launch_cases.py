@@ -1,0 +1,381 @@
+"""Launches of all Triton kernels in two ways: as bound before, and through Triton's own path. Nothing is compiled.
+
+Triton's binder, its specialisation and its caches run as they are. Its compiler is replaced: a compiled kernel is only
+a name here, and its C launcher records what it is given. So this needs no GPU. It cannot run in an interpreted session,
+and is a program, which prints the kernels that were launched as bound before, and fails at a difference:
+
+    PYTHONPATH=.:tools python tests/codegen/launch_cases.py [planted error]
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import precompile
+import torch
+import triton
+from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_fwd
+from fastattn.kernels.attention import arguments
+from fastattn.kernels.common import launch
+from fastattn.kernels.embed_layer_norm import embed_layer_norm_bwd, embed_layer_norm_fwd
+from fastattn.kernels.feed_forward import feed_forward_bwd, feed_forward_hidden
+from fastattn.kernels.linear_cross_entropy.rows import cross_entropy_rows, empty_logits
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+from fastattn import AttentionMask
+from fastattn.kernels import attention, decode_attention, mask
+from fastattn.masks import Layout
+
+CPU = torch.device("cpu")
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+RUN, ADD = launch.Launch.run, launch.Launches.add
+OTHER = "a kernel that was compiled for other arguments"
+records: list[tuple[Any, ...]] = []
+bound: Counter[str] = Counter()
+stream = itertools.count(1)
+current = 0
+
+
+class NotCompiled(CompiledKernel):
+    """What Triton keeps for a class of arguments. Its launcher records, and calls hooks as the one in C does."""
+
+    def __init__(self, src: Any, **_: Any) -> None:
+        self.src, self.name, self._run = src, src.fn.__name__, self._record
+        self.module, self.function, self.packed_metadata = self, object(), object()
+
+    def _record(
+        self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, metadata: Any, enter: Any, leave: Any,
+        *given: Any,
+    ) -> None:  # fmt: skip
+        assert function is self.function and packed is self.packed_metadata, f"{self.name}: another kernel's handles"
+        for hook in (enter, leave):
+            if hook is not None:
+                hook(metadata)
+        records.append((self, x, y, z, stream, *map(as_launched, given)))
+
+
+def as_launched(value: Any) -> Any:
+    """An argument as the C launcher reads it."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return tuple(map(as_launched, value)) if isinstance(value, tuple) else value
+
+
+def checked_add(self: launch.Launches, key: tuple[Any, ...], tile: Any = None, **named: Any) -> launch.Launch:
+    """The class of this key. Every call asks for it here, with the constants that it would bind."""
+    known = dict.get(self, key)
+    if known is None:
+        return ADD(self, key, tile, **named)
+    assert (known.tile, known.named) == (tile, named), f"{self.kernel.__name__}: {OTHER}"
+    return known
+
+
+def checked_run(self: launch.Launch, *call: Any) -> None:
+    """Launch, then launch again through Triton's own path: the same kernel with the same arguments."""
+    global current
+    current = next(stream)
+    records.clear()
+    bound[self.kernel.__name__] += self.launcher is not None
+    RUN(self, *call)
+    with mock.patch.object(launch, "_has_hooks", lambda: True):
+        RUN(self, *call)
+    first, second = records
+    assert first[0] is second[0], f"{self.kernel.__name__}: {OTHER}"
+    assert first[1:] == second[1:], f"{self.kernel.__name__}: {first[1:]}, Triton launches {second[1:]}"
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    class Driver(precompile._NoDriver):
+        def get_current_stream(self, device: int) -> int:
+            return current
+
+    driver.set_active(Driver(90))
+    with ExitStack() as stack:
+        for place, name, value in (
+            (triton.compiler, "compile", NotCompiled),
+            (launch, "current_stream", lambda device: current),
+            (launch.Launch, "run", checked_run),
+            (launch.Launches, "get", lambda self, key: None),
+            (launch.Launches, "add", checked_add),
+        ):
+            stack.enter_context(mock.patch.object(place, name, value, create=True))
+        yield
+
+
+def moved(t: Tensor) -> Tensor:
+    """The same at an address that 16 does not divide."""
+    memory = torch.zeros(t.untyped_storage().size() // t.element_size() + 8, dtype=t.dtype)
+    return memory[1:].as_strided(t.shape, t.stride())
+
+
+def alignments(function: Callable[..., Any], *given: Any) -> None:
+    """Call with every tensor aligned, with each of them moved, and with all moved; everything twice."""
+    tensors = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
+    ways = [(), *((i,) for i in tensors), tensors]
+    for way in [*ways, *ways]:
+        function(*(moved(value) if i in way else value for i, value in enumerate(given)))
+
+
+def norms() -> None:
+    rng = torch.zeros(2, dtype=torch.int64)
+    for dtype, other, hidden, rows in itertools.product(DTYPES[:2], DTYPES[:2], (1, 16, 1030), (1, 5)):
+        x, weight = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(hidden, dtype=other)
+        for bias, x_bias, residual, p in itertools.product((None, weight), (None, weight), (None, x), (0.0, 0.1)):
+            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias)
+            add_layer_norm_fwd(x, residual, weight, bias, 0.5, p, rng, x_bias, hidden > 1)
+            state = torch.zeros(3 * rows + 33)
+            for dz, has_residual, std in ((None, True, False), (x, False, False), (x, True, hidden > 1)):
+                add_layer_norm_bwd(x, dz, x, weight, bias, state, p, rng, has_residual, x_bias, std)
+    alignments(add_layer_norm_fwd, x, x, weight, weight, 1e-6, 0.1, rng, weight)
+    alignments(add_layer_norm_bwd, x, x, x, weight, weight, state, 0.1, rng, True, weight)
+
+    for types in itertools.product((torch.int32, torch.int64), *[DTYPES[:2]] * 4):
+        index, *rest = types
+        for rows, hidden, vocab, length, p in ((1, 1, 1, 1, 0.0), (5, 24, 17, 3, 0.1), (16, 1040, 32, 16, 0.1)):
+            tokens, state = torch.zeros(rows, dtype=index), torch.zeros(2 * rows + 33)
+            embedding, table = torch.zeros(vocab, hidden, dtype=rest[0]), torch.zeros(length, hidden, dtype=rest[1])
+            weight, dout = torch.zeros(hidden, dtype=rest[2]), torch.zeros(rows, hidden, dtype=rest[3])
+            for position in (None, tokens):
+                given = tokens, table, position, length
+                embed_layer_norm_fwd(embedding, weight, weight, *given, 2, 1e-6, p, rng, rest[3])
+                embed_layer_norm_bwd(dout, embedding, weight, weight, *given, 2.0, state, p, rng)
+    given = *given[:2], tokens, length
+    alignments(embed_layer_norm_fwd, embedding, weight, weight, *given, 2.0, 1e-6, 0.1, rng, torch.float32)
+    alignments(embed_layer_norm_bwd, dout, embedding, weight, weight, *given, 2.0, state, 0.1, rng)
+
+
+def products() -> None:
+    rng = torch.zeros(2, dtype=torch.int64)
+    for dtype, bias_dtype, activation in itertools.product(DTYPES, DTYPES[:2], ("relu", "gelu", "swiglu")):
+        for tokens, d, d_inner, p in ((1, 1, 1, 0.0), (5, 24, 40, 0.1), (16, 64, 32, 0.1), (300, 64, 32, 0.1)):
+            zeros = partial(torch.zeros, dtype=dtype)
+            width = 2 * d_inner if activation == "swiglu" else d_inner
+            x, weight1, weight2 = zeros(tokens, d), zeros(width, d), zeros(d, d_inner)
+            saved = zeros(tokens, width)
+            for bias, first in ((None, weight1), (torch.zeros(width, dtype=bias_dtype), zeros(d, width).t())):
+                feed_forward_hidden(x, first, bias, activation, p, rng)
+                feed_forward_bwd(x, x, weight1, bias, weight2, None, activation, p, rng, (saved,))
+    alignments(feed_forward_hidden, x, weight1, bias, "gelu", 0.1, rng)
+    alignments(lambda *given: feed_forward_bwd(*given[:-1], given[-1:]),
+               x, x, weight1[:32], bias, weight2, None, "gelu", 0.1, rng, saved[:, :32].contiguous())  # fmt: skip
+
+    for dtype, rows, classes in itertools.product(DTYPES, (1, 5), (1, 10, 64, 5000)):
+        logits, losses = empty_logits(rows, classes, torch.zeros(1, dtype=dtype)), torch.zeros(rows)
+        target, bias = torch.zeros(rows, dtype=torch.int64), torch.zeros(classes)
+        for smoothing, ignored, gradient in (
+            (0, -100, True),
+            (0.1, -100, False),
+            (0.1, 1, True),
+            (0.1, -(1 << 40), True),
+        ):
+            for dloss, count in ((None, target[0]), (losses, None), (losses[0], None)):
+                for b in (None, bias, bias.to(dtype)):
+                    cross_entropy_rows(logits, b, target, losses, dloss, count, smoothing, ignored, 1, gradient)
+    alignments(cross_entropy_rows, logits, bias, target, losses, losses, target[0], 0.1, -100, 1.0, True)
+
+
+def attentions() -> None:
+    sizes = (
+        (1, 1, 1, 1, 1, 1),
+        (2, 2, 2, 5, 7, 24),
+        (2, 4, 2, 16, 32, 16),
+        (2, 4, 2, 13, 32, 16),
+        (1, 2, 1, 130, 140, 64),
+        (2, 1, 1, 80, 80, 8),
+    )
+    for dtype, (B, H, Hk, Lq, Lk, D), in_rows in itertools.product(DTYPES, sizes, (True, False)):
+
+        def zeros(heads: int, length: int, B=B, D=D, dtype=dtype, in_rows=in_rows) -> Tensor:
+            if in_rows:
+                return torch.zeros(B, length, heads, D, dtype=dtype).transpose(1, 2)
+            return torch.zeros(B, heads, length, D, dtype=dtype)
+
+        q, k, v, dout = zeros(H, Lq), zeros(Hk, Lk), zeros(Hk, Lk), zeros(H, Lq)
+        rows, columns = torch.ones(B, Lq, dtype=torch.bool), torch.ones(B, Lk, dtype=torch.bool)
+        matrix, one = torch.ones(B, H, Lq, Lk, dtype=torch.bool), torch.ones(1, 1, Lq, Lk, dtype=torch.bool)
+        masks = [
+            *({}, {"is_causal": True}, {"key_padding": columns}, {"key_padding": columns[:1], "query_padding": rows}),
+            *({"attn_mask": matrix}, {"attn_mask": one, "key_padding": columns}, {"bias": torch.zeros(1, H, Lq, Lk)}),
+            {"bias": torch.zeros(B, 1, 1, Lk, dtype=dtype), "attn_mask": one},
+        ]
+        for given, p in itertools.product(masks, (0.0, 0.1)):
+            both_ways(q, k, v, dout, AttentionMask(**given), 0.5, p)
+        both_ways(q, k, v, dout, AttentionMask(), -0.5, 1 / 65536)
+    both_ways(*(t.expand(2, 2, -1, -1) for t in (q, k, v, dout)), AttentionMask(), 0.5, 0.0)
+    with_bias = AttentionMask(bias=torch.zeros(1, H, Lq, Lk), key_padding=columns)
+    for _ in range(2):
+        for i in range(4):
+            both_ways(*(moved(t) if i == n else t for n, t in enumerate((q, k, v, dout))), with_bias, 0.5, 0.1)
+        both_ways(q, k, v, dout, AttentionMask(bias=moved(with_bias.bias)), 0.5, 0.1)
+    memory = torch.zeros(B, Lq, 3, H, D, dtype=dtype).permute(2, 0, 3, 1, 4).unbind(0)
+    both_ways(q, k, v, dout, AttentionMask(), 0.5, 0.1, memory)
+    both_ways(q, k, v, dout, AttentionMask(), 0.5, 0.1, [moved(t) for t in memory])
+
+
+def both_ways(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, given: AttentionMask, scale: float, p: float, grads: Any = None
+) -> None:
+    """Forward, backward and weights, with p of 0 without a state of dropout."""
+    rng, bias = torch.zeros(2, dtype=torch.int64) if p else None, given.bias
+    for state in (rng, rng if rng is None else moved(rng)):
+        layouts = attention.mask_layouts(q, k, v, bias)
+        first, *rest = (given.prepare(q.shape[2], k.shape[2], each, q.device, mask.prepare_mask) for each in layouts)
+        out, lse = attention.attention_fwd(q, k, v, bias, first, scale, p, state)
+        for dlse in (None, lse, moved(lse)):
+            options = scale, p, state, bias is not None
+            got = attention.attention_bwd(dout, dlse, q, k, v, out, lse, bias, rest, *options, grads)
+            assert grads is None or all(a is b for a, b in zip(got, grads, strict=False))
+        plain = given.prepare(q.shape[2], k.shape[2], type(layouts[0])(), q.device)
+        for mean in (False, True):
+            attention.attention_weights(q, k, lse, bias, plain, scale, p, state, mean)
+
+
+def masks() -> None:
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    for rows, columns, tile in itertools.product((7, 16), (7, 16, 1100), ((0, 0), (16, 16), (64, 128))):
+        row, column = torch.ones(2, rows, dtype=torch.bool), torch.ones(2, columns, dtype=torch.bool)
+        for matrix in (torch.ones(2, 1, rows, columns, dtype=torch.bool), torch.ones(rows, 2 * columns).bool()[:, ::2]):
+            for extra in ({}, {"key_padding": column}, {"query_padding": row[:1], "key_padding": moved(column)}):
+                for each in ({"attn_mask": matrix}, {"attn_mask": moved(matrix)}, {}):
+                    for type_ in (torch.int32, torch.int64):
+                        packed = {"cu_seqlens_q": offsets.to(type_), "cu_seqlens_k": offsets.to(type_)}
+                        for given in (extra | each, extra | each | packed):
+                            for by_key in (False, True):
+                                layout = Layout(by_key, *tile)
+                                AttentionMask(**given).prepare(rows, columns, layout, CPU, mask.prepare_mask)
+
+
+def decoding() -> None:
+    sizes = (1, 1, 1, 1, 1, 1, 1), (2, 5, 4, 2, 64, 5, 24), (2, 3, 2, 2, 80, 1, 16), (1, 1, 2, 2, 1024, 1, 80)
+    for dtype, (B, W, H, Hk, M, R, D) in itertools.product(DTYPES, sizes):
+        zeros = partial(torch.zeros, dtype=dtype)
+        q, k, v = zeros(B, W, H, D), zeros(B, M, R, Hk, D), zeros(B, M, R, Hk, 2 * D)
+        lengths, ancestors = torch.zeros(B, dtype=torch.int32), torch.zeros(B, W, 2 * M, dtype=torch.int32)
+        for given in ((None, None), (lengths, None), (lengths, ancestors[:, :, :M]), (None, ancestors[:, :, ::2])) * 2:
+            decode_attention.decode_attention_fwd(q, k, v, *given, 1)
+            decode_attention.decode_attention_fwd(q, v[..., :D], v, *given, 0.5)
+        alignments(decode_attention.decode_attention_fwd, q, k, v, lengths, ancestors[:, :, :M], 0.5)
+
+
+def hooks() -> None:
+    """Hooks of a profiler, and those before a kernel runs, are called at each launch; then launches are bound again."""
+    x, weight, seen = torch.zeros(4, 8), torch.zeros(8), []
+    call = partial(add_layer_norm_fwd, x, None, weight, weight, 1e-6, 0.0, None)
+    runtime, name = triton.knobs.runtime, "add_layer_norm_fwd_kernel"
+    kernel = next(each.kernel for each in launch.Launches.all if each.kernel.__name__ == name)
+
+    def used() -> list[Any]:
+        seen.clear()
+        with mock.patch.object(launch.Launch, "run", RUN):
+            call()
+        return [*seen]
+
+    call()
+    assert used() == []
+    for knob in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(runtime, knob)
+        note = lambda metadata, knob=knob: seen.append((knob, metadata and metadata.get()["name"]))  # noqa: E731
+        if chain is None:  # triton 3.4
+            setattr(runtime, knob, note)
+        else:
+            chain.add(note)
+        found = used()
+        if chain is None:
+            setattr(runtime, knob, None)
+        else:
+            chain.remove(note)
+        assert [each[0] for each in found] == [knob], f"{knob}: {found}"
+        assert knob == "launch_exit_hook" or found[0][1] == name
+        assert used() == []
+    kernel.add_pre_run_hook(lambda *args, **kwargs: seen.append(len(args) + len(kwargs)))
+    assert len(used()) == 1
+    kernel.pre_run_hooks.clear()
+    assert used() == []
+
+
+def devices() -> None:
+    """A launch makes its device the current one, and binds a kernel for each device."""
+    entered = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        with mock.patch.object(launch, "current_device", lambda: index):
+            yield
+
+    one, started = launch.Launch(launch.Launches.all[0], None, {}), []
+    one.launcher, one.function, one.metadata, one.constants = lambda *call: started.append(call), 1, 2, (3,)
+    patches = (
+        mock.patch.object(launch, "current_device", lambda: 0, create=True),
+        mock.patch("torch.cuda.device", device),
+    )
+    run = mock.patch.object(launch.Launch, "run", RUN)
+    streams = mock.patch.object(launch, "current_stream", lambda index: 100 + index)
+    with patches[0], patches[1], run, streams:
+        for index in (0, 1):
+            one.run(index, 5, (7,), ())
+    assert entered == [1] and [call[3] for call in started] == [100, 101]
+    assert started[0] == (5, 1, 1, 100, 1, 2, None, None, None, 7, 3)
+
+
+def planted(name: str) -> AbstractContextManager[Any]:
+    """An error that the cases must find."""
+    addresses, strided, masking = launch.addresses, arguments.strided, arguments.masking
+    users = [module for module in list(sys.modules.values()) if module.__name__.startswith("fastattn.kernels")]
+
+    def everywhere(function: str, wrong: Any) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for module in users:
+            if hasattr(module, function):
+                stack.enter_context(mock.patch.object(module, function, wrong))
+        return stack
+
+    def without(kernel: str, place: int) -> AbstractContextManager[Any]:
+        """Keys of this kernel without one element."""
+
+        def add(self: Any, key: tuple[Any, ...], *given: Any, **named: Any) -> Any:
+            key = (*key[:place], *key[place + 1 :]) if self.kernel.__name__ == kernel else key
+            return checked_add(self, key, *given, **named)
+
+        return mock.patch.object(launch.Launches, "add", add)
+
+    return {
+        "alignment": lambda: everywhere("addresses", lambda *t: (addresses(*t)[0], True)),
+        "integers": lambda: everywhere("specialization", lambda *n: ()),
+        "strides": lambda: mock.patch.object(arguments, "strided", lambda *t: (strided(*t)[0], True)),
+        "mask": lambda: mock.patch.object(arguments, "masking", lambda m: (*masking(m)[:2], None)),
+        "x_bias": lambda: without("add_layer_norm_fwd_kernel", 2),
+        "type of the weight": lambda: without("add_layer_norm_bwd_kernel", 3),
+        "hidden": lambda: without("add_layer_norm_fwd_kernel", 9),
+        "type of tokens": lambda: without("embed_layer_norm_fwd_kernel", 1),
+        "few tokens": lambda: without("feed_forward_fwd_kernel", 8),
+        "activation": lambda: without("feed_forward_bwd_kernel", 14),
+        "64 bits": lambda: without("cross_entropy_rows_kernel", 9),
+        "queries": lambda: without("attention_dkv_kernel", 4),
+        "stream": lambda: mock.patch.object(launch, "current_stream", lambda device: 0),
+        "no hooks": lambda: mock.patch.object(launch, "_has_hooks", lambda: False),
+        "wrong handle": lambda: mock.patch.object(launch, "c_launcher", lambda c: (c.run, None, c.packed_metadata)),
+    }[name]()
+
+
+def main(error: str | None = None) -> None:
+    with without_gpu(), planted(error) if error else ExitStack():
+        for case in (norms, products, attentions, masks, decoding, hooks, devices):
+            case()
+    for each in launch.Launches.all:
+        assert bound[each.kernel.__name__], f"{each.kernel.__name__} was never launched as bound before"
+    print(*sorted(bound))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
