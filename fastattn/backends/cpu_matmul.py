@@ -8,8 +8,9 @@ views equally fast, so the two products of the backward gain as much. In 16 bits
 Weights that many calls read, as in decoding, can be prepacked: MKL's product packs its weights at every call, oneDNN's
 reads weights that were packed before. Measured as above, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and
 160 rows take 80, 186, 433 and 1676 us by F.linear, and 51, 55, 169 and 689 us prepacked. Packing such a weight takes as
-long as ten products of 5 rows, so it does not pay for a single call. A call of oneDNN takes at least 15 us, F.linear of
-5 rows of 96 -> 96 or of one row of 256 -> 256 takes 6 us: small products are left to F.linear.
+long as ten products of 5 rows, so it does not pay for a single call. A call of oneDNN takes at least 15 us: one row of
+256 -> 256 or 512 -> 512 takes 6 or 20 us by PyTorch and 17 or 24 us prepacked. Such products are left to PyTorch, and
+float32 on all processors where oneDNN is not the choice for products: on an Intel Xeon packing costs and gains nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fastattn.backends import timings
 MIN_WORK = 1 << 20  # multiplications; below them the call itself counts, and PyTorch's costs less
 # To prepack a weight it needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
 # MANY_PRODUCTS.
-MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 18, 1 << 21
+MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 19, 1 << 21
 _PLAIN = (Tensor, torch.nn.Parameter)  # not other subclasses: distributed or quantised tensors
 
 
@@ -82,20 +83,21 @@ def has_onednn() -> bool:
     )
 
 
-def prepacking_pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether products of inputs like x (.., k) and a weight (n, k) are faster once the weight is prepacked.
+def prepacking_pays(rows: int, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products x weight^T, x (rows, k), weight (n, k), in this dtype are faster once the weight is prepacked.
 
-    Not where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile.
+    Not where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
+    oneDNN on every processor; in float32 the choice for products decides.
     """
-    products = x.numel() * weight.shape[0]
     return (
-        products >= (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
-        and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16)
+        rows * weight.numel() >= (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
+        and weight.device.type == "cpu"
+        and dtype in (torch.float32, torch.bfloat16)
         and weight.dtype in (torch.float32, torch.bfloat16)
         and has_onednn()
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and (dtype is torch.bfloat16 or choice() == "oneDNN")
     )
 
 
@@ -104,9 +106,11 @@ def prepack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
-def prepacked_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias, x (.., k), of the result of `prepack`."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def prepacked_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """x weight^T + bias + residual, x (.., k), residual (.., n) or None, of the result of `prepack`."""
+    if residual is None:
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
 
 
 class _Linear(torch.autograd.Function):

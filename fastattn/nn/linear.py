@@ -125,12 +125,12 @@ class PreparedLinears:
         and not of a module that can_fuse denies."""
         if module not in self._prepacked:
             self._prepacked[module] = None
+            dtype = _autocast.dtype_under_autocast(x)
             if (
                 can_fuse(module)
                 and likely_backend("linear", x.device, backend) != "reference"
-                and cpu_matmul.prepacking_pays(x, module.weight)
+                and cpu_matmul.prepacking_pays(x.numel() // x.shape[-1], module.weight, dtype)
             ):
-                dtype = _autocast.dtype_under_autocast(x)
                 bias = None if module.bias is None else module.bias.to(dtype)
                 self._prepacked[module] = cpu_matmul.prepack(module.weight.to(dtype)), bias
         return self._prepacked[module] is not None
