@@ -116,17 +116,19 @@ class StraightSteps:
             for slf_attn, enc_attn, pos_ffn in self.layers:
                 # Self-attention, on all tokens so far.
                 y = slf_attn.norm(x) if self.norm_first else x
-                qkv = slf_attn.qkv(y)
-                slf_attn.past.select(2, place).copy_(qkv.as_strided(*slf_attn.new))
-                keys, values = (t.narrow(2, 0, num_keys) for t in slf_attn.keys_and_values)
+                qkv, past = slf_attn.qkv(y), slf_attn.past
+                past.select(2, place).copy_(qkv.as_strided(*slf_attn.new))
+                size, stride, d_k, d_v = slf_attn.keys_and_values
+                keys = past.as_strided((*size, num_keys, d_k), stride)
+                values = past.as_strided((*size, num_keys, d_v), stride, d_k)
                 out = attend(qkv.as_strided(*slf_attn.q), keys, values, past_bias, slf_attn.scale)
-                x = slf_attn.fc(out.transpose(1, 2).reshape(B * W, -1), x)
+                x = slf_attn.fc((out if W == 1 else out.transpose(1, 2)).reshape(B * W, -1), x)
                 x = x if self.norm_first else slf_attn.norm(x)
                 # Attention to the encoder's output.
                 y = enc_attn.norm(x) if self.norm_first else x
                 q = enc_attn.w_qs(y).as_strided(*enc_attn.q)
                 out = attend(q, *enc_attn.keys_and_values, self.memory_bias, enc_attn.scale)
-                x = enc_attn.fc(out.transpose(1, 2).reshape(B * W, -1), x)
+                x = enc_attn.fc((out if W == 1 else out.transpose(1, 2)).reshape(B * W, -1), x)
                 x = x if self.norm_first else enc_attn.norm(x)
                 # Feed-forward.
                 y = pos_ffn.norm(x) if self.norm_first else x
@@ -173,17 +175,17 @@ class _Product:
 
 
 class _Norm(NamedTuple):
-    shape: tuple[int, ...]
+    shape: list[int]
     weight: Tensor
     bias: Tensor
     eps: float
 
     @staticmethod
     def of(norm: nn.LayerNorm) -> _Norm:
-        return _Norm(norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        return _Norm(list(norm.normalized_shape), norm.weight, norm.bias, norm.eps)
 
     def __call__(self, z: Tensor) -> Tensor:
-        return F.layer_norm(z, *self)
+        return torch.layer_norm(z, *self)
 
 
 class _SelfAttention:
@@ -206,12 +208,13 @@ class _SelfAttention:
         self.past = torch.empty(sizes, dtype=dtype)
 
     def bind(self, cache: DecoderCache) -> None:
-        self.keys_and_values = self.past.flatten(2, 3).split((self.d_k, self.d_v), 3)
         B, W, H, Hk, D = cache.batch, cache.rows, self.n_head, self.n_head_kv, self.d_k + self.d_v
-        row = H * self.d_k + Hk * D
-        # Sizes and strides of views of a step's qkv (rows, row): (B, H, W, Dk), and as a position of past.
+        row, head = H * self.d_k + Hk * D, cache.capacity * W * D
+        # Sizes and strides of views: of a step's qkv (rows, row) as q (B, H, W, Dk) and as a position of past; of past
+        # as keys (B, Hk, num_keys, Dk) and values.
         self.q = (B, H, W, self.d_k), (W * row, self.d_k, row, 1)
         self.new = (B, Hk, W, D), (W * row, D, row, 1), H * self.d_k
+        self.keys_and_values = (B, Hk), (Hk * head, head, D, 1), self.d_k, self.d_v
 
 
 class _MemoryAttention:
