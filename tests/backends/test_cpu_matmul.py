@@ -74,6 +74,21 @@ def test_when_pytorch_is_used() -> None:
         assert not cpu_matmul.uses_onednn(x, weight)
 
 
+@torch.no_grad()
+def test_when_a_weight_is_prepacked() -> None:
+    """In float32 where oneDNN is the choice, in bfloat16 everywhere; not for products that take less than a call."""
+
+    def pays(rows: int, size: int, dtype: torch.dtype = torch.float32) -> bool:
+        return cpu_matmul.prepacking_pays(rows, torch.empty(size, size), dtype)
+
+    assert pays(1, 1024) and pays(2, 512) and pays(1, 1024, torch.bfloat16)
+    assert not pays(1, 512) and not pays(8, 128) and not pays(9, 1024, torch.float64)
+    with torch.enable_grad():
+        assert not pays(1, 1024)
+    with timings.override_choices({"product": {"float32": "PyTorch"}}):
+        assert not pays(1, 1024) and pays(1, 1024, torch.bfloat16)
+
+
 def test_ops_and_the_model_use_them() -> None:
     x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((128, 96), (192, 96), (96, 192)))
     assert "_LinearBackward" in nodes(feed_forward(x, weight1, None, weight2, None))

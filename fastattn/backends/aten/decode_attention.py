@@ -73,7 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: 
         return torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
     k, v = k.flatten(0, 1), v.flatten(0, 1)
     scores = torch.bmm(q.reshape(B * Hk, H // Hk * W, Dk), k.mT).view(B, H, W, N)
-    acc = scores.to(torch.promote_types(q.dtype, torch.float32))
+    acc = scores if q.dtype in (torch.float32, torch.float64) else scores.float()
     acc = acc * softmax_scale if bias is None else torch.add(bias, acc, alpha=softmax_scale)
     weights = acc.softmax(-1).to(q.dtype)
     return torch.bmm(weights.view(B * Hk, H // Hk * W, N), v).view(B, H, W, Dv)
