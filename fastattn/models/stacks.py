@@ -285,7 +285,7 @@ class Decoder(_Stack):
         if cache.length == 0 and type(self) is Decoder:
             cache.straight = StraightSteps.of(self, cache)
         if cache.straight is not None:
-            x = cache.straight.step(tokens)
+            x = cache.straight.step(tokens, cache)
             cache.advance()
             return x
         x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens), known_position=True)

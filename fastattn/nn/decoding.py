@@ -3,11 +3,12 @@
 One token of a base model is a millisecond of work for a CPU, of which a module call, a check or a question to the
 dispatcher per op is a large part. So everything is decided once for a generation, at its first step: that no module was
 modified, that the backend aten is used, the dtype, which weights are concatenated or prepacked, and all shapes. A step
-is then some 25 operators a layer. Decoders that `StraightSteps.of` declines go op by op, through the `step` methods of
+is then 20 operators and views a layer. Decoders that `StraightSteps.of` declines go op by op, through the `step` methods of
 the modules, with the same numbers up to rounding.
 
 B sequences with W beams, rows = B * W, the newest tokens of all beams. Hidden states are matrices (rows, d_model).
 Sublayers add their input in the product that ends them: it saves an operator and, in 16 bits, a rounding.
+Memory: the cache, the query, key and value weights of self-attention once more, and what is prepacked or cast.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 class StraightSteps:
-    """Steps the decoder that it was made for, with the cache that it was made for."""
+    """Steps the decoder that it was made for. It is an attribute of the cache that it was made for."""
 
     def __init__(self, decoder: Any, cache: DecoderCache, dtype: torch.dtype) -> None:
-        self.cache, self.dtype, self.norm_first, self.device = cache, dtype, decoder.norm_first, cache.position.device
+        self.dtype, self.norm_first, self.device = dtype, decoder.norm_first, cache.position.device
         embedding, norm = decoder.trg_word_emb, _Norm.of(decoder.layer_norm)
         self.embedding, self.padding_idx, self.norm = embedding.weight, embedding.padding_idx, norm
         self.positions = decoder.position_enc.pos_table[0]
@@ -52,7 +53,7 @@ class StraightSteps:
             )
             for layer in decoder.layer_stack
         ]
-        self.bind()
+        self.bind(cache)
 
     @staticmethod
     def of(decoder: Any, cache: DecoderCache) -> StraightSteps | None:
@@ -80,9 +81,8 @@ class StraightSteps:
             return None
         return StraightSteps(decoder, cache, dtype)
 
-    def bind(self) -> None:
+    def bind(self, cache: DecoderCache) -> None:
         """Views and masks for the sequences that the cache holds now."""
-        cache = self.cache
         memory, lengths = cache.memories[0]
         for slf_attn, enc_attn, _ in self.layers:
             slf_attn.bind(cache)
@@ -94,19 +94,18 @@ class StraightSteps:
             visible = self.aten.visible_keys(cache.batch, 1, longest, 1, self.device, lengths, None)
             self.memory_bias = self.aten.as_bias(visible, self.dtype)
 
-    def select(self, sequences: Tensor) -> None:
-        """The cache keeps these sequences. Called when it has selected them."""
+    def select(self, sequences: Tensor, cache: DecoderCache) -> None:
+        """Keep these sequences, as the cache has done already."""
         for slf_attn, _, _ in self.layers:
             slf_attn.past = slf_attn.past[sequences]
-        self.bind()
+        self.bind(cache)
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """The output of the decoder's last layer (B, W, d_model), for tokens (B, W). The cache is not advanced."""
         if torch.is_grad_enabled():
             raise ValueError("the first step of this cache recorded no gradient: call all of them under no_grad()")
         with _autocast.no_autocast(self.device):
-            cache, attend = self.cache, self.aten.attend
-            place, (B, W) = cache.length, tokens.shape
+            attend, place, (B, W) = self.aten.attend, cache.length, tokens.shape
             num_keys, past_bias = (place + 1) * W, None
             if W > 1:
                 ancestors = None if cache.ancestors is None else cache.ancestors[:, :, : place + 1]

@@ -139,7 +139,7 @@ class DecoderCache:
             for projected, lengths in self.memories
         )
         if self.straight is not None:
-            self.straight.select(sequences)
+            self.straight.select(sequences, self)
 
     def resume(self, other: DecoderCache) -> None:
         """Continue `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""
