@@ -8,9 +8,14 @@ views equally fast, so the two products of the backward gain as much. In 16 bits
 Weights that many calls read, as in decoding, can be prepacked: MKL's product packs its weights at every call, oneDNN's
 reads weights that were packed before. Measured as above, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and
 160 rows take 80, 186, 433 and 1676 us by F.linear, and 51, 55, 169 and 689 us prepacked. Packing such a weight takes as
-long as ten products of 5 rows, so it does not pay for a single call. A call of oneDNN takes at least 15 us: one row of
-256 -> 256 or 512 -> 512 takes 6 or 20 us by PyTorch and 17 or 24 us prepacked. Such products are left to PyTorch, and
-float32 on all processors where oneDNN is not the choice for products: on an Intel Xeon packing costs and gains nothing.
+long as ten products of 5 rows, so it does not pay for a single call. A call of oneDNN takes at least 15 us, F.linear of
+5 rows of 96 -> 96 or of one row of 256 -> 256 takes 6 us: small products are left to F.linear.
+
+One row reads each weight once, from main memory where a step of decoding uses more weights than the caches hold. MKL
+then reads long rows of memory faster. Measured so on one core, in turn over 24 MB of weights: 256 -> 1024, 512 -> 2048
+and 256 -> 8000 take 136, 412 and 898 us, of a transposed copy 75, 228 and 401, prepacked 114, 354 and 607; 1024 -> 256,
+whose rows are long as they are, 72, 143 and 103. So wide weights are transposed for one row, and others prepacked only
+where they are large. None of it pays in float32 on an Intel Xeon, where packing cost as much as it gained.
 """
 
 from __future__ import annotations
@@ -27,9 +32,9 @@ from fastattn._tracing import can_read_values
 from fastattn.backends import timings
 
 MIN_WORK = 1 << 20  # multiplications; below them the call itself counts, and PyTorch's costs less
-# To prepack a weight it needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
-# MANY_PRODUCTS.
-MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 19, 1 << 21
+# To be packed a weight needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, twice as many for one row,
+# or calls need MANY_PRODUCTS.
+MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 18, 1 << 21
 _PLAIN = (Tensor, torch.nn.Parameter)  # not other subclasses: distributed or quantised tensors
 
 
@@ -83,22 +88,32 @@ def has_onednn() -> bool:
     )
 
 
-def prepacking_pays(rows: int, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products x weight^T, x (rows, k), weight (n, k), in this dtype are faster once the weight is prepacked.
+def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
+    """How to keep a weight (n, k) for many products with x (rows, k) in this dtype: "prepacked", "transposed" or None.
 
-    Not where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
+    None where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
     oneDNN on every processor; in float32 the choice for products decides.
     """
-    return (
-        rows * weight.numel() >= (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
-        and weight.device.type == "cpu"
-        and dtype in (torch.float32, torch.bfloat16)
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and has_onednn()
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and (dtype is torch.bfloat16 or choice() == "oneDNN")
-    )
+    products = rows * weight.numel()
+    if (
+        products < (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
+        or weight.device.type != "cpu"
+        or dtype not in (torch.float32, torch.bfloat16)
+        or weight.dtype not in (torch.float32, torch.bfloat16)
+        or not has_onednn()
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or (dtype is torch.float32 and choice() != "oneDNN")
+    ):
+        return None
+    if rows == 1 and dtype is torch.float32 and weight.shape[0] >= 2 * weight.shape[1]:
+        return "transposed"
+    return "prepacked" if rows > 1 or products >= 2 * MIN_PRODUCTS else None
+
+
+def transposed(weight: Tensor) -> Tensor:
+    """The weight (n, k), transposed in memory of its own."""
+    return weight.t().contiguous().t()
 
 
 def prepack(weight: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 One token of a small model is half a millisecond of work for a CPU. A module call, a check or a question to the
 dispatcher per op would take as long again. So everything is decided once for a generation, at its first step: that no
-module was modified, that the backend aten is used, the dtype, which weights are concatenated or prepacked, all shapes.
+module was modified, that the backend aten is used, the dtype, which weights are concatenated or packed, all shapes.
 A step is then some 25 operators and views a layer. Where `StraightSteps.of` gives None the modules step op by op, by
 their `step` methods, with the same numbers up to rounding.
 
 B sequences with W beams, rows = B * W, the newest tokens of all beams. Hidden states are matrices (rows, d_model).
 Sublayers add their input in the product that ends them: it saves an operator and, in 16 bits, a rounding.
-Memory: the cache, the query, key and value weights of self-attention once more, and what is prepacked or cast.
+Memory: the cache, the query, key and value weights of self-attention once more, and what is packed or cast.
 """
 
 from __future__ import annotations
@@ -156,11 +156,13 @@ class StraightSteps:
 
 
 class _Product:
-    """x weight^T + bias + residual for x (rows, k) of each step, weight (n, k): cast and prepacked once."""
+    """x weight^T + bias + residual for x (rows, k) of each step, weight (n, k): cast and packed once."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype) -> None:
         weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        self.is_prepacked = cpu_matmul.prepacking_pays(rows, weight, dtype)
+        kind = cpu_matmul.packing(rows, weight, dtype)
+        self.is_prepacked = kind == "prepacked"
+        weight = cpu_matmul.transposed(weight) if kind == "transposed" else weight
         self.weight = cpu_matmul.prepack(weight) if self.is_prepacked else weight.t()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
