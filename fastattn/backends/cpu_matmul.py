@@ -10,6 +10,12 @@ reads weights that were packed before. Measured as above, torch 2.13, 512 -> 204
 160 rows take 80, 186, 433 and 1676 us by F.linear, and 51, 55, 169 and 689 us prepacked. Packing such a weight takes as
 long as ten products of 5 rows, so it does not pay for a single call. A call of oneDNN takes at least 15 us, F.linear of
 5 rows of 96 -> 96 or of one row of 256 -> 256 takes 6 us: small products are left to F.linear.
+
+One row reads each weight once, from main memory where a step of decoding uses more weights than the caches hold. MKL
+then reads long rows of memory faster. Measured so on one core, in turn over 24 MB of weights: 256 -> 1024, 512 -> 2048
+and 256 -> 8000 take 136, 412 and 898 us, of a transposed copy 75, 228 and 401, prepacked 114, 354 and 607; 1024 -> 256,
+whose rows are long as they are, 72, 143 and 103. So wide weights are transposed for one row, and others prepacked only
+where they are large. None of it pays in float32 on an Intel Xeon, where packing cost as much as it gained.
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ from fastattn._tracing import can_read_values
 from fastattn.backends import timings
 
 MIN_WORK = 1 << 20  # multiplications; below them the call itself counts, and PyTorch's costs less
-# To prepack a weight it needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
-# MANY_PRODUCTS.
+# To be packed a weight needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, twice as many for one row,
+# or calls need MANY_PRODUCTS.
 MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 18, 1 << 21
 _PLAIN = (Tensor, torch.nn.Parameter)  # not other subclasses: distributed or quantised tensors
 
@@ -82,21 +88,32 @@ def has_onednn() -> bool:
     )
 
 
-def prepacking_pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether products of inputs like x (.., k) and a weight (n, k) are faster once the weight is prepacked.
+def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
+    """How to keep a weight (n, k) for many products with x (rows, k) in this dtype: "prepacked", "transposed" or None.
 
-    Not where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile.
+    None where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
+    oneDNN on every processor; in float32 the choice for products decides.
     """
-    products = x.numel() * weight.shape[0]
-    return (
-        products >= (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
-        and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and has_onednn()
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
+    products = rows * weight.numel()
+    if (
+        products < (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
+        or weight.device.type != "cpu"
+        or dtype not in (torch.float32, torch.bfloat16)
+        or weight.dtype not in (torch.float32, torch.bfloat16)
+        or not has_onednn()
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or (dtype is torch.float32 and choice() != "oneDNN")
+    ):
+        return None
+    if rows == 1 and dtype is torch.float32 and weight.shape[0] >= 2 * weight.shape[1]:
+        return "transposed"
+    return "prepacked" if rows > 1 or products >= 2 * MIN_PRODUCTS else None
+
+
+def transposed(weight: Tensor) -> Tensor:
+    """The weight (n, k), transposed in memory of its own."""
+    return weight.t().contiguous().t()
 
 
 def prepack(weight: Tensor) -> Tensor:
@@ -104,9 +121,11 @@ def prepack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
-def prepacked_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias, x (.., k), of the result of `prepack`."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def prepacked_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """x weight^T + bias + residual, x (.., k), residual (.., n) or None, of the result of `prepack`."""
+    if residual is None:
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
 
 
 class _Linear(torch.autograd.Function):

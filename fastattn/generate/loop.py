@@ -114,17 +114,17 @@ def run(model: Decodable, search: Search, on_token: OnToken | None = None) -> li
             if cache.on_device and not full and on_token is None and cache.length % STEPS_BETWEEN_READS:
                 continue
             # The only read of a step. It waits for a GPU.
-            names = ("broken", "done") if on_token is None else ("broken", "done", "tokens")
-            rows = torch.cat([search.state[name].view(cache.batch, -1).mT for name in names])
-            broken, now_done, *tokens = rows.tolist()
+            state = search.state
+            newest = () if on_token is None else state["tokens"].unbind(1)
+            broken, now_done, *tokens = torch.stack([state["broken"], state["done"], *newest]).tolist()
             if any(broken):
                 raise ValueError(
                     f"the model gave NaN within {cache.length} tokens: its weights or its input are not finite"
                 )
             if on_token is not None:
-                newest = list(zip(*tokens, strict=True))
+                beams = list(zip(*tokens, strict=True))
                 decoded = [i for i, was_done in enumerate(done) if not was_done]
-                on_token(cache.length, [sentences[i] for i in decoded], [list(newest[i]) for i in decoded])
+                on_token(cache.length, [sentences[i] for i in decoded], [list(beams[i]) for i in decoded])
             done = [True] * cache.batch if full else now_done
             num_left = done.count(False)
             batch = _smaller_batch(cache.batch, num_left, cache.on_device)

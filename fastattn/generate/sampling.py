@@ -9,37 +9,31 @@ import torch
 from torch import Tensor
 
 from fastattn.generate.loop import Decodable, OnToken, Search, check_limits, check_model, inference, run
-from fastattn.nn import DecoderCache
 from fastattn.ops._checks import check_number
 
 
 class _OneBeam(Search):
     """Search with W = 1."""
 
-    def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
-        super().__init__(cache, bos_idx, eos_idx)
-        self.state["length"] = torch.zeros_like(self.state["tokens"][:, 0])  # tokens chosen, without EOS
-
     @abstractmethod
     def pick(self, logits: Tensor) -> Tensor:
         """The next token of each sentence, (B,), from logits (B, n_vocab)."""
 
     def choose(self, logits: Tensor) -> None:
-        state, token = self.state, self.pick(logits[:, 0].float())
+        state, token = self.state, self.pick(logits[:, 0])
         state["done"] |= token == self.eos_idx
-        state["length"] += ~state["done"]
         state["tokens"].copy_(token[:, None])
 
     def result(self, state: dict[str, Tensor]) -> list[int]:
-        # The newest token was not read by the model.
-        history = [*state["fed"][1 : self.cache.length, 0].tolist(), *state["tokens"].tolist()]
-        return history[: int(state["length"])]
+        # The newest token was not read by the model. What follows EOS came while others of the batch went on.
+        tokens = [*state["fed"][1 : self.cache.length, 0].tolist(), *state["tokens"].tolist()]
+        return tokens[: tokens.index(self.eos_idx)] if self.eos_idx in tokens else tokens
 
 
 class _Greedy(_OneBeam):
     def pick(self, logits: Tensor) -> Tensor:
-        token = logits.argmax(-1)
-        self.note_nan(logits.gather(1, token[:, None]))  # argmax takes NaN for the largest
+        best, token = logits.max(-1)  # of equal ones the first; NaN counts as the largest
+        self.state["broken"] |= best.isnan()
         return token
 
 
@@ -49,7 +43,7 @@ class _Sample(_OneBeam):
         self.temperature, self.top_k, self.top_p, self.generator = temperature, top_k, top_p, generator
 
     def pick(self, logits: Tensor) -> Tensor:
-        logits = logits / self.temperature
+        logits = logits.float() / self.temperature
         if self.top_k is not None or self.top_p < 1:
             k = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
             logits, tokens = logits.topk(k)  # in falling order

@@ -15,6 +15,7 @@ from fastattn.masks import AttentionMask
 from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import as_attention_mask
+from fastattn.nn.decoding import StraightSteps
 from fastattn.nn.fusible import can_fuse, check_steps
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import add_norm, current_dropout_p
@@ -261,6 +262,9 @@ class Decoder(_Stack):
                 kind = type(layer).__name__
                 raise TypeError(f"cannot decode by steps: a layer of the decoder is a {kind}, expected a DecoderLayer")
         check_steps(self)
+        # What does not count is 0: its keys and values are finite whatever it held.
+        real = torch.arange(enc_output.shape[1], device=enc_output.device) < lengths[:, None]
+        enc_output = enc_output.where(real[..., None], 0)
         projected, memory = self.project_encoder(enc_output), {}
         for layer in self.layer_stack:
             attn = layer.enc_attn
@@ -282,6 +286,12 @@ class Decoder(_Stack):
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
+        if cache.length == 0 and type(self) is Decoder:
+            cache.straight = StraightSteps.of(self, cache)
+        if cache.straight is not None:
+            x = cache.straight.step(tokens, cache)
+            cache.advance()
+            return x
         x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens), known_position=True)
         for layer in self.layer_stack:
             x = layer.step(x, cache)

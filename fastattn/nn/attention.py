@@ -154,7 +154,7 @@ class MultiHeadAttention(nn.Module):
         self-attention q itself.     projected: (w_ks(k), w_vs(v)), where they were computed before.
         Returns (output, of q's type; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
-        fusible = all_can_fuse(self, _READ_BY_OPS)
+        fusible = all_can_fuse(self, READ_BY_OPS)
         normed, residual = sublayer_input(self, q, fusible)
         k, v = (normed if x is q else x for x in (k, v))
         for name, x in (("q", normed), ("k", k), ("v", v)):
@@ -184,7 +184,7 @@ class MultiHeadAttention(nn.Module):
 
         Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
         """
-        fusible = all_can_fuse(self, _READ_BY_OPS)
+        fusible = all_can_fuse(self, READ_BY_OPS)
         normed, residual = sublayer_input(self, x, fusible)
         q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
         q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
@@ -193,7 +193,7 @@ class MultiHeadAttention(nn.Module):
 
     def step_to_memory(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """Attention of one new token a beam to the encoder's output, whose keys and values the cache holds."""
-        fusible = all_can_fuse(self, _READ_BY_OPS)
+        fusible = all_can_fuse(self, READ_BY_OPS)
         normed, residual = sublayer_input(self, x, fusible)
         q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
         out = cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend)
@@ -210,7 +210,7 @@ class MultiHeadAttention(nn.Module):
         )
 
 
-_READ_BY_OPS = (*MultiHeadAttention.fused_children, "fc")
+READ_BY_OPS = (*MultiHeadAttention.fused_children, "fc")
 
 
 def _heads(x: Tensor, d: int) -> Tensor:

@@ -13,7 +13,7 @@ from fastattn.nn.fusible import all_can_fuse, can_fuse
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.recompute import is_recomputing
 from fastattn.nn.residual import HiddenState, residual_connection, sublayer_input
-from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, feed_forward
+from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, activate, feed_forward
 
 
 class PositionwiseFeedForward(nn.Module):
@@ -76,13 +76,7 @@ class PositionwiseFeedForward(nn.Module):
 
     def _call_linears(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         """w_2(activation(w_1(x))), where call(w, x) is w(x)."""
-        hidden = call(self.w_1, x)
-        if self.activation in GATED:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = ACTIVATIONS[GATED[self.activation]](gate) * up
-        else:
-            hidden = ACTIVATIONS[self.activation](hidden)
-        return call(self.w_2, hidden)
+        return call(self.w_2, activate(call(self.w_1, x), self.activation))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

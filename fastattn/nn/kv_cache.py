@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from fastattn.backends import Backend
 from fastattn.nn.linear import PreparedLinears
 from fastattn.ops.decode_attention import decode_attention
+
+if TYPE_CHECKING:
+    from fastattn.nn.decoding import StraightSteps
 
 KeysAndValues = tuple[Tensor, Tensor]
 
@@ -65,7 +68,9 @@ class DecoderCache:
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
         self.linear = PreparedLinears()  # for the maps of every step
-        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer
+        # How a decoder steps, as its first step decided: fastattn/nn/decoding.py. None: op by op.
+        self.straight: StraightSteps | None = None
+        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer that goes op by op
 
     def attend(
         self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend | None
@@ -107,7 +112,8 @@ class DecoderCache:
         """The step is done: the next one writes at the next position."""
         self.length += 1
         self.position += 1
-        self.lengths += 1
+        if self.on_device:
+            self.lengths += 1
 
     def reorder(self, parents: Tensor) -> None:
         """Beam w continues what was beam parents[b, w]. parents: (B, W) int64. Call it after `advance`."""
@@ -132,6 +138,8 @@ class DecoderCache:
             Memory({layer: (k[sequences], v[sequences]) for layer, (k, v) in projected.items()}, lengths[sequences])
             for projected, lengths in self.memories
         )
+        if self.straight is not None:
+            self.straight.select(sequences, self)
 
     def resume(self, other: DecoderCache) -> None:
         """Continue `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""

@@ -125,51 +125,51 @@ class _Joined(torch.autograd.Function):
 class PreparedLinears:
     """The linear maps of a loop such as decoding. Each map's weight is prepared once, at its first call.
 
-    On a CPU it is prepacked for oneDNN, see cpu_matmul. Under torch.autocast it is cast: PyTorch keeps casts of
+    On a CPU it is prepacked for oneDNN or transposed, see cpu_matmul.packing. Under torch.autocast it is cast: PyTorch keeps casts of
     trainable weights only, until its context ends, and the feed-forward op would cast at every step.
     The maps, their devices and torch.autocast must not change while it is in use. Memory: the weights once more, where
-    they are prepacked or cast.
+    they are packed or cast.
     """
 
     def __init__(self) -> None:
         self._prepacked: dict[nn.Module, WeightAndBias | None] = {}  # None: the map is not prepacked
-        self._cast: dict[nn.Module, WeightAndBias] = {}
+        self._copies: dict[nn.Module, WeightAndBias] = {}  # cast or transposed
 
     def __call__(self, module: nn.Module, x: Tensor, backend: Backend | None) -> Tensor:
         """module(x), x (.., in_features)."""
         if self.prepacks(module, x, backend):
             weight, bias = self._prepacked[module]
             return cpu_matmul.prepacked_product(x.to(weight.dtype), weight, bias)
-        if _autocast.autocast_dtype(x.device) is None or not can_fuse(module):
+        if module not in self._copies and (_autocast.autocast_dtype(x.device) is None or not can_fuse(module)):
             return module(x)
         return F.linear(x, *self.weights(module, x.device))
 
     def weights(self, module: nn.Linear, device: torch.device) -> WeightAndBias:
         """Weight and bias of a map that can_fuse allows, under torch.autocast in its dtype."""
-        if _autocast.autocast_dtype(device) is None:
-            return module.weight, module.bias
-        if module not in self._cast:
-            self._cast[module] = _autocast.autocast_inputs(module.weight, module.bias)
-        return self._cast[module]
+        if module not in self._copies:
+            if _autocast.autocast_dtype(device) is None:
+                return module.weight, module.bias
+            self._copies[module] = _autocast.autocast_inputs(module.weight, module.bias)
+        return self._copies[module]
 
     def refresh(self) -> None:
-        """Cast the weights again, which may have changed, to where the casts are: a CUDA graph reads them there."""
-        for module, (weight, bias) in self._cast.items():
+        """Copy the weights again, which may have changed, to where the copies are: a CUDA graph reads them there."""
+        for module, (weight, bias) in self._copies.items():
             weight.copy_(module.weight)
             if bias is not None:
                 bias.copy_(module.bias)
 
     def prepacks(self, module: nn.Module, x: Tensor, backend: Backend | None) -> bool:
-        """Whether the map's weight is prepacked: as cpu_matmul.prepacking_pays, but not under the backend "reference",
-        and not of a module that can_fuse denies."""
+        """Whether the map's weight is prepacked: as cpu_matmul.packing says, but not under the backend "reference", and
+        not of a module that can_fuse denies."""
         if module not in self._prepacked:
             self._prepacked[module] = None
-            if (
-                can_fuse(module)
-                and likely_backend("linear", x.device, backend) != "reference"
-                and cpu_matmul.prepacking_pays(x, module.weight)
-            ):
+            if can_fuse(module) and likely_backend("linear", x.device, backend) != "reference":
                 dtype = _autocast.dtype_under_autocast(x)
-                bias = None if module.bias is None else module.bias.to(dtype)
-                self._prepacked[module] = cpu_matmul.prepack(module.weight.to(dtype)), bias
+                kind = cpu_matmul.packing(x.numel() // x.shape[-1], module.weight, dtype)
+                if kind == "prepacked":
+                    bias = None if module.bias is None else module.bias.to(dtype)
+                    self._prepacked[module] = cpu_matmul.prepack(module.weight.to(dtype)), bias
+                elif kind == "transposed":
+                    self._copies[module] = cpu_matmul.transposed(module.weight), module.bias
         return self._prepacked[module] is not None

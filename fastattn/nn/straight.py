@@ -29,7 +29,7 @@ from fastattn._tracing import differentiable_gradients, is_transformed, needs_fo
 from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
 from fastattn.backends.reference.philox import draw_rng_state, dropout
 from fastattn.masks import AttentionMask, PreparedMask
-from fastattn.nn.attention import _READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
+from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.fusible import is_unmodified
 from fastattn.nn.linear import joined
@@ -252,7 +252,7 @@ def _attention_call(
     plan: Plan, module: Any, norm_first: bool, x: Tensor, shape: tuple[int, ...], mask: Any, keys: Tensor | None
 ) -> Attention | None:
     """x (B * L, d_model), shape (B, L, d_model). keys: (B, Lk, rows), or None for self-attention."""
-    if not is_unmodified(module, MultiHeadAttention, _READ_BY_OPS) or module.norm_first is not norm_first:
+    if not is_unmodified(module, MultiHeadAttention, READ_BY_OPS) or module.norm_first is not norm_first:
         return None
     children = module._modules
     core = children["attention"]

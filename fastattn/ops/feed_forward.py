@@ -15,6 +15,7 @@ from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.constants import GATED
 from fastattn.backends.reference import feed_forward as reference
 from fastattn.backends.reference.feed_forward import ACTIVATIONS
+from fastattn.backends.reference.feed_forward import activate as activate  # for fastattn.nn
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast, _checks
 from fastattn.ops._autograd import Operator

@@ -74,6 +74,26 @@ def test_when_pytorch_is_used() -> None:
         assert not cpu_matmul.uses_onednn(x, weight)
 
 
+@torch.no_grad()
+def test_how_a_weight_is_packed() -> None:
+    """In float32 where oneDNN is the choice, in bfloat16 everywhere; not for products that take less than a call."""
+
+    def packing(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> str | None:
+        return cpu_matmul.packing(rows, torch.empty(n, k), dtype)
+
+    assert packing(1, 1024, 1024) == packing(4, 256, 256) == packing(4, 1024, 256) == "prepacked"
+    assert packing(1, 1024, 256) == "transposed"
+    assert packing(1, 512, 512) is packing(1, 256, 1024) is packing(8, 128, 128) is None
+    assert packing(9, 1024, 1024, torch.float64) is None and packing(1, 4096, 256, torch.bfloat16) == "prepacked"
+    with torch.enable_grad():
+        assert packing(1, 1024, 1024) is None
+    with timings.override_choices({"product": {"float32": "PyTorch"}}):
+        assert packing(1, 1024, 1024) is packing(1, 1024, 256) is None
+        assert packing(1, 1024, 1024, torch.bfloat16) == "prepacked"
+    weight = torch.randn(5, 3)
+    assert torch.equal(cpu_matmul.transposed(weight), weight) and cpu_matmul.transposed(weight).t().is_contiguous()
+
+
 def test_ops_and_the_model_use_them() -> None:
     x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((128, 96), (192, 96), (96, 192)))
     assert "_LinearBackward" in nodes(feed_forward(x, weight1, None, weight2, None))

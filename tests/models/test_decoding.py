@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from model_checks import DEVICE, PAD_SRC, SMALL, VOCAB, fused
+from model_checks import DEVICE, PAD_SRC, SMALL, VOCAB, Doubled, fused
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn import AttentionMask, use_backend
+from fastattn import AttentionMask, generate, use_backend
+from fastattn.backends import cpu_matmul
 from fastattn.check.tolerance import check_error
-from fastattn.nn import DecoderLayer, PositionwiseFeedForward
+from fastattn.nn import DecoderCache, DecoderLayer, PositionwiseFeedForward, decoding
 
 VARIANTS = {
     "public": {},
@@ -144,3 +146,123 @@ def test_rows_have_the_logits_of_their_histories(on_device, sentences):
                 left = torch.tensor([3, 1], device=DEVICE)
                 cache.select(left)
                 src, histories = src[left], histories[left]
+
+
+# The straight path of fastattn/nn/decoding.py, which is for a CPU.
+
+
+@torch.no_grad()
+def logits_of_a_search(model, src, rows, straight=True):
+    """Logits (sentences * rows, VOCAB) of 6 steps: rows are chosen again after each, two sentences leave after the
+    third."""
+    generator = torch.Generator().manual_seed(7)
+    cache, found = model.start_decoding(src, rows, 6), []
+    for step in range(6):
+        found.append(
+            model.next_logits(torch.randint(VOCAB, (cache.batch, rows), generator=generator), cache).flatten(0, 1)
+        )
+        assert (cache.straight is not None) == straight
+        if rows > 1:
+            cache.reorder(torch.randint(rows, (cache.batch, rows), generator=generator))
+        if step == 2:
+            cache.select(torch.tensor([3, 1]))
+    return torch.cat(found)
+
+
+def op_by_op(model, *search):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding.StraightSteps, "of", lambda *_: None)
+        return logits_of_a_search(model, *search, straight=False)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_straight_path_has_the_numbers_of_the_modules(variant, mode, rows, sentences):
+    """Also where sources have padding or no token, and where oneDNN's weights are prepacked."""
+    torch.manual_seed(0)
+    src, model = sentences[0].cpu(), fused(**VARIANTS[variant]).cpu().eval()
+    with use_backend("reference"):
+        truth = op_by_op(model.double(), src, rows)
+        low = op_by_op(model.bfloat16(), src, rows) if mode != "float32" else op_by_op(model.float(), src, rows)
+    model.to(torch.bfloat16 if mode == "bfloat16" else torch.float32)
+    for min_products in (cpu_matmul.MIN_PRODUCTS, 0):
+        with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            patch.setattr(cpu_matmul, "MIN_WEIGHTS", min(min_products, cpu_matmul.MIN_WEIGHTS))
+            patch.setattr(cpu_matmul, "MIN_PRODUCTS", min_products)
+            patch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
+            judgement = check_error(logits_of_a_search(model, src, rows), truth, low, torch.zeros_like(truth))
+        assert judgement.ok, judgement
+
+
+def test_a_step_has_few_operators():
+    """PyTorch's dispatcher sees 89 operators and views in a step of greedy decoding by three layers, or some more in
+    other versions; op by op they were 238."""
+
+    class Count(TorchDispatchMode):
+        operators = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.operators += 1
+            return function(*args, **kwargs or {})
+
+    def operators(tokens):
+        with Count() as count:
+            generate.greedy(model, src, max_len=tokens, bos_idx=3, eos_idx=-1)
+        return count.operators
+
+    model, src = fused(n_layers=3, d_v=8).cpu().eval(), torch.full((1, 9), 3)
+    assert (operators(25) - operators(5)) / 20 <= 100
+
+
+@torch.no_grad()
+def test_when_the_modules_step():
+    """Where one of them is modified, where another backend is asked for, and where gradients are recorded."""
+    src, token = torch.full((2, 5), 3), torch.full((2, 1), 3)
+
+    def logits(model, straight):
+        cache = model.start_decoding(src, 1, 4)
+        found = torch.cat([model.next_logits(token, cache) for _ in range(2)], 1)
+        assert (cache.straight is not None) == straight
+        return found
+
+    model = fused().cpu().eval()
+    before = logits(model, True)
+    with use_backend("reference"):
+        torch.testing.assert_close(logits(model, False), before, rtol=1e-4, atol=1e-5)
+    hook = model.decoder.layer_stack[1].pos_ffn.w_2.register_forward_hook(lambda _, inputs, out: 2 * out)
+    assert not torch.allclose(logits(model, False), before)
+    hook.remove()
+    assert torch.equal(logits(model, True), before)
+    model.decoder.layer_norm = Doubled(model.decoder.layer_norm)
+    assert not torch.allclose(logits(model, False), before)
+    model.decoder.layer_norm = model.decoder.layer_norm.inner
+    cache = model.start_decoding(src, 1, 4)
+    with torch.enable_grad(), pytest.raises(ValueError, match="decode_attention has no gradient"):
+        model.next_logits(token, cache)
+    model.requires_grad_(False)
+    with torch.enable_grad():
+        torch.testing.assert_close(logits(model, False), before, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_does_not_count_may_be_anything():
+    model, generator = fused().cpu().eval(), torch.Generator().manual_seed(3)
+    encoded, tokens = torch.randn(2, 6, SMALL["d_model"], generator=generator), torch.tensor([[3], [4]])
+    lengths, found = torch.tensor([4, 0], dtype=torch.int32), []
+    for other in (1.0, torch.nan, torch.inf):
+        encoded[0, 4:], encoded[1] = other, other
+        cache = DecoderCache(2, 1, 3, torch.device("cpu"), (model.decoder.memory(encoded, lengths),))
+        found.append(torch.cat([model.decoder.step(tokens, cache) for _ in range(3)], 1))
+    assert found[0].isfinite().all() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@torch.no_grad()
+def test_tokens_that_do_not_exist():
+    model = fused().cpu().eval()
+    for token, message in ((VOCAB, f"tokens has the value {VOCAB}, expected 0 to"), (-1, "tokens has the value -1")):
+        cache = model.start_decoding(torch.full((1, 4), 3), 1, 2)
+        with pytest.raises(ValueError, match=message):
+            model.next_logits(torch.full((1, 1), token), cache)
+    with pytest.raises(TypeError, match="tokens has dtype torch.float32"):
+        model.next_logits(torch.ones(1, 1), cache)

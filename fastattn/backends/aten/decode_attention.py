@@ -25,51 +25,58 @@ def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None, softmax_scale: float
 ) -> Tensor:
     """As fastattn.backends.reference.decode_attention.decode_attention, which is the specification."""
-    visible = _visible(q, k, lengths, ancestors)
+    (B, W), (M, R) = q.shape[:2], k.shape[1:3]
+    if lengths is not None and can_read_values(q) and (lengths >= M).all():
+        lengths = None
+    visible = visible_keys(B, W, M, R, q.device, lengths, ancestors)
     q = q.transpose(1, 2)  # (B, H, W, D)
     k, v = (t.permute(0, 3, 1, 2, 4).flatten(2, 3) for t in (k, v))  # (B, Hk, M * R, D)
     if visible is None:
-        return _attend(q, k, v, None, softmax_scale)
-    bias = visible.to(q.dtype).log_()[:, None]  # 0 or -inf
+        return attend(q, k, v, None, softmax_scale).transpose(1, 2).contiguous()
+    bias = as_bias(visible, q.dtype)
     if can_read_values(q):
         # NaN in a key that no query attends to shows in the result, or does no harm. So does a query without keys.
-        out = _attend(q, k, v, bias, softmax_scale)
+        out = attend(q, k, v, bias, softmax_scale)
         if math.isfinite(out.sum()):
-            return out
+            return out.transpose(1, 2).contiguous()
     used = visible.any(1)[:, None, :, None]
-    out = _attend(q, k.where(used, 0), v.where(used, 0), bias, softmax_scale)
-    return out.where(visible.any(-1)[..., None, None], 0)
+    out = attend(q, k.where(used, 0), v.where(used, 0), bias, softmax_scale).transpose(1, 2)
+    return out.where(visible.any(-1)[..., None, None], 0).contiguous()
 
 
-def _visible(q: Tensor, k: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> Tensor | None:
-    """(B, 1 or W, M * R) bool, True = attend; None where all is visible."""
-    (B, W), (M, R), device = q.shape[:2], k.shape[1:3], q.device
+def visible_keys(
+    B: int, W: int, M: int, R: int, device: torch.device, lengths: Tensor | None, ancestors: Tensor | None
+) -> Tensor | None:
+    """(B or 1, 1 or W, M * R) bool, True = attend; None where all is visible."""
     visible = None
     if ancestors is not None:
         visible = ancestors[..., None] == torch.arange(R, dtype=torch.int32, device=device)
     elif R > 1:
         visible = torch.eye(R, dtype=torch.bool, device=device)[:, None].expand(B, W, M, R)
-    if lengths is not None and not (can_read_values(q) and (lengths >= M).all()):
+    if lengths is not None:
         in_length = (torch.arange(M, device=device) < lengths[:, None])[:, None, :, None]
         visible = in_length.expand(B, 1, M, R) if visible is None else visible & in_length
     return None if visible is None else visible.flatten(2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float) -> Tensor:
-    """q (B, H, W, Dk), k (B, Hk, N, Dk), v (B, Hk, N, Dv) -> (B, W, H, Dv) contiguous."""
+def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `attend` adds to the scores, (B, 1, 1 or W, N): 0 or -inf."""
+    return visible.to(dtype).log_()[:, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float) -> Tensor:
+    """q (B, H, W, Dk), k (B, Hk, N, Dk), v (B, Hk, N, Dv) -> (B, H, W, Dv)."""
     (B, H, W, Dk), (Hk, N, Dv) = q.shape, v.shape[1:]
     if N == 0:
-        return q.new_zeros(B, W, H, Dv)
-    if W > 1 and q.device.type == "cpu" and _heads_merge(k) and _heads_merge(v):
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-        scores = torch.bmm(q.reshape(B * Hk, H // Hk * W, Dk), k.mT).view(B, H, W, N)
-        acc = scores.to(torch.promote_types(q.dtype, torch.float32))
-        acc = acc * softmax_scale if bias is None else torch.add(bias, acc, alpha=softmax_scale)
-        weights = acc.softmax(-1).to(q.dtype)
-        out = torch.bmm(weights.view(B * Hk, H // Hk * W, N), v).view(B, H, W, Dv)
-    else:
-        out = torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
-    return out.transpose(1, 2).contiguous()
+        return q.new_zeros(B, H, W, Dv)
+    if W == 1 or q.device.type != "cpu" or not (_heads_merge(k) and _heads_merge(v)):
+        return torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    scores = torch.bmm(q.reshape(B * Hk, H // Hk * W, Dk), k.mT).view(B, H, W, N)
+    acc = scores if q.dtype in (torch.float32, torch.float64) else scores.float()
+    acc = acc * softmax_scale if bias is None else torch.add(bias, acc, alpha=softmax_scale)
+    weights = acc.softmax(-1).to(q.dtype)
+    return torch.bmm(weights.view(B * Hk, H // Hk * W, N), v).view(B, H, W, Dv)
 
 
 def _heads_merge(t: Tensor) -> bool:
