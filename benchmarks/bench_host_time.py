@@ -7,7 +7,8 @@ path runs up to the driver and no further (tools/precompile.py). So what is left
 allocations and launch code; a real launch adds some microseconds. PyTorch's own operators do run.
 
 Forward with loss, then backward, into gradients that are None. Autocast is entered in every step, so every step casts
-its weights. Samples of each provider alternate with those of the public model.
+its weights. The time is the CPU time of the thread: others who use the machine do not count. Samples of each provider
+alternate with those of the public model.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ Seconds = tuple[float, float]  # of forward with loss, and of backward
 
 
 @contextmanager
-def without_triton_launches() -> Iterator[list[Any]]:
-    """Gives the list to which every launch is added."""
+def without_triton_launches() -> Iterator[Callable[[], int]]:
+    """Gives the number of launches that were left out until now."""
     if reason := import_failure("attention", "triton"):
         raise Refused(reason)
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise Refused("TRITON_INTERPRET is set, so there is no launch path")
     launches: list[Any] = []
     with precompile.compiling(CAPABILITY, launches.append):
-        yield launches
+        yield launches.__len__
 
 
-def without_cuda_launches() -> AbstractContextManager[list[Any]]:
+def without_cuda_launches() -> AbstractContextManager[Callable[[], int]]:
     raise Refused("csrc/emulator cannot leave launches out yet")
 
 
-WITHOUT_LAUNCHES: dict[str, Callable[[], AbstractContextManager[list[Any]]]] = {
+WITHOUT_LAUNCHES: dict[str, Callable[[], AbstractContextManager[Callable[[], int]]]] = {
     "triton": without_triton_launches,
     "cuda": without_cuda_launches,
 }
@@ -79,12 +80,12 @@ def step_run(
     mixed = bench_transformer.is_mixed(model, case)
 
     def step() -> Seconds:
-        start = time.perf_counter()
+        start = time.thread_time()
         with torch.autocast("cpu", case.dtype) if mixed else nullcontext():
             loss = compute_loss(model, src_seq, shown, gold)
-        middle = time.perf_counter()
+        middle = time.thread_time()
         loss.backward()
-        end = time.perf_counter()
+        end = time.thread_time()
         model.zero_grad()
         return middle - start, end - middle
 
@@ -97,29 +98,30 @@ def measure(checked: Checked, provider: Provider, budget_s: float) -> dict[str, 
     case, inputs, threads = checked.case, checked.inputs, torch.get_num_threads()
     plain = step_run(models.plain, models.plain_loss, case, inputs, case.dropout_p).timed["both"]
     run = provider.make(case, inputs, case.dropout_p)
-    steps = [run.timed["both"], plain]
+    steps = [run.timed["both"]] if provider.name == PLAIN else [run.timed["both"], plain]
     torch.set_num_threads(1)
     try:
         with (
-            WITHOUT_LAUNCHES.get(provider.name, nullcontext)() as launches,
+            WITHOUT_LAUNCHES.get(provider.name, nullcontext)() as launch_count,
             use_backend(provider.name if provider.ours else None),
         ):
             for step in WARM_UP * steps:
                 step()
-            before = len(launches or ())
-            steps[0]()
-            count = None if launches is None else len(launches) - before
+            launches = None
+            if launch_count:
+                before = launch_count()
+                steps[0]()
+                launches = launch_count() - before
             samples, end = [], time.perf_counter() + 10 * budget_s
             while len(samples) < LEAST or (len(samples) < MOST and time.perf_counter() < end):
                 samples.append([step() for step in steps])
     finally:
         torch.set_num_threads(threads)
-    found, of_public = (_timings(list(seconds)) for seconds in zip(*samples, strict=True))
-    row = {"status": "ok", "error_over_bound": None, "peak_mib": None, "launches": count} | run.notes
+    found, *public = (_timings(list(seconds)) for seconds in zip(*samples, strict=True))
+    row = {"status": "ok", "error_over_bound": None, "peak_mib": None, "launches": launches} | run.notes
     row["timings"] = {direction: timed._asdict() for direction, timed in found.items()}
-    row["of_plain"] = {
-        direction: timed.median_ms / of_public[direction].median_ms for direction, timed in found.items()
-    }
+    base = public[0] if public else found
+    row["of_plain"] = {direction: timed.median_ms / base[direction].median_ms for direction, timed in found.items()}
     return row
 
 
