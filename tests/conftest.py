@@ -116,7 +116,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapped
 
-    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+    makers = (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")
+    for place, name in makers:
         monkeypatch.setattr(place, name, poisoned(getattr(place, name)))
 
 

@@ -7,6 +7,7 @@ checkouts share the work too.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -15,9 +16,11 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pybind11
 
@@ -61,6 +64,29 @@ def unsupported_reason() -> str | None:
     return include if isinstance(include, str) else None
 
 
+@contextlib.contextmanager
+def recording(library: Path | None = None, capability: int = 90) -> Iterator[Callable[[], list[tuple[int, ...]]]]:
+    """Inside, backend="cuda" accepts CPU tensors, and its launches are recorded in place of running.
+
+    What is left is the host's part of a call. Gives a function that returns the launches since it was last called:
+    (kernel's address, blocks, threads of a block, its bytes of shared memory).
+    library: fastattn._C built for the CPU; None: it is built.     capability: of the GPU whose kernels are launched.
+    """
+    from fastattn.backends import cuda
+
+    library = build("_C", extension_sources(), BUILD_DIR) if library is None else library
+    before, module = cuda._emulator, cuda._load(library)
+    with mock.patch.dict(os.environ, FASTATTN_EMULATOR_CAPABILITY=str(capability)):
+        cuda.load_emulator(library)
+        module.record_launches(True)
+        try:
+            yield module.take_launches
+        finally:
+            module.take_launches()
+            module.record_launches(False)
+            cuda._emulator = before
+
+
 def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
     """A shared library `name`.so of `sources`, in a subfolder of `folder`.
 
@@ -78,8 +104,7 @@ def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
 def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     csrc = next((path for path in source.parents if (path / "common" / "launch.cuh").is_file()), CSRC)
     contents = [path.read_bytes() for path in _headers(source, csrc)]
-    bindings = source.suffix == ".cpp" and source not in EMULATOR_SOURCES  # small, and slow to optimise
-    options = [*FLAGS, "-O0" if bindings else "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
+    options = [*FLAGS, "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
     target = folder / f"{source.name}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
     include = [csrc, pybind11.get_include(), sysconfig.get_path("include")]
     system = [f"-isystem{path}" for path in cuda_include()]

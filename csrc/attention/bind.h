@@ -1,11 +1,6 @@
-// Python's view of attention. fastattn/backends/cuda/attention.py fills the structs of attention.h and backward.h field
-// by field: a tensor is the integer of its address, 0 for null; StridedMatrix, Bias, Dropout and Shape are tuples of
-// their members.
+// Python's view of attention: fastattn/backends/cuda/attention.py.
 #pragma once
-#include <pybind11/stl.h>
-
-#include <array>
-#include <type_traits>
+#include <algorithm>
 
 #include "attention/backward_sm90.h"
 #include "attention/forward_sm90.h"
@@ -14,156 +9,200 @@
 
 namespace fastattn::attention::bindings {
 
-// What Python gives for a field of each type.
-inline StridedMatrix convert(const std::array<int64_t, 4>& t, StridedMatrix*) { return {at(t[0]), t[1], t[2], t[3]}; }
-inline Bias convert(const std::array<int64_t, 6>& t, Bias*) { return {at(t[0]), t[1], t[2], t[3], t[4], DType(t[5])}; }
-inline Dropout convert(const std::tuple<int64_t, uint32_t, float>& t, Dropout*) {
-  return {at(std::get<0>(t)), std::get<1>(t), std::get<2>(t)};
-}
-inline Shape convert(const std::array<int, 7>& t, Shape*) { return {t[0], t[1], t[2], t[3], t[4], t[5], t[6]}; }
-inline DType convert(int number, DType*) { return DType(number); }
-template <class T>
-T* convert(int64_t address, T**) {
-  return at(address);
-}
+// What computes a direction: SM80, SM90 and SHORT of fastattn/backends/cuda/attention.py.
+enum class Kernels : int { sm80 = 80, sm90 = 90, short_sequences = 128 };
 
-template <class Given, class Struct, class Value>
-void field(pybind11::class_<Struct>& type, const char* name, Value Struct::* member) {
-  type.def_property(name, nullptr, [member](Struct& s, const Given& given) {
-    s.*member = convert(given, static_cast<Value*>(nullptr));
-  });
-}
+using Sizes = std::array<int64_t, 4>;  // B, H, L, D
 
-// The fields that Forward, Backward and Weights share.
-template <class Struct>
-void common_fields(pybind11::class_<Struct>& type) {
-  type.def(pybind11::init([] { return Struct{}; }));
-  field<std::array<int64_t, 4>>(type, "q", &Struct::q);
-  field<std::array<int64_t, 4>>(type, "k", &Struct::k);
-  field<int64_t>(type, "lse", &Struct::lse);
-  field<std::array<int, 7>>(type, "shape", &Struct::shape);
-  field<std::array<int64_t, 6>>(type, "bias", &Struct::bias);
-  field<std::tuple<int64_t, uint32_t, float>>(type, "dropout", &Struct::dropout);
-  field<int>(type, "dtype", &Struct::dtype);
-  type.def_readwrite("softmax_scale", &Struct::softmax_scale);
-  type.def_readwrite("tf32", &Struct::tf32);
-}
+// A tensor (B, H, L, D) as these kernels can read or write it. Hopper's TMA needs rows, heads and samples that start at
+// multiples of 16 bytes, none of them expanded.
+class Matrix {
+ public:
+  Matrix() = default;
+  Matrix(const Tensor& t, const Sizes& sizes) : sizes(sizes), strides_(t.strides<4>()), data_(t) {}
 
-inline void forward(const Forward& p, int device, int64_t stream) {
-  const DeviceGuard guard(device);
-  attention::forward(p, at(stream));
-}
-
-inline void weights(const Weights& p, int device, int64_t stream) {
-  const DeviceGuard guard(device);
-  attention::weights(p, at(stream));
-}
-
-// dbias: its address, 0 for none, and its batch and heads. is_short: by the kernel of short sequences, which writes
-// dbias itself unless batches or heads share it; then p.delta is given, for the kernel that adds it up.
-inline void backward(const Backward& p, int64_t dbias, int batch, int heads, bool is_short, int device,
-                     int64_t stream_) {
-  const DeviceGuard guard(device);
-  CUstream_st* const stream = at(stream_);
-  if (is_short) {
-    short_backward(p, at(p.delta == nullptr ? dbias : 0), stream);
-  } else {
-    backward_dq(p, stream);
-    backward_dkdv(p, stream);
+  // t, or a copy, kept as long as this: the launch comes before another tensor of the stream can get its memory.
+  static Matrix to_read(const Tensor& t, const Sizes& sizes, Kernels kernels) {
+    const Matrix given(t, sizes);
+    if (given.suits(kernels)) return given;
+    pybind11::object owner;
+    Matrix copy(t.contiguous_copy(owner), sizes);
+    copy.owner_ = owner;
+    return copy;
   }
-  if (dbias != 0 && p.delta != nullptr) bias_gradient(p, at(dbias), batch, heads, stream);
-}
 
-// next_item: the address of an int of scratch.
-inline void forward_sm90(const Forward& p, int64_t next_item, int device, int64_t stream) {
-  const DeviceGuard guard(device);
-  attention::forward_sm90(p, at(next_item), at(stream));
-}
-
-// shift, delta: the addresses of PaddedRows. sum: of dq's float32 sum, or 0 for a kernel that owns dq. dbias: its
-// address, 0 for none, and its batch and heads.
-inline void backward_sm90(const Backward& p, int64_t shift, int64_t delta, int64_t sum, int64_t dbias, int batch,
-                          int heads, int device, int64_t stream_) {
-  const DeviceGuard guard(device);
-  CUstream_st* const stream = at(stream_);
-  const PaddedRows rows{at(shift), at(delta)};
-  backward_rows_sm90(p, rows, stream);
-  if (sum != 0) {
-    backward_sum_sm90(p, rows, at(sum), stream);
-    backward_round_sm90(p, at(sum), stream);
-  } else {
-    backward_dq_sm90(p, rows, stream);
-    backward_dkdv_sm90(p, rows, stream);
+  static Matrix to_write(const Tensor& t, const Sizes& sizes, Kernels kernels) {
+    const Matrix given(t, sizes);
+    if (!given.suits(kernels))
+      throw std::invalid_argument("fastattn: the kernel cannot write a result in these strides");
+    return given;
   }
-  if (dbias != 0) bias_gradient_sm90(p, rows, at(dbias), batch, heads, stream);
+
+  operator StridedMatrix() const { return {data_, strides_[0], strides_[1], strides_[2]}; }
+
+  Sizes sizes{};
+
+ private:
+  bool suits(Kernels kernels) const {
+    if (strides_[3] != 1) return false;
+    if (kernels != Kernels::sm90) return true;
+    const int64_t elements = 8;  // of 16 bits in 16 bytes
+    for (int i = 0; i < 3; i++)
+      if (sizes[i] > 1 && (strides_[i] <= 0 || strides_[i] % elements != 0)) return false;
+    return reinterpret_cast<uintptr_t>(data_) % 16 == 0;
+  }
+
+  std::array<int64_t, 4> strides_{};
+  void* data_ = nullptr;
+  pybind11::object owner_;
+};
+
+// Of PreparedMask, a tuple (fastattn/masks/kernel_format.py), or None.
+inline Mask mask(pybind11::handle prepared) {
+  if (prepared.is_none()) return {};
+  if (PyTuple_Size(prepared.ptr()) != 8) throw std::invalid_argument("fastattn: PreparedMask has other fields");
+  const auto number = [&](int i) { return static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(prepared.ptr(), i))); };
+  const auto tensor = [&](int i) { return Tensor(PyTuple_GET_ITEM(prepared.ptr(), i)); };
+  const Tensor intervals = tensor(2), columns = tensor(3), bits = tensor(4), counts = tensor(5), tiles = tensor(6);
+  Mask p{};
+  p.band_lo = number(0), p.band_hi = number(1);
+  if (intervals) p.intervals = intervals, p.intervals_stride_b = intervals.broadcast_strides<1>()[0] / 2;
+  if (columns) {
+    p.bits = p.columns = columns;
+    p.bits_stride_b = p.columns_stride_b = columns.broadcast_strides<1>()[0];
+  }
+  if (bits) {
+    const auto [b, h, row] = bits.broadcast_strides<3>();
+    p.bits = bits, p.bits_stride_b = b, p.bits_stride_h = h, p.bits_stride_row = row;
+  }
+  if (tiles) {
+    const auto [b, h] = counts.broadcast_strides<2>();
+    p.counts = counts, p.tiles = tiles, p.max_tiles = static_cast<int>(tiles.sizes<4>()[3]);
+    p.lists_stride_b = b / 2, p.lists_stride_h = h / 2;  // in pairs
+  }
+  return p;
+}
+
+// The fields that Forward, Backward and Weights share. v only gives its head dimension.
+template <class Params>
+Params common(const Matrix& q, const Matrix& k, const Matrix& v, DType dtype, const Tensor& lse, const Tensor& bias,
+              float softmax_scale, double dropout_p, const Tensor& rng_state, bool tf32) {
+  const auto size = [](const Matrix& of, int i) { return static_cast<int>(of.sizes[i]); };
+  Params p{};
+  p.q = q, p.k = k, p.lse = lse;
+  p.shape = {size(q, 0), size(q, 1), size(k, 1), size(q, 2), size(k, 2), size(q, 3), size(v, 3)};
+  if (bias) {
+    const auto [b, h, m, n] = bias.broadcast_strides<4>();
+    p.bias = {bias, b, h, m, n, bias.dtype()};
+  }
+  if (rng_state) p.dropout = dropout(rng_state, dropout_p);
+  p.dtype = dtype, p.softmax_scale = softmax_scale, p.tf32 = tf32;
+  return p;
+}
+
+// next_item: an int32 of scratch for Hopper's kernel; None: the other kernel.
+inline void forward(Tensor q_, Tensor k_, Tensor v_, Tensor bias, pybind11::handle prepared_mask, Tensor out,
+                    Tensor lse, Tensor next_item, float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
+  const Stream stream(q_);
+  const Kernels kernels = next_item ? Kernels::sm90 : Kernels::sm80;
+  const Sizes like_q = q_.sizes<4>(), like_k = k_.sizes<4>(), like_v = v_.sizes<4>();
+  const Sizes like_out = {like_q[0], like_q[1], like_q[2], like_v[3]};
+  const Matrix q = Matrix::to_read(q_, like_q, kernels), k = Matrix::to_read(k_, like_k, kernels);
+  const Matrix v = Matrix::to_read(v_, like_v, kernels);
+  auto p = common<Forward>(q, k, v, q_.dtype(), lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+  p.v = v, p.out = Matrix::to_write(out, like_out, kernels), p.mask = mask(prepared_mask);
+  if (next_item)
+    forward_sm90(p, next_item, stream);
+  else
+    attention::forward(p, stream);
+}
+
+inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::handle prepared_mask, Tensor weights,
+                    bool mean, float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
+  const Stream stream(q_);
+  const Matrix q(q_, q_.sizes<4>()), k(k_, k_.sizes<4>());
+  auto p = common<Weights>(q, k, k, q_.dtype(), lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+  p.weights = weights, p.mean = mean, p.mask = mask(prepared_mask);
+  attention::weights(p, stream);
+}
+
+// dbias: the gradient of a bias that has queries and keys; dbias_keys: dS summed over the queries. Either may be None.
+// work, float32: for Hopper's kernels PaddedRows; for the others delta, which the kernel of short sequences writes for
+// bias_gradient() where batches or heads share the bias, and else, as None, not at all.
+// dq_sum: Backward's dq as a float32 sum, on Hopper, or None for a kernel that owns dq.
+inline void backward(Tensor dout_, Tensor dlse, Tensor q_, Tensor k_, Tensor v_, Tensor out_, Tensor lse, Tensor bias,
+                     pybind11::handle by_query, pybind11::handle by_key, int kernels_, Tensor dq, Tensor dk, Tensor dv,
+                     Tensor dbias, Tensor dbias_keys, Tensor work, Tensor dq_sum, float softmax_scale, double dropout_p,
+                     Tensor rng_state, bool tf32) {
+  const Stream stream(q_);
+  const Kernels kernels = Kernels(kernels_);
+  const Sizes like_q = q_.sizes<4>(), like_k = k_.sizes<4>(), like_v = v_.sizes<4>();
+  const Sizes like_out = {like_q[0], like_q[1], like_q[2], like_v[3]};
+  const Matrix q = Matrix::to_read(q_, like_q, kernels), k = Matrix::to_read(k_, like_k, kernels);
+  const Matrix v = Matrix::to_read(v_, like_v, kernels), out = Matrix::to_read(out_, like_out, kernels);
+  const Matrix dout = Matrix::to_read(dout_, like_out, kernels);
+  auto p = common<Backward>(q, k, v, q_.dtype(), lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+  p.v = v, p.out = out, p.dout = dout, p.dlse = dlse, p.dbias_keys = dbias_keys;
+  p.dq = Matrix::to_write(dq, like_q, kernels), p.dk = Matrix::to_write(dk, like_k, kernels);
+  p.dv = Matrix::to_write(dv, like_v, kernels);
+  p.by_query = mask(by_query), p.by_key = mask(by_key);
+  const auto [batch, heads] = dbias ? dbias.sizes<2>() : std::array<int64_t, 2>{};
+  const int dbias_batch = static_cast<int>(batch), dbias_heads = static_cast<int>(heads);
+  switch (kernels) {
+    case Kernels::sm90: {
+      float* const shift = work;
+      const int64_t blocks = (p.shape.seqlen_q + kRowBlock - 1) / kRowBlock;
+      const PaddedRows rows{shift, shift + int64_t{p.shape.batch} * p.shape.heads * blocks * kRowBlock};
+      backward_rows_sm90(p, rows, stream);
+      if (dq_sum) {
+        backward_sum_sm90(p, rows, dq_sum, stream);
+        backward_round_sm90(p, dq_sum, stream);
+      } else {
+        backward_dq_sm90(p, rows, stream);
+        backward_dkdv_sm90(p, rows, stream);
+      }
+      if (dbias) bias_gradient_sm90(p, rows, dbias, dbias_batch, dbias_heads, stream);
+      return;
+    }
+    case Kernels::short_sequences:
+      p.delta = work;
+      short_backward(p, work ? nullptr : static_cast<void*>(dbias), stream);
+      if (dbias && work) bias_gradient(p, dbias, dbias_batch, dbias_heads, stream);
+      return;
+    case Kernels::sm80:
+      p.delta = work;
+      backward_dq(p, stream);
+      backward_dkdv(p, stream);
+      if (dbias) bias_gradient(p, dbias, dbias_batch, dbias_heads, stream);
+      return;
+  }
 }
 
 // (rows, columns) of the tiles of the forward, of backward_dq and of backward_dkdv.
-inline std::array<int, 6> tiles(int head_dim, int dtype) {
-  const TileSize forward = forward_tile(head_dim, DType(dtype)), backward = backward_tile(head_dim, DType(dtype));
+using Tiles = std::tuple<int, int, int, int, int, int>;
+
+inline Tiles tiles(int head_dim, DType dtype) {
+  const TileSize forward = forward_tile(head_dim, dtype), backward = backward_tile(head_dim, dtype);
   return {forward.rows, forward.columns, backward.rows, backward.columns, backward.rows, backward.columns};
 }
 
-inline std::array<int, 6> tiles_sm90(int head_dim) {
+inline Tiles tiles_sm90(int head_dim) {
   const TileSize forward = forward_sm90_tile(head_dim);
   const TileSize dq = backward_dq_sm90_tile(head_dim), dkdv = backward_dkdv_sm90_tile(head_dim);
   return {forward.rows, forward.columns, dq.rows, dq.columns, dkdv.rows, dkdv.columns};
 }
 
-inline bool has_short_backward(int head_dim, int dtype, int device) {
-  return attention::has_short_backward(head_dim, DType(dtype), device);
-}
-
-// Local to the module: a process may load several builds, as tests do.
 inline void bind(pybind11::module_& m) {
-  const pybind11::module_local local;
-  pybind11::class_<Mask>(m, "AttentionMask", local)
-      .def(pybind11::init([](int band_lo, int band_hi, int64_t intervals, int64_t intervals_stride_b, int64_t columns,
-                             int64_t columns_stride_b, int64_t bits, int64_t bits_stride_b, int64_t bits_stride_h,
-                             int64_t bits_stride_row, int64_t counts, int64_t tiles, int max_tiles,
-                             int64_t lists_stride_b, int64_t lists_stride_h) {
-        return Mask{band_lo,          band_hi,   at(intervals), intervals_stride_b, at(columns),
-                    columns_stride_b, at(bits),  bits_stride_b, bits_stride_h,      bits_stride_row,
-                    at(counts),       at(tiles), max_tiles,     lists_stride_b,     lists_stride_h};
-      }));
-
-  using Matrix = std::array<int64_t, 4>;
-  pybind11::class_<Forward> forward_arguments(m, "AttentionForward", local);
-  common_fields(forward_arguments);
-  field<Matrix>(forward_arguments, "v", &Forward::v);
-  field<Matrix>(forward_arguments, "out", &Forward::out);
-  forward_arguments.def_readwrite("mask", &Forward::mask);
-
-  pybind11::class_<Weights> weights_arguments(m, "AttentionWeights", local);
-  common_fields(weights_arguments);
-  field<int64_t>(weights_arguments, "weights", &Weights::weights);
-  weights_arguments.def_readwrite("mean", &Weights::mean).def_readwrite("mask", &Weights::mask);
-
-  pybind11::class_<Backward> backward_arguments(m, "AttentionBackward", local);
-  common_fields(backward_arguments);
-  field<Matrix>(backward_arguments, "v", &Backward::v);
-  field<Matrix>(backward_arguments, "out", &Backward::out);
-  field<Matrix>(backward_arguments, "dout", &Backward::dout);
-  field<Matrix>(backward_arguments, "dq", &Backward::dq);
-  field<Matrix>(backward_arguments, "dk", &Backward::dk);
-  field<Matrix>(backward_arguments, "dv", &Backward::dv);
-  field<int64_t>(backward_arguments, "dlse", &Backward::dlse);
-  field<int64_t>(backward_arguments, "delta", &Backward::delta);
-  field<int64_t>(backward_arguments, "dbias_keys", &Backward::dbias_keys);
-  backward_arguments.def_readwrite("by_query", &Backward::by_query).def_readwrite("by_key", &Backward::by_key);
-
   m.attr("ATTENTION_MAX_HEAD_DIM") = kMaxHeadDim;
   m.attr("ATTENTION_MAX_SHORT") = kMaxShort;
   m.attr("ATTENTION_ROW_BLOCK") = kRowBlock;
   m.attr("ATTENTION_MAX_HEAD_DIM_SUM") = kMaxHeadDimSum;
-  m.def("attention_forward", forward);
-  m.def("attention_forward_sm90", forward_sm90);
+  m.def("attention_fwd", forward);
+  m.def("attention_bwd", backward);
+  m.def("attention_weights", weights);
   m.def("attention_tiles", tiles);
   m.def("attention_tiles_sm90", tiles_sm90);
-  m.def("attention_backward", backward);
-  m.def("attention_backward_sm90", backward_sm90);
   m.def("attention_has_short_backward", has_short_backward);
-  m.def("attention_weights", weights);
 }
 
 }  // namespace fastattn::attention::bindings

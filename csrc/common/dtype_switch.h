@@ -8,7 +8,7 @@
 
 namespace fastattn {
 
-// The numbers are those of fastattn/backends/cuda/__init__.py.
+// The numbers are those of Python::dtypes in common/bind.h.
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 // Elements of a dtype that a kernel reads when it runs (dynamic_dtype.cuh).

@@ -5,25 +5,46 @@
 
 namespace fastattn::decode_attention::bindings {
 
-// at, its four strides in elements, head_dim
-using CachedArguments = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int64_t, int>;
-
-inline Cached cached(const CachedArguments& t) {
-  return {at(std::get<0>(t)), std::get<1>(t), std::get<2>(t), std::get<3>(t), std::get<4>(t), std::get<5>(t)};
+inline Cached cached(const Tensor& t, int64_t head_dim) {
+  const auto [b, m, r, h] = t.strides<4>();
+  return {t, b, m, r, h, static_cast<int>(head_dim)};
 }
 
-inline void forward(uintptr_t q, std::tuple<int64_t, int64_t, int64_t> q_strides, const CachedArguments& k,
-                    const CachedArguments& v, uintptr_t lengths, uintptr_t ancestors,
-                    std::tuple<int64_t, int64_t, int64_t> ancestors_strides, uintptr_t out, uintptr_t partial,
-                    uintptr_t lse, int batch, int queries, int heads, int key_heads, int positions, int rows,
-                    int splits, float softmax_scale, int dtype, int device, uintptr_t stream) {
-  const DeviceGuard guard(device);
-  const auto [q_b, q_w, q_h] = q_strides;
-  const auto [a_b, a_w, a_m] = ancestors_strides;
-  const Decode p{at(q), q_b,       q_w,       q_h,     cached(k),   cached(v),     at(lengths), at(ancestors),
-                 a_b,   a_w,       a_m,       at(out), at(partial), at(lse),       batch,       queries,
-                 heads, key_heads, positions, rows,    splits,      softmax_scale, DType(dtype)};
-  decode_attention::decode_attention(p, at(stream));
+// work: (splits, the size of out and one number for each of its rows) float32, None with one split.
+inline void forward(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor ancestors, Tensor out, Tensor work, int splits,
+                    float softmax_scale) {
+  const Stream stream(q);
+  const auto [batch, queries, heads, head_dim_k] = q.sizes<4>();
+  const auto [_, positions, rows, key_heads, head_dim_v] = v.sizes<5>();
+  const auto [q_b, q_w, q_h] = q.strides<3>();
+  const auto [a_b, a_w, a_m] = ancestors ? ancestors.strides<3>() : std::array<int64_t, 3>{};
+  float* const partial = work;
+  float* const lse = partial == nullptr ? nullptr : partial + splits * batch * queries * heads * head_dim_v;
+  const auto narrow = [](int64_t size) { return static_cast<int>(size); };
+  const Decode p{q,
+                 q_b,
+                 q_w,
+                 q_h,
+                 cached(k, head_dim_k),
+                 cached(v, head_dim_v),
+                 lengths,
+                 ancestors,
+                 a_b,
+                 a_w,
+                 a_m,
+                 out,
+                 partial,
+                 lse,
+                 narrow(batch),
+                 narrow(queries),
+                 narrow(heads),
+                 narrow(key_heads),
+                 narrow(positions),
+                 narrow(rows),
+                 splits,
+                 softmax_scale,
+                 q.dtype()};
+  decode_attention::decode_attention(p, stream);
 }
 
 inline int splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys, int device) {

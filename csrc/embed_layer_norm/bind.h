@@ -5,43 +5,52 @@
 
 namespace fastattn::embed_layer_norm::bindings {
 
-inline Indices indices(const Typed& t) { return {at(std::get<0>(t)), std::get<1>(t) == 8}; }
+inline Indices indices(const Tensor& t) { return t ? Indices{t, t.is_int64()} : Indices{}; }
 
-inline Source source(const Typed& tokens, const Typed& position, const Typed& embedding, const Typed& position_table,
-                     int64_t vocabulary, int64_t n_position, int64_t length, float scale, uintptr_t rng_state,
-                     uint32_t threshold, float keep_scale) {
-  const Dropout dropout{at(rng_state), threshold, keep_scale};
-  return {indices(tokens), indices(position), array(embedding), array(position_table),
-          vocabulary,      n_position,        length,           scale,
-          dropout};
+inline Source source(const Tensor& embedding, const Tensor& tokens, const Tensor& position_table,
+                     const Tensor& position, int64_t length, float scale, double dropout_p, const Tensor& rng_state) {
+  return {indices(tokens),
+          indices(position),
+          array(embedding),
+          array(position_table),
+          embedding.sizes<1>()[0],
+          position_table.sizes<1>()[0],
+          length,
+          scale,
+          dropout(rng_state, dropout_p)};
 }
 
-inline void forward(const Source& source, const Typed& weight, const Typed& bias, const Typed& out,
-                    uintptr_t statistics, int64_t rows, int hidden, float eps, int device, uintptr_t stream) {
-  const DeviceGuard guard(device);
-  const Forward p{source, array(weight), array(bias), array(out), at(statistics), rows, hidden, eps};
-  embed_layer_norm::forward(p, at(stream));
+inline void forward(Tensor embedding, Tensor weight, Tensor bias, Tensor tokens, Tensor position_table, Tensor position,
+                    int64_t length, float scale, Tensor out, Tensor statistics, int64_t rows, int hidden, float eps,
+                    double dropout_p, Tensor rng_state) {
+  const Stream stream(embedding);
+  const Source from = source(embedding, tokens, position_table, position, length, scale, dropout_p, rng_state);
+  const Forward p{from, array(weight), array(bias), array(out), statistics, rows, hidden, eps};
+  embed_layer_norm::forward(p, stream);
 }
 
-inline void backward(const Source& source, const Typed& dout, const Typed& weight, uintptr_t statistics,
-                     const Typed& drows, uintptr_t index, const Typed& dweight, const Typed& dbias, uintptr_t partial,
-                     int64_t rows, int hidden, int blocks, int device, uintptr_t stream) {
-  const DeviceGuard guard(device);
-  const Backward p{source,         array(dout),  array(weight), at(statistics), array(drows), at(index),
-                   array(dweight), array(dbias), at(partial),   rows,           hidden,       blocks};
-  embed_layer_norm::backward(p, at(stream));
+inline void backward(Tensor dout, Tensor embedding, Tensor weight, Tensor tokens, Tensor position_table,
+                     Tensor position, int64_t length, float scale, Tensor statistics, Tensor drows, Tensor index,
+                     Tensor dweight, Tensor dbias, Tensor partial, int64_t rows, int hidden, int blocks,
+                     double dropout_p, Tensor rng_state) {
+  const Stream stream(embedding);
+  const Source from = source(embedding, tokens, position_table, position, length, scale, dropout_p, rng_state);
+  const Backward p{from,           array(dout),  array(weight), statistics, array(drows), index,
+                   array(dweight), array(dbias), partial,       rows,       hidden,       blocks};
+  embed_layer_norm::backward(p, stream);
 }
 
-inline int backward_blocks(int64_t rows, int hidden, int device) {
-  return embed_layer_norm::backward_blocks(rows, hidden, device_attribute(cudaDevAttrMultiProcessorCount, device));
+// The blocks of the backward, and the rows of its partial sums.
+inline std::pair<int, int> backward_grid(int64_t rows, int hidden, int device) {
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const int blocks = embed_layer_norm::backward_blocks(rows, hidden, multiprocessors);
+  return {blocks, norm::backward_partials(blocks)};
 }
 
 inline void bind(pybind11::module_& m) {
-  // Local: tests load several builds of this module into one process.
-  pybind11::class_<Source>(m, "EmbedLayerNormSource", pybind11::module_local()).def(pybind11::init(&source));
   m.def("embed_layer_norm_fwd", forward);
   m.def("embed_layer_norm_bwd", backward);
-  m.def("embed_layer_norm_bwd_blocks", backward_blocks);
+  m.def("embed_layer_norm_bwd_grid", backward_grid);
 }
 
 }  // namespace fastattn::embed_layer_norm::bindings

@@ -1,13 +1,22 @@
-// Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns. With
-// FASTATTN_EMULATOR_LAUNCHES=file nothing runs: each launch adds a line to the file, with the kernel's address in this
-// library, the number of blocks, of threads in a block, and the bytes of shared memory. Tests read it.
+// Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns.
 #pragma once
+#include <vector>
+
 #include "emulator/block.h"
 
 namespace fastattn {
 namespace emulator {
 
 bool has_current_context();  // the calling thread
+
+// While recording(), nothing runs, and launch() adds to recorded(). Tests read it, and it leaves the host's part of a
+// launch, whose time is measured.
+struct Launch {
+  uintptr_t kernel;
+  uint64_t blocks, threads, shared_bytes;  // threads and shared memory of a block
+};
+bool& recording();
+std::vector<Launch>& recorded();
 
 void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 

@@ -9,35 +9,36 @@ namespace fastattn::feed_forward::bindings {
 // The numbers are those of fastattn/backends/cuda/feed_forward.py.
 enum class GemmBackend : int { sm90 = 0, cublas = 1 };
 
-inline void forward(int gemm, int depth, uintptr_t a, uintptr_t b, uintptr_t bias1, uintptr_t z, uintptr_t h,
-                    int64_t tokens, int d_inner, int activation, bool gated, uintptr_t rng_state, uint32_t threshold,
-                    float scale, int dtype, int device, uintptr_t stream) {
-  const DeviceGuard guard(device);
-  const Operands product{at(a), at(b), depth};
-  const Dropout dropout{at(rng_state), threshold, scale};
-  const Hidden hidden{tokens, d_inner, Activation(activation), gated, dropout, DType(dtype)};
-  const Forward p{hidden, at(bias1), at(z), at(h)};
-  CUstream_st* const queue = at(stream);
+// h: (tokens, d_inner), saved or made.
+inline Hidden hidden_layer(const Tensor& h, int activation, bool gated, double dropout_p, const Tensor& rng_state) {
+  const auto [tokens, d_inner] = h.sizes<2>();
+  return {tokens, static_cast<int>(d_inner), Activation(activation), gated, dropout(rng_state, dropout_p), h.dtype()};
+}
+
+inline Operands operands(const Tensor& a, const Tensor& b) { return {a, b, static_cast<int>(a.sizes<2>()[1])}; }
+
+inline void forward(int gemm, Tensor a, Tensor b, Tensor bias1, Tensor z, Tensor h, int activation, bool gated,
+                    double dropout_p, Tensor rng_state) {
+  const Forward p{hidden_layer(h, activation, gated, dropout_p, rng_state), bias1, z, h};
+  if (p.hidden.tokens * p.hidden.d_inner == 0) return;
+  const Stream stream(h);
   switch (GemmBackend(gemm)) {
-    case GemmBackend::sm90: return forward_product_sm90(product, p, queue);
-    case GemmBackend::cublas: return forward_pointwise(product.a, p, queue);
+    case GemmBackend::sm90: return forward_product_sm90(operands(a, b), p, stream);
+    case GemmBackend::cublas: return forward_pointwise(a, p, stream);
   }
 }
 
-inline void backward(int gemm, int depth, uintptr_t a, uintptr_t b, uintptr_t saved, uintptr_t dz, uintptr_t h,
-                     uintptr_t partial, uintptr_t dbias1, int64_t tokens, int d_inner, int activation, bool gated,
-                     uintptr_t rng_state, uint32_t threshold, float scale, int dtype, int device, uintptr_t stream) {
-  const DeviceGuard guard(device);
-  const Operands product{at(a), at(b), depth};
-  const Dropout dropout{at(rng_state), threshold, scale};
-  const Hidden hidden{tokens, d_inner, Activation(activation), gated, dropout, DType(dtype)};
-  const Backward p{hidden, at(saved), at(dz), at(h), at(partial), at(dbias1)};
-  CUstream_st* const queue = at(stream);
+// h: where it is not stored again, null, and saved is h.
+inline void backward(int gemm, Tensor a, Tensor b, Tensor saved, Tensor dz, Tensor h, Tensor partial, Tensor dbias1,
+                     int activation, bool gated, double dropout_p, Tensor rng_state) {
+  const Backward p{hidden_layer(h ? h : saved, activation, gated, dropout_p, rng_state), saved, dz, h, partial, dbias1};
+  if (p.hidden.tokens * p.hidden.d_inner == 0) return;
+  const Stream stream(dz);
   switch (GemmBackend(gemm)) {
-    case GemmBackend::sm90: backward_product_sm90(product, p, queue); break;
-    case GemmBackend::cublas: backward_pointwise(product.a, p, queue); break;
+    case GemmBackend::sm90: backward_product_sm90(operands(a, b), p, stream); break;
+    case GemmBackend::cublas: backward_pointwise(a, p, stream); break;
   }
-  bias_gradient(p, queue);
+  bias_gradient(p, stream);
 }
 
 inline void bind(pybind11::module_& m) {

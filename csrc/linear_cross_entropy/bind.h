@@ -5,14 +5,28 @@
 
 namespace fastattn::linear_cross_entropy::bindings {
 
-inline void rows(uintptr_t logits, uintptr_t bias, uintptr_t target, uintptr_t losses, uintptr_t dloss, uintptr_t count,
-                 int64_t rows, int64_t stride, int classes, int dloss_stride, int64_t ignore_index, float logit_scale,
-                 float on_target, float on_each, bool has_gradient, int dtype, int device, uintptr_t stream) {
-  const DeviceGuard guard(device);
-  const Params p{at(logits), at(bias),     at(target),   at(losses),  at(dloss), at(count), rows,         stride,
-                 classes,    dloss_stride, ignore_index, logit_scale, on_target, on_each,   has_gradient, DType(dtype)};
-  const int shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  cross_entropy_rows(p, shared_bytes, at(stream));
+inline void rows(Tensor logits, Tensor bias, Tensor target, Tensor losses, Tensor dloss, int dloss_stride, Tensor count,
+                 double label_smoothing, int64_t ignore_index, float logit_scale, bool has_gradient) {
+  const Stream stream(logits);
+  const auto [rows, classes] = logits.sizes<2>();
+  const Params p{logits,
+                 bias,
+                 target,
+                 losses,
+                 dloss,
+                 count,
+                 rows,
+                 logits.strides<1>()[0],
+                 static_cast<int>(classes),
+                 dloss_stride,
+                 ignore_index,
+                 logit_scale,
+                 static_cast<float>(1 - label_smoothing),
+                 static_cast<float>(label_smoothing / static_cast<double>(classes)),
+                 has_gradient,
+                 logits.dtype()};
+  const int shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, stream.device());
+  cross_entropy_rows(p, shared_bytes, stream);
 }
 
 inline void bind(pybind11::module_& m) { m.def("cross_entropy_rows", rows); }

@@ -29,8 +29,11 @@ def dropout_constants(dropout_p: float) -> tuple[int, float]:
     return dropout_threshold(dropout_p), dropout_scale(dropout_p)
 
 
+_MATMUL = torch.backends.cuda.matmul
+# torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
+_HAS_PRECISION = hasattr(_MATMUL, "fp32_precision")
+
+
 def uses_tf32() -> bool:
     """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. The default is exact."""
-    matmul = torch.backends.cuda.matmul
-    # torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return _MATMUL.fp32_precision == "tf32" if _HAS_PRECISION else _MATMUL.allow_tf32

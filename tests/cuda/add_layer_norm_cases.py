@@ -51,8 +51,8 @@ class Guarded:
         self.device, self.shift = device, shift
         self.zones: list[tuple[Tensor, int, int]] = []
 
-    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        count = torch.Size([shape] if isinstance(shape, int) else shape).numel()
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        count = torch.Size(shape).numel()
         whole = torch.full((count + 2 * GUARD + self.shift,), torch.nan, dtype=dtype, device=device)
         start = GUARD + self.shift
         whole[:start] = whole[start + count :] = 7.0
@@ -60,10 +60,10 @@ class Guarded:
         return whole[start : start + count].view(shape)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        return self.empty(tuple(x.shape), x.dtype, x.device)
+        return self.empty(*x.shape, dtype=x.dtype, device=x.device)
 
     def copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.empty(tuple(x.shape), dtype, self.device).copy_(x)
+        return self.empty(*x.shape, dtype=dtype, device=self.device).copy_(x)
 
     def check(self) -> None:
         for whole, start, count in self.zones:

@@ -39,10 +39,10 @@ class Memory(Guarded):
 
     int64 = torch.int64
 
-    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not dtype.is_floating_point:
-            return torch.full([shape] if isinstance(shape, int) else shape, -7, dtype=dtype, device=device)
-        return super().empty(shape, dtype, device)
+            return torch.full(shape, -7, dtype=dtype, device=device)
+        return super().empty(*shape, dtype=dtype, device=device)
 
 
 def inputs(case: Case, memory: Memory) -> dict[str, Any]:

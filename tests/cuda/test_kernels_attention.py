@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import emulator_build
 import pytest
 import torch
 from attention_checks import Problem, Results, backend_call, check, compare, exact, make, plain, solve, terms
@@ -25,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
-from fastattn.backends.cuda import _attention_params, _attention_sm90
 from fastattn.backends.cuda import attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -147,7 +147,7 @@ def test_nothing_is_written_elsewhere(D: int, kernels: torch.device, monkeypatch
         around.append((whole, place))
         return whole[place].fill_(torch.nan)
 
-    monkeypatch.setattr(_attention_params, "empty_like", inside)
+    monkeypatch.setattr(backend, "_empty_like", inside)
     check(make(B=2, H=2, Lq=70, Lk=140, D=D, mask="causal", dtype=BFLOAT16, device=kernels), cuda_attention(kernels))
     assert len(around) == 4  # out, dq, dk, dv
     for whole, place in around:
@@ -188,7 +188,7 @@ def test_bits_do_not_depend_on_the_run(name: str, kernels: torch.device, monkeyp
 def test_dq_as_a_sum(D: int, kind: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's kernel that adds dq up in memory, which only a record will turn on: right in every setting; also where
     the last tile of keys is ragged and lse very negative, so that exp(0 - lse) past the end overflows 16 bits."""
-    monkeypatch.setattr(_attention_sm90, "ACCUMULATE_DQ", True)
+    monkeypatch.setattr(backend, "ACCUMULATE_DQ", True)
     p = make(B=1, H=2, Hk=1, Lq=200, Lk=270, D=D, mask=kind, dtype=FLOAT16, device=kernels)
     first, *others = in_every_setting(p, kernels, monkeypatch)
     compare(p, first)
@@ -206,7 +206,7 @@ def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch allows tf32, the inputs are rounded to it, and so are the weights before they meet v."""
     p = make(Lq=70, Lk=90, D=40, mask="everything", device=device)
     before = solve(p, cuda_attention(device), needs="")
-    monkeypatch.setattr(_attention_params, "uses_tf32", lambda: True)
+    monkeypatch.setattr(backend, "uses_tf32", lambda: True)
     rounded = p.but(q=round_tf32(p.q), k=round_tf32(p.k), v=round_tf32(p.v))
     result = solve(p, cuda_attention(device), needs="")
     assert not torch.equal(result.out, before.out)
@@ -254,36 +254,28 @@ class NoWait(TorchDispatchMode):
 
 
 @pytest.fixture
-def launches(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def launches(emulator_library: Path) -> Callable[..., Any]:
     """launches(capability, problem): (kernel, blocks, threads, bytes of shared memory) of its forward and of its
     backward, and the sizes of what they allocate."""
-    fastattn.backends.cuda.load_emulator(emulator_library)
-    file = tmp_path / "launches"
-    monkeypatch.setenv("FASTATTN_EMULATOR_LAUNCHES", str(file))
+    Launches = list[tuple[int, ...]]
 
-    def run(capability: str, p: Problem) -> tuple[list[list[str]], list[list[str]], list[int]]:
-        monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", capability)
+    def run(capability: int, p: Problem) -> tuple[Launches, Launches, list[int]]:
         mask, (Lq, Lk) = AttentionMask(**p.mask), p.shape[2:]
         out, lse, noted = torch.zeros_like(p.dout), torch.zeros(p.q.shape[:3]), []
         options = (p.scale, p.dropout_p, torch.zeros(2, dtype=torch.int64) if p.dropout_p > 0 else None)
-        with NoWait() as watch:
+        with emulator_build.recording(emulator_library, capability) as take_launches, NoWait() as watch:
             first, *others = (
                 mask.prepare(Lq, Lk, layout, p.q.device) for layout in backend.mask_layouts(p.q, p.k, p.v, p.bias)
             )
             watch.made.clear()
-            for call in (
-                lambda: backend.attention_fwd(p.q, p.k, p.v, p.bias, first, *options),
-                lambda: backend.attention_bwd(
-                    p.dout, p.dlse, p.q, p.k, p.v, out, lse, p.bias, tuple(others), *options, p.bias is not None
-                ),
-            ):
-                file.write_text("")
-                call()
-                noted.append([line.split() for line in file.read_text().splitlines()])
+            backend.attention_fwd(p.q, p.k, p.v, p.bias, first, *options)
+            noted.append(take_launches())
+            inputs = (p.q, p.k, p.v, out, lse, p.bias, tuple(others))
+            backend.attention_bwd(p.dout, p.dlse, *inputs, *options, p.bias is not None)
+            noted.append(take_launches())
         return *noted, watch.made
 
-    yield run
-    fastattn.backends.cuda.load_emulator(None)
+    return run
 
 
 def test_too_few_registers(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +297,7 @@ def test_too_few_registers(emulator_library: Path, tmp_path: Path, monkeypatch: 
         refused("forward_sm90_kernel", 160, 168, D=128)
         refused("backward_dq_sm90_kernel", 160, 168)
         with monkeypatch.context() as patch:
-            patch.setattr(_attention_sm90, "ACCUMULATE_DQ", True)
+            patch.setattr(backend, "ACCUMULATE_DQ", True)
             refused("backward_dkdv_sm90_kernel", 160, 168)
         run(161, dropout_p=0.1)  # a warp gets them by eights a thread
         refused("bias_gradient_sm90_kernel", 160, 168, bias=(1, 1, 5, 130))
@@ -313,8 +305,8 @@ def test_too_few_registers(emulator_library: Path, tmp_path: Path, monkeypatch: 
         fastattn.backends.cuda.load_emulator(None)
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_short_sequences_take_one_launch_each_way(capability: str, launches: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("capability", [80, 90])
+def test_short_sequences_take_one_launch_each_way(capability: int, launches: Callable[..., Any]) -> None:
     """A bias that batches or heads share takes one more for its gradient. Nothing is as large as the scores."""
     for D, dtype, kind in itertools.product((40, 128), (BFLOAT16, FLOAT16), ("none", "decoder")):
         for bias, count in ((None, 1), ((3, 4, 128, 90), 1), ((3, 4, 1, 90), 1), ((1, 4, 128, 90), 2)):
@@ -324,13 +316,11 @@ def test_short_sequences_take_one_launch_each_way(capability: str, launches: Cal
             assert bias is not None or max(made) <= 3 * 4 * 128 * D
 
 
-def test_99_kib_of_shared_memory(launches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_99_kib_of_shared_memory(launches: Callable[..., Any]) -> None:
     """That is what sm_86, sm_89 and sm_120 have: every kernel fits, or another one is used."""
     largest = 0
     for dtype, D, L in itertools.product(DTYPES, (64, 128, 256), (64, 128, 200)):
         for bias in (None, (1, 2, L, L), (1, 1, L, L)):
-            forward, backward, _ = launches(
-                "86", make(B=1, H=2, Lq=L, Lk=L, D=D, bias=bias, mask="decoder", dtype=dtype)
-            )
-            largest = max(largest, *(int(shared) for *_, shared in forward + backward))
+            forward, backward, _ = launches(86, make(B=1, H=2, Lq=L, Lk=L, D=D, bias=bias, mask="decoder", dtype=dtype))
+            largest = max(largest, *(shared for *_, shared in forward + backward))
     assert 48 << 10 < largest <= 99 << 10

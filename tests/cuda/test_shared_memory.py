@@ -6,8 +6,10 @@ capability has. Attention's forward and backward: test_kernels_attention.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import emulator_build
 import pytest
 import torch
 
@@ -16,12 +18,14 @@ import fastattn.backends.cuda
 KIB = 1024
 
 
-def test_every_launch_fits(emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = tmp_path / "launches"
-    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", "89")
-    monkeypatch.setenv("FASTATTN_EMULATOR_LAUNCHES", str(noted))
-    module = fastattn.backends.cuda._load(emulator_library)
-    monkeypatch.setattr(fastattn.backends.cuda, "_emulator", module)
+@pytest.fixture
+def take_launches(emulator_library: Path) -> Iterator[Callable[[], list[tuple[int, ...]]]]:
+    with emulator_build.recording(emulator_library, capability=89) as take_launches:
+        yield take_launches
+
+
+def test_every_launch_fits(take_launches: Callable[[], list[tuple[int, ...]]]) -> None:
+    module = fastattn.backends.cuda.extension(on_gpu=False)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
@@ -30,9 +34,7 @@ def test_every_launch_fits(emulator_library: Path, tmp_path: Path, monkeypatch: 
         """KiB of a block, in the launches that made `out` and its gradients."""
         if out.requires_grad:  # weights do not
             out.float().sum().backward()
-        sizes = [int(line.split()[-1]) for line in noted.read_text().splitlines()]
-        noted.write_text("")
-        return max(sizes) // KIB
+        return max(shared_bytes for *_, shared_bytes in take_launches()) // KIB
 
     for dtype in (torch.float32, torch.bfloat16):
         q = zeros(1, 2, 200, 256, dtype=dtype)

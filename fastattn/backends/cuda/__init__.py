@@ -13,14 +13,10 @@ import os
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from fastattn.backends import constants
-
-# How the extension numbers dtypes: csrc/common/dtype_switch.h.
-DTYPES = {dtype: number for number, dtype in enumerate(constants.DTYPES)}
 
 _emulator: ModuleType | None = None
 
@@ -75,11 +71,10 @@ def _installed_elsewhere() -> Path | None:
     return None
 
 
-def extension(device: torch.device) -> ModuleType:
-    """The extension for tensors on this device; refuse_device() must have accepted it."""
-    module = _compiled() if device.type == "cuda" else _emulator
-    assert isinstance(module, ModuleType), f"refuse_device() refuses {device}"
-    return module
+def extension(on_gpu: bool) -> Any:
+    """The extension for tensors on a GPU, or on a CPU; refuse_device() must have accepted one. Its functions take
+    tensors as they are."""
+    return _compiled() if on_gpu else _emulator
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace imports or C++
@@ -95,25 +90,24 @@ def _gpu_problem(index: int) -> str | None:
 
 def refuse_device(x: Tensor) -> str | None:
     """Why CUDA kernels cannot run on x's device, or None."""
-    if x.device.type == "cpu":
-        if _emulator is None:
-            return "CUDA kernels need GPU tensors, got a CPU tensor"
-        return None
-    if x.device.type != "cuda":
+    if x.is_cuda:
+        return _refuse_gpu(device_index(x))
+    if not x.is_cpu:
         return f"CUDA kernels need GPU tensors, got a tensor on {x.device}"
-    return _refuse_gpu(device_index(x))
+    return "CUDA kernels need GPU tensors, got a CPU tensor" if _emulator is None else None
 
 
 def device_index(x: Tensor) -> int:
     """The GPU to run on; 0 for the emulator."""
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return 0
-    return torch.cuda.current_device() if x.device.index is None else x.device.index
+    index = x.device.index
+    return torch.cuda.current_device() if index is None else index
 
 
 def compute_capability(x: Tensor) -> int:
     """10 * major + minor of x's device."""
-    return _capability(x.device.type == "cpu", device_index(x))
+    return _capability(x.is_cpu, device_index(x))
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace C++
@@ -123,24 +117,4 @@ def _capability(on_cpu: bool, index: int) -> int:
 
 @cache
 def _gpu_capability(index: int) -> int:
-    return extension(torch.device("cuda")).compute_capability(index)
-
-
-def stream(x: Tensor) -> int:
-    """The raw handle of the current stream of x's device."""
-    return 0 if x.device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device_index(x))
-
-
-def address(x: Tensor | None) -> int:
-    """The address of the first element; 0 for None."""
-    return 0 if x is None else x.data_ptr()
-
-
-def typed(x: Tensor | None) -> tuple[int, int]:
-    """(address, number of the dtype, or size of an integer) of a tensor whose dtype the kernel reads when it runs."""
-    return (0, 0) if x is None else (x.data_ptr(), DTYPES.get(x.dtype, x.element_size()))
-
-
-def dropout_args(rng_state: Tensor | None, dropout_p: float) -> tuple[int, int, float]:
-    """struct Dropout: (address, threshold, scale), by the rule of fastattn/backends/reference/philox.py."""
-    return address(rng_state), *constants.dropout_constants(dropout_p)
+    return _compiled().compute_capability(index)

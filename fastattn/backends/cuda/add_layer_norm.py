@@ -5,16 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import (
-    DTYPES,
-    address,
-    device_index,
-    dropout_args,
-    extension,
-    refuse_device,
-    stream,
-    typed,
-)
+from fastattn.backends.constants import DTYPES
+from fastattn.backends.cuda import device_index, extension, refuse_device
 
 # Known without the extension, too, and equal to its NORM_MAX_HIDDEN and NORM_TICKETS: csrc/common/norm.h.
 MAX_HIDDEN = 16384  # a row is kept in the registers of one block
@@ -67,10 +59,9 @@ def add_layer_norm_fwd(
     out = torch.empty_like(x)
     z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
     statistics = torch.empty((3 if eps_on_std else 2) * rows + TICKETS, dtype=torch.float32, device=x.device)
-    inputs = address(x), address(residual), address(weight), address(bias), typed(x_bias)
-    outputs = address(out), 0 if z is x else address(z), address(statistics)
-    options = rows, hidden, eps, eps_on_std, *dropout_args(rng_state, dropout_p), DTYPES[x.dtype], DTYPES[weight.dtype]
-    extension(x.device).add_layer_norm_fwd(*inputs, *outputs, *options, device_index(x), stream(x))
+    stored = None if z is x else z
+    tensors = x, residual, weight, bias, x_bias, out, stored, statistics
+    extension(x.is_cuda).add_layer_norm_fwd(*tensors, rows, hidden, eps, eps_on_std, dropout_p, rng_state)
     return out, z, statistics
 
 
@@ -93,22 +84,18 @@ def add_layer_norm_bwd(
     dx_bias (None without x_bias).
     """
     rows, hidden = z.shape
-    module, device = extension(z.device), device_index(z)
+    module = extension(z.is_cuda)
     dsum = torch.empty_like(z) if has_residual or dropout_p == 0 else None  # the gradient of z
     dx = torch.empty_like(z) if dropout_p > 0 else None
-    summed_here = x_bias if hidden <= module.NORM_MAX_HIDDEN_DX_BIAS else None
-    sums = [None if t is None else torch.empty_like(t) for t in (weight, bias, summed_here)]
-    dweight, dbias, dx_bias = sums
-    blocks = module.add_layer_norm_bwd_blocks(rows, hidden, device)
-    partial_rows = module.add_layer_norm_bwd_partials(blocks)
-    width = hidden * sum(t is not None for t in sums)
-    partial = torch.empty((partial_rows, width), dtype=torch.float32, device=z.device)
-    inputs = address(dout), address(dz), address(z), address(weight), address(statistics)
-    outputs = address(dsum), address(dx), address(dweight), address(dbias), typed(dx_bias), address(partial)
-    options = rows, hidden, blocks, eps_on_std, *dropout_args(rng_state, dropout_p)
-    dtypes = DTYPES[z.dtype], DTYPES[weight.dtype]
-    module.add_layer_norm_bwd(*inputs, *outputs, *options, *dtypes, device, stream(z))
+    dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+    sums_x_bias = x_bias is not None and hidden <= module.NORM_MAX_HIDDEN_DX_BIAS
+    dx_bias = torch.empty_like(x_bias) if sums_x_bias else None
+    blocks, partial_rows = module.add_layer_norm_bwd_grid(rows, hidden, device_index(z))
+    width = hidden * (1 + (bias is not None) + sums_x_bias)
+    partial = torch.empty(partial_rows * width, dtype=torch.float32, device=z.device)
+    inputs, outputs = (dout, dz, z, weight, statistics), (dsum, dx, dweight, dbias, dx_bias, partial)
+    module.add_layer_norm_bwd(*inputs, *outputs, rows, hidden, blocks, eps_on_std, dropout_p, rng_state)
     dx = dsum if dx is None else dx
-    if x_bias is not summed_here:
+    if x_bias is not None and not sums_x_bias:
         dx_bias = dx.sum(0, dtype=x_bias.dtype)
     return dx, dsum if has_residual else None, dweight, dbias, dx_bias

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import (
-    DTYPES,
-    address,
-    compute_capability,
-    device_index,
-    extension,
-    refuse_device,
-    stream,
-)
-from fastattn.backends.cuda import _attention_params as structs
-from fastattn.backends.cuda import _attention_sm90 as sm90
+from fastattn.backends.constants import DTYPES, uses_tf32
+from fastattn.backends.cuda import compute_capability, device_index, extension, refuse_device
 from fastattn.masks import AttentionMask, Layout, PreparedMask
 
 MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/attention.h
-SM80, SM90, SHORT = (80,), (90,), (128,)  # Layout.launch: the kernels that read the mask
+# Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them. SM90 are built for sm_90a, which
+# runs on nothing else.
+SM80, SM90, SHORT = (80,), (90,), (128,)
+# Whether Hopper's dq may be a sum to which blocks add in any order, in place of a kernel that owns dq. The sum is not
+# equal bit for bit in each run. It stays off until a record (benchmarks/results/) shows it to be faster; tests turn it
+# on.
+ACCUMULATE_DQ = False
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -39,13 +39,15 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | No
 def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Layout, ...]:
     """How the kernels read the mask, and which kernels they are: the forward's layout, then those of the backward: by
     query and by key, or by query alone where short sequences have their own kernel, which uses no lists of tiles."""
-    empty = q.numel() == 0 or k.numel() == 0 or v.numel() == 0
-    uses_sm90 = not empty and sm90.supports(compute_capability(q), q.dtype, q.shape[3], v.shape[3])
-    place, head_dim = (q.device.type == "cpu", device_index(q)), max(q.shape[3], v.shape[3])
-    *tiles, max_short, has_short_backward = _plan(*place, DTYPES[q.dtype], head_dim, uses_sm90)
+    (_, _, Lq, Dk), Lk, Dv = q.shape, k.shape[2], v.shape[3]
+    capability = compute_capability(q)
+    uses_sm90 = capability == 90 and q.dtype != torch.float32 and Dk % 8 == 0 and Dv % 8 == 0
+    uses_sm90 = uses_sm90 and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+    place = q.is_cuda, device_index(q), capability
+    *tiles, max_short, has_short_backward = _plan(*place, q.dtype, max(Dk, Dv), uses_sm90)
     launch = SM90 if uses_sm90 else SM80
     forward = Layout(False, *tiles[:2], launch)
-    if max(q.shape[2], k.shape[2]) <= max_short:
+    if max(Lq, Lk) <= max_short:
         forward = Layout(launch=launch)
         if has_short_backward:
             return forward, Layout(launch=SHORT)
@@ -53,10 +55,16 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace C++
-def _plan(on_cpu: bool, device: int, dtype: int, head_dim: int, uses_sm90: bool) -> tuple[int, ...]:
+def _plan(on_gpu: bool, *call: Any) -> tuple[int, ...]:
     """(rows, columns) of the tiles of the forward, of dq's and of dkdv's kernel; the longest short sequence; whether
     short sequences have their own backward."""
-    module = extension(torch.device("cpu" if on_cpu else "cuda"))
+    return _plan_of(extension(on_gpu), *call)
+
+
+@cache
+def _plan_of(
+    module: Any, device: int, capability: int, dtype: torch.dtype, head_dim: int, uses_sm90: bool
+) -> tuple[int, ...]:
     tiles = module.attention_tiles_sm90(head_dim) if uses_sm90 else module.attention_tiles(head_dim, dtype)
     return *tiles, module.ATTENTION_MAX_SHORT, module.attention_has_short_backward(head_dim, dtype, device)
 
@@ -74,19 +82,12 @@ def attention_fwd(
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
     lse (B, H, Lq) float32. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None without
     dropout."""
-    module, uses_sm90 = extension(q.device), mask.layout.launch == SM90
-    out = structs.empty_like(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if uses_sm90:
-        q, k, v = map(sm90.aligned, (q, k, v))
-    params = module.AttentionForward()
-    structs.fill_common(params, q, k, v, lse, bias, softmax_scale, dropout_p, rng_state)
-    params.v, params.out = structs.strided_matrix(v), structs.strided_matrix(out)
-    params.mask = structs.mask_params(module, mask)
-    if uses_sm90:
-        sm90.forward(params, q)
-    else:
-        module.attention_forward(params, device_index(q), stream(q))
+    B, H, Lq, _ = q.shape
+    out = _empty_like(q, v.shape[3])
+    lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
+    next_item = torch.empty(1, dtype=torch.int32, device=q.device) if mask.layout.launch == SM90 else None
+    tensors, dropout = (q, k, v, bias, mask, out, lse, next_item), (dropout_p, rng_state)
+    extension(q.is_cuda).attention_fwd(*tensors, softmax_scale, *dropout, _rounds_to_tf32(q))
     return out, lse
 
 
@@ -104,49 +105,47 @@ def attention_bwd(
     dropout_p: float,
     rng_state: Tensor | None,
     needs_dbias: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; masks: in mask_layouts()[1:]; the rest
-    from the forward. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias."""
-    launch = masks[0].layout.launch
+    from the forward. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias.
+
+    grads: where dq, dk and dv are written, uninitialised; None: new tensors. Any strides with a contiguous last
+    dimension; for SM90 rows, heads and samples start at multiples of 16 bytes.
+    """
+    launch, module = masks[0].layout.launch, extension(q.is_cuda)
     is_short, uses_sm90 = launch == SHORT, launch == SM90
-    dq, dk, dv = (structs.empty_like(t, t.shape[3]) for t in (q, k, v))
-    if uses_sm90:
-        q, k, v, out, dout = map(sm90.aligned, (q, k, v, out, dout))
-    else:
-        dout, out = (t if t.stride(3) == 1 else t.contiguous() for t in (dout, out))
+    dq, dk, dv = grads or (_empty_like(q, q.shape[3]), _empty_like(k, k.shape[3]), _empty_like(v, v.shape[3]))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    bias_dtype = None if bias is None else bias.dtype
-    if needs_dbias and bias.dtype not in (q.dtype, torch.float32):  # the kernels write these two types only
-        bias = bias.float()
 
-    dbias = key_sums = delta = None
-    if needs_dbias and bias.shape[3] == 1:
-        # A bias that all keys share is added to lse and changes no probability: its gradient is that of lse.
-        dlse_of_rows = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
-        row_gradient = dlse_of_rows.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias_dtype)
-    elif needs_dbias and bias.shape[2] == 1:  # shared by all queries: the kernel of dk sums it
-        key_sums = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
-    elif needs_dbias:
-        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
-    if not uses_sm90 and not (is_short and (dbias is None or dbias.shape[:2] == q.shape[:2])):
-        delta = torch.empty_like(lse)
+    dbias = key_sums = None
+    if needs_dbias:
+        bias_dtype = bias.dtype
+        if bias_dtype not in (q.dtype, torch.float32):  # the kernels write these two types only
+            bias = bias.float()
+        if bias.shape[3] == 1:
+            # A bias that all keys share is added to lse and changes no probability: its gradient is that of lse.
+            dlse_of_rows = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
+            row_gradient = dlse_of_rows.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias_dtype)
+        elif bias.shape[2] == 1:  # shared by all queries: the kernel of dk sums it
+            key_sums = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
+        else:
+            dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
 
-    module = extension(q.device)
-    params = module.AttentionBackward()
-    structs.fill_common(params, q, k, v, lse, bias, softmax_scale, dropout_p, rng_state)
-    params.v, params.out, params.dout = map(structs.strided_matrix, (v, out, dout))
-    params.dq, params.dk, params.dv = map(structs.strided_matrix, (dq, dk, dv))
-    params.dlse, params.delta, params.dbias_keys = address(dlse), address(delta), address(key_sums)
-    params.by_query = structs.mask_params(module, masks[0])
-    if not is_short:
-        params.by_key = structs.mask_params(module, masks[1])
-    elif k.shape[2] == 0:
+    work = dq_sum = None
+    if uses_sm90:  # struct PaddedRows: two numbers for each query
+        (B, H, Lq, _), block = q.shape, module.ATTENTION_ROW_BLOCK
+        work = torch.empty(2 * B * H * (-(-Lq // block) * block), dtype=torch.float32, device=q.device)
+        if ACCUMULATE_DQ and bias is None and dropout_p == 0 and not torch.are_deterministic_algorithms_enabled():
+            if max(q.shape[3], v.shape[3]) <= module.ATTENTION_MAX_HEAD_DIM_SUM:
+                dq_sum = torch.empty(*q.shape, dtype=torch.float32, device=q.device)
+    elif not is_short or (dbias is not None and dbias.shape[:2] != q.shape[:2]):  # delta
+        work = torch.empty_like(lse)
+    if is_short and k.shape[2] == 0:
         dq.zero_()
-    if uses_sm90:
-        sm90.backward(params, q, v, bias, dropout_p, dbias)
-    else:
-        shape = (0, 0) if dbias is None else dbias.shape[:2]
-        module.attention_backward(params, address(dbias), *shape, is_short, device_index(q), stream(q))
+    inputs = dout, dlse, q, k, v, out, lse, bias, masks[0], None if is_short else masks[1], launch[0]
+    outputs = dq, dk, dv, dbias, key_sums, work, dq_sum
+    module.attention_bwd(*inputs, *outputs, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(q))
 
     if needs_dbias and bias.shape[3] == 1:
         return dq, dk, dv, row_gradient
@@ -169,11 +168,19 @@ def attention_weights(
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk), or
     their mean over the heads, (B, Lq, Lk). mask: prepared by Layout()."""
     (B, H, Lq), Lk = q.shape[:3], k.shape[2]
-    lse = lse.contiguous()
     weights = torch.empty(B, *([] if mean else [H]), Lq, Lk, dtype=q.dtype, device=q.device)
-    module = extension(q.device)
-    params = module.AttentionWeights()
-    structs.fill_common(params, q, k, k, lse, bias, softmax_scale, dropout_p, rng_state)
-    params.weights, params.mean, params.mask = weights.data_ptr(), mean, structs.mask_params(module, mask)
-    module.attention_weights(params, device_index(q), stream(q))
+    tensors, dropout = (q, k, lse.contiguous(), bias, mask, weights), (dropout_p, rng_state)
+    extension(q.is_cuda).attention_weights(*tensors, mean, softmax_scale, *dropout, _rounds_to_tf32(q))
     return weights
+
+
+def _empty_like(x: Tensor, head_dim: int) -> Tensor:
+    """Uninitialised (B, H, L, head_dim) in x's memory order: (B, L, H, D) if x is a view of that."""
+    B, H, L, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty_strided((B, H, L, head_dim), (L * H * head_dim, head_dim, H * head_dim, 1))
+    return x.new_empty(B, H, L, head_dim)
+
+
+def _rounds_to_tf32(q: Tensor) -> bool:
+    return q.dtype == torch.float32 and uses_tf32()

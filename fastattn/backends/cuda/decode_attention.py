@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import DTYPES, address, device_index, extension, refuse_device, stream
+from fastattn.backends.constants import DTYPES
+from fastattn.backends.cuda import device_index, extension, refuse_device
 
 MAX_HEAD_DIM = 256  # the extension's DECODE_MAX_HEAD_DIM: csrc/decode_attention/decode_attention.h
 
@@ -27,19 +28,12 @@ def decode_attention_fwd(
 ) -> Tensor:
     """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M) -> (B, W, H, Dv)."""
     (B, W, H, _), (_, M, R, Hk, Dv) = q.shape, v.shape
-    module, device = extension(q.device), device_index(q)
+    module = extension(q.is_cuda)
     out = torch.empty(B, W, H, Dv, dtype=q.dtype, device=q.device)
     shared_keys = R == 1 and ancestors is None
-    splits = module.decode_attention_splits(B, W, H, Hk, M, shared_keys, device)
-    partial = lse = None
-    if splits > 1:
-        partial = torch.empty(splits, B, W, H, Dv, dtype=torch.float32, device=q.device)
-        lse = torch.empty(splits, B, W, H, dtype=torch.float32, device=q.device)
+    splits, work = module.decode_attention_splits(B, W, H, Hk, M, shared_keys, device_index(q)), None
+    if splits > 1:  # their results, and the lse of each
+        work = torch.empty(splits * B * W * H * (Dv + 1), dtype=torch.float32, device=q.device)
     lengths = None if lengths is None else lengths.contiguous()
-    queries = address(q), q.stride()[:3]
-    cache = (address(k), *k.stride()[:4], k.shape[4]), (address(v), *v.stride()[:4], Dv)
-    beams = address(lengths), address(ancestors), (0, 0, 0) if ancestors is None else ancestors.stride()
-    outputs = address(out), address(partial), address(lse)
-    options = B, W, H, Hk, M, R, splits, softmax_scale, DTYPES[q.dtype]
-    module.decode_attention_fwd(*queries, *cache, *beams, *outputs, *options, device, stream(q))
+    module.decode_attention_fwd(q, k, v, lengths, ancestors, out, work, splits, softmax_scale)
     return out

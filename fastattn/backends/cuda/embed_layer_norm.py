@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import (
-    DTYPES,
-    address,
-    device_index,
-    dropout_args,
-    extension,
-    refuse_device,
-    stream,
-    typed,
-)
+from fastattn.backends.constants import DTYPES
+from fastattn.backends.cuda import device_index, extension, refuse_device
 from fastattn.backends.cuda.add_layer_norm import MAX_HIDDEN, TICKETS
 
 
@@ -43,23 +32,6 @@ def unsupported_reason(
     return None
 
 
-def _source(
-    module: ModuleType,
-    embedding: Tensor,
-    tokens: Tensor,
-    position_table: Tensor,
-    position: Tensor | None,
-    length: int,
-    scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> Any:
-    """struct Source: where both directions gather their rows."""
-    tensors = map(typed, (tokens, position, embedding, position_table))
-    sizes = embedding.shape[0], position_table.shape[0], length
-    return module.EmbedLayerNormSource(*tensors, *sizes, scale, *dropout_args(rng_state, dropout_p))
-
-
 def embed_layer_norm_fwd(
     embedding: Tensor,
     weight: Tensor,
@@ -79,12 +51,11 @@ def embed_layer_norm_fwd(
     Returns out (rows, d) in dtype, and the statistics for the backward, as those of add_layer_norm_fwd.
     """
     rows, hidden = tokens.shape[0], embedding.shape[1]
-    module = extension(embedding.device)
-    out = torch.empty((rows, hidden), dtype=dtype, device=embedding.device)
+    out = torch.empty(rows, hidden, dtype=dtype, device=embedding.device)
     statistics = torch.empty(2 * rows + TICKETS, dtype=torch.float32, device=embedding.device)
-    source = _source(module, embedding, tokens, position_table, position, length, scale, dropout_p, rng_state)
-    tensors = typed(weight), typed(bias), typed(out), address(statistics)
-    module.embed_layer_norm_fwd(source, *tensors, rows, hidden, eps, device_index(embedding), stream(embedding))
+    tensors = embedding, weight, bias, tokens, position_table, position
+    sizes = rows, hidden, eps, dropout_p, rng_state
+    extension(embedding.is_cuda).embed_layer_norm_fwd(*tensors, length, scale, out, statistics, *sizes)
     return out, statistics
 
 
@@ -107,15 +78,13 @@ def embed_layer_norm_bwd(
     index (rows,) int64: tokens, with 0 for those out of range, whose drow is NaN.
     """
     rows, hidden = dout.shape
-    module, device = extension(dout.device), device_index(dout)
-    drows = torch.empty((rows, hidden), dtype=embedding.dtype, device=dout.device)
+    module = extension(dout.is_cuda)
+    drows = torch.empty(rows, hidden, dtype=embedding.dtype, device=dout.device)
     index = torch.empty(rows, dtype=torch.int64, device=dout.device)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
-    blocks = module.embed_layer_norm_bwd_blocks(rows, hidden, device)
-    partial_rows = module.add_layer_norm_bwd_partials(blocks)
-    partial = torch.empty((partial_rows, 2 * hidden), dtype=torch.float32, device=dout.device)
-    source = _source(module, embedding, tokens, position_table, position, length, scale, dropout_p, rng_state)
-    inputs = typed(dout), typed(weight), address(statistics)
-    outputs = typed(drows), address(index), typed(dweight), typed(dbias), address(partial)
-    module.embed_layer_norm_bwd(source, *inputs, *outputs, rows, hidden, blocks, device, stream(dout))
+    blocks, partial_rows = module.embed_layer_norm_bwd_grid(rows, hidden, device_index(dout))
+    partial = torch.empty(partial_rows * 2 * hidden, dtype=torch.float32, device=dout.device)
+    inputs = dout, embedding, weight, tokens, position_table, position, length, scale, statistics
+    outputs = drows, index, dweight, dbias, partial
+    module.embed_layer_norm_bwd(*inputs, *outputs, rows, hidden, blocks, dropout_p, rng_state)
     return drows, index, dweight, dbias

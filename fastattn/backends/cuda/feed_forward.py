@@ -13,21 +13,16 @@ from contextlib import contextmanager
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.backends.constants import GATED
-from fastattn.backends.cuda import (
-    DTYPES,
-    address,
-    compute_capability,
-    device_index,
-    dropout_args,
-    extension,
-    refuse_device,
-    stream,
-)
+from fastattn.backends.constants import DTYPES, GATED
+from fastattn.backends.cuda import compute_capability, extension, refuse_device
 
-ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # as csrc/feed_forward/feed_forward.h numbers them
+_NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # as csrc/feed_forward/feed_forward.h has them
+# The number of the function that acts on z or its gate, and whether it is gated.
+ACTIVATIONS = {name: (number, False) for name, number in _NUMBERS.items()}
+ACTIVATIONS |= {name: (_NUMBERS[gate], True) for name, gate in GATED.items()}
 
 
 class GemmBackend(IntEnum):
@@ -83,10 +78,6 @@ def choose_gemm_backend(a: Tensor, b: Tensor, d_inner: int) -> GemmBackend:
     return _gemm_backend
 
 
-def _with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
-
-
 def feed_forward_hidden(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -94,22 +85,20 @@ def feed_forward_hidden(
 
     Returns h (tokens, d_inner) and what the backward needs: for relu h itself, else z, as wide as weight1.
     """
-    (tokens, d_model), columns = x.shape, weight1.shape[0]
-    d_inner = columns // (2 if activation in GATED else 1)
+    tokens, columns = x.shape[0], weight1.shape[0]
+    number, gated = ACTIVATIONS[activation]
+    d_inner = columns // 2 if gated else columns
     saves_z = activation != "relu"
     gemm = choose_gemm_backend(x, weight1, d_inner)
     if gemm == GemmBackend.CUBLAS:
-        z = _with_bias(x, weight1, bias1)
-        h = torch.empty((tokens, d_inner), dtype=x.dtype, device=x.device) if saves_z else z
+        z = F.linear(x, weight1, bias1)
+        h = torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device) if saves_z else z
         tensors = z, None, None, None, h
     else:
-        h = torch.empty((tokens, d_inner), dtype=x.dtype, device=x.device)
-        z = torch.empty((tokens, columns), dtype=x.dtype, device=x.device) if saves_z else h
+        h = torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
+        z = torch.empty(tokens, columns, dtype=x.dtype, device=x.device) if saves_z else h
         tensors = x, weight1, _aligned(bias1), z if saves_z else None, h
-    if h.numel() > 0:
-        options = tokens, d_inner, *_activation_args(activation), *dropout_args(rng_state, dropout_p)
-        launch = DTYPES[x.dtype], device_index(x), stream(x)
-        extension(x.device).feed_forward_fwd(gemm, d_model, *map(address, tensors), *options, *launch)
+    extension(x.is_cuda).feed_forward_fwd(int(gemm), *tensors, number, gated, dropout_p, rng_state)
     return h, z
 
 
@@ -126,7 +115,7 @@ def feed_forward_fwd(
     """weight2: (d_out, d_inner); the others as in feed_forward_hidden. Returns out (tokens, d_out), and what
     feed_forward_hidden saves for the backward."""
     h, saved = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
-    return _with_bias(h, weight2, bias2), (saved,)
+    return F.linear(h, weight2, bias2), (saved,)
 
 
 def feed_forward_bwd(
@@ -145,13 +134,13 @@ def feed_forward_bwd(
 
     Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None for an absent bias.
     """
-    dout, (z,), module = dout.contiguous(), saved, extension(x.device)  # relu: z is h
-    (tokens, d_out), d_inner, columns = dout.shape, weight2.shape[1], weight1.shape[0]
-    recomputed = None if activation == "relu" else torch.empty((tokens, d_inner), dtype=x.dtype, device=x.device)
+    dout, (z,), module = dout.contiguous(), saved, extension(x.is_cuda)  # relu: z is h
+    tokens, d_inner, columns = dout.shape[0], weight2.shape[1], weight1.shape[0]
+    recomputed = None if activation == "relu" else torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
     h = z if recomputed is None else recomputed
     gemm = choose_gemm_backend(dout, weight2, d_inner)
     if gemm == GemmBackend.CUBLAS:
-        dh = dout @ weight2
+        dh = torch.mm(dout, weight2)
         dz = torch.empty_like(z) if columns > d_inner else dh
         operands = dh, None
     else:
@@ -160,20 +149,12 @@ def feed_forward_bwd(
     partial = dbias1 = None
     if bias1 is not None:
         rows = -(-tokens // module.FEED_FORWARD_SUM_ROWS)
-        partial = torch.empty((rows, columns), dtype=torch.float32, device=x.device)
-        dbias1 = torch.zeros_like(bias1) if z.numel() == 0 else torch.empty(columns, dtype=x.dtype, device=x.device)
-    if z.numel() > 0:
-        tensors = *operands, z, dz, recomputed, partial, dbias1
-        options = tokens, d_inner, *_activation_args(activation), *dropout_args(rng_state, dropout_p)
-        launch = DTYPES[x.dtype], device_index(x), stream(x)
-        module.feed_forward_bwd(gemm, d_out, *map(address, tensors), *options, *launch)
+        partial = torch.empty(rows * columns, dtype=torch.float32, device=x.device)
+        dbias1 = torch.empty(columns, dtype=x.dtype, device=x.device) if tokens > 0 else torch.zeros_like(bias1)
+    tensors = *operands, z, dz, recomputed, partial, dbias1
+    module.feed_forward_bwd(int(gemm), *tensors, *ACTIVATIONS[activation], dropout_p, rng_state)
     dbias2 = None if bias2 is None else dout.sum(0)
-    return dz @ weight1, dz.t() @ x, dbias1, dout.t() @ h, dbias2
-
-
-def _activation_args(activation: str) -> tuple[int, bool]:
-    """The number of the function that acts on z or its gate, and whether it is gated."""
-    return ACTIVATIONS[GATED.get(activation, activation)], activation in GATED
+    return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
 
 
 def _aligned(bias: Tensor | None) -> Tensor | None:

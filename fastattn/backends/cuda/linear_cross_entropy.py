@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from fastattn.backends import cross_entropy_chunks as products
-from fastattn.backends.cuda import DTYPES, address, device_index, extension, refuse_device, stream
+from fastattn.backends.constants import DTYPES
+from fastattn.backends.cuda import extension, refuse_device
 
 ALIGNMENT = 64  # elements: each row begins at a multiple, so that 16 bytes are read at a time for any number of classes
 
@@ -54,12 +55,9 @@ def cross_entropy_rows(
     logits: last stride 1.    bias: (classes,) contiguous, added to each row, or None.    target: (rows,) int64.
     dloss: (rows,) or () float32, None is 1.    count: () int64, divides the gradient, or None.
     """
-    rows, n_class = logits.shape
-    tensors = map(address, (logits, bias, target, losses, dloss, count))
-    sizes = rows, logits.stride(0), n_class, 0 if dloss is None or dloss.dim() == 0 else 1
-    options = ignore_index, logit_scale, 1 - label_smoothing, label_smoothing / n_class, needs_gradient
-    launch = DTYPES[logits.dtype], device_index(logits), stream(logits)
-    extension(logits.device).cross_entropy_rows(*tensors, *sizes, *options, *launch)
+    dloss_stride = 0 if dloss is None or dloss.dim() == 0 else 1
+    tensors = logits, bias, target, losses, dloss, dloss_stride, count
+    extension(logits.is_cuda).cross_entropy_rows(*tensors, label_smoothing, ignore_index, logit_scale, needs_gradient)
 
 
 _ROWS = products.RowKernel(cross_entropy_rows, _empty_logits)
