@@ -45,14 +45,20 @@ Seconds = tuple[float, float]  # of forward with loss, and of backward
 
 @contextmanager
 def without_triton_launches() -> Iterator[Callable[[], int]]:
-    """Gives the number of launches that were left out until now."""
+    """Gives a function: how many launches were left out since its last call."""
     if reason := import_failure("attention", "triton"):
         raise Refused(reason)
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise Refused("TRITON_INTERPRET is set, so there is no launch path")
     launches: list[Any] = []
+
+    def taken() -> int:
+        count = len(launches)
+        launches.clear()
+        return count
+
     with precompile.compiling(CAPABILITY, launches.append):
-        yield launches.__len__
+        yield taken
 
 
 def without_cuda_launches() -> AbstractContextManager[Callable[[], int]]:
@@ -102,16 +108,16 @@ def measure(checked: Checked, provider: Provider, budget_s: float) -> dict[str, 
     torch.set_num_threads(1)
     try:
         with (
-            WITHOUT_LAUNCHES.get(provider.name, nullcontext)() as launch_count,
+            WITHOUT_LAUNCHES.get(provider.name, nullcontext)() as launches_taken,
             use_backend(provider.name if provider.ours else None),
         ):
             for step in WARM_UP * steps:
                 step()
             launches = None
-            if launch_count:
-                before = launch_count()
+            if launches_taken:
+                launches_taken()
                 steps[0]()
-                launches = launch_count() - before
+                launches = launches_taken()
             samples, end = [], time.perf_counter() + 10 * budget_s
             while len(samples) < LEAST or (len(samples) < MOST and time.perf_counter() < end):
                 samples.append([step() for step in steps])
