@@ -175,11 +175,12 @@ def test_a_step_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_host_time_is_a_share_of_the_public_models() -> None:
     checked, threads = quick_check(bench_host_time.BENCHMARK), torch.get_num_threads()
-    rows = {p.name: harness.measure_provider(checked, p, 0.0) for p in checked.providers if p.name in ("aten", "cuda")}
-    forward, backward, both = (rows["aten"]["timings"][direction] for direction in bench_host_time.BENCHMARK.directions)
+    aten = next(provider for provider in checked.providers if provider.name == "aten")
+    row = harness.measure_provider(checked, aten, 0.0)
+    forward, backward, both = (row["timings"][direction] for direction in bench_host_time.BENCHMARK.directions)
     assert forward["min_ms"] + backward["min_ms"] <= both["min_ms"] and both["samples"] == bench_host_time.LEAST
-    assert rows["aten"]["of_plain"]["both"] > 0.1 and rows["aten"]["launches"] is None
-    assert rows["cuda"]["status"] == "refused" and torch.get_num_threads() == threads
+    assert row["of_plain"]["both"] > 0.1 and row["launches"] is None
+    assert torch.get_num_threads() == threads
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:
