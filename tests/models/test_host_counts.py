@@ -1,11 +1,11 @@
 """What the host does in a training step and in a decoding step, counted. Counts are equal on every machine.
 
 Operators are PyTorch's, those that operators call included. Python calls are those of functions, in fastattn's files
-and in all. Launches are Triton's. A step of 6 + 6 layers calls 63 ops: the bound of fastattn's calls is less than 63
-above what was found, so one more question in each op fails.
+and in all. Launches are those of fastattn's kernels. A step of 6 + 6 layers calls 63 ops: the bound of fastattn's calls
+is less than 63 above what was found, so one more question in each op fails.
 
-As a program, with the name of a backend, it prints what it finds. It runs in a separate process: Triton compiles for a GPU there
-(tools/precompile.py), and the memory that tests fill in torch.empty is not counted.
+As a program, with the name of a backend, it prints what it finds. It runs in a separate process: there Triton compiles
+for a GPU (tools/precompile.py), and the memory that tests fill in torch.empty is not counted.
 """
 
 import gc
@@ -38,6 +38,8 @@ BOUNDS = {
     "aten, bfloat16": Counts(10706, 5591, 12624),
     "triton, float32": Counts(4438, 7240, 21411, 154),
     "triton, bfloat16": Counts(5202, 7628, 22109, 154),
+    "cuda, float32": Counts(5230, 7493, 14602, 162),
+    "cuda, bfloat16": Counts(5124, 7589, 14725, 143),
     "a token, float32": Counts(819, 857, 1518),
 }
 
@@ -110,22 +112,34 @@ def decoding_token():
 def count_steps(backend):
     """By name: the training steps by this backend; with aten, which a CPU uses, also a token."""
     launches, dtypes = [], {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+    def launch_count():
+        launches.extend(taken())
+        return len(launches)
+
+    taken = list  # the launches since the last question, of cuda
     with ExitStack() as stack:
         if backend == "triton":
             import precompile
 
             stack.enter_context(precompile.compiling(90, launches.append))
+        if backend == "cuda":
+            import emulator_build
+
+            taken = stack.enter_context(emulator_build.recording())
         found = {
-            f"{backend}, {name}": counts_of(training_step(backend, dtype), lambda: len(launches))
+            f"{backend}, {name}": counts_of(training_step(backend, dtype), launch_count)
             for name, dtype in dtypes.items()
         }
     return found | ({"a token, float32": decoding_token()} if backend == "aten" else {})
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_the_host_has_a_budget(backend):
+@pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
+def test_the_host_has_a_budget(backend, request):
     if backend == "triton":
         pytest.importorskip("triton")
+    if backend == "cuda":
+        request.getfixturevalue("emulator_library")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "KINETO_LOG_LEVEL": "99"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, __file__, backend]
