@@ -1,11 +1,11 @@
 """What the host does in a training step and in a decoding step, counted. Counts are equal on every machine.
 
 Operators are PyTorch's, those that operators call included. Python calls are those of functions, in fastattn's files
-and in all. Launches are Triton's. A step of 6 + 6 layers calls 63 ops: the bound of fastattn's calls is less than 63
-above what was found, so one more question in each op fails.
+and in all. Launches are those of fastattn's kernels. A step of 6 + 6 layers calls 63 ops: the bound of fastattn's calls
+is less than 63 above what was found, so one more question in each op fails.
 
-As a program, with the name of a backend, it prints what it finds. It runs in a separate process: Triton compiles for a GPU there
-(tools/precompile.py), and the memory that tests fill in torch.empty is not counted.
+As a program, with the name of a backend, it prints what it finds. It runs in a separate process: there Triton compiles
+for a GPU (tools/precompile.py), and the memory that tests fill in torch.empty is not counted.
 """
 
 import gc
