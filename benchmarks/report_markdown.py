@@ -143,7 +143,8 @@ def host_time(record: Record, cases: Sequence[Row]) -> Iterator[str]:
 
 def _host_time_cells(case: Row, row: Row) -> list[str]:
     if row["status"] != "ok":
-        return [case["case"], f"{row['provider']}: {row['reason']}", *["-"] * 6]
+        said = row["reason"] if row["status"] in ("refused", "timed out") else row["status"]
+        return [case["case"], f"{row['provider']}: {said}", *["-"] * 6]
     ms, share, launches = median(row, "both"), row["of_plain"]["both"], row["launches"]
     cells = [case["case"], row["provider"], *(format_ms(timed) for timed in row["timings"].values()), f"{share:.0%}"]
     if launches is None:
