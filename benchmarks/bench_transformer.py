@@ -1,7 +1,7 @@
 """One whole training step of the encoder-decoder, and its memory: by fastattn, and by PyTorch's alternatives.
 
     pytest benchmarks/bench_transformer.py --benchmark-only            the quick cases
-    python benchmarks/report.py --out DIR --only transformer memory
+    python benchmarks/report.py --out DIR --only transformer small_transformer memory
 
 Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends
 use FusedTransformer.loss, as its users do; the reference path and the rivals use torch's cross_entropy of their logits.
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import harness
 import models
 import torch
-from cases import MemoryCase, StepCase
+from cases import MemoryCase, SmallStepCase, StepCase
 from harness import Inputs, Provider, Refused, Run
 from result_files import LOSS_FROM_LOGITS, WITH_PADDING
 from torch import nn
@@ -166,6 +167,11 @@ def providers(device: torch.device) -> list[Provider]:
     return found
 
 
+def small_providers(device: torch.device) -> list[Provider]:
+    """Without what compiles: that takes minutes, for a step of milliseconds."""
+    return [provider for provider in providers(device) if not provider.later]
+
+
 def memory_providers(device: torch.device) -> list[Provider]:
     found = [provider("reference", backend="reference"), provider("default", default=True)]
     found += [provider(backend, backend=backend) for backend in (("aten", "triton") if device.type == "cuda" else ())]
@@ -181,6 +187,7 @@ BENCHMARK = harness.Benchmark(
     directions=("step",),
     hide_host=False,
 )
+SMALL = replace(BENCHMARK, name="small_transformer", case_type=SmallStepCase, providers=small_providers)
 MEMORY = harness.Benchmark(
     name="memory",
     case_type=MemoryCase,

@@ -381,6 +381,26 @@ class StepCase(ModelCase):
 
 
 @dataclass(frozen=True)
+class SmallStepCase(StepCase):
+    """A training step so small that on a CPU what Python does is a large part of it."""
+
+
+@dataclass(frozen=True)
+class HostTimeCase(ModelCase):
+    """The host's part of a training step without its optimizer. The tensors are so small that hardly anything else is
+    left."""
+
+    formula = (
+        "host time of forward, loss and backward, one thread, 16 target tokens on the CPU; the kernels of triton and "
+        "cuda are not launched, PyTorch's operators run"
+    )
+
+    @cached_property
+    def work(self) -> Work:
+        return {}  # no bound: nothing is computed
+
+
+@dataclass(frozen=True)
 class MemoryCase(StepCase):
     """The memory of one training step beyond weights and Adam's state, without padding."""
 

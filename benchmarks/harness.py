@@ -74,7 +74,8 @@ class Provider(NamedTuple):
 
     ours: a backend of fastattn, whose failure fails the report; the failure of a rival is only recorded. later: it
     needs long preparation, as torch.compile does; it is measured this many cases after the others, and never in quick
-    runs. compared: False where it has its own weights, so only its speed can be compared.
+    runs. compared: False where it has its own weights, so only its speed can be compared. ends_process: after it the
+    process can measure nothing else.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Provider(NamedTuple):
     ours: bool = True
     later: int = 0
     compared: bool = True
+    ends_process: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Benchmark:
     case_type: the class of its cases. inputs: (case, device) -> Inputs. rates: units shown in the tables. directions:
     what is timed; none where only the peak memory of a Run's last call matters. part: (case, name, tensor) -> the part
     of an input, of the result "out" or of a gradient that is compared, where all of it would be too much. hide_host:
-    see timing.measure_in_turn; False where the user waits for the host too.
+    see timing.measure_in_turn; False where the user waits for the host too. measure: (checked, provider, budget_s) ->
+    the row of what ran, where `check_and_time` is not the way.
     """
 
     name: str
@@ -102,6 +105,7 @@ class Benchmark:
     directions: tuple[str, ...] = ("forward", "backward", "both")
     part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
     hide_host: bool = True
+    measure: Callable[[Checked, Provider, float], dict[str, Any]] | None = None
 
 
 Arguments = Callable[[Any, Inputs, float], dict[str, Any]]  # (case, inputs, dropout_p) -> arguments besides the leaves
@@ -254,31 +258,9 @@ def _results(run: Run) -> dict[str, Tensor]:
 
 
 def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> dict[str, Any]:
-    """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": ..., "reason": ...}.
-
-    Samples alternate with those of fastattn's default; "speed" is how many times that fits into the provider's time.
-    """
-    device, case = checked.device, checked.case
+    """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": ..., "reason": ...}."""
     try:
-        ratio = checked.error_over_bound(provider) if provider.compared else None
-        if ratio is not None and not ratio <= 1:
-            return {"status": "wrong result", "reason": f"error is {ratio:.3g} x its bound"}
-        run = provider.make(case, checked.inputs, case.dropout_p)
-        row = {"status": "ok", "error_over_bound": ratio, "timings": {}}
-        alone = run.notes.get("default") or not checked.benchmark.directions
-        default_run = None if alone else checked.default()
-        for direction in checked.benchmark.directions:
-            calls = [run.timed[direction], *([default_run.timed[direction]] if default_run else [])]
-            timed, *default = timing.measure_in_turn(calls, device, budget_s, checked.benchmark.hide_host)
-            row["timings"][direction] = timed._asdict()
-            if device.type == "cuda" and direction == "step":
-                row["timings"][direction]["device_ms"] = timing.measure(calls[0], device, budget_s).median_ms
-            if default:
-                row.setdefault("speed", {})[direction] = timed.median_ms / default[0].median_ms
-        *_, last = run.timed.values()
-        if not checked.benchmark.directions:
-            last()  # what only the first call allocates, an optimizer's state, does not count
-        return row | {"peak_mib": timing.peak_mib(last, device)} | run.notes
+        return (checked.benchmark.measure or check_and_time)(checked, provider, budget_s)
     except Refused as refused:
         return {"status": "refused", "reason": str(refused)}
     except Exception as error:  # recorded: the other providers are still measured
@@ -286,3 +268,30 @@ def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> d
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             return {"status": "out of memory", "reason": first_line}
         return {"status": "failed", "reason": first_line}
+
+
+def check_and_time(checked: Checked, provider: Provider, budget_s: float) -> dict[str, Any]:
+    """The row, "ok" or "wrong result".
+
+    Samples alternate with those of fastattn's default; "speed" is how many times that fits into the provider's time.
+    """
+    device, case = checked.device, checked.case
+    ratio = checked.error_over_bound(provider) if provider.compared else None
+    if ratio is not None and not ratio <= 1:
+        return {"status": "wrong result", "reason": f"error is {ratio:.3g} x its bound"}
+    run = provider.make(case, checked.inputs, case.dropout_p)
+    row: dict[str, Any] = {"status": "ok", "error_over_bound": ratio, "timings": {}}
+    alone = run.notes.get("default") or not checked.benchmark.directions
+    default_run = None if alone else checked.default()
+    for direction in checked.benchmark.directions:
+        calls = [run.timed[direction], *([default_run.timed[direction]] if default_run else [])]
+        timed, *default = timing.measure_in_turn(calls, device, budget_s, checked.benchmark.hide_host)
+        row["timings"][direction] = timed._asdict()
+        if device.type == "cuda" and direction == "step":
+            row["timings"][direction]["device_ms"] = timing.measure(calls[0], device, budget_s).median_ms
+        if default:
+            row.setdefault("speed", {})[direction] = timed.median_ms / default[0].median_ms
+    *_, last = run.timed.values()
+    if not checked.benchmark.directions:
+        last()  # what only the first call allocates, an optimizer's state, does not count
+    return row | {"peak_mib": timing.peak_mib(last, device)} | run.notes

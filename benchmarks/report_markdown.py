@@ -26,12 +26,15 @@ from result_files import (
 
 README, RESULTS = result_files.ROOT / "README.md", result_files.ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
-PLAIN, HUGGING_FACE = "plain PyTorch", "Hugging Face Marian"
+PLAIN = "plain PyTorch"
+NAMED_RIVAL = {"step": PLAIN, "decode": "Hugging Face Marian"}  # it has a column, also where another one is faster
 HOW_TIMED = """\
 An op's time is the GPU's alone, a whole model's is what its user waits for. In parentheses: the host's time, and, of a
 training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 4
+HOST_TIME = "host_time"
+LAUNCH_US = 4  # what a launch adds to the host time, about
 
 
 def brief(row: Row) -> str:
@@ -81,6 +84,9 @@ def summary(record: Record) -> Iterator[str]:
         cases = [case for case in record["cases"] if case["op"] == name and case_rows(record, case)]
         if not cases:
             continue
+        if name == HOST_TIME:
+            yield from host_time(record, cases)
+            continue
         if op["directions"]:
             direction = op["directions"][-1]
             done = {
@@ -90,10 +96,10 @@ def summary(record: Record) -> Iterator[str]:
                 "decode": "one batch",
             }[direction]
             header = ["case", "fastattn, ms", "fastest other", "of the bound", "reference path"]
+            if direction in NAMED_RIVAL:
+                header.insert(3, NAMED_RIVAL[direction])
             if direction == "step":
-                header[3:3] = ["with their own loss", "by dropping padding"]
-            if direction == "decode":
-                header.insert(3, HUGGING_FACE)
+                header[4:4] = ["with their own loss", "by dropping padding"]
             body = [_speed_cells(record, case, direction) for case in cases]
         else:
             done = "at its peak, of one training step beyond weights and Adam's state"
@@ -109,12 +115,12 @@ def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
     other = fastest_other(rows, direction)
     ours = format_ms(default_row(rows)["timings"][direction]) if ms else "-"
     cells = [case["case"], ours, f"{format_times(other[0])} {other[1]}" if other else "-"]
+    if direction in NAMED_RIVAL:
+        cells.append(format_times(slowdown(rows, provider_row(rows, NAMED_RIVAL[direction]), direction)))
     if direction == "step":
         own_loss = slowdown(rows, provider_row(rows, LOSS_FROM_LOGITS), direction)
         cells.append(format_times(other[0] / own_loss if other and own_loss else None))
         cells.append(format_times(slowdown(rows, provider_row(rows, WITH_PADDING), direction)))
-    if direction == "decode":
-        cells.append(format_times(slowdown(rows, provider_row(rows, HUGGING_FACE), direction)))
     reference = slowdown(rows, provider_row(rows, "reference"), direction)
     return [*cells, format_share(bound_ms(record, case, direction), ms), format_times(reference)]
 
@@ -127,6 +133,25 @@ def _memory_cells(record: Record, case: Row) -> list[str]:
     return [case["case"], f"{ours:.1f}" if ours else "-", *ratios]
 
 
+def host_time(record: Record, cases: Sequence[Row]) -> Iterator[str]:
+    """A line for each provider of each case."""
+    yield from ("", f"**{HOST_TIME}**, of one training step, without the launches of triton and cuda", "")
+    header = ["case", "provider", "forward, ms", "backward, ms", "both, ms"]
+    header += [f"of {PLAIN}", "launches", f"with {LAUNCH_US} us for each"]
+    yield from table(header, [_host_time_cells(case, row) for case in cases for row in case_rows(record, case)])
+
+
+def _host_time_cells(case: Row, row: Row) -> list[str]:
+    if row["status"] != "ok":
+        said = row["reason"] if row["status"] in ("refused", "timed out") else row["status"]
+        return [case["case"], f"{row['provider']}: {said}", *["-"] * 6]
+    ms, share, launches = median(row, "both"), row["of_plain"]["both"], row["launches"]
+    cells = [case["case"], row["provider"], *(format_ms(timed) for timed in row["timings"].values()), f"{share:.0%}"]
+    if launches is None:
+        return [*cells, "-", "-"]
+    return [*cells, f"{launches}", f"{share * (1 + launches * LAUNCH_US / 1e3 / ms):.0%}"]
+
+
 def how_to_read() -> str:
     return (
         "Over 1x: fastattn's default is faster, or needs less memory, than the column's name.\n"
@@ -134,7 +159,8 @@ def how_to_read() -> str:
         "only changes the import and computes the loss from the logits. By dropping padding: how much longer\n"
         "fastattn needs when it computes the padding too, which is that part of its gain. Of the bound: the least\n"
         "time that the FLOPs and bytes of the case need at this machine's ceilings, as a share of the measured time.\n"
-        "The reference path is the specification, not a rival."
+        "The reference path is the specification, not a rival. Host time: what Python and PyTorch do around launches,\n"
+        f"in one thread, also as a share of what {PLAIN} needs. PyTorch's operators do run, on 16 target tokens."
     )
 
 
@@ -207,7 +233,8 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
             cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
             cells += [format_share(bound_ms(record, case, last), ms), format_times(slowdown(rows, row, last))]
         ratio = row["error_over_bound"]
-        body.append([*cells, "-" if ratio is None else f"{ratio:.2f}", f"{row['peak_mib']:.1f}"])
+        mib = row["peak_mib"]
+        body.append([*cells, "-" if ratio is None else f"{ratio:.2f}", "-" if mib is None else f"{mib:.1f}"])
     if body:
         yield from table(header, body)
     if refused:
@@ -240,18 +267,37 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
-    """The README's table: the first training steps of the first record."""
+    """The README's table: the first training steps of the first record; then the host time of the first that has it."""
     if not found:
         return NO_GPU + "\n"
     path, record = found[0]
     cases = [case for case in record["cases"] if "step" in case["work"] and case_rows(record, case)][:README_ROWS]
-    body = [_speed_cells(record, case, "step")[:5] for case in cases]
+    body = [[cells[column] for column in (0, 1, 2, 4, 5)] for cells in (_speed_cells(record, c, "step") for c in cases)]
     lines = [] if _on_gpu(record) else [NO_GPU, ""]
     lines += [f"On {machine(record)}, {record['environment']['date'][:10]}"]
     lines += [f"([record](benchmarks/results/{path.name})):", ""]
     header = ["one training step", "fastattn, ms", "speed-up over the best alternative", "without `model.loss`"]
     lines += table([*header, "share from skipping padding"], body)
+    lines += next((["", *said] for path, record in found if (said := _host_time_figures(path, record))), [])
     return "\n".join(lines) + "\n"
+
+
+def _host_time_figures(path: Path, record: Record) -> list[str]:
+    """A sentence about fastattn's backends, as lines; none where the record has no host time."""
+    cases = [case for case in record["cases"] if case["op"] == HOST_TIME]
+    shares: dict[str, list[str]] = {}
+    for case in cases:
+        for row in case_rows(record, case):
+            if row["ours"] and row["status"] == "ok":
+                shares.setdefault(row["provider"], []).append(f"{row['of_plain']['both']:.0%} in {case['dtype']}")
+    if not shares:
+        return []
+    layers = cases[0]["case"].partition(" d")[0]
+    return [
+        f"Host time of a training step of {layers}, without launches, as a share of what the public model needs:",
+        "; ".join(f"`{backend}` {', '.join(found)}" for backend, found in shares.items()),
+        f"([record](benchmarks/results/{path.name})).",
+    ]
 
 
 def with_figures(readme: str, text: str) -> str:

@@ -129,7 +129,7 @@ def run_jobs(connection: Connection, task: Task) -> None:
                 continue
         provider = next(provider for provider in current[1].providers if provider.name == name)
         row = harness.measure_provider(current[1], provider, task.budget_s)
-        connection.send((row, _empty_cache(device)))
+        connection.send((row, _empty_cache(device) and not provider.ends_process))
 
 
 def _empty_cache(device: torch.device) -> bool:

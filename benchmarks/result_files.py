@@ -132,11 +132,12 @@ def default_row(rows: Sequence[Row]) -> Row | None:
 
 
 def bound_ms(record: Record, case: Row, direction: str) -> float | None:
-    """The least time that the work can take on this machine, by its ceilings; None where they were not measured."""
+    """The least time that the work can take on this machine, by its ceilings; None where they were not measured, or the
+    work is not that of the machine."""
     flop_per_s = (record["ceilings"] or {"flop_per_s": {}})["flop_per_s"].get(case["dtype"])
-    if flop_per_s is None:
+    work = case["work"].get(direction)
+    if flop_per_s is None or work is None:
         return None
-    work = case["work"][direction]
     return 1e3 * max(work["flop"] / flop_per_s, work["byte"] / record["ceilings"]["byte_per_s"])
 
 

@@ -1,7 +1,7 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
 quick: seconds on one core, for tests. cpu: about an hour on two cores. Most of it is torch.compile, which comes last:
-ten minutes are enough for the rest. cuda: a data-centre GPU.
+13 minutes are enough for the rest. cuda: a data-centre GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import bench_decode_attention
 import bench_decoding
 import bench_embed_layer_norm
 import bench_feed_forward
+import bench_host_time
 import bench_linear_cross_entropy
 import bench_transformer
 import torch
@@ -27,8 +28,10 @@ from cases import (
     DecodingCase,
     EmbedCase,
     FeedForwardCase,
+    HostTimeCase,
     MemoryCase,
     NormCase,
+    SmallStepCase,
     StepCase,
 )
 from harness import Benchmark
@@ -62,6 +65,10 @@ def _decode_attention(dtype: torch.dtype) -> list[DecodeAttentionCase]:
     ]
 
 
+# (layers, d_model, batch, length): a CPU computes a step in some 5 to 60 ms, so Python's part shows.
+_SMALL = ((2, 64, 16, 10), (2, 128, 16, 16), (2, 96, 48, 20), (3, 128, 64, 20))
+_HOST_TIME = (2, 8, 6, 64, 128, 4, 100)  # as many layers as the base model, hardly any work
+
 QUICK = [
     StepCase(6, 12, 1, 32, 64, 2, 50),  # enough padding for the default to drop it
     StepCase(2, 12, 1, 32, 64, 2, 50, BF16),
@@ -78,6 +85,8 @@ QUICK = [
     DecodeAttentionCase(2, 3, 20, 2, 16, "of beams"),
     DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
     MemoryCase(2, 12, 1, 32, 64, 2, 50),
+    SmallStepCase(6, 12, 1, 32, 64, 2, 50),
+    HostTimeCase(2, 8, 1, 32, 64, 2, 50),
 ]
 
 
@@ -93,6 +102,8 @@ def _dropped(*cases: AttentionCase) -> list[Case]:
 
 CPU = [
     *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000), StepCase(8, 64, 6, 512, 2048, 8, 8000)),
+    *_in_both(*(SmallStepCase(batch, length, n, d, 4 * d, 4, 1000) for n, d, batch, length in _SMALL)),
+    *_in_both(HostTimeCase(*_HOST_TIME)),
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "padding")),
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
     *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000, by_length=True), StepCase(2, 512, 2, 256, 1024, 4, 8000)),
@@ -167,6 +178,7 @@ CUDA = [
     FeedForwardCase(8192, 1024, 2752, "swiglu", BF16),
     CrossEntropyCase(8192, 512, 32000, BF16, smoothing=0.0),
     CrossEntropyCase(8192, 1024, 32000, BF16),
+    *_in_both(SmallStepCase(64, 20, 3, 128, 512, 4, 1000), HostTimeCase(*_HOST_TIME)),
 ]
 
 TABLES: dict[str, list[Case]] = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}
@@ -174,6 +186,7 @@ TABLES: dict[str, list[Case]] = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}
 
 BENCHMARKS: tuple[Benchmark, ...] = (
     bench_transformer.BENCHMARK,
+    bench_transformer.SMALL,
     bench_transformer.MEMORY,
     bench_attention.BENCHMARK,
     bench_add_layer_norm.BENCHMARK,
@@ -182,6 +195,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     bench_embed_layer_norm.BENCHMARK,
     bench_decode_attention.BENCHMARK,
     bench_decoding.BENCHMARK,
+    bench_host_time.BENCHMARK,
 )
 
 

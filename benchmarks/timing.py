@@ -64,11 +64,12 @@ def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float, hi
     sample(1)
     turn_s = max(time.perf_counter() - start, 1e-6)
     found = sample(max(7, min(200, int(budget_s * len(calls) / turn_s))))
-    quartiles = [statistics.quantiles(samples, n=4, method="inclusive") for samples in found]
-    return [
-        Timing(min(s), *q, len(s), None if seconds is None else seconds * 1e6)
-        for s, q, seconds in zip(found, quartiles, host, strict=True)
-    ]
+    return [summarised(samples, seconds) for samples, seconds in zip(found, host, strict=True)]
+
+
+def summarised(samples_ms: list[float], host_s: float | None = None) -> Timing:
+    quartiles = statistics.quantiles(samples_ms, n=4, method="inclusive")
+    return Timing(min(samples_ms), *quartiles, len(samples_ms), None if host_s is None else host_s * 1e6)
 
 
 def _sample_on_cpu(calls: list[Call], count: int) -> list[list[float]]:

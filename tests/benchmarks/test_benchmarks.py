@@ -14,6 +14,7 @@ from typing import Any
 
 import attention_rivals
 import bench_attention
+import bench_host_time
 import bench_transformer
 import cases
 import gpu_clock
@@ -134,7 +135,7 @@ def test_a_model_on_a_gpu_is_timed_as_its_user_waits(monkeypatch: pytest.MonkeyP
     run = harness.Run(dict, {"step": step, "both": step}, {"default": True})
     provider, case = harness.Provider("x", lambda *_: run, compared=False), SimpleNamespace(dropout_p=0.0)
     for direction, text in (("step", "step 3 (host 2, GPU 1) ms"), ("both", "both 1 (host 2) ms")):
-        benchmark = SimpleNamespace(directions=(direction,), hide_host=direction == "both")
+        benchmark = SimpleNamespace(directions=(direction,), hide_host=direction == "both", measure=None)
         checked = SimpleNamespace(benchmark=benchmark, case=case, inputs=None, device=gpu_clock.DEVICE)
         assert report_markdown.brief(harness.measure_provider(checked, provider, 0.01)) == text
 
@@ -170,6 +171,16 @@ def test_a_step_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_loss = models.fused_loss
     monkeypatch.setattr(models, "fused_loss", lambda *given: 1.1 * (loss := fused_loss(*given)) - 0.1 * loss.detach())
     assert harness.measure_provider(checked, bench_transformer.provider("x"), 0.01)["status"] == "wrong result"
+
+
+def test_host_time_is_a_share_of_the_public_models() -> None:
+    checked, threads = quick_check(bench_host_time.BENCHMARK), torch.get_num_threads()
+    aten = next(provider for provider in checked.providers if provider.name == "aten")
+    row = harness.measure_provider(checked, aten, 0.0)
+    forward, backward, both = (row["timings"][direction] for direction in bench_host_time.BENCHMARK.directions)
+    assert forward["min_ms"] + backward["min_ms"] <= both["min_ms"] and both["samples"] == bench_host_time.LEAST
+    assert row["of_plain"]["both"] > 0.1 and row["launches"] is None
+    assert torch.get_num_threads() == threads
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:

@@ -61,12 +61,14 @@ def test_a_report_of_one_op_goes_on_and_is_compared(
 def test_a_report_of_everything(tmp_path: Path) -> None:
     """Every quick case by every provider is right and timed."""
     command = [sys.executable, BENCHMARKS / "report.py", "--out", tmp_path, "--quick", "--device", "cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}  # host_time needs Triton's launch path
     done = subprocess.run([*command, "--minutes", "10"], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     record = record_in(tmp_path)
     assert record["missing"] == 0
-    assert {row["op"] for row in record["rows"]} == {case["op"] for case in record["cases"]} and len(record["ops"]) == 9
+    assert {row["op"] for row in record["rows"]} == {case["op"] for case in record["cases"]} and len(
+        record["ops"]
+    ) == 11
     for row in record["rows"]:
         assert row["status"] in ("ok", "refused"), row
     for case in record["cases"]:
@@ -200,12 +202,12 @@ def record() -> dict[str, Any]:
 def test_tables_and_plots_of_a_record(record: dict[str, Any], tmp_path: Path) -> None:
     """Of 40 ms; the bound is 2e9 / 1e11 s = 20 ms; what was measured alternately counts before the medians."""
     text = report_markdown.write_report(record, tmp_path).read_text()
-    assert "| a step | 40 | 1.50x torch.compile of plain PyTorch | 1.20x | 1.20x | 50% | 2.50x |\n" in text
+    assert "| a step | 40 | 1.50x torch.compile of plain PyTorch | 1.90x | 1.20x | 1.20x | 50% | 2.50x |\n" in text
     assert "| step of 64 | 96.0 | - | 2.00x |\n" in text
     assert "## transformer" in text and "## memory" in text and "## attention" not in text  # of which there is no case
     assert "![memory.png](memory.png)" in text and (tmp_path / "memory.png").stat().st_size > 10_000
     record["rows"][4]["status"] = "failed"
-    line = "| a step | 40 | 1.90x plain PyTorch | 1.52x | 1.20x | 50% | 2.50x |"
+    line = "| a step | 40 | 1.90x plain PyTorch | 1.90x | 1.52x | 1.20x | 50% | 2.50x |"
     assert line in report_markdown.summary(record)
 
 
@@ -233,6 +235,38 @@ def test_compare_flags_what_is_beyond_the_quartiles(
     assert status == 1 and "default, memory: 384.0 -> 500.0 MiB more" in said
     status, said = compared(lambda rows: rows[1].update(status="failed", reason="planted"))
     assert status == 1 and "ok -> failed planted" in said
+
+
+def with_host_time(record: dict[str, Any]) -> dict[str, Any]:
+    """A record that has nothing but the host time of one case."""
+
+    def row(provider: str, ms: float, launches: int | None, ours: bool = True) -> dict[str, Any]:
+        timings = {direction: timed(ms) for direction in ("forward", "backward")} | {"both": timed(2 * ms)}
+        more = {"timings": timings, "of_plain": {"both": ms / 8}, "launches": launches, "error_over_bound": None}
+        return {"provider": provider, "ours": ours, "status": "ok", "peak_mib": None} | more
+
+    missing = {"provider": "cuda", "ours": True, "status": "refused", "reason": "not yet"}
+    found = [row("plain PyTorch", 8.0, None, ours=False), row("triton", 4.0, 150), missing]
+    directions = ["forward", "backward", "both"]
+    case = {"op": "host_time", "case": "6+6 layers d64/128 fp32", "dtype": "fp32", "series": None, "work": {}}
+    return record | {
+        "ops": {"host_time": {"formula": "h", "directions": directions, "rates": []}},
+        "cases": [case],
+        "rows": [{"op": case["op"], "case": case["case"]} | row for row in found],
+    }
+
+
+def test_host_time_is_a_table_and_a_sentence(record: dict[str, Any], tmp_path: Path) -> None:
+    """150 launches of 4 us are 0.6 of 8 ms."""
+    hosts = with_host_time(record)
+    text = report_markdown.write_report(hosts, tmp_path).read_text()
+    assert "| 6+6 layers d64/128 fp32 | plain PyTorch | 8 | 8 | 16 | 100% | - | - |\n" in text
+    assert "| 6+6 layers d64/128 fp32 | triton | 4 | 4 | 8 | 50% | 150 | 54% |\n" in text
+    assert "| 6+6 layers d64/128 fp32 | cuda: not yet | - | - | - | - | - | - |\n" in text
+    both = [(Path("report_a.json"), record), (Path("report_b.json"), hosts)]
+    said = report_markdown.figures(both)
+    assert "| a step | 40 |" in said and "of 6+6 layers" in said and "\n`triton` 50% in fp32\n" in said
+    assert "results/report_b.json" in said and "`triton`" not in report_markdown.figures(both[:1])
 
 
 def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> None:

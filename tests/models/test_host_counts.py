@@ -1,0 +1,161 @@
+"""What the host does in a training step and in a decoding step, counted. Counts are equal on every machine.
+
+Operators are PyTorch's, those that operators call included. Python calls are those of functions, in fastattn's files
+and in all. Launches are those of fastattn's kernels. A step of 6 + 6 layers calls 63 ops: the bound of fastattn's calls
+is less than 63 above what was found, so one more question in each op fails.
+
+As a program, with the name of a backend, it prints what it finds. It runs in a separate process: there Triton compiles
+for a GPU (tools/precompile.py), and the memory that tests fill in torch.empty is not counted.
+"""
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import ExitStack, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fastattn import FusedTransformer, generate
+
+
+class Counts(NamedTuple):
+    operators: int
+    own_calls: int  # in fastattn's files
+    calls: int  # the only count that depends on PyTorch's version, by some 3 %
+    launches: int = 0
+
+
+# What may be needed. Of a training step, and of one more token for one sentence, greedily, by 3 + 3 layers.
+BOUNDS = {
+    "aten, float32": Counts(9875, 5031, 11395),
+    "aten, bfloat16": Counts(10706, 5591, 12624),
+    "triton, float32": Counts(4438, 7240, 21411, 154),
+    "triton, bfloat16": Counts(5202, 7628, 22109, 154),
+    "cuda, float32": Counts(5230, 7493, 14602, 162),
+    "cuda, bfloat16": Counts(5124, 7589, 14725, 143),
+    "a token, float32": Counts(819, 857, 1518),
+}
+
+SIZES = dict(d_word_vec=64, d_model=64, d_inner=128, n_head=4, d_k=16, d_v=16, n_position=50)
+INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}  # no calls from Python 3.12 on
+
+
+def calls_of(function):
+    """(Python calls in fastattn's files, all Python calls)."""
+    folders = tuple(f"{Path(find_spec(name).origin).parent}{os.sep}" for name in ("fastattn", "fastattn.kernels"))
+    own = every = 0
+
+    def note(frame, event, _):
+        nonlocal own, every
+        if event == "call" and frame.f_code.co_name not in INLINED:
+            every += 1
+            own += frame.f_code.co_filename.startswith(folders)
+
+    gc.disable()  # it may call finalizers
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return own, every - 1  # without `function` itself
+
+
+def operators_of(function):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        function()
+    return sum(bool(re.fullmatch(r"\w+::\w+", event.name())) for event in profiled.profiler.kineto_results.events())
+
+
+def counts_of(function, launches=lambda: 0):
+    """launches: how many there were until now."""
+    for _ in range(2):  # the first compiles and fills caches
+        function()
+    before = launches()
+    function()
+    count = launches() - before
+    return Counts(operators_of(function), *calls_of(function), count)
+
+
+def training_step(backend, dtype):
+    src, trg = torch.randint(1, 100, (2, 8)), torch.randint(1, 100, (2, 9))
+    src[0, 5:], trg[0, 7:] = 0, 0
+    model = FusedTransformer(100, 100, 0, 0, n_layers=6, backend=backend, pack_padding=False, **SIZES)
+
+    def step():
+        with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+            loss = model.loss(src, trg[:, :-1], trg[:, 1:], 0.1)
+        loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def decoding_token():
+    """Between 16 and 32 tokens. So narrow, that no processor prepacks weights."""
+    model, src = FusedTransformer(100, 100, 0, 0, n_layers=3, **SIZES).eval(), torch.randint(3, 100, (1, 8))
+
+    def decode(tokens):
+        return lambda: generate.greedy(model, src, max_len=tokens, bos_idx=2, eos_idx=-1)
+
+    few, many = (counts_of(decode(tokens)) for tokens in (16, 32))
+    return Counts(*((b - a) / 16 for a, b in zip(few, many, strict=True)))
+
+
+def count_steps(backend):
+    """By name: the training steps by this backend; with aten, which a CPU uses, also a token."""
+    launches, dtypes = [], {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+    def launch_count():
+        launches.extend(taken())
+        return len(launches)
+
+    taken = list  # the launches since the last question, of cuda
+    with ExitStack() as stack:
+        if backend == "triton":
+            import precompile
+
+            stack.enter_context(precompile.compiling(90, launches.append))
+        if backend == "cuda":
+            import emulator_build
+
+            taken = stack.enter_context(emulator_build.recording())
+        found = {
+            f"{backend}, {name}": counts_of(training_step(backend, dtype), launch_count)
+            for name, dtype in dtypes.items()
+        }
+    return found | ({"a token, float32": decoding_token()} if backend == "aten" else {})
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
+def test_the_host_has_a_budget(backend, request):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    if backend == "cuda":
+        request.getfixturevalue("emulator_library")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "KINETO_LOG_LEVEL": "99"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, __file__, backend]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = {name: Counts(*counts) for name, counts in json.loads(done.stdout.splitlines()[-1]).items()}
+    wrong = [
+        f"{name}: {count} {what}, bound {bound}: " + ("too many" if count > bound else "lower the bound")
+        for name, counts in found.items()
+        for what, count, bound in zip(Counts._fields, counts, BOUNDS[name], strict=True)
+        if not 0.8 * bound <= count <= bound
+    ]
+    assert not wrong, "\n".join([*wrong, *(f"{name}: {counts}" for name, counts in found.items())])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(json.dumps(count_steps(sys.argv[1])))
