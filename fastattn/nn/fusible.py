@@ -55,17 +55,18 @@ def is_unmodified(module: Any, kind: type, names: tuple[str, ...]) -> bool:
 
 def _are_unmodified(children: dict[str, Any], names: tuple[str, ...]) -> bool:
     for name in names:
-        if (child := children.get(name)) is None or type(child) not in _READ or type(child) is nn.Embedding:
+        child = children.get(name)
+        if (tensors := _READ.get(type(child))) is None or type(child) is nn.Embedding:
             return False
         own = child.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return False
-        parameters = own["_parameters"]
-        for tensor in _READ[type(child)]:
-            if type(parameters.get(tensor)) not in _PLAIN:
-                return False
         if "forward" in own:
             return False
+        parameters = own["_parameters"]
+        for tensor in tensors:
+            if type(parameters.get(tensor)) not in _PLAIN:
+                return False
     return True
 
 

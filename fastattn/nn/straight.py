@@ -69,11 +69,12 @@ class Attention(NamedTuple):
     """A call of a MultiHeadAttention.
 
     projections: w_qs, w_ks and w_vs, each (rows, d_model), or w_qs alone where keys and values come projected.
-    biases: theirs, (rows,) or None.     fc: (d_model, n_head * d_v).     sizes: B, L, n_head, n_head_kv, d_k, d_v.
+    biases: theirs, each (rows,); none or all.     fc: (d_model, n_head * d_v).
+    sizes: B, L, n_head, n_head_kv, d_k, d_v.
     """
 
     projections: tuple[Tensor, ...]
-    biases: Parameters
+    biases: tuple[Tensor, ...]
     fc: Tensor
     fc_bias: Tensor | None
     norm: Norm
@@ -89,15 +90,13 @@ class Attention(NamedTuple):
     @property
     def groups(self) -> tuple[Parameters, ...]:
         """What the products read. The tensors of a group are concatenated."""
-        return self.projections, self.biases, (self.fc,), (self.fc_bias,)
+        return self.projections, self.biases or (None,), (self.fc,), (self.fc_bias,)
 
     @property
     def joined(self) -> Parameters:
         """The groups, where nothing has to be cast."""
-        if len(self.projections) == 1:
-            return self.projections[0], self.biases[0], self.fc, self.fc_bias
-        bias = None if self.biases[0] is None else torch.cat(self.biases)
-        return torch.cat(self.projections), bias, self.fc, self.fc_bias
+        weight = torch.cat(self.projections) if len(self.projections) > 1 else self.projections[0]
+        return weight, torch.cat(self.biases) if self.biases else None, self.fc, self.fc_bias
 
     def by_formula(self, parameters: Iterator[Tensor | None]) -> Attention:
         """The same call by the plain formula, with other tensors for `parameters`."""
@@ -262,10 +261,11 @@ def _attention_call(
     if shape[2] != module.d_model or (mask is not None and mask.bias is not None):
         return None
     w_qs, fc, norm = children["w_qs"]._parameters, children["fc"]._parameters, _norm_call(plan, module, x)
-    projections, biases = (w_qs["weight"],), (w_qs["bias"],)
-    if keys is None:
-        w_ks, w_vs = children["w_ks"]._parameters, children["w_vs"]._parameters
-        projections, biases = (*projections, w_ks["weight"], w_vs["weight"]), (*biases, w_ks["bias"], w_vs["bias"])
+    maps = (w_qs,) if keys is not None else (w_qs, children["w_ks"]._parameters, children["w_vs"]._parameters)
+    projections = tuple([p["weight"] for p in maps])
+    biases = tuple([p["bias"] for p in maps if p["bias"] is not None])
+    if len(biases) not in (0, len(projections)):
+        return None
     if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
         return None
     (B, L, _), d_k, d_v = shape, module.d_k, module.d_v
@@ -577,11 +577,10 @@ def _attention_backward(
     )
     dx = torch.mm(dprojected, weight) if dresidual is None else torch.addmm(dresidual, dprojected, weight)
     rows = [len(w) for w in call.projections]
-    dweights = dbiases = (None,) * len(rows)
-    if any(w.requires_grad for w in call.projections):
+    dweights = (None,) * len(rows)
+    if any([w.requires_grad for w in call.projections]):
         dweights = torch.mm(dprojected.t(), x).split(rows)
-    if any(b is not None and b.requires_grad for b in call.biases):
-        dbiases = dprojected.sum(0).split(rows)
+    dbiases = dprojected.sum(0).split(rows) if call.biases else ()
     return dx, (*dweights, *dbiases, dfc)
 
 
