@@ -32,8 +32,8 @@ from fastattn._tracing import can_read_values
 from fastattn.backends import timings
 
 MIN_WORK = 1 << 20  # multiplications; below them the call itself counts, and PyTorch's costs less
-# To be packed a weight needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, twice as many for one row,
-# or calls need MANY_PRODUCTS.
+# To be packed a weight needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
+# MANY_PRODUCTS.
 MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 18, 1 << 21
 _PLAIN = (Tensor, torch.nn.Parameter)  # not other subclasses: distributed or quantised tensors
 

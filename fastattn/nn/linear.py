@@ -125,8 +125,8 @@ class _Joined(torch.autograd.Function):
 class PreparedLinears:
     """The linear maps of a loop such as decoding. Each map's weight is prepared once, at its first call.
 
-    On a CPU it is prepacked for oneDNN or transposed, see cpu_matmul.packing. Under torch.autocast it is cast: PyTorch keeps casts of
-    trainable weights only, until its context ends, and the feed-forward op would cast at every step.
+    On a CPU it is prepacked for oneDNN or transposed, see cpu_matmul.packing. Under torch.autocast it is cast: PyTorch
+    keeps casts of trainable weights only, until its context ends, and the feed-forward op would cast at every step.
     The maps, their devices and torch.autocast must not change while it is in use. Memory: the weights once more, where
     they are packed or cast.
     """
