@@ -221,6 +221,23 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
     compare(p, Results(out, lse, weights, *grads))
 
 
+@pytest.mark.parametrize("backend", ["triton"])
+def test_backward_into_given_memory(backend: str, device: torch.device) -> None:
+    """dq, dk and dv are written into views of one tensor, bit for bit as into their own memory."""
+    backend_call(backend, device)
+    p = make(H=2, D=16, Lq=37, mask="key_padding_holes", device=device)
+    kernels, mask = load_backend("attention", backend), AttentionMask(**p.mask)
+    first, *rest = (mask.prepare(37, 37, layout, device) for layout in kernels.mask_layouts(p.q, p.k, p.v, None))
+    out, lse = kernels.attention_fwd(p.q, p.k, p.v, None, first, p.scale, 0.0, None)
+    given = (p.dout, p.dlse, p.q, p.k, p.v, out, lse, None, tuple(rest), p.scale, 0.0, None, False)
+    B, H, L, D = p.q.shape
+    grads = torch.empty(B, L, 3, H, D, dtype=p.q.dtype, device=device).permute(2, 0, 3, 1, 4).unbind(0)
+    *found, _ = kernels.attention_bwd(*given, grads)
+    *expected, _ = kernels.attention_bwd(*given)
+    for memory, a, b in zip(grads, found, expected, strict=True):
+        assert a is memory and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 def test_gradcheck(backend: str, dropout_p: float, device: torch.device) -> None:
