@@ -313,10 +313,10 @@ class AttentionMask:
         Entries built during a CUDA graph's capture or a trace are cached only on masks built in the same one. Nothing
         is cached inside a transform of torch.func.
         """
-        state = _recording(device)
-        if state != self._made_while or is_transformed():
+        device = torch.device(device)
+        if _recording(device) != self._made_while or is_transformed():
             return build()
-        key = (*key, torch.device(device))
+        key = (*key, device)
         stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
         # A list and no dict: in a dict's key torch.compile would make a constant of a symbolic length.
         for cached_key, cached_stamp, value in self._cache:
@@ -375,10 +375,9 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
         )
 
 
-def _recording(device: torch.device | str | None) -> tuple[bool, bool]:
+def _recording(device: torch.device | None) -> tuple[bool, bool]:
     """Whether a function is being traced, and whether a CUDA graph is being captured."""
-    on_gpu = device is not None and torch.device(device).type == "cuda"
-    traced = torch.compiler.is_compiling()
+    traced, on_gpu = torch.compiler.is_compiling(), device is not None and device.type == "cuda"
     return traced, on_gpu and not traced and torch.cuda.is_current_stream_capturing()
 
 
@@ -388,8 +387,8 @@ def _version(t: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
-def _current_stream(device: torch.device | str) -> int:
-    if torch.compiler.is_compiling() or torch.device(device).type != "cuda":
+def _current_stream(device: torch.device) -> int:
+    if device.type != "cuda" or torch.compiler.is_compiling():
         return 0
     return torch.cuda.current_stream(device).cuda_stream
 
