@@ -176,7 +176,9 @@ def _attend_by_blocks(
 ) -> Tensor:
     (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
     acc = torch.float32 if dtype != torch.float64 else dtype
-    at_once = B * H * Lq * Lk * acc.itemsize <= BLOCK_BYTES
+    weights = B * H * Lq * Lk
+    at_once = weights * acc.itemsize <= BLOCK_BYTES
+    products = acc if weights <= MIN_WEIGHTS else dtype  # small products are slower in 16 bits
     score_mask = has_keys = unseen = None
     is_causal = False
     if mask is not None:
@@ -191,9 +193,9 @@ def _attend_by_blocks(
         k, v = _without_rows(k, unseen), _without_rows(v, unseen)
     # Contiguous once, for all products of both ways.
     if at_once:
-        q, k, v = q.reshape(B * H, Lq, -1), k.reshape(B * H, Lk, -1), v.reshape(B * H, Lk, -1)
+        q, k, v = (t.to(products).contiguous().flatten(0, 1) for t in (q, k, v))
         out = AttentionAtOnce.apply(q, k, v, score_mask, (B, H, Lq, Lk), softmax_scale, dropout_p, rng_state)
-        out = out.view(B, H, Lq, -1)
+        out = out.view(B, H, Lq, -1).to(dtype)
     else:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = BlockedAttention.apply(q, k, v, score_mask, is_causal, softmax_scale, dropout_p, rng_state)
