@@ -224,6 +224,8 @@ class AttentionMask:
 
     def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """Each dimension is 1, if nothing differs along it, or its full length."""
+        if self.attn_mask is not None and all(t is None for t in self._structure()[1:]) and not self.has_band:
+            return self.attn_mask
         i = torch.arange(Lq, device=device)[:, None]
         j = torch.arange(Lk, device=device)[None, :]
         keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -252,7 +254,8 @@ class AttentionMask:
         """For PyTorch's own operators: (masked, queries, keys), bool, each None if it is known to change nothing.
 
         masked (b, h, Lq, Lk): True = masked. No key is masked for a query without a visible key: its softmax would be
-            NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query.
+            NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query. None
+            where attn_mask or a bias alone hides them: these are finite.
         Every dimension but the last of masked may be 1 instead, and is then broadcast.
         """
         if self.bias is not None:  # it may hold -inf, and the next call may have another bias
@@ -265,12 +268,15 @@ class AttentionMask:
         keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
-        queries, keys = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
+        queries = keep.any(-1, keepdim=True)
+        excludes_keys = self.key_padding is not None or self.cu_seqlens_q is not None or self.has_band
+        keys = keep.any(-2).unsqueeze(-1) if excludes_keys else None
         masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators need all keys
         if not can_read_values(keep):
             return masked, queries, keys
         # On a CPU reading the values needs no synchronisation, and saves passes over the data.
-        return masked if masked.any() else None, None if queries.all() else queries, None if keys.all() else keys
+        keys = None if keys is None or keys.all() else keys
+        return masked if masked.any() else None, None if queries.all() else queries, keys
 
     def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
         """visible()'s masked as a tensor to add to the scores: -inf where masked is True, else 0."""

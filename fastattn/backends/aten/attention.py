@@ -89,8 +89,6 @@ def _attend(
     masked = has_keys = has_queries = None
     if mask is not None:
         masked, has_keys, has_queries = mask.visible(Lq, Lk, q.device)
-        if not _excludes_keys(mask):  # values that attn_mask or a bias alone masks are finite
-            has_queries = None
         if has_keys is not None:
             q = q.where(has_keys, 0)
 
@@ -156,7 +154,7 @@ def _block_mask(mask: AttentionMask, B: int, H: int, Lq: int, Lk: int, dtype: to
     """additive: in dtype."""
     masked, has_keys, has_queries = mask.visible(Lq, Lk, _CPU)
     unseen = None
-    if has_queries is not None and _excludes_keys(mask):
+    if has_queries is not None:
         unseen = (~has_queries).expand(B, H, Lk, 1).flatten().nonzero().squeeze(1)
     additive = None if masked is None else mask.additive(masked, Lq, Lk, dtype)
     return _BlockMask(masked, additive, has_keys, Lq == Lk and mask.has_band and mask.band(Lq, Lk)[1] <= 0, unseen)
@@ -238,17 +236,13 @@ def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
 
 
 def _uses_blocks(q: Tensor, k: Tensor, dropout_p: float) -> bool:
-    if not can_read_values(q) or not may_write_in_place():
+    if not can_read_values(q):
         return False
-    weights = q.shape[:3].numel() * k.shape[2]
+    B, H, Lq, _ = q.shape
+    weights = B * H * Lq * k.shape[2]
     if weights < MIN_WEIGHTS:
-        return dropout_p > 0 and weights > 0
-    return algorithm(q, k, dropout_p) == BLOCKED
-
-
-def _excludes_keys(mask: AttentionMask) -> bool:
-    """Whether padding, packing or a band may exclude a key for all queries, which may then be NaN."""
-    return mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band
+        return dropout_p > 0 and weights > 0 and may_write_in_place()
+    return algorithm(q, k, dropout_p) == BLOCKED and may_write_in_place()
 
 
 def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:

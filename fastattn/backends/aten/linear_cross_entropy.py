@@ -46,7 +46,7 @@ def linear_cross_entropy_bwd(
     *rest: Any,
 ) -> chunks.Gradients:
     """As fastattn.backends.cross_entropy_chunks.backward, which has the arguments."""
-    tokens, (x, target, valid_index) = len(target), _without_ignored(x, target, ignore_index)
+    tokens, (x, target, valid_index, ignore_index) = len(target), _without_ignored(x, target, ignore_index)
     if valid_index is not None and dloss.dim() > 0:
         dloss = dloss.index_select(0, valid_index)
     call = (x, weight, bias, target, label_smoothing, ignore_index, *rest)
