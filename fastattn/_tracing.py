@@ -38,7 +38,7 @@ def needs_formula(*doutputs: Tensor | None) -> bool:
 
 def can_read_values(t: Tensor) -> bool:
     """Whether values may be read: they exist, and on a CPU, where reading needs no synchronisation."""
-    return t.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
+    return t.is_cpu and not torch.compiler.is_compiling() and not is_transformed()
 
 
 def may_write_in_place() -> bool:

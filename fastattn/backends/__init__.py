@@ -161,14 +161,17 @@ def default_order(device: torch.device) -> tuple[str, ...]:
 
 def recorded_choice(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> str | None:
     """The backend that a record of this device names for such a call, or None. See fastattn/backends/timings.py."""
-    name = timings.choice(op_name, device.type, lambda: OPS[op_name].call_class(*op_args), device.index)
+    choices = timings.choices(op_name, device.type, device.index)
+    name = choices.get(OPS[op_name].call_class(*op_args)) if choices else None
     return name if name in BACKENDS else None
 
 
 def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
     """The backends in the order in which this call asks them, each once."""
-    order, name = default_order(device), recorded_choice(op_name, device, op_args)
-    return order if name is None else (name, *(other for other in order if other != name))
+    order = default_order(device)
+    if (name := recorded_choice(op_name, device, op_args)) is None:
+        return order
+    return (name, *(other for other in order if other != name))
 
 
 @torch.compiler.assume_constant_result  # torch.compile traces no import
@@ -218,14 +221,16 @@ def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend
     """The backend for this call, asked once whether it supports it. RuntimeError if the one asked for does not."""
     name, source = requested(backend)
     key = OPS[op_name].backend_module
+    entries = REGISTRY[key]
     if name is not None:
         if (reason := unsupported_reason(key, name, op_args)) is not None:
             op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
-        return REGISTRY[key][name]
+        return entries[name]
     for name in automatic_order(op_name, device, op_args):
-        if unsupported_reason(key, name, op_args) is None:
-            return REGISTRY[key][name]
+        entry = entries[name]
+        if (entry.takes_all and not is_transformed()) or unsupported_reason(key, name, op_args) is None:
+            return entry
     raise AssertionError("unreachable: the reference supports every call")
 
 

@@ -1,9 +1,11 @@
 """Matrix products in float32 on a CPU, by oneDNN where it is faster than the library that PyTorch uses.
 
-PyTorch's float32 products on x86 are MKL's, which use half of the speed of AMD's processors. Measured on two
-cores of an AMD EPYC with AVX-512, torch 2.13, GFLOP/s of F.linear and of oneDNN's: 336 x 512 -> 512: 194 and 452;
-336 x 512 -> 2048: 214 and 489; 307 x 256 -> 768: 224 and 483; 3000 x 512 -> 2048: 196 and 478. oneDNN reads transposed
-views equally fast, so the two products of the backward gain as much. In 16 bits PyTorch uses oneDNN itself.
+PyTorch's float32 products on x86 are MKL's, which on AMD's processors compute 256 bits at a time. From Zen 5 on that is
+half of their speed. Measured on two cores of an AMD EPYC of that kind, torch 2.13, GFLOP/s of F.linear and of oneDNN's:
+336 x 512 -> 512: 194 and 452; 336 x 512 -> 2048: 214 and 489; 307 x 256 -> 768: 224 and 483; 3000 x 512 -> 2048: 196
+and 478. oneDNN reads transposed views equally fast, so the two products of the backward gain as much. On Zen 4, whose
+AVX-512 computes 256 bits at a time too, 320 x 512 -> 512 runs at 202 and 216, and the three products of 1280 x 128 ->
+128 take 658 us by F.linear and 759. In 16 bits PyTorch uses oneDNN itself.
 
 Weights that many calls read, as in decoding, can be prepacked: MKL's product packs its weights at every call, oneDNN's
 reads weights that were packed before. Measured as above, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and
@@ -31,10 +33,11 @@ from torch import Tensor
 from fastattn._tracing import can_read_values
 from fastattn.backends import timings
 
-MIN_WORK = 1 << 20  # multiplications; below them the call itself counts, and PyTorch's costs less
+MIN_WORK = 1 << 22  # multiplications; below them the call itself counts, and PyTorch's costs less
 # To be packed a weight needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
 # MANY_PRODUCTS.
 MIN_WEIGHTS, MIN_PRODUCTS, MANY_PRODUCTS = 1 << 16, 1 << 18, 1 << 21
+ZEN_5 = 26  # the processor's family
 _PLAIN = (Tensor, torch.nn.Parameter)  # not other subclasses: distributed or quantised tensors
 
 
@@ -73,7 +76,7 @@ def choice() -> str:
 
 @functools.cache
 def _rule() -> str:
-    amd = "AMD" in timings.device_name("cpu")
+    amd = "AMD" in timings.device_name("cpu") and timings.cpu_family() >= ZEN_5
     fast = amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkl.is_available()
     return "oneDNN" if fast and has_onednn() else "PyTorch"
 

@@ -34,6 +34,7 @@ class RowKernel(NamedTuple):
 
     cross_entropy_rows(logits, bias, target, losses, dloss, count, label_smoothing, ignore_index, logit_scale,
     needs_gradient) writes losses and, if asked, the gradient in place of logits. It adds the bias and scales.
+    count: what a mean divides by, else None. A number where ignore_index is None: no row is ignored.
     empty_logits(rows, n_class, like): memory for the logits.
     scaled_logits(x, weight, bias, logit_scale): instead, logits to which the bias was added, and which were scaled.
     ignored_rows_are_zero: the backend passes x without the rows of ignored targets, or with zeros there.
@@ -71,32 +72,38 @@ def _losses_and_grads(
     bias: Tensor | None,
     target: Tensor,
     label_smoothing: float,
-    ignore_index: int,
+    ignore_index: int | None,
     logit_scale: float,
     reduction: str,
     needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor | None, Gradients]:
+) -> tuple[Tensor, Tensor | int | None, Gradients]:
     """Losses (tokens,); the count that a mean divides by, or None; the gradients that `needs` asks for, else None.
 
     x (tokens, d), target (tokens,), both contiguous. dloss: (tokens,) if reduction is "none", else (); None is 1.
     """
     tokens, options = len(target), (label_smoothing, ignore_index, logit_scale)
-    valid = target != ignore_index
-    count = valid.sum() if reduction == "mean" else None
+    valid = count = None
+    if ignore_index is not None:
+        valid = target != ignore_index
+    if reduction == "mean":
+        count = tokens if valid is None else valid.sum()
     bias = None if bias is None else bias.contiguous()
     acc = torch.promote_types(x.dtype, torch.float32)
     losses = torch.empty(tokens, dtype=acc, device=x.device)
     dx, dweight, dbias = [], None, None
     step = max(LOGITS_BYTES // (len(weight) * x.element_size()), 1)
     for start in range(0, max(tokens, 1), step):  # at least once: gradients of no tokens are 0
-        rows = slice(start, start + step)
-        logits = kernel.logits(x[rows], weight, bias, logit_scale)
-        row_dloss = dloss if dloss is None or dloss.dim() == 0 else dloss[rows]
-        kernel.cross_entropy_rows(logits, bias, target[rows], losses[rows], row_dloss, count, *options, any(needs))
+        part = x, target, losses, dloss
+        if tokens > step:
+            part = (t if t is None or t.dim() == 0 else t[start : start + step] for t in part)
+        x_rows, target_rows, losses_rows, dloss_rows = part
+        logits = kernel.logits(x_rows, weight, bias, logit_scale)
+        kernel.cross_entropy_rows(logits, bias, target_rows, losses_rows, dloss_rows, count, *options, any(needs))
         if needs[0]:
             dx.append(product(logits, weight.t()))
         if needs[1]:
-            x_rows = x[rows] if kernel.ignored_rows_are_zero else x[rows].where(valid[rows].unsqueeze(1), 0)
+            if not (valid is None or kernel.ignored_rows_are_zero):
+                x_rows = x_rows.where((target_rows != ignore_index).unsqueeze(1), 0)
             dweight = _add(dweight, product(logits.t(), x_rows.t()), acc)
         if needs[2]:
             dbias = _add(dbias, logits.sum(0), acc)

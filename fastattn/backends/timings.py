@@ -170,10 +170,19 @@ def _why_ignored(record: dict[str, Any], name: str, threads: int | None) -> str 
 
 
 def _cpu_name() -> str:
+    # On Linux platform.processor() is often empty.
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def cpu_family() -> int:
+    """The number that the processor's maker gave its generation, 0 where it is not known."""
+    return int(_cpu_info("cpu family") or 0)
+
+
+def _cpu_info(name: str) -> str:
+    """Of the first processor, or "" where Linux does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:  # not Linux, or a closed /proc
-        lines = []
-    # On Linux platform.processor() is often empty.
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

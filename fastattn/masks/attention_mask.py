@@ -224,6 +224,8 @@ class AttentionMask:
 
     def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """Each dimension is 1, if nothing differs along it, or its full length."""
+        if self.attn_mask is not None and all(t is None for t in self._structure()[1:]) and not self.has_band:
+            return self.attn_mask
         i = torch.arange(Lq, device=device)[:, None]
         j = torch.arange(Lk, device=device)[None, :]
         keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -252,7 +254,8 @@ class AttentionMask:
         """For PyTorch's own operators: (masked, queries, keys), bool, each None if it is known to change nothing.
 
         masked (b, h, Lq, Lk): True = masked. No key is masked for a query without a visible key: its softmax would be
-            NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query.
+            NaN. queries (b, h, Lq, 1): those with a visible key. keys (b, h, Lk, 1): those visible to some query. None
+            where attn_mask or a bias alone hides them: these are finite.
         Every dimension but the last of masked may be 1 instead, and is then broadcast.
         """
         if self.bias is not None:  # it may hold -inf, and the next call may have another bias
@@ -265,12 +268,15 @@ class AttentionMask:
         keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
-        queries, keys = keep.any(-1, keepdim=True), keep.any(-2).unsqueeze(-1)
+        queries = keep.any(-1, keepdim=True)
+        excludes_keys = self.key_padding is not None or self.cu_seqlens_q is not None or self.has_band
+        keys = keep.any(-2).unsqueeze(-1) if excludes_keys else None
         masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators need all keys
         if not can_read_values(keep):
             return masked, queries, keys
         # On a CPU reading the values needs no synchronisation, and saves passes over the data.
-        return masked if masked.any() else None, None if queries.all() else queries, None if keys.all() else keys
+        keys = None if keys is None or keys.all() else keys
+        return masked if masked.any() else None, None if queries.all() else queries, keys
 
     def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
         """visible()'s masked as a tensor to add to the scores: -inf where masked is True, else 0."""
@@ -313,10 +319,10 @@ class AttentionMask:
         Entries built during a CUDA graph's capture or a trace are cached only on masks built in the same one. Nothing
         is cached inside a transform of torch.func.
         """
-        state = _recording(device)
-        if state != self._made_while or is_transformed():
+        device = torch.device(device)
+        if _recording(device) != self._made_while or is_transformed():
             return build()
-        key = (*key, torch.device(device))
+        key = (*key, device)
         stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
         # A list and no dict: in a dict's key torch.compile would make a constant of a symbolic length.
         for cached_key, cached_stamp, value in self._cache:
@@ -375,10 +381,9 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
         )
 
 
-def _recording(device: torch.device | str | None) -> tuple[bool, bool]:
+def _recording(device: torch.device | None) -> tuple[bool, bool]:
     """Whether a function is being traced, and whether a CUDA graph is being captured."""
-    on_gpu = device is not None and torch.device(device).type == "cuda"
-    traced = torch.compiler.is_compiling()
+    traced, on_gpu = torch.compiler.is_compiling(), device is not None and device.type == "cuda"
     return traced, on_gpu and not traced and torch.cuda.is_current_stream_capturing()
 
 
@@ -388,8 +393,8 @@ def _version(t: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
-def _current_stream(device: torch.device | str) -> int:
-    if torch.compiler.is_compiling() or torch.device(device).type != "cuda":
+def _current_stream(device: torch.device) -> int:
+    if device.type != "cuda" or torch.compiler.is_compiling():
         return 0
     return torch.cuda.current_stream(device).cuda_stream
 

@@ -13,16 +13,19 @@ _NOTHING = nullcontext()
 _WITH_AUTOCAST = tuple(t for t in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(t))
 
 
+def _maybe() -> bool:
+    """False where it is so on no device: asked first, in a tenth of the time."""
+    return torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+
+
 def _is_under_autocast(device: torch.device) -> bool:
     """torch refuses to answer for a device type, such as meta, that has no autocast."""
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return False  # a tenth of the time
     return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast asks for on this device, None outside of it."""
-    return torch.get_autocast_dtype(device.type) if _is_under_autocast(device) else None
+    return torch.get_autocast_dtype(device.type) if _maybe() and _is_under_autocast(device) else None
 
 
 def dtype_under_autocast(t: Tensor) -> torch.dtype:
@@ -35,7 +38,8 @@ def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:
 
     What is no tensor of floating point is left to later checks; float64 stays, as under torch.autocast.
     """
-    dtype = autocast_dtype(tensors[0].device)
+    first = tensors[0]
+    dtype = autocast_dtype(first.device) if _maybe() and isinstance(first, Tensor) else None
     if dtype is None:
         return tensors
     return tuple(
@@ -46,6 +50,6 @@ def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
     """The inputs were cast: below the public op, formulas run in the dtypes they are given."""
-    if _is_under_autocast(device):
+    if _maybe() and _is_under_autocast(device):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING

@@ -26,7 +26,8 @@ def _validate(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, **options: Any
 ) -> tuple[torch.device, Inputs]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
-    _checks.check_float("bias", bias)
+    if bias is None:
+        _checks.check_float("bias", bias)
     return _checked(x, residual, weight, bias, **options)
 
 
@@ -46,11 +47,12 @@ def _checked(
     eps_on_std: bool = False,
     **options: Any,
 ) -> tuple[torch.device, Inputs]:
-    _checks.check_float("x", x)
     x, residual = _autocast.autocast_inputs(x, residual)
     is_uniform = _checks.same_dtype_and_device(
         x, x if residual is None else residual, weight, weight if bias is None else bias
     )
+    if not is_uniform:
+        _checks.check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., hidden)")
     hidden = x.shape[-1]

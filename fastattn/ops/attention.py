@@ -31,18 +31,20 @@ def _validate(
     **options: Any,
 ) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
     """Check a call's arguments. Returns (device, inputs): (q, k, v, mask, dropout_p), as backends take them."""
-    _checks.check_float("query", query)
     query, key, value = _autocast.autocast_inputs(query, key, value)
     if not _checks.same_dtype_and_device(query, key, value):
+        _checks.check_float("query", query)
         for name, t in (("key", key), ("value", value)):
             _checks.check_like(name, t, "query", query)
-    if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]):
+    q, k, v = query.shape, key.shape, value.shape
+    if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == k[1] == v[1]):
         query, key, value, attn_mask = _broadcast(query, key, value, attn_mask, enable_gqa)
-    B, H, Lq, Dk = query.shape
-    Hk, Lk = key.shape[1:3]
-    _checks.check_shape("key", key, (B, Hk, Lk, Dk), "(B, Hk, Lk, Dk)")
-    _checks.check_shape("value", value, (B, Hk, Lk, value.shape[3]), "(B, Hk, Lk, Dv)")
-    if Dk == 0 or value.shape[3] == 0:
+        q, k, v = query.shape, key.shape, value.shape
+    (B, H, Lq, Dk), (_, Hk, Lk, _), Dv = q, k, v[3]
+    if k[0] != B or k[3] != Dk or v[0] != B or v[1] != Hk or v[2] != Lk:
+        _checks.check_shape("key", key, (B, Hk, Lk, Dk), "(B, Hk, Lk, Dk)")
+        _checks.check_shape("value", value, (B, Hk, Lk, Dv), "(B, Hk, Lk, Dv)")
+    if Dk == 0 or Dv == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
     _checks.check_dropout(dropout_p)
     if scale is not None and not isinstance(scale, torch.SymFloat):
@@ -51,7 +53,7 @@ def _validate(
     if three_dims and attn_mask.shape[0] == B == H > 1:
         advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
         raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}, and both B and H are {B}: {advice}")
-    mask = AttentionMask.of(attn_mask)
+    mask = None if attn_mask is None else AttentionMask.of(attn_mask)
     if is_causal:
         causal = AttentionMask(is_causal=True)
         mask = causal if mask is None else mask & causal
@@ -210,7 +212,7 @@ def scaled_dot_product_attention(
         raise InvalidType(str(error)) from None
     chosen = backends.choose("attention", device, inputs, backend)
     q, k, v, mask, dropout_p = inputs
-    wanted = _checked_weights(return_weights, q.shape[1])
+    wanted = None if return_weights is False else _checked_weights(return_weights, q.shape[1])
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)

@@ -34,13 +34,16 @@ def _validate(
     **options: Any,
 ) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
-    _checks.check_float("x", x)
     if activation not in ACTIVATIONS and activation not in GATED:
         raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
     x, weight1, bias1, weight2, bias2 = _autocast.autocast_inputs(x, weight1, bias1, weight2, bias2)
+    biases = (weight1 if bias1 is None else bias1, weight2 if bias2 is None else bias2)
+    is_uniform = _checks.same_dtype_and_device(x, weight1, weight2, *biases)
+    if not is_uniform:
+        _checks.check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, expected (..., d)")
-    if not _checks.same_dtype_and_device(x, weight1, bias1, weight2, bias2):
+    if not is_uniform:
         for name, t in (("weight1", weight1), ("bias1", bias1), ("weight2", weight2), ("bias2", bias2)):
             if t is not None or name in ("weight1", "weight2"):
                 _checks.check_like(name, t, "x", x)

@@ -38,7 +38,7 @@ def nodes(out: Tensor) -> set[str]:
 def test_linear(layout: str, bias: bool) -> None:
     """Results, gradients (one from an expanded view) and second derivatives."""
     torch.manual_seed(0)
-    x = torch.randn({"matrix": (130, 96), "batch": (2, 65, 96), "transposed": (96, 130)}[layout])
+    x = torch.randn({"matrix": (520, 96), "batch": (8, 65, 96), "transposed": (96, 520)}[layout])
     given = [x, torch.randn(112, 96), *([torch.randn(112)] if bias else [])]
     results = []
     for dtype in (torch.float32, torch.float64):
@@ -58,14 +58,14 @@ def test_linear(layout: str, bias: bool) -> None:
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
 def test_only_some_need_a_gradient(needs: tuple[bool, ...]) -> None:
     leaves = [
-        torch.randn(*n, requires_grad=need) for n, need in zip(((128, 96), (112, 96), (112,)), needs, strict=True)
+        torch.randn(*n, requires_grad=need) for n, need in zip(((512, 96), (112, 96), (112,)), needs, strict=True)
     ]
     cpu_matmul.linear(*leaves).sum().backward()
     assert [t.grad is not None for t in leaves] == list(needs)
 
 
 def test_when_pytorch_is_used() -> None:
-    x, weight = torch.randn(128, 96), torch.randn(112, 96)
+    x, weight = torch.randn(512, 96), torch.randn(112, 96)
     assert cpu_matmul.uses_onednn(x, weight)
     assert not cpu_matmul.uses_onednn(x[:8], weight)  # a call costs more than it gains
     assert not cpu_matmul.uses_onednn(x.bfloat16(), weight.bfloat16())  # oneDNN's anyway
@@ -95,9 +95,9 @@ def test_how_a_weight_is_packed() -> None:
 
 
 def test_ops_and_the_model_use_them() -> None:
-    x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((128, 96), (192, 96), (96, 192)))
+    x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((512, 96), (192, 96), (96, 192)))
     assert "_LinearBackward" in nodes(feed_forward(x, weight1, None, weight2, None))
-    target = torch.randint(0, 192, (128,))
+    target = torch.randint(0, 192, (512,))
     options: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 0.3}
     found = []
     for backend in ("aten", "reference"):
@@ -106,7 +106,7 @@ def test_ops_and_the_model_use_them() -> None:
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     model = FusedTransformer(50, 50, 0, 0, d_word_vec=64, d_model=64, d_inner=128, n_layers=1, n_head=2, d_k=32, d_v=32)
-    tokens = torch.randint(1, 50, (16, 24))
+    tokens = torch.randint(1, 50, (32, 24))
     assert "_LinearBackward" in nodes(model(tokens, tokens))
     with torch.autocast("cpu", torch.bfloat16):
         assert "_LinearBackward" not in nodes(model(tokens, tokens))

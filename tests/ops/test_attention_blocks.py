@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends import timings
 from fastattn.backends.aten import attention as aten
+from fastattn.backends.aten._blocks import BLOCK_BYTES
 from fastattn.backends.reference.philox import reference_dropout_rule
 
 CPU = torch.device("cpu")
@@ -35,7 +36,9 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: f
         if node is not None:
             names.add(type(node).__name__)
             nodes += [following for following, _ in node.next_functions]
-    assert "BlockedAttentionBackward" in names
+    scores = q.shape[:3].numel() * k.shape[2] * max(q.itemsize, 4)
+    at_once = scores <= BLOCK_BYTES
+    assert ("AttentionAtOnceBackward" if at_once else "BlockedAttentionBackward") in names
     return out, torch.zeros(out.shape[:3]), None
 
 

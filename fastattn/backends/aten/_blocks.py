@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
+from fastattn.backends.aten._at_once import add_score_mask, plain_weights
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference.philox import LaneStream, keep_mask_from_lanes
 
@@ -174,25 +175,3 @@ def _weights(
         add_score_mask(scores.view(block.batch.stop - block.batch.start, -1, *shape[1:]), block_mask)
     out = space("weights", *shape) if saved is None else block.queries(saved)[..., : block.keys]
     return torch.softmax(scores, -1, out=out)
-
-
-def plain_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """softmax_scale * q k^T in float32 at least; exact inputs are scaled before the product, where they are fewer."""
-    if q.dtype in (torch.float32, torch.float64):
-        return torch.matmul(q * scale, k.mT)
-    return torch.matmul(q, k.mT).float() * scale
-
-
-def plain_weights(q: Tensor, k: Tensor, score_mask: Tensor | None, softmax_scale: float) -> Tensor:
-    """P of all heads before dropout, by operators that autograd differentiates."""
-    scores = plain_scores(q, k, softmax_scale)
-    if score_mask is not None:
-        scores = add_score_mask(scores, score_mask, in_place=False)
-    return torch.softmax(scores, dim=-1)
-
-
-def add_score_mask(scores: Tensor, score_mask: Tensor, in_place: bool = True) -> Tensor:
-    """The scores with -inf where score_mask says so."""
-    if score_mask.dtype == torch.bool:
-        return (scores.masked_fill_ if in_place else scores.masked_fill)(score_mask, -torch.inf)
-    return (scores.add_ if in_place else scores.add)(score_mask)

@@ -8,7 +8,7 @@ fused operator drops, and has no second derivative.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn._tracing import can_read_values, differentiable_gradients, may_write_in_place
 from fastattn.backends import timings
-from fastattn.backends.aten._blocks import (
-    MAX_SAVED_BYTES,
-    BlockedAttention,
-    add_score_mask,
-    plain_scores,
-    plain_weights,
-)
+from fastattn.backends.aten._at_once import AttentionAtOnce, add_score_mask, plain_scores, plain_weights
+from fastattn.backends.aten._blocks import BLOCK_BYTES, MAX_SAVED_BYTES, BlockedAttention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.reference import philox
 from fastattn.masks import AttentionMask
@@ -48,12 +43,13 @@ def attention(
     return_weights: Literal["all", "mean"] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.backends.reference.attention.attention, which is the specification."""
-    if mask is not None and mask.key_padding is not None and can_read_values(q):
-        mask = _drop_noop_padding(mask)
-    if mask is not None and can_read_values(q) and return_weights is None:
-        plan = plan_unpacking(mask, q, k)
-        if plan is not None:
-            return _attend_unpacked(q, k, v, plan, softmax_scale, dropout_p, rng_state, return_lse)
+    if mask is not None and can_read_values(q):
+        if mask.key_padding is not None:
+            mask = _drop_noop_padding(mask)
+        if mask is not None and mask.cu_seqlens_q is not None and return_weights is None:
+            plan = plan_unpacking(mask, q, k)
+            if plan is not None:
+                return _attend_unpacked(q, k, v, plan, softmax_scale, dropout_p, rng_state, return_lse)
     return _attend(q, k, v, mask, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
 
 
@@ -84,17 +80,15 @@ def _attend(
     bias = None if mask is None else mask.bias
     alone = bias is None and not return_lse and return_weights is None and Lk > 0
     # Not with a scale of 0: see alpha in _blocks.py.
-    blocked = alone and softmax_scale != 0 and _uses_blocks(q, k, dropout_p)
-    fused = alone and not blocked and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
-    is_causal = mask is not None and mask.has_band and Lq == Lk and mask.band(Lq, Lk)[1] <= 0
+    if alone and softmax_scale != 0 and _uses_blocks(q, k, dropout_p):
+        return _attend_by_blocks(q, k, v, mask, softmax_scale, dropout_p, rng_state), None, None
+    fused = alone and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
     if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
         return _torch_attention(q, k, v, None, softmax_scale, dropout_p, is_causal=True), None, None
 
     masked = has_keys = has_queries = None
     if mask is not None:
         masked, has_keys, has_queries = mask.visible(Lq, Lk, q.device)
-        if not _excludes_keys(mask):  # values that attn_mask or a bias alone masks are finite
-            has_queries = None
         if has_keys is not None:
             q = q.where(has_keys, 0)
 
@@ -118,12 +112,7 @@ def _attend(
     score_mask = masked
     # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
     if masked is not None and abs(softmax_scale) <= 1 and finite:
-        dtype = q.dtype if blocked else torch.promote_types(q.dtype, torch.float32)
-        score_mask = mask.additive(masked, Lq, Lk, dtype)
-    if blocked:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once, for all products of both ways
-        out = BlockedAttention.apply(q, k, v, score_mask, is_causal, softmax_scale, dropout_p, rng_state)
-        return out if has_keys is None else out.where(has_keys, 0), None, None
+        score_mask = mask.additive(masked, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
     s = plain_scores(q, k, softmax_scale)
     if bias is not None:
         bias = _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
@@ -144,6 +133,84 @@ def _attend(
     if return_weights is None:
         return out, lse, None
     return out, lse, weights if return_weights == "all" else weights.mean(1)
+
+
+class _BlockMask(NamedTuple):
+    """What a mask without a bias means for blocks of heads, of one shape of scores: made once, and read by all layers.
+
+    masked, has_keys: as AttentionMask.visible() has them. additive: masked as a tensor to add to the scores.
+    is_causal: no key that comes after its query is visible.
+    unseen (n,): the rows of keys (B * H * Lk, D) that no query attends to, and that may hold NaN. None: there are none.
+    """
+
+    masked: Tensor | None
+    additive: Tensor | None
+    has_keys: Tensor | None
+    is_causal: bool
+    unseen: Tensor | None
+
+
+def _block_mask(mask: AttentionMask, B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> _BlockMask:
+    """additive: in dtype."""
+    masked, has_keys, has_queries = mask.visible(Lq, Lk, _CPU)
+    unseen = None
+    if has_queries is not None:
+        unseen = (~has_queries).expand(B, H, Lk, 1).flatten().nonzero().squeeze(1)
+    additive = None if masked is None else mask.additive(masked, Lq, Lk, dtype)
+    return _BlockMask(masked, additive, has_keys, Lq == Lk and mask.has_band and mask.band(Lq, Lk)[1] <= 0, unseen)
+
+
+_CPU = torch.device("cpu")
+
+
+def _attend_by_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> Tensor:
+    (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
+    acc = torch.float32 if dtype != torch.float64 else dtype
+    weights = B * H * Lq * Lk
+    at_once = weights * acc.itemsize <= BLOCK_BYTES
+    products = acc if weights <= MIN_WEIGHTS else dtype  # small products are slower in 16 bits
+    score_mask = has_keys = unseen = None
+    is_causal = False
+    if mask is not None:
+        key = ("blocks", B, H, Lq, Lk, acc if at_once else dtype)
+        masked, additive, has_keys, is_causal, unseen = mask.cached(key, _CPU, lambda: _block_mask(mask, *key[1:]))
+        # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
+        score_mask = additive if abs(softmax_scale) <= 1 else masked
+        if has_keys is not None:
+            q = q.where(has_keys, 0)
+    k, v = _repeat_heads(k, v, H)
+    if unseen is not None:  # 0 * NaN must not reach the sums
+        k, v = _without_rows(k, unseen), _without_rows(v, unseen)
+    # Contiguous once, for all products of both ways.
+    if at_once:
+        q, k, v = (t.to(products).contiguous().flatten(0, 1) for t in (q, k, v))
+        out = AttentionAtOnce.apply(q, k, v, score_mask, (B, H, Lq, Lk), softmax_scale, dropout_p, rng_state)
+        out = out.view(B, H, Lq, -1).to(dtype)
+    else:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = BlockedAttention.apply(q, k, v, score_mask, is_causal, softmax_scale, dropout_p, rng_state)
+    return out if has_keys is None else out.where(has_keys, 0)
+
+
+def _without_rows(t: Tensor, rows: Tensor) -> Tensor:
+    """t (B, H, L, D), contiguous, with 0 in these rows of D numbers. Autograd is not told: the gradient of a key that no
+    query attends to is 0 anyway."""
+    if t.is_contiguous():
+        if _known_finite(t):
+            return t
+        t = t.clone()
+    else:
+        t = t.contiguous()
+    t.detach().view(-1, t.shape[3]).index_fill_(0, rows, 0)
+    return t
 
 
 BLOCKED, TORCH = "blocks", "PyTorch"  # the algorithms of a call on a CPU, as a record names them
@@ -169,17 +236,13 @@ def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
 
 
 def _uses_blocks(q: Tensor, k: Tensor, dropout_p: float) -> bool:
-    if not can_read_values(q) or not may_write_in_place():
+    if not can_read_values(q):
         return False
-    weights = q.shape[:3].numel() * k.shape[2]
+    B, H, Lq, _ = q.shape
+    weights = B * H * Lq * k.shape[2]
     if weights < MIN_WEIGHTS:
-        return dropout_p > 0 and weights > 0
-    return algorithm(q, k, dropout_p) == BLOCKED
-
-
-def _excludes_keys(mask: AttentionMask) -> bool:
-    """Whether padding, packing or a band may exclude a key for all queries, which may then be NaN."""
-    return mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band
+        return dropout_p > 0 and weights > 0 and may_write_in_place()
+    return algorithm(q, k, dropout_p) == BLOCKED and may_write_in_place()
 
 
 def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:

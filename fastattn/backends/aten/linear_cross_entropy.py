@@ -28,7 +28,7 @@ def linear_cross_entropy_fwd(
     *rest: Any,
 ) -> tuple[Tensor, chunks.Gradients]:
     """As fastattn.backends.cross_entropy_chunks.forward, which has the arguments."""
-    tokens, (x, target, valid_index) = len(target), _without_ignored(x, target, ignore_index)
+    tokens, (x, target, valid_index, ignore_index) = len(target), _without_ignored(x, target, ignore_index)
     call = (x, weight, bias, target, label_smoothing, ignore_index, *rest)
     loss, (dx, *grads) = chunks.forward(_KERNEL, *call)
     loss = _expand(loss, valid_index, tokens) if loss.dim() > 0 else loss
@@ -46,23 +46,26 @@ def linear_cross_entropy_bwd(
     *rest: Any,
 ) -> chunks.Gradients:
     """As fastattn.backends.cross_entropy_chunks.backward, which has the arguments."""
-    tokens, (x, target, valid_index) = len(target), _without_ignored(x, target, ignore_index)
+    tokens, (x, target, valid_index, ignore_index) = len(target), _without_ignored(x, target, ignore_index)
     if valid_index is not None and dloss.dim() > 0:
-        dloss = dloss[valid_index]
+        dloss = dloss.index_select(0, valid_index)
     call = (x, weight, bias, target, label_smoothing, ignore_index, *rest)
     dx, *grads = chunks.backward(_KERNEL, dloss, *call)
     return _expand(dx, valid_index, tokens), *grads
 
 
-def _without_ignored(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, target and, on a CPU, the numbers of the rows that are left, or None if these are all."""
+def _without_ignored(
+    x: Tensor, target: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
+    """x, target and, on a CPU, the numbers of the rows that are left, or None if these are all. At last the
+    ignore_index, None where no row is left that it ignores."""
     valid = target != ignore_index
     if not _can_count(x):
-        return x.where(valid.unsqueeze(1), 0), target, None
-    if valid.all():
-        return x, target, None
+        return x.where(valid.unsqueeze(1), 0), target, None, ignore_index
     valid_index = valid.nonzero().squeeze(1)
-    return x[valid_index], target[valid_index], valid_index
+    if len(valid_index) == len(target):
+        return x, target, None, None
+    return x.index_select(0, valid_index), target.index_select(0, valid_index), valid_index, None
 
 
 def _can_count(x: Tensor) -> bool:
@@ -96,36 +99,51 @@ def _cross_entropy_rows(
     dloss: Tensor | None,
     count: Tensor | None,
     label_smoothing: float,
-    ignore_index: int,
+    ignore_index: int | None,
     logit_scale: float,
     needs_gradient: bool,
 ) -> None:
     """As fastattn.backends.cross_entropy_chunks.RowKernel has it, of scaled logits with their bias."""
-    (rows, n_class), acc, valid = logits.shape, losses.dtype, target != ignore_index
-    label = target.where(valid, 0)
-    if needs_gradient:
+    (rows, n_class), acc, label, valid = logits.shape, losses.dtype, target, None
+    if ignore_index is not None:
+        valid = target != ignore_index
+        label = target.where(valid, 0)
+    label, losses_column, rate = label.unsqueeze(1), losses.unsqueeze(1), logit_scale
+    if valid is None and dloss is None:
+        rate = logit_scale / max(count, 1) if count is not None else logit_scale
+    elif needs_gradient:
         rate = torch.full((), logit_scale, dtype=acc, device=logits.device) * (1 if dloss is None else dloss)
-        rate = torch.where(valid, rate if count is None else rate / count, 0).unsqueeze(1)
+        rate = rate if count is None else rate / count
+        rate = (rate.expand(rows) if valid is None else torch.where(valid, rate, 0)).unsqueeze(1)
     block = BLOCK_BYTES.get(logits.device.type, chunks.LOGITS_BYTES) // (n_class * acc.itemsize)
     block = max(min(block, rows), 1)
-    space = logits.new_empty(block, n_class, dtype=acc)  # one for all blocks: memory that is warm
-    row = torch.arange(block, device=logits.device)
+    space = logits.new_empty(2, block, n_class, dtype=acc)  # one for all blocks: memory that is warm
     for start in range(0, rows, block):
-        part = slice(start, start + block)
-        part_label = label[part]
-        part_row = row[: len(part_label)]
-        log_p = torch.log_softmax(logits[part], 1, dtype=acc, out=space[: len(part_label)])
-        loss = -log_p[part_row, part_label]
+        part, part_label, part_loss, part_rate = logits, label, losses_column, rate
+        log_p, dlog_p = space
+        if rows > block:
+            end = min(start + block, rows)
+            part, part_label, part_loss = (t[start:end] for t in (logits, label, losses_column))
+            part_rate = rate if isinstance(rate, float) else rate[start:end]
+            log_p, dlog_p = log_p[: end - start], dlog_p[: end - start]
+        torch.log_softmax(part, 1, dtype=acc, out=log_p)
+        torch.mul(log_p.gather(1, part_label), label_smoothing - 1, out=part_loss)
         if label_smoothing > 0:
-            loss = (1 - label_smoothing) * loss - label_smoothing * log_p.mean(1)
-        losses[part] = loss
-        if needs_gradient:
-            p = log_p.exp_()
-            if label_smoothing > 0:
-                p -= label_smoothing / n_class
-            p[part_row, part_label] -= 1 - label_smoothing
-            torch.mul(p, rate[part], out=logits[part])
-    losses.masked_fill_(~valid, 0)
+            part_loss.sub_(log_p.mean(1, keepdim=True), alpha=label_smoothing)
+        if not needs_gradient:
+            continue
+        # As if there were no smoothing, where the rows of dlog_p sum up to -rate exactly. PyTorch's exp alone takes
+        # twice as long as this operator.
+        dlog_p.zero_().scatter_(1, part_label, -part_rate)
+        dlogits = part if part.dtype == acc else log_p
+        torch._log_softmax_backward_data(dlog_p, log_p, 1, acc, out=dlogits)
+        if label_smoothing > 0:
+            at_label = dlogits.gather(1, part_label).add_(part_rate * label_smoothing)
+            dlogits.scatter_(1, part_label, at_label).sub_(part_rate * (label_smoothing / n_class))
+        if dlogits is not part:
+            part.copy_(dlogits)
+    if valid is not None:
+        losses.masked_fill_(~valid, 0)
 
 
 _KERNEL = chunks.RowKernel(_cross_entropy_rows, scaled_logits=_scaled_linear, ignored_rows_are_zero=True)

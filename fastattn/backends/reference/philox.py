@@ -54,9 +54,11 @@ def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
     ahead = None if torch.compiler.is_compiling() else _thread_state.ahead
     if ahead is None or ahead.modes != _modes():
         return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
-    if (key := (device, numbers)) not in ahead.rows:
-        ahead.rows[key] = _rows(device, numbers)
-    return next(ahead.rows[key])
+    rows = ahead.rows.setdefault((device, numbers), [])
+    if not rows:
+        block = torch.randint(0, 2**62, (BLOCK, numbers), dtype=torch.int64, device=device)
+        rows.extend(reversed(block.unbind()))
+    return rows.pop()
 
 
 @contextmanager
@@ -81,24 +83,23 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False), is_transformed()
 
 
-def _rows(device: torch.device, numbers: int) -> Iterator[Tensor]:
-    while True:
-        block = torch.randint(0, 2**62, (BLOCK, numbers), dtype=torch.int64, device=device)
-        yield from map(block.__getitem__, range(BLOCK))
-
-
 class _Ahead(NamedTuple):
-    """An open context of seeds_drawn_ahead: _modes() where it began, and what it has drawn for each device and size."""
+    """An open context of seeds_drawn_ahead: _modes() where it began, and what is left of what it has drawn for each
+    device and size, the next last."""
 
     modes: tuple[Any, ...]
-    rows: dict[tuple[torch.device, int], Iterator[Tensor]]
+    rows: dict[tuple[torch.device, int], list[Tensor]]
 
 
 class _ThreadState(threading.local):
-    """ahead: the innermost context. Of a thread, since DataParallel runs a replica in each."""
+    """ahead: the innermost context. Of a thread, since DataParallel runs a replica in each.
+
+    generator: of draw_lanes, which seeds it at every call: half of the time of making one.
+    """
 
     def __init__(self) -> None:
         self.ahead: _Ahead | None = None
+        self.generator = torch.Generator()
 
 
 _thread_state = _ThreadState()
@@ -125,12 +126,22 @@ class LaneStream:
     def take(self, count: int) -> Tensor:
         """The next lanes, int16 (count,), as if unsigned and moved down by 2^15."""
         rest = 0 if self.rest is None else len(self.rest)
-        words = torch.empty(-(-max(count - rest, 0) // 4), dtype=torch.int64)
-        lanes = words.random_(-(2**63), None, generator=self.generator).view(torch.int16)
+        lanes = _draw(self.generator, max(count - rest, 0))
         if rest:
             lanes = torch.cat([self.rest, lanes])
         self.rest = lanes[count:] if len(lanes) > count else None
         return lanes[:count]
+
+
+def draw_lanes(rng_state: Tensor, count: int) -> Tensor:
+    """The first lanes of a LaneStream, int16 (count,)."""
+    lanes = _draw(_thread_state.generator.manual_seed(rng_state.item()), count)
+    return lanes if len(lanes) == count else lanes[:count]
+
+
+def _draw(generator: torch.Generator, count: int) -> Tensor:
+    """At least `count` lanes: those of whole numbers."""
+    return torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator).view(torch.int16)
 
 
 def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
@@ -170,7 +181,7 @@ def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
 def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype = torch.bool) -> Tensor:
     """Which elements of a (rows, cols) matrix survive dropout: True or 1 = keep."""
     if len(rng_state) == 1 and can_read_values(rng_state):
-        return keep_mask_from_lanes(LaneStream(rng_state).take(rows * cols).view(rows, cols), dropout_p, dtype)
+        return keep_mask_from_lanes(draw_lanes(rng_state, rows * cols).view(rows, cols), dropout_p, dtype)
     if len(rng_state) == 1 and torch.compiler.is_compiling():  # what it fuses, with its own generator
         return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
     if len(rng_state) == 1:  # drawn as bool, since what the generator gives depends on the dtype
