@@ -221,16 +221,14 @@ def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend
     """The backend for this call, asked once whether it supports it. RuntimeError if the one asked for does not."""
     name, source = requested(backend)
     key = OPS[op_name].backend_module
-    entries = REGISTRY[key]
     if name is not None:
         if (reason := unsupported_reason(key, name, op_args)) is not None:
             op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
-        return entries[name]
+        return REGISTRY[key][name]
     for name in automatic_order(op_name, device, op_args):
-        entry = entries[name]
-        if (entry.takes_all and not is_transformed()) or unsupported_reason(key, name, op_args) is None:
-            return entry
+        if unsupported_reason(key, name, op_args) is None:
+            return REGISTRY[key][name]
     raise AssertionError("unreachable: the reference supports every call")
 
 

@@ -35,8 +35,12 @@ def add_layer_norm(
         if rng_state is None:
             z = x if residual is None else residual + x
         else:
-            keep = philox.keep_mask(rng_state, x.numel() // x.shape[-1], x.shape[-1], dropout_p, x.dtype)
-            z = _DroppedSum.apply(x, residual, keep.view(x.shape), dropout_scale(dropout_p))
+            keep = philox.keep_mask(rng_state, x.numel() // x.shape[-1], x.shape[-1], dropout_p, x.dtype).view(x.shape)
+            scale = dropout_scale(dropout_p)
+            if x.dtype == torch.float16:
+                z = _DroppedSum.apply(x, residual, keep, scale)
+            else:  # not addcmul, whose gradient rounds keep * scale
+                z = x * keep * scale if residual is None else torch.add(residual, x * keep, alpha=scale)
         return F.layer_norm(z, (x.shape[-1],), weight, bias, eps), z
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype, hidden = x.dtype, x.shape[-1]
@@ -60,7 +64,7 @@ def add_layer_norm(
 
 
 class _DroppedSum(torch.autograd.Function):
-    """[residual +] x * keep * scale, rounded once. keep: 0 or 1, in x's dtype, where scale would be rounded."""
+    """[residual +] x * keep * scale, rounded once. keep: 0 or 1. For float16, whose dz may be inf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, keep: Tensor, scale: float) -> Tensor:
@@ -72,7 +76,7 @@ class _DroppedSum(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         (keep,) = ctx.saved_tensors
         dx = None
-        if ctx.needs_input_grad[0]:  # float16's dz may be inf, and inf * 0 is NaN: a choice by keep > 0, as fast
+        if ctx.needs_input_grad[0]:  # inf * 0 would be NaN: a choice by keep > 0
             dx = torch.ops.aten.threshold_backward(dz, keep, 0).mul_(ctx.scale)
         return dx, dz if ctx.needs_input_grad[1] else None, None, None
 

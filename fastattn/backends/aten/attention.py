@@ -201,8 +201,8 @@ def _attend_by_blocks(
 
 
 def _without_rows(t: Tensor, rows: Tensor) -> Tensor:
-    """t (B, H, L, D), contiguous, with 0 in these rows of D numbers. Autograd is not told: the gradient of a key that no
-    query attends to is 0 anyway."""
+    """t (B, H, L, D), contiguous, with 0 in these rows of D numbers, unless all is known to be finite. Autograd is not
+    told: the gradient of a key that no query attends to is 0 anyway."""
     if t.is_contiguous():
         if _known_finite(t):
             return t

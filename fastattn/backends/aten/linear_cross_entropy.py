@@ -54,9 +54,7 @@ def linear_cross_entropy_bwd(
     return _expand(dx, valid_index, tokens), *grads
 
 
-def _without_ignored(
-    x: Tensor, target: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
+def _without_ignored(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
     """x, target and, on a CPU, the numbers of the rows that are left, or None if these are all. At last the
     ignore_index, None where no row is left that it ignores."""
     valid = target != ignore_index
