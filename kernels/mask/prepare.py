@@ -276,7 +276,7 @@ def prepare_mask(
     matrix_batch, num_heads, matrix_rows = (1, 1, 1) if matrix is None else matrix.shape[:3]
     bits_batch = _common(matrix_batch, column_batch)
     batch = _common(row_batch, bits_batch)
-    bit_blocks = triton.cdiv(columns, BIT_BLOCK)
+    bit_blocks = triton.cdiv(columns, kernel_format.BIT_BLOCK)
     if packed or row_padding is not None:
         intervals = empty(row_batch, rows, 2)
     if packed or column_padding is not None:

@@ -51,6 +51,8 @@ class NotCompiled(CompiledKernel):
     def __init__(self, src: Any, **_: Any) -> None:
         self.src, self.name, self._run = src, src.fn.__name__, self._record
         self.module, self.function, self.packed_metadata = self, object(), object()
+        if not hasattr(CompiledKernel, "run"):  # triton 3.4
+            self.run = self._record
 
     def _record(
         self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, metadata: Any, enter: Any, leave: Any,

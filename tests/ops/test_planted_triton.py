@@ -1,7 +1,7 @@
 """The checks can fail: each finds the bugs that are planted here in the sources of the Triton kernels.
 
 A bug replaces one text in a module of kernels/. The changed module is imported next to the right one, and its functions
-replace the right one's in every module that has them.
+and launches replace the right one's in every module that has them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def plant(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location(f"{original.__name__}_planted", file)
     planted = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planted)
-    new = {id(vars(original).get(name)): value for name, value in vars(planted).items() if callable(value)}
+    replaced = [(name, value) for name, value in vars(planted).items() if callable(value) or isinstance(value, dict)]
+    new = {id(vars(original).get(name)): value for name, value in replaced}  # a dict: Launches
     for module in [m for name, m in sys.modules.items() if name.startswith("fastattn.kernels")]:
         for name, value in list(vars(module).items()):
             if new.get(id(value), value) is not value:
