@@ -207,26 +207,29 @@ def run_layer(
     x: a tensor (B, L, d_model), or with norm_first a PendingResidual of such.     masks: of layer.attentions.
     memory: of a decoder layer: the encoder's projected keys and values, (B, Lk, rows).
     """
-    pending, norm_first = (x, True) if isinstance(x, PendingResidual) else ((x,), False)
-    plan = plan if plan is not None and plan.holds_for(x) else Plan(x)
-    if not plan.is_open:
+    if plan is None or not plan.holds_for(x):
+        plan = Plan(x)
+    stream, norm_first = (x, True) if isinstance(x, PendingResidual) else ((x,), False)
+    first = stream[0]
+    if not plan.is_open or first.dim() != 3 or (memory and memory[0].dtype is not plan.dtype):
         return None
-    shape = pending[0].shape
-    if len(shape) != 3 or any(t.dtype is not plan.dtype for t in memory):
-        return None
-    # Matrices, in the dtype of the hidden states. The bias of a PendingResidual is a parameter.
-    stream = [None if t is None else t.to(plan.dtype).reshape(-1, shape[2]).contiguous() for t in pending[:2]]
-    stream += pending[2:]
-    calls = []
+    if plan.is_under_autocast:  # the bias of a PendingResidual is a parameter, and stays as it is
+        stream = *[t if t is None else t.to(plan.dtype) for t in stream[:2]], *stream[2:]
+    calls: list[Call] = []
     for name, mask, keys in zip(layer.attentions, masks, (None, *memory[:1]), strict=False):
-        calls.append(_attention_call(plan, layer._modules[name], norm_first, stream[0], shape, mask, keys))
-    calls.append(_feed_forward_call(plan, layer._modules["pos_ffn"], norm_first, stream[0]))
-    if None in calls:
+        call = _attention_call(plan, layer._modules[name], norm_first, stream[0], mask, keys)
+        if call is None:
+            return None
+        calls.append(call)
+    call = _feed_forward_call(plan, layer._modules["pos_ffn"], norm_first, stream[0])
+    if call is None:
         return None
-    chosen = [c for call in calls for c in (_backend(call), call.norm.chosen)]
-    is_formula = chosen[0].differentiable
-    if any(c.differentiable is not is_formula or c.name == "reference" for c in chosen):
-        return None
+    calls.append(call)
+    is_formula = call.chosen.differentiable
+    for call in calls:
+        for chosen in (_backend(call), call.norm.chosen):
+            if chosen.differentiable is not is_formula or chosen.name == "reference":
+                return None
     if is_formula and plan.is_recomputing:
         return None
     rng_states = _draw_rng_states(plan, calls, norm_first)
@@ -235,22 +238,25 @@ def run_layer(
         for call in calls:
             parameters += call.parameters
         out = _Layer.apply(plan, calls, rng_states, len(stream), *stream, *memory, *parameters)
-    else:
-        with _autocast.no_autocast(plan.device):
-            out = _forward(plan, calls, iter(rng_states), stream, memory, None)
-    if not norm_first:
-        return out[0].view(shape)
-    bias = calls[-1].bias2 if plan.keeps and not is_formula else None
-    return PendingResidual(out[0].view(shape), out[1].view(shape), bias)
+        return PendingResidual(*out[:2], calls[-1].bias2) if norm_first else out[0]
+    with _autocast.no_autocast(plan.device):
+        out = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, None)
+    shape = first.shape
+    return PendingResidual(out[0].view(shape), out[1].view(shape)) if norm_first else out[0].view(shape)
+
+
+def _as_matrices(stream: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """(B, L, d_model) -> (B * L, d_model), contiguous. A bias (d_model,) stays as it is."""
+    return [t if t is None or t.dim() == 1 else t.reshape(-1, t.shape[2]).contiguous() for t in stream]
 
 
 # The calls of a layer's sublayers, from its modules. None: something is modified, and the layer goes op by op.
 
 
 def _attention_call(
-    plan: Plan, module: Any, norm_first: bool, x: Tensor, shape: tuple[int, ...], mask: Any, keys: Tensor | None
+    plan: Plan, module: Any, norm_first: bool, x: Tensor, mask: Any, keys: Tensor | None
 ) -> Attention | None:
-    """x (B * L, d_model), shape (B, L, d_model). keys: (B, Lk, rows), or None for self-attention."""
+    """x: (B, L, d_model). keys: (B, Lk, rows), or None for self-attention."""
     if not is_unmodified(module, MultiHeadAttention, READ_BY_OPS) or module.norm_first is not norm_first:
         return None
     children = module._modules
@@ -258,7 +264,8 @@ def _attention_call(
     if not is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
         return None
     mask = mask if isinstance(mask, AttentionMask) else as_attention_mask(mask)
-    if shape[2] != module.d_model or (mask is not None and mask.bias is not None):
+    (B, L, d_model), d_k, d_v = x.shape, module.d_k, module.d_v
+    if d_model != module.d_model or (mask is not None and mask.bias is not None):
         return None
     w_qs, fc, norm = children["w_qs"]._parameters, children["fc"]._parameters, _norm_call(plan, module, x)
     maps = (w_qs,) if keys is not None else (w_qs, children["w_ks"]._parameters, children["w_vs"]._parameters)
@@ -268,7 +275,6 @@ def _attention_call(
         return None
     if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
         return None
-    (B, L, _), d_k, d_v = shape, module.d_k, module.d_v
     # Under tensor parallelism written by hand a process has some of the heads.
     n_head, n_head_kv = len(projections[0]) // d_k, (len(projections[1]) if keys is None else keys.shape[2]) // d_k
     sizes, dropout_p = (n_head, n_head_kv, d_k, d_v), current_dropout_p(core._modules["dropout"])
@@ -278,7 +284,7 @@ def _attention_call(
 
 
 def _feed_forward_call(plan: Plan, module: Any, norm_first: bool, x: Tensor) -> FeedForward | None:
-    """x (B * L, d_model)."""
+    """x: (B, L, d_model)."""
     children = PositionwiseFeedForward.fused_children
     if not is_unmodified(module, PositionwiseFeedForward, children) or module.norm_first is not norm_first:
         return None
@@ -342,22 +348,34 @@ class _Layer(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """tensors: `width` of the stream, the memory, the parameters."""
-        parameters = sum(len(call.parameters) for call in calls)
+        parameters = sum([len(call.parameters) for call in calls])
         stream, memory = tensors[:width], tensors[width : len(tensors) - parameters]
         kept: Kept = []
-        out = _forward(plan, calls, iter(rng_states), stream, memory, kept)
-        ctx.save_for_backward(*memory, *rng_states, *kept)
+        out = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, kept)
+        shape = stream[0].shape
+        out = tuple([t.view(shape) for t in out])
+        # What is kept first is x, or with norm_first z: an input or an output, which a second derivative passes through.
+        kept[0] = out[2] if width > 1 else stream[0]
+        ctx.save_for_backward(*kept, *memory, *rng_states)
         ctx.set_materialize_grads(False)
-        ctx.given = plan, calls, len(memory), len(rng_states)
+        ctx.given = plan, calls, shape, len(kept), len(memory)
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        plan, calls, *counts = ctx.given
-        saved = iter(ctx.saved_tensors)  # activation checkpointing gives them out once
-        memory, rng_states = [[next(saved) for _ in range(count)] for count in counts]
-        backward = _formula_backward if needs_formula(*douts) else _backward
-        grads = backward(plan, calls, rng_states, douts, memory, list(saved))
+        plan, calls, shape, num_kept, num_memory = ctx.given
+        saved = ctx.saved_tensors  # activation checkpointing gives them out once
+        kept, memory, rng_states = list(saved[:num_kept]), saved[num_kept:][:num_memory], saved[num_kept + num_memory :]
+        if needs_formula(*douts):
+            grads = _formula_backward(plan, calls, rng_states, douts, memory, kept[0])
+        else:
+            kept[:1] = _as_matrices(kept[:1])
+            grads = _backward(plan, calls, rng_states, _as_matrices(douts), memory, kept)
+            dx, dresidual, *rest = grads
+            dx, is_shared = dx.view(shape), dresidual is dx
+            if len(douts) > 1:
+                dresidual = dx if is_shared else dresidual.view(shape)
+            grads = dx, dresidual, *rest
         needed = ctx.needs_input_grad[4:]
         return *(None,) * 4, *[grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
@@ -386,7 +404,7 @@ def _forward(
         x, residual = _norm(plan, call.norm, next(rng_states), branch, residual, bias, kept)
         first = residual if first is None else first
         branch, bias = _sublayer(plan, call, own, rng_states, x, memory, kept)
-    return branch, residual, first.view_as(first) if first is stream[0] else first
+    return branch, residual, first
 
 
 def _weights(plan: Plan, calls: Sequence[Call]) -> list[Parameters]:
@@ -406,8 +424,6 @@ def _backward(
     kept: Kept,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the stream, the memory and the parameters."""
-    shape = next(t.shape for t in douts if t is not None)
-    douts = [None if t is None else t.contiguous() for t in douts]
     rng_states, dmemory, dparameters = list(rng_states), [None] * len(memory), []
     if len(douts) == 1:
         (dx,) = douts
@@ -417,7 +433,7 @@ def _backward(
             dparameters = [*dweights, dbias, *dnorm, *dparameters]
         return dx, *dmemory, *dparameters
     dbranch, dresidual, dfirst = douts
-    dbranch, dbias = torch.zeros(shape, dtype=plan.dtype, device=plan.device) if dbranch is None else dbranch, None
+    dbranch, dbias = torch.zeros_like(kept[0]) if dbranch is None else dbranch, None
     for call in reversed(calls):
         dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, None, memory, dmemory)
         if call is calls[0] and dfirst is not None:
@@ -433,28 +449,30 @@ def _formula_backward(
     rng_states: Sequence[Tensor | None],
     douts: Sequence[Tensor | None],
     memory: Sequence[Tensor],
-    kept: Kept,
+    start: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """As _backward, by operators that can be differentiated again: the plain formula of the same dropout, recorded.
 
-    It begins at the first tensor that was kept: x, or with norm_first the sum z that the first norm reads.
+    start: x, or with norm_first the sum z that the first norm reads. It and douts are (B, L, d_model).
     """
     norm_first, first = len(douts) > 1, calls[0].norm
 
     def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        parameters, dropped, start = iter(tensors[len(memory) :]), list(rng_states), (x,)
+        parameters, dropped, stream = iter(tensors[len(memory) :]), list(rng_states), _as_matrices((x,))
         formulas = [call.by_formula(parameters) for call in calls]
         if norm_first:  # the last bias is added by the next layer
-            dropped[0], start, formulas[-1] = None, (x, None, None), formulas[-1]._replace(bias2=None)
+            dropped[0], formulas[-1] = None, formulas[-1]._replace(bias2=None)
+            stream += [None, None]
         with _autocast.no_autocast(plan.device):
-            return _forward(plan, formulas, iter(dropped), start, tensors[: len(memory)], None)
+            out = _forward(plan, formulas, iter(dropped), stream, tensors[: len(memory)], None)
+        return tuple([t.view(x.shape) for t in out])
 
-    inputs = kept[0], *memory, *(t for call in calls for t in call.parameters)
+    inputs = start, *memory, *(t for call in calls for t in call.parameters)
     dx, *others = differentiable_gradients(formula, inputs, douts)
     if not norm_first:
         return dx, *others
     dbranch = None if dx is None else dropout(dx, first.dropout_p, rng_states[0])
-    return dbranch, dx, None if dbranch is None else dbranch.sum(0), *others
+    return dbranch, dx, None if dbranch is None else dbranch.sum((0, 1)), *others
 
 
 # A sublayer. Forward and backward next to each other: what the one pushes, the other pops.
