@@ -30,10 +30,11 @@ def dropout_constants(dropout_p: float) -> tuple[int, float]:
 
 
 _MATMUL = torch.backends.cuda.matmul
-# torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one.
-_HAS_PRECISION = hasattr(_MATMUL, "fp32_precision")
+# torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one. The new
+# one is asked without the attribute, which takes ten times as long: every launch in float32 asks.
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
 def uses_tf32() -> bool:
     """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. The default is exact."""
-    return _MATMUL.fp32_precision == "tf32" if _HAS_PRECISION else _MATMUL.allow_tf32
+    return _MATMUL.allow_tf32 if _precision is None else _precision("cuda", "matmul") == "tf32"

@@ -276,7 +276,7 @@ def _attention_call(
     if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
         return None
     # Under tensor parallelism written by hand a process has some of the heads.
-    n_head, n_head_kv = len(projections[0]) // d_k, (len(projections[1]) if keys is None else keys.shape[2]) // d_k
+    n_head, n_head_kv = projections[0].shape[0] // d_k, (projections[1].shape[0] if keys is None else keys.shape[2]) // d_k
     sizes, dropout_p = (n_head, n_head_kv, d_k, d_v), current_dropout_p(core._modules["dropout"])
     choice = plan.choose_attention(core.backend, mask, (B, L, L if keys is None else keys.shape[1], *sizes), dropout_p)
     options = (B, L, *sizes), 1 / core.temperature, dropout_p, choice
@@ -594,7 +594,7 @@ def _attention_backward(
         dout, None, q, k, v, out, lse, None, *options, grads=_heads(dprojected, dmemory, call)
     )
     dx = torch.mm(dprojected, weight) if dresidual is None else torch.addmm(dresidual, dprojected, weight)
-    rows = [len(w) for w in call.projections]
+    rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
     if any([w.requires_grad for w in call.projections]):
         dweights = torch.mm(dprojected.t(), x).split(rows)
