@@ -58,11 +58,15 @@ class Norm(NamedTuple):
 
 
 class AttentionChoice(NamedTuple):
-    """What the calls of attention with one mask and one size share. masks: None for a formula, which reads mask."""
+    """What the calls of attention with one mask, one size and one layout share.
+
+    masks: None for a formula, which reads mask.     options: of the backend's forward and backward.
+    """
 
     chosen: Implementation
     mask: AttentionMask | None
     masks: list[PreparedMask] | None
+    options: dict[str, Any]
 
 
 class Attention(NamedTuple):
@@ -101,7 +105,7 @@ class Attention(NamedTuple):
     def by_formula(self, parameters: Iterator[Tensor | None]) -> Attention:
         """The same call by the plain formula, with other tensors for `parameters`."""
         projections, biases = (tuple(next(parameters) for _ in ts) for ts in (self.projections, self.biases))
-        choice = AttentionChoice(implementation("attention", "reference"), self.choice.mask, None)
+        choice = AttentionChoice(implementation("attention", "reference"), self.choice.mask, None, {})
         fc, fc_bias, norm = next(parameters), next(parameters), self.norm.by_formula(parameters)
         return Attention(projections, biases, fc, fc_bias, norm, *self[5:8], choice)
 
@@ -167,10 +171,13 @@ class Plan:
         return chosen
 
     def choose_attention(
-        self, backend: Backend | None, mask: AttentionMask | None, sizes: tuple[int, ...], dropout_p: float
+        self, backend: Backend | None, mask: AttentionMask | None, sizes: tuple[int, ...], dropout_p: float, *call: Any
     ) -> AttentionChoice:
-        """The choice for a mask and sizes (B, Lq, Lk, H, Hk, Dk, Dv). The mask is checked here."""
-        key = id(mask), sizes, dropout_p, backend
+        """The choice for a mask and sizes (B, Lq, Lk, H, Hk, Dk, Dv). The mask is checked here.
+
+        call: what else calls with one choice have in common: the scale, and the layout of the memory.
+        """
+        key = id(mask), sizes, dropout_p, backend, *call
         if (choice := self._choices.get(key)) is None:
             B, Lq, Lk, H, Hk, Dk, Dv = sizes
             shapes = (B, Lq, H, Dk), (B, Lk, Hk, Dk), (B, Lk, Hk, Dv)
@@ -180,7 +187,8 @@ class Plan:
                 mask.check(B, H, Lq, Lk, self.device)
             chosen = backends.choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
             masks = None if chosen.differentiable else prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
-            choice = self._choices[key] = AttentionChoice(chosen, mask, masks)
+            options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}
+            choice = self._choices[key] = AttentionChoice(chosen, mask, masks, options)
         return choice
 
 
@@ -216,8 +224,8 @@ def run_layer(
     if plan.is_under_autocast:  # the bias of a PendingResidual is a parameter, and stays as it is
         stream = *[t if t is None else t.to(plan.dtype) for t in stream[:2]], *stream[2:]
     calls: list[Call] = []
-    for name, mask, keys in zip(layer.attentions, masks, (None, *memory[:1]), strict=False):
-        call = _attention_call(plan, layer._modules[name], norm_first, stream[0], mask, keys)
+    for name, mask, read in zip(layer.attentions, masks, ((), memory), strict=False):
+        call = _attention_call(plan, layer._modules[name], norm_first, stream[0], mask, read)
         if call is None:
             return None
         calls.append(call)
@@ -254,9 +262,9 @@ def _as_matrices(stream: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _attention_call(
-    plan: Plan, module: Any, norm_first: bool, x: Tensor, mask: Any, keys: Tensor | None
+    plan: Plan, module: Any, norm_first: bool, x: Tensor, mask: Any, memory: Sequence[Tensor]
 ) -> Attention | None:
-    """x: (B, L, d_model). keys: (B, Lk, rows), or None for self-attention."""
+    """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
     if not is_unmodified(module, MultiHeadAttention, READ_BY_OPS) or module.norm_first is not norm_first:
         return None
     children = module._modules
@@ -268,7 +276,7 @@ def _attention_call(
     if d_model != module.d_model or (mask is not None and mask.bias is not None):
         return None
     w_qs, fc, norm = children["w_qs"]._parameters, children["fc"]._parameters, _norm_call(plan, module, x)
-    maps = (w_qs,) if keys is not None else (w_qs, children["w_ks"]._parameters, children["w_vs"]._parameters)
+    maps = (w_qs,) if memory else (w_qs, children["w_ks"]._parameters, children["w_vs"]._parameters)
     projections = tuple([p["weight"] for p in maps])
     biases = tuple([p["bias"] for p in maps if p["bias"] is not None])
     if len(biases) not in (0, len(projections)):
@@ -276,9 +284,14 @@ def _attention_call(
     if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
         return None
     # Under tensor parallelism written by hand a process has some of the heads.
-    n_head, n_head_kv = projections[0].shape[0] // d_k, (projections[1].shape[0] if keys is None else keys.shape[2]) // d_k
-    sizes, dropout_p = (n_head, n_head_kv, d_k, d_v), current_dropout_p(core._modules["dropout"])
-    choice = plan.choose_attention(core.backend, mask, (B, L, L if keys is None else keys.shape[1], *sizes), dropout_p)
+    n_head, seqlen_k, layout = projections[0].shape[0] // d_k, L, None
+    if memory:
+        (_, seqlen_k, width), layout = memory[0].shape, (memory[0].stride(), memory[1].stride())
+    else:
+        width = projections[1].shape[0]
+    sizes, dropout_p = (n_head, width // d_k, d_k, d_v), current_dropout_p(core._modules["dropout"])
+    call = (B, L, seqlen_k, *sizes), dropout_p, 1 / core.temperature, layout
+    choice = plan.choose_attention(core.backend, mask, *call)
     options = (B, L, *sizes), 1 / core.temperature, dropout_p, choice
     return Attention(projections, biases, fc["weight"], fc["bias"], norm, *options)
 
@@ -354,7 +367,7 @@ class _Layer(torch.autograd.Function):
         out = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, kept)
         shape = stream[0].shape
         out = tuple([t.view(shape) for t in out])
-        # What is kept first is x, or with norm_first z: an input or an output, which a second derivative passes through.
+        # What is kept first is x, or with norm_first z: an input or output, which a second derivative passes through.
         kept[0] = out[2] if width > 1 else stream[0]
         ctx.save_for_backward(*kept, *memory, *rng_states)
         ctx.set_materialize_grads(False)
@@ -555,7 +568,7 @@ def _attention(
     memory: Sequence[Tensor],
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor | None]:
-    (weight, bias, fc, fc_bias), (chosen, mask, masks) = weights, call.choice
+    (weight, bias, fc, fc_bias), (chosen, mask, masks, bound) = weights, call.choice
     linear = cpu_matmul.linear if chosen.differentiable else F.linear
     projected = linear(x, weight, bias)
     q, k, v = _heads(projected, memory, call)
@@ -564,7 +577,7 @@ def _attention(
     if chosen.differentiable:
         out, *_ = module.attention(q, k, v, mask, *options, return_lse=False)
         return linear(out.transpose(1, 2).reshape(rows), fc, fc_bias), None
-    out, lse = module.attention_fwd(q, k, v, None, masks[0], *options)
+    out, lse = module.attention_fwd(q, k, v, None, masks[0], *options, **bound)
     out_rows = out.transpose(1, 2).reshape(rows)
     if kept is None:
         return linear(out_rows, fc, fc_bias), None
@@ -591,7 +604,7 @@ def _attention_backward(
     q, k, v = _heads(projected, memory, call)
     options = call.choice.masks[1:], call.softmax_scale, call.dropout_p, rng_state, False
     call.choice.chosen.module.attention_bwd(
-        dout, None, q, k, v, out, lse, None, *options, grads=_heads(dprojected, dmemory, call)
+        dout, None, q, k, v, out, lse, None, *options, grads=_heads(dprojected, dmemory, call), **call.choice.options
     )
     dx = torch.mm(dprojected, weight) if dresidual is None else torch.addmm(dresidual, dprojected, weight)
     rows = [w.shape[0] for w in call.projections]

@@ -22,6 +22,7 @@ from .weights import attention_weights
 __all__ = ["attention_bwd", "attention_fwd", "attention_weights", "mask_layouts", "unsupported_reason"]
 
 _MAX_HEAD_DIM = 256
+BINDS_LAUNCHES = True  # attention_fwd and attention_bwd take `bound`
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:

@@ -6,6 +6,7 @@ of 16 bytes. Lengths and bands must not cause a compilation, so they are not in 
 """
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import LIMIT, addresses, dot_precision, padded_dim, specialization
+from ..common.launch import LIMIT, Launch, addresses, dot_precision, padded_dim, specialization
 from ..common.philox import dropout_constants
 
 DO_NOT_SPECIALIZE = ["seqlen_q", "seqlen_k", "band_lo", "band_hi"]
@@ -87,6 +88,11 @@ def strided(*tensors: Tensor) -> tuple[list[tuple[int, ...]], Any]:
     return found, True
 
 
+def moved(addresses: list[int | None], strides: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """StridedTensors of other tensors with the same strides."""
+    return [(address, *stride) for address, stride in zip(addresses, strides, strict=False)]
+
+
 def matrix(t: Tensor, columns: int) -> tuple[tuple[int, ...], Any]:
     """The Matrix of t (b, h, m, n), each dimension full or 1."""
     strides = (stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True))
@@ -149,6 +155,27 @@ def constants(q: Tensor, bias: Tensor | None, softmax_scale: float) -> dict[str,
 def value_dims(v: Tensor) -> dict[str, int]:
     """The constants of the kernels that read v."""
     return {"HEAD_DIM_V": v.shape[3], "BLOCK_DV": padded_dim(v.shape[3])}
+
+
+class Bound(NamedTuple):
+    """A launch without a bias of which only addresses change, all divisible by 16.
+
+    strides: (stride_b, stride_h, stride_l) of its StridedTensors. rest: its arguments after the dropout.
+    """
+
+    launch: Launch
+    programs: int
+    strides: tuple[tuple[int, ...], ...]
+    masking: tuple[int | None, ...]
+    mask_tensors: tuple[Tensor | None, ...]
+    rest: tuple[int | float, ...]
+
+
+def bind(
+    launch: Launch, programs: int, strided: Iterable[tuple[int, ...]], masking: Any, mask_tensors: Any, rest: Any
+) -> Bound:
+    """strided: the StridedTensors of the launch."""
+    return Bound(launch, programs, tuple(t[1:] for t in strided), masking, mask_tensors, rest)
 
 
 def empty_like(x: Tensor, head_dim: int) -> Tensor:

@@ -19,6 +19,8 @@ Tried and dropped, same compiler:
     a tile take 32 KiB of shared memory for 2.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,8 +28,8 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import Launches
-from ..common.philox import dropout_keep
+from ..common.launch import Launches, addresses
+from ..common.philox import dropout_constants, dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -116,15 +118,26 @@ def attention_fwd(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    bound: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
     lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also says the tile. rng_state: int64
-    (seed, offset), or None without dropout."""
+    (seed, offset), or None without dropout.
+
+    bound: empty at first, a dictionary for calls that differ in the memory of q, k, v and rng_state alone."""
     (B, H, Lq, _), Dv = q.shape, v.shape[3]
     out = arguments.empty_like(q, Dv)
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
+    known = bound.get("forward") if bound else None
+    if known is not None:
+        found, alignment = addresses(q, k, v, out, lse, rng_state)
+        if alignment is True:
+            dropout = None if rng_state is None else (found[5], *dropout_constants(dropout_p))
+            given = *arguments.moved(found, known.strides), found[4], None, known.masking, dropout, *known.rest
+            known.launch.run(q.get_device(), known.programs, given, (q, k, v, out, lse, *known.mask_tensors, rng_state))
+            return out, lse
     strided, strides = arguments.strided(q, k, v, out)
     masking, mask_tensors, mask_key = arguments.masking(mask)
     biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
@@ -134,7 +147,9 @@ def attention_fwd(
     if launch is None:
         constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
         launch = _LAUNCHES.add(key, **constants)
-    given = *strided, lse.data_ptr(), biased, masking, dropout, *sizes, *mask[:2], float(softmax_scale)
-    tensors = q, k, v, out, lse, bias, *mask_tensors, rng_state
-    launch.run(problem[0], B * H * -(-Lq // tile[0]), given, tensors)
+    rest, programs = (*sizes, *mask[:2], float(softmax_scale)), B * H * -(-Lq // tile[0])
+    given = *strided, lse.data_ptr(), biased, masking, dropout, *rest
+    launch.run(problem[0], programs, given, (q, k, v, out, lse, bias, *mask_tensors, rng_state))
+    if bound is not None and bias is None and strides is True:
+        bound["forward"] = arguments.bind(launch, programs, strided, masking, mask_tensors, rest)
     return out, lse

@@ -237,6 +237,10 @@ def both_ways(
             options = scale, p, state, bias is not None
             got = attention.attention_bwd(dout, dlse, q, k, v, out, lse, bias, rest, *options, grads)
             assert grads is None or all(a is b for a, b in zip(got, grads, strict=False))
+        known: dict[str, Any] = {}
+        for _ in range(3 if bias is None else 0):
+            out, lse = attention.attention_fwd(q, k, v, None, first, scale, p, state, known)
+            attention.attention_bwd(dout, None, q, k, v, out, lse, None, rest, scale, p, state, False, grads, known)
         plain = given.prepare(q.shape[2], k.shape[2], type(layouts[0])(), q.device)
         for mean in (False, True):
             attention.attention_weights(q, k, lse, bias, plain, scale, p, state, mean)

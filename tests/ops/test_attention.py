@@ -221,6 +221,33 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
     compare(p, Results(out, lse, weights, *grads))
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_bound_launches(dropout_p: float, device: torch.device) -> None:
+    """Calls that share `bound` give what they give without it, aligned memory or not, with dropout of their own."""
+    backend_call("triton", device)
+    kernels, bound, rounds = load_backend("attention", "triton"), {}, []
+    for seed in range(3):
+        p = make(H=2, D=16, Lq=37, mask="key_padding_holes", device=device, seed=seed)
+        inputs = [p.dout, p.q, p.k, p.v]
+        if seed == 1:  # no address of 16 bytes
+            inputs = [torch.empty(t.numel() + 1, device=device)[1:].view(t.shape).copy_(t) for t in inputs]
+        rounds.append([t.contiguous() for t in inputs])
+    mask = AttentionMask(**p.mask)
+    _, q, k, v = rounds[0]
+    first, *rest = (mask.prepare(37, 37, layout, device) for layout in kernels.mask_layouts(q, k, v, None))
+    for seed, (dout, q, k, v) in enumerate((*rounds, *rounds)):
+        state = torch.tensor([seed, 7], device=device) if dropout_p else None
+        results = []
+        for given in ({}, {"bound": bound}):
+            out, lse = kernels.attention_fwd(q, k, v, None, first, p.scale, dropout_p, state, **given)
+            options = (tuple(rest), p.scale, dropout_p, state, False)
+            grads = kernels.attention_bwd(dout, None, q, k, v, out, lse, None, *options, **given)
+            results.append((out, lse, *grads[:3]))
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(actual, expected)
+    assert bound.keys() == {"forward", "dq", "dkv"}
+
+
 @pytest.mark.parametrize("backend", ["triton"])
 def test_backward_into_given_memory(backend: str, device: torch.device) -> None:
     """dq, dk and dv are written into views of one tensor, bit for bit as into their own memory."""
