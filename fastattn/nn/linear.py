@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula
+from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, cpu_matmul, likely_backend
 from fastattn.nn.fusible import can_fuse
 from fastattn.ops import _autocast
@@ -57,12 +57,12 @@ def joint_linear(
     if fusible is None:
         fusible = all(map(can_fuse, modules))
     is_joint = fusible and torch.is_grad_enabled() and backend != "reference"
-    if is_joint and modules and not torch.compiler.is_compiling() and not is_transformed():
-        weights, biases = ([_parameter(module, name) for module in modules] for name in ("weight", "bias"))
-        first = weights[0]
-        if all([weight.dtype is first.dtype and weight.device == first.device for weight in weights]):
-            dtype = _autocast.dtype_under_autocast(first)
-            return _JointLinear.apply(x, dtype, len(weights), *weights, *(() if biases[0] is None else biases))
+    if is_joint and not torch.compiler.is_compiling() and not is_transformed():
+        weights, biases = (tuple([_parameter(module, name) for module in modules]) for name in ("weight", "bias"))
+        if len({(weight.dtype, weight.device) for weight in weights}) == 1:
+            weight, bias = joined((weights, biases), _autocast.dtype_under_autocast(weights[0]))
+            out = cpu_matmul.linear(x, weight, bias)
+            return out.split([weight.shape[0] for weight in weights], -1)
     return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
 
 
@@ -70,44 +70,6 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
     """The attribute of this name; found in less time where it is a parameter."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
-
-
-class _JointLinear(torch.autograd.Function):
-    """One node where recorded operators would be six, with a slice for each map."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """x (.., d); tensors: `count` weights (rows, d), and their biases (rows,) or none -> the outputs (.., rows)."""
-        weight, bias = _joined((tensors[:count], tensors[count:] or (None,)), dtype)
-        ctx.rows = [w.shape[0] for w in tensors[:count]]
-        ctx.save_for_backward(x, weight)
-        ctx.tensors = tensors  # the hooks of saved tensors, such as save_on_cpu, have no use for parameters
-        out = cpu_matmul.product(x.to(dtype).reshape(-1, x.shape[-1]), weight, bias)
-        return out.view(*x.shape[:-1], weight.shape[0]).split(ctx.rows, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        tensors, rows, dtype = ctx.tensors, ctx.rows, weight.dtype
-        needs_dx, _, _, *needed = ctx.needs_input_grad
-        if needs_formula(*douts):
-
-            def formula(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-                groups = tensors[: len(rows)], tensors[len(rows) :]
-                weight, bias = [torch.cat(group).to(dtype) if group else None for group in groups]
-                return F.linear(x.to(dtype), weight, bias).split(rows, -1)
-
-            dx, *grads = differentiable_gradients(formula, (x, *tensors), douts)
-            return dx, None, None, *grads
-        dout = torch.cat(douts, -1).view(-1, weight.shape[0])
-        dx = cpu_matmul.mm(dout, weight).view(x.shape).to(x.dtype) if needs_dx else None
-        grads: list[Tensor | None] = [None] * len(tensors)
-        if any(needed[: len(rows)]):
-            dweight = cpu_matmul.mm(dout.t(), x.reshape(-1, x.shape[-1]).to(dtype))
-            grads[: len(rows)] = dweight.to(tensors[0].dtype).split(rows)
-        if any(needed[len(rows) :]):
-            grads[len(rows) :] = dout.sum(0).to(tensors[-1].dtype).split(rows)
-        return dx, None, None, *[grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
 Group = tuple[Tensor | None, ...]
