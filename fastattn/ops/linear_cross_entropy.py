@@ -88,7 +88,10 @@ def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) 
     if target.device != x.device:
         raise ValueError(f"target is on {target.device}, expected {x.device} as x")
     target = target.long()
-    if can_read_values(target):
+    if can_read_values(target) and target.numel() > 0:
+        low, high = target.aminmax()
+        if low.item() >= 0 and high.item() < classes:
+            return target
         wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
         if wrong.any():
             raise ValueError(
