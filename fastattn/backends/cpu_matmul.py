@@ -56,6 +56,13 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """a b without gradients: a (m, k), b (k, n), either of them transposed in memory."""
+    if a.numel() * b.shape[1] < MIN_WORK or not uses_onednn(a, b.t()):
+        return torch.mm(a, b)
+    return product(a, b.t())
+
+
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` and `product` of these use oneDNN."""
     return (
@@ -147,6 +154,6 @@ class _Linear(torch.autograd.Function):
             dx, dweight = torch.mm(dout, weight) if needs_dx else None, torch.mm(dout.t(), x) if needs_dweight else None
         else:
             dout = dout.contiguous()
-            dx = product(dout, weight.t()) if needs_dx else None
-            dweight = product(dout.t(), x.t()) if needs_dweight else None
+            dx = mm(dout, weight) if needs_dx else None
+            dweight = mm(dout.t(), x) if needs_dweight else None
         return dx, dweight, dout.sum(0) if needs_dbias else None

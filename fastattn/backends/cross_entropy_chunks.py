@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends.cpu_matmul import product
+from fastattn.backends.cpu_matmul import mm
 
 LOGITS_BYTES = 1 << 30  # 16k tokens of 32k classes, 4k of 128k: still enough rows for cuBLAS's best
 
@@ -100,15 +100,18 @@ def _losses_and_grads(
         logits = kernel.logits(x_rows, weight, bias, logit_scale)
         kernel.cross_entropy_rows(logits, bias, target_rows, losses_rows, dloss_rows, count, *options, any(needs))
         if needs[0]:
-            dx.append(product(logits, weight.t()))
+            dx.append(mm(logits, weight))
         if needs[1]:
             if not (valid is None or kernel.ignored_rows_are_zero):
-                x_rows = x_rows.where((target_rows != ignore_index).unsqueeze(1), 0)
-            dweight = _add(dweight, product(logits.t(), x_rows.t()), acc)
+                valid_rows = valid if tokens <= step else valid[start : start + step]
+                x_rows = x_rows.where(valid_rows.unsqueeze(1), 0)
+            dweight = _add(dweight, mm(logits.t(), x_rows), acc)
         if needs[2]:
             dbias = _add(dbias, logits.sum(0), acc)
-    dweight, dbias = (None if grad is None else grad.to(x.dtype) for grad in (dweight, dbias))
-    return losses, count, (dx[0] if len(dx) == 1 else torch.cat(dx) if dx else None, dweight, dbias)
+    if tokens > step:
+        dx = [torch.cat(dx)] if dx else []
+        dweight, dbias = [None if grad is None else grad.to(x.dtype) for grad in (dweight, dbias)]
+    return losses, count, (dx[0] if dx else None, dweight, dbias)
 
 
 def _add(total: Tensor | None, part: Tensor, acc: torch.dtype) -> Tensor:

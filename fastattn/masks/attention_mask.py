@@ -7,8 +7,8 @@ torch.nn.Transformer True means ignore: invert them.)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -81,10 +81,11 @@ class AttentionMask:
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
         )
-        self._bands = {name: FREE for name in _ALIGNMENTS}
-        self._bands[align] = _intersect(_window_band(window), (None, 0) if is_causal else FREE)
+        band = (None, 0) if is_causal else FREE
+        self._bands = {"top_left": FREE, "bottom_right": FREE}
+        self._bands[align] = band if window is None else _intersect(_window_band(window), band)
         self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, value)
-        first = next(iter(self._tensors().values()), None)
+        first = next((t for t in self._structure() if t is not None), self.bias)
         self._made_while = _recording(None if first is None else first.device)
 
     def _set(self, **tensors: Tensor | None) -> None:
@@ -184,12 +185,13 @@ class AttentionMask:
     @property
     def band_only(self) -> bool:
         """Whether only the band and a bias restrict. Then no tensor says which tiles hold work."""
-        return all(t is None for t in self._structure())
+        return not any([t is not None for t in self._structure()])
 
     @property
     def has_band(self) -> bool:
         """Whether causal or a window restricts."""
-        return any(band != FREE for band in self._bands.values())
+        from_first, from_last = self._bands.values()
+        return from_first != FREE or from_last != FREE
 
     @property
     def counts_from_the_end(self) -> bool:
@@ -293,18 +295,31 @@ class AttentionMask:
 
         build: what makes it. Arguments and result as `fastattn.masks.kernel_format.prepare`.
         """
-        rows, columns = (Lk, Lq) if layout.by_key else (Lq, Lk)
+        return self.prepare_all(Lq, Lk, (layout,), device, build)[0]
 
-        def restriction() -> Restriction:
-            return self._restriction().transposed() if layout.by_key else self._restriction()
-
-        if self.band_only:
-            return PreparedMask(*band_of(restriction(), rows, columns), layout=layout)
-        tile = layout.block_rows, layout.block_columns
-        # Kernels with one tile share the tensors, also if their launches differ in something else.
-        key = ("prepared", rows, columns, layout.by_key, *tile)
-        *tensors, _ = self.cached(key, device, lambda: build(restriction(), rows, columns, *tile, device))
-        return PreparedMask(*tensors, layout)
+    def prepare_all(
+        self,
+        Lq: int,
+        Lk: int,
+        layouts: Sequence[Layout],
+        device: torch.device,
+        build: Callable[..., PreparedMask] = prepare,
+    ) -> list[PreparedMask]:
+        """`prepare` in several layouts, with what they have in common decided once."""
+        restriction, prepared = self._restriction(), []
+        band_only = self.band_only
+        stamp = None if band_only else self._stamp(device)
+        for layout in layouts:
+            by_key, block_rows, block_columns, _ = layout
+            rows, columns, restricted = (Lk, Lq, restriction.transposed()) if by_key else (Lq, Lk, restriction)
+            if band_only:
+                prepared.append(PreparedMask(*band_of(restricted, rows, columns), layout=layout))
+                continue
+            # Kernels with one tile share the tensors, also if their launches differ in something else.
+            args = rows, columns, block_rows, block_columns, device
+            *tensors, _ = self._cached(("prepared", by_key, *args), stamp, partial(build, restricted, *args))
+            prepared.append(PreparedMask(*tensors, layout))
+        return prepared
 
     def _restriction(self) -> Restriction:
         bands = (self._bands["top_left"], self._bands["bottom_right"])
@@ -320,16 +335,26 @@ class AttentionMask:
         is cached inside a transform of torch.func.
         """
         device = torch.device(device)
+        return self._cached((*key, device), self._stamp(device), build)
+
+    def _stamp(self, device: torch.device) -> tuple[int, ...] | None:
+        """What a result depends on next to its key: the versions of the tensors, and the stream. None: it is not
+        cached."""
         if _recording(device) != self._made_while or is_transformed():
+            return None
+        return *[_version(t) for t in self._structure() if t is not None], _current_stream(device)
+
+    def _cached(self, key: tuple[Any, ...], stamp: tuple[int, ...] | None, build: Callable[[], Any]) -> Any:
+        if stamp is None:
             return build()
-        key = (*key, device)
-        stamp = (*(_version(t) for t in self._structure() if t is not None), _current_stream(device))
         # A list and no dict: in a dict's key torch.compile would make a constant of a symbolic length.
         for cached_key, cached_stamp, value in self._cache:
             if cached_key == key and cached_stamp == stamp:
                 return value
-        # Training must be able to use what validation under torch.inference_mode prepares.
-        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # training must be able to use what validation prepares
+                value = build()
+        else:
             value = build()
         others = [entry for entry in self._cache if entry[0] != key]
         self._cache[:] = [*others[-MAX_CACHED + 1 :], (key, stamp, value)]
@@ -470,9 +495,7 @@ def _warn_of_zeros_and_ones(mask: Tensor) -> None:
         warnings.warn(f"{message}; if 1 means attend, pass attn_mask.bool()", stacklevel=5)
 
 
-def _window_band(window: tuple[int | None, int | None] | None) -> Band:
-    if window is None:
-        return FREE
+def _window_band(window: tuple[int | None, int | None]) -> Band:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), got {window!r}")
     for side in window:

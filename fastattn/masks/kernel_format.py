@@ -119,10 +119,9 @@ class Restriction(NamedTuple):
     def transposed(self) -> Restriction:
         """With rows and columns exchanged."""
 
-        def minus(bound: int | None) -> int | None:
-            return None if bound is None else -bound
-
-        from_first, from_last = ((minus(high), minus(low)) for low, high in self.bands)
+        from_first, from_last = [
+            (None if high is None else -high, None if low is None else -low) for low, high in self.bands
+        ]
         offsets, paddings = (self.column_offsets, self.row_offsets), (self.column_padding, self.row_padding)
         return Restriction(
             (from_first, from_last), *offsets, *paddings, None if self.matrix is None else self.matrix.mT
@@ -158,9 +157,15 @@ def prepare(
 def band_of(mask: Restriction, rows: int, columns: int) -> tuple[int, int]:
     """(low, high), both in [-rows, columns]: row r may attend to the columns r + low .. r + high. Not if packed."""
     (low, high), (low_from_last, high_from_last) = mask.bands
-    shift = columns - rows
-    lows = [-rows, *(n for n in (low, None if low_from_last is None else low_from_last + shift) if n is not None)]
-    highs = [columns, *(n for n in (high, None if high_from_last is None else high_from_last + shift) if n is not None)]
+    shift, lows, highs = columns - rows, [-rows], [columns]
+    if low is not None:
+        lows.append(low)
+    if low_from_last is not None:
+        lows.append(low_from_last + shift)
+    if high is not None:
+        highs.append(high)
+    if high_from_last is not None:
+        highs.append(high_from_last + shift)
     return min(max(lows), columns), max(min(highs), -rows)
 
 

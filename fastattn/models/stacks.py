@@ -16,7 +16,7 @@ from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, Pendin
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.decoding import StraightSteps
-from fastattn.nn.fusible import can_fuse, check_steps
+from fastattn.nn.fusible import all_can_fuse, can_fuse, check_steps
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import add_norm, current_dropout_p
 from fastattn.nn.straight import Plan
@@ -80,25 +80,25 @@ class _Stack(nn.Module):
         if fusible:
             _checks.check_indices(name, seq, "the model", embedding.weight)
             _checks.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
-        others = (self.position_enc, self.dropout, self.layer_norm)
-        if self.norm_first or not (fusible and all(map(can_fuse, others))):
+        position_enc, dropout, layer_norm = self.position_enc, self.dropout, self.layer_norm
+        if self.norm_first or not (fusible and can_fuse(position_enc) and can_fuse(dropout) and can_fuse(layer_norm)):
             words = embedding(seq) if scale == 1 else embedding(seq) * scale
-            pending = PendingResidual(self.position_enc(words, position), None)
-            return pending if self.norm_first else add_norm(pending, self.dropout, self.layer_norm, self.backend)
+            pending = PendingResidual(position_enc(words, position), None)
+            return pending if self.norm_first else add_norm(pending, dropout, layer_norm, self.backend)
         if position is None:
-            self.position_enc.check(seq.shape[1])
+            position_enc.check(seq.shape[1])
         elif not known_position:
             _checks.check_indices("position", position, name, seq)
             _checks.check_shape("position", position, tuple(seq.shape), f"the shape of {name}")
-            _checks.check_range("position", position, self.position_enc.pos_table.shape[1], "a row of pos_table")
+            _checks.check_range("position", position, position_enc.pos_table.shape[1], "a row of pos_table")
         return embed_known_tokens(
             seq,
             embedding.weight,
-            self.position_enc.pos_table[0],
-            self.layer_norm.weight,
-            self.layer_norm.bias,
-            eps=self.layer_norm.eps,
-            dropout_p=current_dropout_p(self.dropout),
+            position_enc.pos_table[0],
+            layer_norm.weight,
+            layer_norm.bias,
+            eps=layer_norm.eps,
+            dropout_p=current_dropout_p(dropout),
             scale=scale,
             position=position,
             padding_idx=embedding.padding_idx,
@@ -247,9 +247,11 @@ class Decoder(_Stack):
             expected = f"(B, Ls, d_model = {self.d_model})"
             raise ValueError(f"enc_output has shape {tuple(enc_output.shape)}, expected {expected}")
         layers = [layer for layer in self.layer_stack if type(layer) is DecoderLayer]
-        linears = [w for layer in layers for w in (layer.enc_attn.w_ks, layer.enc_attn.w_vs)]
+        modules, names = [layer._modules["enc_attn"] for layer in layers], ("w_ks", "w_vs")
+        linears = [module._modules[name] for module in modules for name in names]
+        fusible = all([all_can_fuse(module, names) for module in modules]) or None  # None: ask each
         backend = likely_backend("linear", enc_output.device, self.backend)
-        projected = joint_linear(enc_output, linears, backend=backend)
+        projected = joint_linear(enc_output, linears, backend=backend, fusible=fusible)
         return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
 
     def memory(self, enc_output: Tensor, lengths: Tensor) -> Memory:

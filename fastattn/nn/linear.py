@@ -58,14 +58,18 @@ def joint_linear(
         fusible = all(map(can_fuse, modules))
     is_joint = fusible and torch.is_grad_enabled() and backend != "reference"
     if is_joint and not torch.compiler.is_compiling() and not is_transformed():
-        weights = [module.weight for module in modules]
+        weights, biases = (tuple([_parameter(module, name) for module in modules]) for name in ("weight", "bias"))
         if len({(weight.dtype, weight.device) for weight in weights}) == 1:
-            dtype = _autocast.dtype_under_autocast(weights[0])
-            biases = [module.bias for module in modules]
-            weight, bias = joined((tuple(weights), tuple(biases)), dtype)
+            weight, bias = joined((weights, biases), _autocast.dtype_under_autocast(weights[0]))
             out = cpu_matmul.linear(x, weight, bias)
             return out.split([weight.shape[0] for weight in weights], -1)
     return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """The attribute of this name; found in less time where it is a parameter."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 Group = tuple[Tensor | None, ...]

@@ -75,19 +75,21 @@ class Operator:
         """
         if torch.compiler.is_compiling():
             return cls._traced(*op_args)[: cls.results]
-        return cls._eager.apply(*op_args, remember)
+        # PyTorch examines every argument of a Function: those that have no gradient are one.
+        return cls._eager.apply(*op_args[: cls.inputs], op_args[cls.inputs :], remember)
 
 
 def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-            *op_args, ctx.remembered = given
+            *inputs, others, ctx.remembered = given
+            op_args = (*inputs, *others)
             outputs = op.forward(*op_args)
             op.save(ctx, op_args, outputs)
             ctx.set_materialize_grads(False)
             # An argument must not be returned as it is.
-            return tuple(t.view_as(t) if _is_among(t, op_args) else t for t in outputs[: op.results])
+            return tuple([t.view_as(t) if _is_among(t, inputs) else t for t in outputs[: op.results]])
 
         @staticmethod
         def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
@@ -95,7 +97,7 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
                 grads = op.formula_gradients(ctx, *dresults)
             else:
                 grads = _gradients(op, ctx, op.gradients, dresults)
-            return *grads, *(None,) * (len(ctx.needs_input_grad) - op.inputs)
+            return *grads, None, None
 
     return Eager
 
@@ -166,14 +168,14 @@ def _no_grad(argument: Any) -> list[None] | None:
 
 
 def _is_among(t: Tensor, others: Sequence[Any]) -> bool:
-    return any(t is other for other in others)
+    return any([t is other for other in others])
 
 
 def _gradients(
     op: type[Operator], ctx: Any, gradients: Callable[..., Any], dresults: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
     """Of the first `inputs` arguments, those that are needed."""
-    if all(t is None for t in dresults):
+    if not any([t is not None for t in dresults]):
         return (None,) * op.inputs
     grads = op.backward(ctx, gradients, *dresults)
-    return tuple(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False))
+    return tuple([grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)])

@@ -68,7 +68,8 @@ def check_range(name: str, t: Tensor, end: int, meaning: str) -> None:
     """0 <= t < end, read on a CPU only: on a GPU this would wait."""
     if not can_read_values(t) or t.numel() == 0:
         return
-    low, high = (int(n) for n in t.aminmax())
+    low, high = t.aminmax()
+    low, high = low.item(), high.item()
     if low < 0 or high >= end:
         raise ValueError(f"{name} has the value {low if low < 0 else high}, expected 0 to {end - 1}: {meaning}")
 

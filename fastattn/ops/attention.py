@@ -251,7 +251,7 @@ def prepare_masks(
     mask = _NO_MASK if mask is None else mask
     layouts, build = chosen.module.mask_layouts(q, k, v, mask.bias), partial(_prepare, chosen.name, q)
     layouts = layouts if needs_gradient else layouts[:1]
-    return [mask.prepare(q.shape[2], k.shape[2], layout, q.device, build) for layout in layouts]
+    return mask.prepare_all(q.shape[2], k.shape[2], layouts, q.device, build)
 
 
 def _prepare(backend: str, q: Tensor, *restriction: Any) -> PreparedMask:

@@ -39,16 +39,18 @@ def _validate(
         raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (tokens of the vocabulary, d)")
     vocabulary, d = embedding.shape
     dtype = _autocast.dtype_under_autocast(embedding)
-    _checks.check_float("position_table", position_table)
-    shape = (position_table.shape[0] if position_table.dim() > 0 else 0, d)
-    _checks.check_parameter("position_table", position_table, shape, "(n_position, d)", "embedding", embedding)
+    is_alike = _checks.same_dtype_and_device(embedding, position_table, weight, bias)
+    if not (is_alike and position_table.shape[1:] == weight.shape == bias.shape == (d,)):
+        _checks.check_float("position_table", position_table)
+        shape = (position_table.shape[0] if position_table.dim() > 0 else 0, d)
+        _checks.check_parameter("position_table", position_table, shape, "(n_position, d)", "embedding", embedding)
+        for name, t in (("weight", weight), ("bias", bias)):
+            _checks.check_parameter(name, t, (d,), "(d,)", "embedding", embedding)
+        _checks.check_like("bias", bias, "weight", weight)
     if position_table.requires_grad:
         raise ValueError("position_table has no gradient: it must not require one")
     if not known_indices:
         _check_indices(tokens, embedding, position_table, position)
-    for name, t in (("weight", weight), ("bias", bias)):
-        _checks.check_parameter(name, t, (d,), "(d,)", "embedding", embedding)
-    _checks.check_like("bias", bias, "weight", weight)
     _checks.check_eps(eps)
     _checks.check_dropout(dropout_p)
     _checks.check_finite("scale", scale)
@@ -133,9 +135,9 @@ def _embed(device: torch.device, inputs: tuple[Any, ...], eps: float, backend: B
         if chosen.differentiable:
             options = (scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
             return chosen.module.embed_layer_norm(*tensors, *options)
-        tokens, embedding, position_table, weight, bias, position = (
+        tokens, embedding, position_table, weight, bias, position = [
             t if t is None else t.contiguous() for t in tensors
-        )
+        ]
         places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
         op_args = (embedding, weight, bias, *places, tokens.shape[-1], scale, padding_idx, float(eps), dropout_p)
         (out,) = _EmbedLayerNorm.apply(*op_args, rng_state, dtype, chosen)

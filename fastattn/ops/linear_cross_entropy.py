@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -88,7 +88,10 @@ def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) 
     if target.device != x.device:
         raise ValueError(f"target is on {target.device}, expected {x.device} as x")
     target = target.long()
-    if can_read_values(target):
+    if can_read_values(target) and target.numel() > 0:
+        low, high = target.aminmax()
+        if low.item() >= 0 and high.item() < classes:
+            return target
         wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
         if wrong.any():
             raise ValueError(
@@ -220,7 +223,7 @@ class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
     @staticmethod
     def backward(ctx: Any, gradients: Callable[..., Any], dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.made:
-            return tuple(_times(grad, dloss) for grad in ctx.saved_tensors[4:])
+            return _times(ctx.saved_tensors[4:], dloss)
         return gradients(dloss.contiguous(), *ctx.saved_tensors, *ctx.options)
 
     @staticmethod
@@ -260,14 +263,12 @@ def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list
     return tuple(x.new_empty(t.shape) if need else None for t, need in zip((x, weight, bias), needs, strict=True))
 
 
-def _times(grad: Tensor | None, dloss: Tensor) -> Tensor | None:
-    """grad * dloss. On a CPU grad itself, where dloss is 1 and this backward does not keep the graph.
+def _times(grads: Sequence[Tensor | None], dloss: Tensor) -> tuple[Tensor | None, ...]:
+    """grads * dloss. On a CPU the grads themselves, where dloss is 1 and this backward does not keep the graph.
 
     What is returned may become the .grad of a leaf, which is changed in place: a graph that is kept needs its own.
     """
-    if grad is None:
-        return None
-    can_read = type(dloss) is Tensor and dloss.device.type == "cpu"  # not traced, and nothing to wait for
+    can_read = type(dloss) is Tensor and dloss.is_cpu  # not traced, and nothing to wait for
     if can_read and dloss.item() == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
-        return grad
-    return grad * dloss
+        return tuple(grads)
+    return tuple([None if grad is None else grad * dloss for grad in grads])

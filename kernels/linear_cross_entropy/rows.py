@@ -120,7 +120,8 @@ def tile_for(dtype: torch.dtype, n_class: int) -> Tile:
 
 def empty_logits(rows: int, n_class: int, like: Tensor) -> Tensor:
     """(rows, n_class) of like's dtype and device, rows beginning at multiples of ALIGNMENT."""
-    return like.new_empty(rows, triton.cdiv(n_class, ALIGNMENT) * ALIGNMENT)[:, :n_class]
+    logits = torch.empty((rows, -(-n_class // ALIGNMENT) * ALIGNMENT), dtype=like.dtype, device=like.device)
+    return logits if logits.shape[1] == n_class else logits[:, :n_class]
 
 
 def cross_entropy_rows(

@@ -258,14 +258,12 @@ def prepare_mask(
 ) -> PreparedMask:
     """As fastattn.masks.prepare, in one launch. After the listed tiles, `tiles` holds anything."""
     mask = matrix_of_one_row_as_padding(mask, columns)
-    row_padding, column_padding, matrix = mask.row_padding, mask.column_padding, mask.matrix
-    packed = mask.row_offsets is not None
+    (from_first, from_last), row_offsets, column_offsets, row_padding, column_padding, matrix = mask
+    packed = row_offsets is not None
     band = (-rows, columns) if packed else band_of(mask, rows, columns)
     limit = rows + columns  # a larger bound has no effect
-    (low_first, high_first), (low_last, high_last) = (
-        (-limit if low is None else _within(low, limit), limit if high is None else _within(high, limit))
-        for low, high in mask.bands
-    )
+    lows = [-limit if low is None else _within(low, limit) for low in (from_first[0], from_last[0])]
+    highs = [limit if high is None else _within(high, limit) for high in (from_first[1], from_last[1])]
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -276,41 +274,52 @@ def prepare_mask(
     matrix_batch, num_heads, matrix_rows = (1, 1, 1) if matrix is None else matrix.shape[:3]
     bits_batch = _common(matrix_batch, column_batch)
     batch = _common(row_batch, bits_batch)
-    bit_blocks = triton.cdiv(columns, kernel_format.BIT_BLOCK)
+    # No triton.cdiv: it may also be called in a kernel, and finding out costs as much as an allocation.
+    bit_blocks = -(-columns // kernel_format.BIT_BLOCK)
     if packed or row_padding is not None:
         intervals = empty(row_batch, rows, 2)
     if packed or column_padding is not None:
         column_bits = empty(column_batch, bit_blocks, BIT_WORDS)
     if matrix is not None:
         bits = empty(bits_batch, num_heads, matrix_rows, bit_blocks, BIT_WORDS)
-    has_lists = block_rows > 0 and any(t is not None for t in (intervals, column_bits, bits))
+    has_lists = block_rows > 0 and not (intervals is None and column_bits is None and bits is None)
     if not has_lists:
         block_rows, block_columns = ROWS_WITHOUT_LISTS, BIT_BLOCK.value
-    row_tiles, column_tiles = triton.cdiv(rows, block_rows), triton.cdiv(columns, block_columns)
+    row_tiles, column_tiles = -(-rows // block_rows), -(-columns // block_columns)
     if has_lists:
         counts, tiles = empty(batch, num_heads, row_tiles, 2), empty(batch, num_heads, row_tiles, column_tiles)
 
-    span = SPAN_WITHOUT_MATRIX if matrix is None else BIT_BLOCK.value
     slots = max(row_tiles, bit_blocks)
     programs = batch * num_heads * slots
     if programs > 0:
-        inputs = row_padding, column_padding, mask.row_offsets, mask.column_offsets, matrix
+        inputs = row_padding, column_padding, row_offsets, column_offsets, matrix
         results = intervals, column_bits, bits, counts, tiles
         (*found, matrix_at), alignment = addresses(*inputs)
         strided_matrix = None if matrix is None else (matrix_at, *_strides(matrix), rows, columns)
         sizes = *_strides(row_padding), *_strides(column_padding), num_heads, row_batch, column_batch, bits_batch
-        sizes += slots, rows, columns, *_sequences(mask.row_offsets), low_first, high_first, low_last, high_last
-        constants = {"BLOCK_ROWS": block_rows, "ROWS": triton.next_power_of_2(block_rows)}
-        constants |= {"BLOCK_COLUMNS": block_columns, "TILES": span // block_columns, "num_warps": 4}
-        constants["MAX_TILES"] = max(triton.next_power_of_2(column_tiles), MIN_TILES)
-        constants["TILE_ROWS"] = 1 if matrix_rows == 1 else block_rows
-        constants["MATRIX_ROWS"] = 1 if matrix_rows == 1 else min(block_rows & -block_rows, 64)
+        sizes += slots, rows, columns, *_sequences(row_offsets), lows[0], highs[0], lows[1], highs[1]
         index = next(t for t in inputs if t is not None).get_device()
+        max_tiles = 1 << max(column_tiles - 1, MIN_TILES - 1).bit_length()
         key = (
-            *(index, alignment, *(None if t is None else t.dtype for t in inputs), has_lists, *constants.values()),
-            *(None if strided_matrix is None else specialization(*strided_matrix), max(sizes) < LIMIT),
+            *(
+                index,
+                alignment,
+                *[None if t is None else t.dtype for t in inputs],
+                has_lists,
+                block_rows,
+                block_columns,
+            ),
+            *(max_tiles, matrix_rows == 1, None if matrix is None else specialization(*strided_matrix)),
+            max(sizes) < LIMIT,
         )
-        launch = _LAUNCHES.get(key) or _LAUNCHES.add(key, **constants)
+        launch = _LAUNCHES.get(key)
+        if launch is None:
+            span = SPAN_WITHOUT_MATRIX if matrix is None else BIT_BLOCK.value
+            constants = {"BLOCK_ROWS": block_rows, "ROWS": triton.next_power_of_2(block_rows)}
+            constants |= {"BLOCK_COLUMNS": block_columns, "TILES": span // block_columns, "num_warps": 4}
+            constants |= {"MAX_TILES": max_tiles, "TILE_ROWS": 1 if matrix_rows == 1 else block_rows}
+            constants["MATRIX_ROWS"] = 1 if matrix_rows == 1 else min(block_rows & -block_rows, 64)
+            launch = _LAUNCHES.add(key, **constants)
         launch.run(index, programs, (*found, strided_matrix, *addresses(*results)[0], *sizes), (*inputs, *results))
     return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)
 
@@ -326,7 +335,7 @@ def _common(a: int, b: int) -> int:
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:
     """0 along dimensions of size 1: they are broadcast. Two of 0 without a padding."""
-    return (0, 0) if t is None else tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
+    return (0, 0) if t is None else tuple([s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True)])
 
 
 def _sequences(offsets: Tensor | None) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float)
     if uses_onednn(x, weight):
         return product(x * scale, weight, None if bias is None else bias * scale)
     if bias is None:
-        bias, beta = x.new_zeros(()), 0.0  # of which a product of 0 is not even read
+        bias, beta = x.new_empty(()), 0.0  # a factor of 0: it is not even read
     else:
         beta = scale
     return torch.addmm(bias, x, weight.t(), beta=beta, alpha=scale)
@@ -115,29 +115,31 @@ def _cross_entropy_rows(
         rate = (rate.expand(rows) if valid is None else torch.where(valid, rate, 0)).unsqueeze(1)
     block = BLOCK_BYTES.get(logits.device.type, chunks.LOGITS_BYTES) // (n_class * acc.itemsize)
     block = max(min(block, rows), 1)
-    space = logits.new_empty(2, block, n_class, dtype=acc)  # one for all blocks: memory that is warm
+    # One for all blocks: memory that is warm.
+    log_p_space, dlog_p_space = [torch.empty(block, n_class, dtype=acc, device=logits.device) for _ in range(2)]
+    on_each = label_smoothing / n_class
+    on_target = 1 - label_smoothing + on_each
     for start in range(0, rows, block):
         part, part_label, part_loss, part_rate = logits, label, losses_column, rate
-        log_p, dlog_p = space
+        log_p, dlog_p = log_p_space, dlog_p_space
         if rows > block:
             end = min(start + block, rows)
             part, part_label, part_loss = (t[start:end] for t in (logits, label, losses_column))
             part_rate = rate if isinstance(rate, float) else rate[start:end]
             log_p, dlog_p = log_p[: end - start], dlog_p[: end - start]
         torch.log_softmax(part, 1, dtype=acc, out=log_p)
-        torch.mul(log_p.gather(1, part_label), label_smoothing - 1, out=part_loss)
+        torch.gather(log_p, 1, part_label, out=part_loss).mul_(label_smoothing - 1)
         if label_smoothing > 0:
-            part_loss.sub_(log_p.mean(1, keepdim=True), alpha=label_smoothing)
+            part_loss.sub_(log_p.sum(1, keepdim=True), alpha=on_each)
         if not needs_gradient:
             continue
-        # As if there were no smoothing, where the rows of dlog_p sum up to -rate exactly. PyTorch's exp alone takes
-        # twice as long as this operator.
-        dlog_p.zero_().scatter_(1, part_label, -part_rate)
+        # PyTorch's exp alone takes twice as long as its operator of the gradient.
+        if isinstance(part_rate, float):
+            dlog_p.fill_(-part_rate * on_each).scatter_(1, part_label, -part_rate * on_target)
+        else:
+            dlog_p.copy_(part_rate * -on_each).scatter_(1, part_label, part_rate * -on_target)
         dlogits = part if part.dtype == acc else log_p
         torch._log_softmax_backward_data(dlog_p, log_p, 1, acc, out=dlogits)
-        if label_smoothing > 0:
-            at_label = dlogits.gather(1, part_label).add_(part_rate * label_smoothing)
-            dlogits.scatter_(1, part_label, at_label).sub_(part_rate * (label_smoothing / n_class))
         if dlogits is not part:
             part.copy_(dlogits)
     if valid is not None:
