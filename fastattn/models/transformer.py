@@ -54,7 +54,7 @@ class FusedTransformer(nn.Module):
         same; logits of padding are 0. It costs a gather and, on a GPU, one wait for the device a batch, and pays from
         about a quarter of padding on. The model on a GPU then also takes tokens on the CPU: they are packed there and
         copied, and nothing waits. None: on a CPU, from a quarter on, ``loss`` drops all padding; forward and decoding
-        drop that of the source.
+        drop that of the source; of small batches none is dropped.
     recompute: save neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which computes
         them again. Saved activations take two fifths less memory (two thirds with gated activations), and the
         feed-forward takes a sixth more time. Gradients stay the same, but for other roundings under torch.autocast.

@@ -301,16 +301,9 @@ def prepare_mask(
         index = next(t for t in inputs if t is not None).get_device()
         max_tiles = 1 << max(column_tiles - 1, MIN_TILES - 1).bit_length()
         key = (
-            *(
-                index,
-                alignment,
-                *[None if t is None else t.dtype for t in inputs],
-                has_lists,
-                block_rows,
-                block_columns,
-            ),
-            *(max_tiles, matrix_rows == 1, None if matrix is None else specialization(*strided_matrix)),
-            max(sizes) < LIMIT,
+            *(index, alignment, *[None if t is None else t.dtype for t in inputs], has_lists),
+            *(block_rows, block_columns, max_tiles, matrix_rows == 1, max(sizes) < LIMIT),
+            None if matrix is None else specialization(*strided_matrix),
         )
         launch = _LAUNCHES.get(key)
         if launch is None:

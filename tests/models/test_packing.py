@@ -83,11 +83,12 @@ def test_packing_by_known_counts_is_the_same(batch):
 
 
 def padded_batch(padding):
-    """Source and target (4, 10), the padding at the end of each row, and gold, the target's next tokens."""
+    """Source and target (240, 10), the padding at the end of every four rows, and gold, the target's next tokens."""
     src, trg = (torch.full((4, 10), 7, device=DEVICE) for _ in range(2))
     for seq, pad in ((src, PAD_SRC), (trg, PAD_TRG)):
         for row, count in zip(seq, padding, strict=True):
             row[10 - count :] = pad
+    src, trg = src.repeat(60, 1), trg.repeat(60, 1)  # in small batches padding is kept
     return src, trg, gold_of(trg)
 
 
@@ -107,6 +108,7 @@ def test_when_packing_pays(padding, backend, expected):
     gold[3, 9] = 5  # a token to learn where the target is padding: packing would lose it
     assert choose_packing(model, src, trg, gold) == Packing(expected, False)
     assert choose_packing(fused(backend=backend, pack_padding=False), src, trg, gold) == KEEP_PADDING
+    assert choose_packing(model, src[:4], trg[:4], gold[:4]) == choose_packing(model, src[:4]) == KEEP_PADDING
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU packing is not chosen automatically")
