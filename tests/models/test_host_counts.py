@@ -34,13 +34,13 @@ class Counts(NamedTuple):
 
 # What may be needed. Of a training step, and of one more token for one sentence, greedily, by 3 + 3 layers.
 BOUNDS = {
-    "aten, float32": Counts(9875, 5031, 11395),
-    "aten, bfloat16": Counts(10706, 5591, 12624),
-    "triton, float32": Counts(4438, 7240, 21411, 154),
-    "triton, bfloat16": Counts(5202, 7628, 22109, 154),
-    "cuda, float32": Counts(5230, 7493, 14602, 162),
-    "cuda, bfloat16": Counts(5124, 7589, 14725, 143),
-    "a token, float32": Counts(819, 857, 1518),
+    "aten, float32": Counts(7484, 2763, 7320),
+    "aten, bfloat16": Counts(8709, 3314, 8407),
+    "triton, float32": Counts(3276, 1646, 6943, 149),
+    "triton, bfloat16": Counts(4131, 1683, 7083, 149),
+    "cuda, float32": Counts(4211, 2079, 6098, 157),
+    "cuda, bfloat16": Counts(4217, 2078, 6106, 139),
+    "a token, float32": Counts(389, 59, 79),
 }
 
 SIZES = dict(d_word_vec=64, d_model=64, d_inner=128, n_head=4, d_k=16, d_v=16, n_position=50)

@@ -94,7 +94,7 @@ def mask_launches(source_length, target_length):
 
     model.src_mask, model.trg_mask = counted(model.src_mask), counted(model.trg_mask)
     with (
-        patch.object(AttentionMask, "prepare", counted(AttentionMask.prepare)),
+        patch.object(AttentionMask, "prepare_all", counted(AttentionMask.prepare_all)),
         launches.triton(run_them=False),
         launches,
     ):
