@@ -219,10 +219,15 @@ def run_layer(
         plan = Plan(x)
     stream, norm_first = (x, True) if isinstance(x, PendingResidual) else ((x,), False)
     first = stream[0]
-    if not plan.is_open or first.dim() != 3 or (memory and memory[0].dtype is not plan.dtype):
+    if not plan.is_open or first.dim() != 3:
         return None
     if plan.is_under_autocast:  # the bias of a PendingResidual is a parameter, and stays as it is
         stream = *[t if t is None else t.to(plan.dtype) for t in stream[:2]], *stream[2:]
+    for t in (*stream[1:2], *memory):
+        if t is not None and (t.dtype is not plan.dtype or t.device != plan.device or t.dim() != 3):
+            return None
+    if memory and not first.shape[0] == memory[0].shape[0] == memory[1].shape[0]:
+        return None
     calls: list[Call] = []
     for name, mask, read in zip(layer.attentions, masks, ((), memory), strict=False):
         call = _attention_call(plan, layer._modules[name], norm_first, stream[0], mask, read)
@@ -281,14 +286,17 @@ def _attention_call(
     biases = tuple([p["bias"] for p in maps if p["bias"] is not None])
     if len(biases) not in (0, len(projections)):
         return None
-    if not _fit(plan, norm, *projections, *biases, fc["weight"], fc["bias"]):
+    if not _fit(plan, norm, d_model, fc["weight"], fc["bias"], *projections, *biases):
         return None
     # Under tensor parallelism written by hand a process has some of the heads.
     n_head, seqlen_k, layout = projections[0].shape[0] // d_k, L, None
     if memory:
-        (_, seqlen_k, width), layout = memory[0].shape, (memory[0].stride(), memory[1].stride())
+        (_, seqlen_k, width), (_, same, value_width) = memory[0].shape, memory[1].shape
+        layout = memory[0].stride(), memory[1].stride()
     else:
-        width = projections[1].shape[0]
+        same, width, value_width = seqlen_k, projections[1].shape[0], projections[2].shape[0]
+    if same != seqlen_k or width * d_v != value_width * d_k:
+        return None
     sizes, dropout_p = (n_head, width // d_k, d_k, d_v), current_dropout_p(core._modules["dropout"])
     call = (B, L, seqlen_k, *sizes), dropout_p, 1 / core.temperature, layout
     choice = plan.choose_attention(core.backend, mask, *call)
@@ -303,7 +311,9 @@ def _feed_forward_call(plan: Plan, module: Any, norm_first: bool, x: Tensor) -> 
         return None
     w_1, w_2 = module._modules["w_1"]._parameters, module._modules["w_2"]._parameters
     weights, norm = (w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]), _norm_call(plan, module, x)
-    if not _fit(plan, norm, *weights):
+    if not _fit(plan, norm, x.shape[2], *weights[2:], *weights[:2]):
+        return None
+    if weights[1] is not None and weights[1].numel() != weights[0].shape[0]:
         return None
     key = x.shape, module.activation, weights[0].shape
     chosen = plan.choose("feed_forward", module.backend, key, x, *weights, module.activation, 0.0)
@@ -318,17 +328,24 @@ def _norm_call(plan: Plan, module: Any, x: Tensor) -> Norm:
     return Norm(weight, bias, norm.eps, dropout_p, chosen)
 
 
-def _fit(plan: Plan, norm: Norm, *parameters: Tensor | None) -> bool:
-    """Whether the parameters are on the device, and of the dtypes that products and kernels need."""
-    dtype, device = parameters[0].dtype, plan.device
+def _fit(
+    plan: Plan, norm: Norm, d_model: int, last: Tensor, last_bias: Tensor | None, *parameters: Tensor | None
+) -> bool:
+    """Whether the parameters have the device, the dtypes and the sizes that products and kernels need.
+
+    last (d_model, k), last_bias: of the product that gives the branch.
+    """
+    dtype, device = last.dtype, plan.device
     if dtype is not plan.dtype and not (plan.is_under_autocast and dtype is not torch.float64):
         return False
-    for t in parameters:
+    for t in (last, last_bias, *parameters):
         if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
             return False
     w, b = norm.weight, norm.bias
-    fits = w.dtype is plan.dtype or w.dtype is torch.float32
-    return fits and b.dtype is w.dtype and w.device == b.device == device
+    if not (w.dtype is plan.dtype or w.dtype is torch.float32) or last.shape[0] != d_model:
+        return False
+    fits = b.dtype is w.dtype and w.device == b.device == device
+    return fits and w.numel() == b.numel() == (d_model if last_bias is None else last_bias.numel()) == d_model
 
 
 # A layer.

@@ -261,6 +261,24 @@ def test_what_else_goes_op_by_op(batch, taken):
     assert taken[1:] == [False] * 2
 
 
+WRONG = {
+    "norm": lambda layer: setattr(layer.pos_ffn, "layer_norm", nn.LayerNorm(24, device=DEVICE)),
+    "w_2": lambda layer: setattr(layer.pos_ffn, "w_2", nn.Linear(24, 12, device=DEVICE)),
+    "bias of w_1": lambda layer: setattr(layer.pos_ffn.w_1, "bias", nn.Parameter(torch.zeros(8, device=DEVICE))),
+    "w_vs": lambda layer: setattr(layer.enc_attn, "w_vs", nn.Linear(16, 36, bias=False, device=DEVICE)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_parameters_reach_no_kernel(wrong, batch, triton, taken):
+    """A kernel would read memory that is not theirs."""
+    model = fused(**TINY, backend="triton").eval()
+    WRONG[wrong](model.decoder.layer_stack[0])
+    with pytest.raises((ValueError, RuntimeError)):
+        model(*batch)
+    assert taken == [True, False]
+
+
 def test_wrong_sizes_are_named(batch):
     model, (src, _) = fused(**TINY).eval(), batch
     layer = model.encoder.layer_stack[0]
