@@ -75,8 +75,10 @@ def test_when_pytorch_is_used() -> None:
 
 
 @torch.no_grad()
-def test_how_a_weight_is_packed() -> None:
-    """In float32 where oneDNN is the choice, in bfloat16 everywhere; not for products that take less than a call."""
+def test_how_a_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 on AMD's processors and where oneDNN is the choice, in bfloat16 everywhere; not for products that take
+    less than a call."""
+    monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", lambda: False)
 
     def packing(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> str | None:
         return cpu_matmul.packing(rows, torch.empty(n, k), dtype)
@@ -90,6 +92,8 @@ def test_how_a_weight_is_packed() -> None:
     with timings.override_choices({"product": {"float32": "PyTorch"}}):
         assert packing(1, 1024, 1024) is packing(1, 1024, 256) is None
         assert packing(1, 1024, 1024, torch.bfloat16) == "prepacked"
+        monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", lambda: True)
+        assert packing(1, 1024, 1024) == "prepacked"
     weight = torch.randn(5, 3)
     assert torch.equal(cpu_matmul.transposed(weight), weight) and cpu_matmul.transposed(weight).t().is_contiguous()
 
