@@ -129,7 +129,7 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def transposed(weight: Tensor) -> Tensor:
-    """The weight (n, k), transposed in memory of its own."""
+    """A copy of the weight (n, k) that is transposed in memory."""
     return weight.t().contiguous().t()
 
 

@@ -141,7 +141,7 @@ def problem(
 
 
 def constants(q: Tensor, bias: Tensor | None, softmax_scale: float) -> dict[str, Any]:
-    """The constants of every kernel, apart from its tile."""
+    """The constants of every kernel, except its tile."""
     return {
         "HEAD_DIM_K": q.shape[3],
         "BLOCK_DK": padded_dim(q.shape[3]),
