@@ -4,19 +4,20 @@ Small tensors, or a fast GPU, wait for the Python between launches. So a layer t
 without calling its modules. What its calls have to know is decided before, once a forward for all layers (Plan). A
 layer that is modified, traced or transformed goes op by op, through its modules, with the same results (layers.py).
 
-Backends with a forward and a backward (triton, cuda): the layer is one autograd node, _Layer.
-Backends whose ops are formulas (aten): autograd records the same forward.
+The layer is one autograd node, _Layer, over its backends' forward and backward functions. aten has those for small
+calls alone; of others, which Python hardly delays, autograd records the formulas.
 
     post-norm, for each sublayer:   branch = sublayer(x);   x = norm(x + dropout(branch))
     norm_first, likewise:           z = residual + dropout(branch);   branch, residual = sublayer(norm(z)), z
 
-x is a matrix here, (B * L, d_model). `kept` is a stack: what the forward pushes, the backward pops in reverse order. It
-is None where nothing is kept: without gradients, and where autograd records.
+x is a matrix here, (B * L, d_model). `kept` is a stack: what the forward of a product or norm pushes, its backward pops.
+It is None where nothing is kept: without gradients, and where autograd records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from fastattn import backends
 from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula
 from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
 from fastattn.backends.reference.philox import draw_rng_state, dropout
-from fastattn.masks import AttentionMask, PreparedMask
+from fastattn.masks import AttentionMask
 from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.fusible import is_unmodified
@@ -39,7 +40,7 @@ from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.attention import prepare_masks
 
-Kept = list[Tensor | None]
+Kept = list[tuple[Tensor | None, ...]]
 Parameters = tuple[Tensor | None, ...]
 
 
@@ -53,19 +54,20 @@ class Norm(NamedTuple):
     chosen: Implementation
 
     def by_formula(self, parameters: Iterator[Tensor | None]) -> Norm:
-        chosen = implementation("add_layer_norm", "reference")
+        chosen = _formula("add_layer_norm", self.chosen)
         return self._replace(weight=next(parameters), bias=next(parameters), chosen=chosen)
 
 
 class AttentionChoice(NamedTuple):
     """What the calls of attention with one mask, one size and one layout share.
 
-    masks: None for a formula, which reads mask.     options: of the backend's forward and backward.
+    masks: None where the backend has no forward and backward for such calls, but a formula, which reads mask.
+    options: of the backend's forward and backward.
     """
 
     chosen: Implementation
     mask: AttentionMask | None
-    masks: list[PreparedMask] | None
+    masks: Sequence[Any] | None
     options: dict[str, Any]
 
 
@@ -105,7 +107,7 @@ class Attention(NamedTuple):
     def by_formula(self, parameters: Iterator[Tensor | None]) -> Attention:
         """The same call by the plain formula, with other tensors for `parameters`."""
         projections, biases = (tuple(next(parameters) for _ in ts) for ts in (self.projections, self.biases))
-        choice = AttentionChoice(implementation("attention", "reference"), self.choice.mask, None, {})
+        choice = AttentionChoice(_formula("attention", self.choice.chosen), self.choice.mask, None, {})
         fc, fc_bias, norm = next(parameters), next(parameters), self.norm.by_formula(parameters)
         return Attention(projections, biases, fc, fc_bias, norm, *self[5:8], choice)
 
@@ -135,11 +137,16 @@ class FeedForward(NamedTuple):
 
     def by_formula(self, parameters: Iterator[Tensor | None]) -> FeedForward:
         weights = [next(parameters) for _ in range(4)]
-        chosen = implementation("feed_forward", "reference")
+        chosen = _formula("feed_forward", self.chosen)
         return FeedForward(*weights, self.norm.by_formula(parameters), self.activation, chosen)
 
 
 Call = Attention | FeedForward
+
+
+def _formula(op_name: str, chosen: Implementation) -> Implementation:
+    """What autograd can record of an op: aten drops other elements than the kernels and the reference."""
+    return chosen if chosen.differentiable else implementation(op_name, "reference")
 
 
 class Plan:
@@ -186,7 +193,16 @@ class Plan:
             if mask is not None:
                 mask.check(B, H, Lq, Lk, self.device)
             chosen = backends.choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
-            masks = None if chosen.differentiable else prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
+            if not chosen.differentiable:
+                masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
+            elif (
+                chosen.name == "aten"
+                and self.keeps
+                and (prepared := chosen.module.straight_mask(q, k, v, mask, call[0], dropout_p))
+            ):
+                masks = prepared, prepared
+            else:
+                masks = None
             options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}
             choice = self._choices[key] = AttentionChoice(chosen, mask, masks, options)
         return choice
@@ -246,16 +262,32 @@ def run_layer(
     if is_formula and plan.is_recomputing:
         return None
     rng_states = _draw_rng_states(plan, calls, norm_first)
-    if plan.keeps and not is_formula:
-        parameters: list[Tensor | None] = []
-        for call in calls:
-            parameters += call.parameters
-        out = _Layer.apply(plan, calls, rng_states, len(stream), *stream, *memory, *parameters)
-        return PendingResidual(*out[:2], calls[-1].bias2) if norm_first else out[0]
+    parameters: list[Tensor | None] = []
+    for call in calls:
+        parameters += call.parameters
     with _autocast.no_autocast(plan.device):
+        if plan.keeps and not (is_formula and _is_recorded(calls, stream, parameters)):
+            out = _Layer.apply(plan, calls, rng_states, len(stream), *stream, *memory, *parameters)
+            return PendingResidual(*out[:2], _bias_for_norm(calls[-1])) if norm_first else out[0]
         out = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, None)
     shape = first.shape
     return PendingResidual(out[0].view(shape), out[1].view(shape)) if norm_first else out[0].view(shape)
+
+
+def _is_recorded(calls: Sequence[Call], stream: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
+    """Whether autograd records the formulas of a backend that has them, aten. They leave out the gradients of frozen
+    parameters."""
+    if len(stream) > 2 and stream[2] is not None:
+        return True
+    if any([isinstance(call, Attention) and call.choice.masks is None for call in calls]):
+        return True
+    return not all([t is None or t.requires_grad for t in parameters])
+
+
+def _bias_for_norm(call: FeedForward) -> Tensor | None:
+    """The bias of the branch that the norm adds: a kernel does so, and sums its gradient, in passes that it makes
+    anyway. For aten it is the product that adds it."""
+    return None if call.chosen.differentiable else call.bias2
 
 
 def _as_matrices(stream: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -385,21 +417,22 @@ class _Layer(torch.autograd.Function):
         shape = stream[0].shape
         out = tuple([t.view(shape) for t in out])
         # What is kept first is x, or with norm_first z: an input or output, which a second derivative passes through.
-        kept[0] = out[2] if width > 1 else stream[0]
-        ctx.save_for_backward(*kept, *memory, *rng_states)
+        kept[0] = out[2] if width > 1 else stream[0], *kept[0][1:]
+        ctx.save_for_backward(*memory, *rng_states, *chain.from_iterable(kept))
         ctx.set_materialize_grads(False)
-        ctx.given = plan, calls, shape, len(kept), len(memory)
+        ctx.given = plan, calls, shape, len(memory), len(rng_states), [len(pushed) for pushed in kept]
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        plan, calls, shape, num_kept, num_memory = ctx.given
-        saved = ctx.saved_tensors  # activation checkpointing gives them out once
-        kept, memory, rng_states = list(saved[:num_kept]), saved[num_kept:][:num_memory], saved[num_kept + num_memory :]
+        plan, calls, shape, num_memory, num_states, num_pushed = ctx.given
+        saved = iter(ctx.saved_tensors)  # activation checkpointing gives them out once
+        memory, rng_states, *kept = [tuple(islice(saved, n)) for n in (num_memory, num_states, *num_pushed)]
+        start, *others = kept[0]
         if needs_formula(*douts):
-            grads = _formula_backward(plan, calls, rng_states, douts, memory, kept[0])
+            grads = _formula_backward(plan, calls, rng_states, douts, memory, start)
         else:
-            kept[:1] = _as_matrices(kept[:1])
+            kept[0] = *_as_matrices((start,)), *others
             grads = _backward(plan, calls, rng_states, _as_matrices(douts), memory, kept)
             dx, dresidual, *rest = grads
             dx, is_shared = dx.view(shape), dresidual is dx
@@ -459,17 +492,17 @@ def _backward(
         (dx,) = douts
         for call in reversed(calls):
             dbranch, dresidual, *dnorm, dbias = _norm_backward(call.norm, kept, rng_states.pop(), dx, None)
-            dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, dresidual, memory, dmemory)
-            dparameters = [*dweights, dbias, *dnorm, *dparameters]
+            dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, dresidual, memory, dmemory, dbias)
+            dparameters = [*dweights, *dnorm, *dparameters]
         return dx, *dmemory, *dparameters
     dbranch, dresidual, dfirst = douts
-    dbranch, dbias = torch.zeros_like(kept[0]) if dbranch is None else dbranch, None
+    dbranch, dbias = torch.zeros_like(kept[0][0]) if dbranch is None else dbranch, None
     for call in reversed(calls):
-        dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, None, memory, dmemory)
+        dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, None, memory, dmemory, dbias)
         if call is calls[0] and dfirst is not None:
             dresidual = dfirst if dresidual is None else dresidual + dfirst
         dbranch, dresidual, *dnorm, dprevious = _norm_backward(call.norm, kept, rng_states.pop(), dx, dresidual)
-        dparameters, dbias = [*dweights, dbias, *dnorm, *dparameters], dprevious
+        dparameters, dbias = [*dweights, *dnorm, *dparameters], dprevious
     return dbranch, dresidual, dbias, *dmemory, *dparameters
 
 
@@ -508,12 +541,6 @@ def _formula_backward(
 # A sublayer. Forward and backward next to each other: what the one pushes, the other pops.
 
 
-def _pop(kept: Kept, count: int) -> Kept:
-    popped = kept[-count:]
-    del kept[-count:]
-    return popped
-
-
 def _norm(
     plan: Plan,
     norm: Norm,
@@ -526,11 +553,11 @@ def _norm(
     """(norm(z), z), z = residual + dropout(branch + bias)."""
     module = norm.chosen.module
     inputs = branch, residual, norm.weight, norm.bias, norm.eps, norm.dropout_p, rng_state, bias
-    if norm.chosen.differentiable:
+    if kept is None and norm.chosen.differentiable:
         return module.add_layer_norm(*inputs)
-    out, z, statistics = module.add_layer_norm_fwd(*inputs)
+    out, z, *statistics = module.add_layer_norm_fwd(*inputs)
     if kept is not None:
-        kept += (z, statistics, norm.weight, norm.bias, bias)
+        kept.append((z, norm.weight, norm.bias, bias, *statistics))
         if plan.is_recomputing:
             again = {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps, "backend": norm.chosen.name}
             remember_norm(out, lambda: dropout_add_layer_norm(z, None, **again))
@@ -541,8 +568,8 @@ def _norm_backward(
     norm: Norm, kept: Kept, rng_state: Tensor | None, dout: Tensor, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """dbranch, dresidual (which may be dbranch itself), dweight, dbias, and the gradient of the bias of the branch."""
-    z, statistics, weight, bias, branch_bias = _pop(kept, 5)
-    inputs = dout, dz, z, weight, bias, statistics, norm.dropout_p, rng_state, True, branch_bias
+    z, weight, bias, branch_bias, *statistics = kept.pop()
+    inputs = dout, dz, z, weight, bias, *statistics, norm.dropout_p, rng_state, True, branch_bias
     return norm.chosen.module.add_layer_norm_bwd(*inputs)
 
 
@@ -555,8 +582,7 @@ def _sublayer(
     memory: Sequence[Tensor],
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sublayer's branch, and the bias that the norm is to add to it: a kernel does so, and sums its gradient, in
-    passes that it makes anyway."""
+    """The sublayer's branch, and the bias that the norm is to add to it: see _bias_for_norm."""
     if isinstance(call, Attention):
         return _attention(call, weights, next(rng_states), x, memory, kept)
     return _feed_forward(plan, call, weights, x, kept)
@@ -570,11 +596,15 @@ def _sublayer_backward(
     dresidual: Tensor | None,
     memory: Sequence[Tensor],
     dmemory: list[Tensor | None],
+    dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
-    """dresidual [+ the gradient of x], and those of the weights that products read. Fills dmemory."""
+    """dresidual [+ the gradient of x], and those of what the products read. Fills dmemory.
+
+    dbias: the gradient of the branch's bias, where a norm has added it.
+    """
     if isinstance(call, Attention):
-        return _attention_backward(call, kept, rng_states.pop(), dbranch, dresidual, memory, dmemory)
-    return _feed_forward_backward(call, kept, dbranch, dresidual)
+        return _attention_backward(call, kept, rng_states.pop(), dbranch, dresidual, memory, dmemory, dbias)
+    return _feed_forward_backward(call, kept, dbranch, dresidual, dbias)
 
 
 def _attention(
@@ -591,14 +621,16 @@ def _attention(
     q, k, v = _heads(projected, memory, call)
     module, rows = chosen.module, (x.shape[0], fc.shape[1])
     options = call.softmax_scale, call.dropout_p, rng_state
-    if chosen.differentiable:
+    if kept is None and chosen.differentiable:
         out, *_ = module.attention(q, k, v, mask, *options, return_lse=False)
         return linear(out.transpose(1, 2).reshape(rows), fc, fc_bias), None
-    out, lse = module.attention_fwd(q, k, v, None, masks[0], *options, **bound)
+    out, lse, *heads = module.attention_fwd(q, k, v, None, masks[0], *options, **bound)
     out_rows = out.transpose(1, 2).reshape(rows)
     if kept is None:
         return linear(out_rows, fc, fc_bias), None
-    kept += (x, weight, projected, out, lse, fc)
+    kept.append((x, weight, fc, out_rows, lse, *(heads or (projected,))))
+    if chosen.differentiable:
+        return linear(out_rows, fc, fc_bias), None
     return linear(out_rows, fc), call.fc_bias
 
 
@@ -610,26 +642,30 @@ def _attention_backward(
     dresidual: Tensor | None,
     memory: Sequence[Tensor],
     dmemory: list[Tensor | None],
+    dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
-    x, weight, projected, out, lse, fc = _pop(kept, 6)
-    B, L, H, _, _, Dv = call.sizes
-    dfc = torch.mm(dbranch.t(), out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])) if call.fc.requires_grad else None
-    dout = torch.mm(dbranch, fc).view(B, L, H, Dv).transpose(1, 2)
-    dprojected = torch.empty_like(projected)
+    x, weight, fc, out_rows, lse, *heads = kept.pop()
+    (B, L, H, _, _, Dv), chosen = call.sizes, call.choice.chosen
+    mm = cpu_matmul.mm if chosen.differentiable else torch.mm
+    dfc = mm(dbranch.t(), out_rows) if call.fc.requires_grad else None
+    if chosen.differentiable and call.fc_bias is not None:
+        dbias = dbranch.sum(0)
+    dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (mm(dbranch, fc), out_rows))
+    dprojected = x.new_empty(x.shape[0], weight.shape[0])
     if len(call.projections) == 1:
-        memory, dmemory[:] = memory, [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in memory]
-    q, k, v = _heads(projected, memory, call)
+        dmemory[:] = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in memory]
+    q, k, v = heads if len(heads) == 3 else _heads(heads[0], memory, call)
     options = call.choice.masks[1:], call.softmax_scale, call.dropout_p, rng_state, False
-    call.choice.chosen.module.attention_bwd(
+    chosen.module.attention_bwd(
         dout, None, q, k, v, out, lse, None, *options, grads=_heads(dprojected, dmemory, call), **call.choice.options
     )
-    dx = torch.mm(dprojected, weight) if dresidual is None else torch.addmm(dresidual, dprojected, weight)
+    dx = mm(dprojected, weight) if dresidual is None else cpu_matmul.addmm(dresidual, dprojected, weight)
     rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
     if any([w.requires_grad for w in call.projections]):
-        dweights = torch.mm(dprojected.t(), x).split(rows)
+        dweights = mm(dprojected.t(), x).split(rows)
     dbiases = dprojected.sum(0).split(rows) if call.biases else ()
-    return dx, (*dweights, *dbiases, dfc)
+    return dx, (*dweights, *dbiases, dfc, dbias)
 
 
 def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequence[Tensor]:
@@ -648,24 +684,25 @@ def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequ
 def _feed_forward(
     plan: Plan, call: FeedForward, weights: Parameters, x: Tensor, kept: Kept | None
 ) -> tuple[Tensor, Tensor | None]:
-    (weight1, bias1, weight2, bias2), module = weights, call.chosen.module
-    if call.chosen.differentiable:
+    (weight1, bias1, weight2, bias2), module, is_formula = weights, call.chosen.module, call.chosen.differentiable
+    if kept is None and is_formula:
         return module.feed_forward(x, weight1, bias1, weight2, bias2, call.activation, 0.0, None), None
-    bias = bias2 if kept is None else None
-    out, (hidden,) = module.feed_forward_fwd(x, weight1, bias1, weight2, bias, call.activation, 0.0, None)
+    bias = bias2 if kept is None or is_formula else None
+    out, saved = module.feed_forward_fwd(x, weight1, bias1, weight2, bias, call.activation, 0.0, None)
     if kept is None:
         return out, None
-    kept += (x, weight1, bias1, weight2, None if plan.is_recomputing else hidden)
-    return out, call.bias2
+    kept.append((x, weight1, bias1, weight2, *(() if plan.is_recomputing else saved)))
+    return out, _bias_for_norm(call)
 
 
 def _feed_forward_backward(
-    call: FeedForward, kept: Kept, dbranch: Tensor, dresidual: Tensor | None
+    call: FeedForward, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor, Parameters]:
-    x, weight1, bias1, weight2, hidden = _pop(kept, 5)
+    x, weight1, bias1, weight2, *saved = kept.pop()
     module, options = call.chosen.module, (call.activation, 0.0, None)
-    if hidden is None:
-        hidden = module.feed_forward_hidden(x, weight1, bias1, *options)[1]
-    weights = weight1, bias1, weight2, None
-    dx, *dweights, _ = module.feed_forward_bwd(dbranch, x, *weights, *options, (hidden,))
+    if not saved:
+        saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]
+    weights = weight1, bias1, weight2, call.bias2 if call.chosen.differentiable else None
+    dx, *dweights, dbias2 = module.feed_forward_bwd(dbranch, x, *weights, *options, tuple(saved))
+    dweights.append(dbias if dbias2 is None else dbias2)
     return dx if dresidual is None else dx.add_(dresidual), tuple(dweights)

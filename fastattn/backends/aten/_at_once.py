@@ -13,7 +13,7 @@ negative where they are kept. So there is no mask, and dS = P * (keep * dP - row
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,71 +25,107 @@ from fastattn.backends.reference.philox import draw_lanes, keep_mask_from_lanes
 SHORT_ROW = 16  # float32 numbers in a vector register
 
 
-class AttentionAtOnce(torch.autograd.Function):
-    """q, k, v: (B * H, L, D), contiguous, equally many heads.
+class AtOnceMask(NamedTuple):
+    """The mask of a call.
 
-    score_mask: None, or -inf and 0 in float32 at least, or bool with True = masked. It broadcasts to (B, H, Lq, Lk),
-        which is scores_shape, and every query has a visible key.
-    rng_state: (seed,) of dropout, or None.
+    scores_shape: (B, H, Lq, Lk).
+    score_mask: None, or -inf and 0 in float32 at least, or bool with True = masked. It broadcasts to scores_shape, and
+        every query has a visible key.
     """
 
+    scores_shape: tuple[int, int, int, int]
+    score_mask: Tensor | None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AtOnceMask,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    saves: bool,
+) -> tuple[Tensor, Tensor]:
+    """q, k, v (B * H, L, D), contiguous, equally many heads -> out, likewise, and the weights as `backward` reads them.
+
+    softmax_scale: not 0.     rng_state: (seed,) of dropout, or None.     saves: whether there will be a backward.
+    """
+    (N, Lq, _), (_, Lk, Dv), dtype = q.shape, v.shape, q.dtype
+    scores = _wide(q.new_empty(N, Lq, Lk).baddbmm_(q, k.mT, beta=0, alpha=softmax_scale))
+    if mask.score_mask is not None:
+        add_score_mask(scores.view(mask.scores_shape), mask.score_mask)
+    saved = weights = _softmax(scores).to(dtype)
+    alpha = 1.0
+    if rng_state is not None:
+        alpha = _kept_scale(dropout_p)
+        lanes = draw_lanes(rng_state, weights.numel()).view(weights.shape)
+        weights = keep_mask_from_lanes(lanes, dropout_p, dtype).mul_(weights)
+        if saves:
+            saved.sub_(weights, alpha=2)
+    return q.new_empty(N, Lq, Dv).baddbmm_(weights, v, beta=0, alpha=alpha), saved
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Tensor,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, like q, k, v. dout (B * H, Lq, Dv), contiguous."""
+    dtype, drops = q.dtype, rng_state is not None
+    alpha = _kept_scale(dropout_p) if drops else 1.0
+    dweights = _wide(saved.new_empty(saved.shape).baddbmm_(dout, v.mT, beta=0, alpha=alpha))
+    kept = weights = _wide(saved)
+    if drops:  # kept, and so dscores, have the other sign: the factors of the products turn it
+        kept, weights = weights.clamp_max(0), weights.abs()
+        softmax_scale, alpha = -softmax_scale, -alpha
+    if drops or saved.shape[2] < SHORT_ROW:
+        dscores = _softmax_gradient(dweights.mul_(kept), weights)
+    else:
+        dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
+    kept, dscores = kept.to(dtype), dscores.to(dtype)
+    dq = torch.empty_like(q).baddbmm_(dscores, k, beta=0, alpha=softmax_scale)
+    dk = torch.empty_like(k).baddbmm_(dscores.mT, q, beta=0, alpha=softmax_scale)
+    dv = torch.empty_like(v).baddbmm_(kept.mT, dout, beta=0, alpha=alpha)
+    return dq, dk, dv
+
+
+def _kept_scale(dropout_p: float) -> float:
+    """Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was."""
+    return dropout_scale(dropout_p) or 1.0
+
+
+class AttentionAtOnce(torch.autograd.Function):
+    """`forward` and `backward` as one node, which can be differentiated again."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        score_mask: Tensor | None,
-        scores_shape: tuple[int, int, int, int],
-        softmax_scale: float,
-        dropout_p: float,
-        rng_state: Tensor | None,
-    ) -> Tensor:
-        (N, Lq, _), (_, Lk, Dv), dtype = q.shape, v.shape, q.dtype
-        scores = _wide(q.new_empty(N, Lq, Lk).baddbmm_(q, k.mT, beta=0, alpha=softmax_scale))
-        if score_mask is not None:
-            add_score_mask(scores.view(scores_shape), score_mask)
-        saved = weights = _softmax(scores).to(dtype)
-        alpha = 1.0
-        if rng_state is not None:
-            # Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was.
-            alpha = dropout_scale(dropout_p) or 1.0
-            lanes = draw_lanes(rng_state, weights.numel()).view(weights.shape)
-            weights = keep_mask_from_lanes(lanes, dropout_p, dtype).mul_(weights)
-            if any(ctx.needs_input_grad):
-                saved.sub_(weights, alpha=2)
-        ctx.save_for_backward(q, k, v, score_mask, saved)
-        ctx.options = scores_shape, softmax_scale, alpha, rng_state is not None
-        return q.new_empty(N, Lq, Dv).baddbmm_(weights, v, beta=0, alpha=alpha)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AtOnceMask, *options: Any) -> Tensor:
+        """options: softmax_scale, dropout_p, rng_state."""
+        out, saved = forward(q, k, v, mask, *options, saves=any(ctx.needs_input_grad))
+        ctx.save_for_backward(q, k, v, mask.score_mask, saved)
+        ctx.heads, ctx.options = mask.scores_shape[:2], options
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, score_mask, saved = ctx.saved_tensors
-        scores_shape, softmax_scale, alpha, drops = ctx.options
-        if needs_formula(dout):
+        softmax_scale, dropout_p, rng_state = ctx.options
+        if not needs_formula(dout):
+            return *backward(dout.contiguous(), q, k, v, saved, *ctx.options), *(None,) * 4
 
-            def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                weights = plain_weights(*(t.unflatten(0, scores_shape[:2]) for t in (q, k)), score_mask, softmax_scale)
-                if drops:
-                    weights = weights * (saved < 0).view(scores_shape) * alpha
-                return torch.matmul(weights.to(q.dtype).flatten(0, 1), v)
+        def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = q.unflatten(0, ctx.heads), k.unflatten(0, ctx.heads)
+            weights = plain_weights(*heads, score_mask, softmax_scale).flatten(0, 1)
+            if rng_state is not None:
+                weights = weights * (saved < 0) * _kept_scale(dropout_p)
+            return torch.matmul(weights.to(q.dtype), v)
 
-            return *differentiable_gradients(formula, (q, k, v), (dout,)), *(None,) * 5
-        shape, dtype, dout = saved.shape, q.dtype, dout.contiguous()
-        dweights = _wide(saved.new_empty(shape).baddbmm_(dout, v.mT, beta=0, alpha=alpha))
-        kept = weights = _wide(saved)
-        if drops:  # kept, and so dscores, have the other sign: the factors of the products turn it
-            kept, weights = weights.clamp_max(0), weights.abs()
-            softmax_scale, alpha = -softmax_scale, -alpha
-        if drops or shape[2] < SHORT_ROW:
-            dscores = _softmax_gradient(dweights.mul_(kept), weights)
-        else:
-            dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
-        kept, dscores = kept.to(dtype), dscores.to(dtype)
-        dq = torch.empty_like(q).baddbmm_(dscores, k, beta=0, alpha=softmax_scale)
-        dk = torch.empty_like(k).baddbmm_(dscores.mT, q, beta=0, alpha=softmax_scale)
-        dv = torch.empty_like(v).baddbmm_(kept.mT, dout, beta=0, alpha=alpha)
-        return dq, dk, dv, *(None,) * 5
+        return *differentiable_gradients(formula, (q, k, v), (dout,)), *(None,) * 4
 
 
 def _wide(t: Tensor) -> Tensor:

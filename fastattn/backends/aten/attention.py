@@ -8,6 +8,7 @@ fused operator drops, and has no second derivative.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn._tracing import can_read_values, differentiable_gradients, may_write_in_place
 from fastattn.backends import timings
-from fastattn.backends.aten._at_once import AttentionAtOnce, add_score_mask, plain_scores, plain_weights
+from fastattn.backends.aten import _at_once
+from fastattn.backends.aten._at_once import AtOnceMask, AttentionAtOnce, add_score_mask, plain_scores, plain_weights
 from fastattn.backends.aten._blocks import BLOCK_BYTES, MAX_SAVED_BYTES, BlockedAttention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.reference import philox
@@ -149,18 +151,29 @@ class _BlockMask(NamedTuple):
     is_causal: bool
     unseen: Tensor | None
 
-
-def _block_mask(mask: AttentionMask, B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> _BlockMask:
-    """additive: in dtype."""
-    masked, has_keys, has_queries = mask.visible(Lq, Lk, _CPU)
-    unseen = None
-    if has_queries is not None:
-        unseen = (~has_queries).expand(B, H, Lk, 1).flatten().nonzero().squeeze(1)
-    additive = None if masked is None else mask.additive(masked, Lq, Lk, dtype)
-    return _BlockMask(masked, additive, has_keys, Lq == Lk and mask.has_band and mask.band(Lq, Lk)[1] <= 0, unseen)
+    def score_mask(self, softmax_scale: float) -> Tensor | None:
+        """Adding -inf is cheaper than choosing it, but inf - inf would be NaN."""
+        return self.additive if abs(softmax_scale) <= 1 else self.masked
 
 
+_NO_MASK = _BlockMask(None, None, None, False, None)
 _CPU = torch.device("cpu")
+
+
+def _block_mask(mask: AttentionMask | None, B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> _BlockMask:
+    """additive: in dtype."""
+    if mask is None:
+        return _NO_MASK
+
+    def build() -> _BlockMask:
+        masked, has_keys, has_queries = mask.visible(Lq, Lk, _CPU)
+        unseen = None
+        if has_queries is not None:
+            unseen = (~has_queries).expand(B, H, Lk, 1).flatten().nonzero().squeeze(1)
+        additive = None if masked is None else mask.additive(masked, Lq, Lk, dtype)
+        return _BlockMask(masked, additive, has_keys, Lq == Lk and mask.has_band and mask.band(Lq, Lk)[1] <= 0, unseen)
+
+    return mask.cached(("blocks", B, H, Lq, Lk, dtype), _CPU, build)
 
 
 def _attend_by_blocks(
@@ -173,31 +186,105 @@ def _attend_by_blocks(
     rng_state: Tensor | None,
 ) -> Tensor:
     (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
-    acc = torch.float32 if dtype != torch.float64 else dtype
-    weights = B * H * Lq * Lk
-    at_once = weights * acc.itemsize <= BLOCK_BYTES
-    products = acc if weights <= MIN_WEIGHTS else dtype  # small products are slower in 16 bits
-    score_mask = has_keys = unseen = None
-    is_causal = False
-    if mask is not None:
-        key = ("blocks", B, H, Lq, Lk, acc if at_once else dtype)
-        masked, additive, has_keys, is_causal, unseen = mask.cached(key, _CPU, lambda: _block_mask(mask, *key[1:]))
-        # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
-        score_mask = additive if abs(softmax_scale) <= 1 else masked
-        if has_keys is not None:
-            q = q.where(has_keys, 0)
+    acc, at_once, products = _block_dtypes(B, H, Lq, Lk, dtype)
+    block_mask = _block_mask(mask, B, H, Lq, Lk, acc if at_once else dtype)
+    score_mask, has_keys, unseen = block_mask.score_mask(softmax_scale), block_mask.has_keys, block_mask.unseen
+    if has_keys is not None:
+        q = q.where(has_keys, 0)
     k, v = _repeat_heads(k, v, H)
     if unseen is not None:  # 0 * NaN must not reach the sums
         k, v = _without_rows(k, unseen), _without_rows(v, unseen)
     # Contiguous once, for all products of both ways.
     if at_once:
         q, k, v = (t.to(products).contiguous().flatten(0, 1) for t in (q, k, v))
-        out = AttentionAtOnce.apply(q, k, v, score_mask, (B, H, Lq, Lk), softmax_scale, dropout_p, rng_state)
-        out = out.view(B, H, Lq, -1).to(dtype)
+        mask = AtOnceMask((B, H, Lq, Lk), score_mask)
+        out = AttentionAtOnce.apply(q, k, v, mask, softmax_scale, dropout_p, rng_state).view(B, H, Lq, -1).to(dtype)
     else:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out = BlockedAttention.apply(q, k, v, score_mask, is_causal, softmax_scale, dropout_p, rng_state)
+        out = BlockedAttention.apply(q, k, v, score_mask, block_mask.is_causal, softmax_scale, dropout_p, rng_state)
     return out if has_keys is None else out.where(has_keys, 0)
+
+
+def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple[torch.dtype, bool, torch.dtype]:
+    """That of the softmax, whether all scores are computed at once, and if so the dtype of the products."""
+    acc, weights = torch.float64 if dtype == torch.float64 else torch.float32, B * H * Lq * Lk
+    products = acc if weights <= MIN_WEIGHTS else dtype  # small products are slower in 16 bits
+    return acc, weights * acc.itemsize <= BLOCK_BYTES, products
+
+
+# As the kernels' functions of these names, for the calls with which a small model trains, and with the same numbers as
+# _attend_by_blocks.
+
+
+class StraightMask(NamedTuple):
+    """A mask as attention_fwd and attention_bwd read it. unseen: of a _BlockMask. products: see _block_dtypes."""
+
+    mask: AtOnceMask
+    unseen: Tensor | None
+    products: torch.dtype
+
+
+def straight_mask(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, softmax_scale: float, dropout_p: float
+) -> StraightMask | None:
+    """None: attention_fwd does not compute such a call. Of q, k and v the values are not read."""
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
+    if mask is not None and can_read_values(q) and mask.key_padding is not None:
+        mask = _drop_noop_padding(mask)
+    if mask is not None and (mask.bias is not None or mask.cu_seqlens_q is not None):
+        return None
+    if Lk == 0 or softmax_scale == 0 or k.shape[1] != H or not _uses_blocks(q, k, dropout_p):
+        return None
+    acc, at_once, products = _block_dtypes(B, H, Lq, Lk, q.dtype)
+    if not at_once:
+        return None
+    block_mask = _block_mask(mask, B, H, Lq, Lk, acc)
+    if block_mask.has_keys is not None:
+        return None
+    score_mask = block_mask.score_mask(softmax_scale)
+    return StraightMask(AtOnceMask((B, H, Lq, Lk), score_mask), block_mask.unseen, products)
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    mask: StraightMask,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out (B, H, Lq, Dv), and for attention_bwd the weights, q, k and v, each contiguous."""
+    shape, dtype = mask.mask.scores_shape, q.dtype
+    if mask.unseen is not None:
+        k, v = _without_rows(k, mask.unseen), _without_rows(v, mask.unseen)
+    q, k, v = [t.to(mask.products).contiguous().flatten(0, 1) for t in (q, k, v)]
+    out, weights = _at_once.forward(q, k, v, mask.mask, softmax_scale, dropout_p, rng_state, saves=True)
+    return out.view(*shape[:3], -1).to(dtype), weights, q, k, v
+
+
+def attention_bwd(
+    dout: Tensor,
+    dlse: None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    weights: Tensor,
+    bias: None,
+    masks: Sequence[StraightMask],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    needs_dbias: Literal[False],
+    grads: Sequence[Tensor],
+) -> None:
+    """Writes dq, dk and dv into grads (B, H, L, D), of any strides. q, k, v, weights: as attention_fwd gave them."""
+    dout = dout.to(q.dtype).contiguous().flatten(0, 1)
+    found = _at_once.backward(dout, q, k, v, weights, softmax_scale, dropout_p, rng_state)
+    for grad, t in zip(grads, found, strict=True):
+        grad.copy_(t.view(grad.shape))
 
 
 def _without_rows(t: Tensor, rows: Tensor) -> Tensor:
