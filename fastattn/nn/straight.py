@@ -61,13 +61,13 @@ class Norm(NamedTuple):
 class AttentionChoice(NamedTuple):
     """What the calls of attention with one mask, one size and one layout share.
 
-    masks: None where the backend has no forward and backward for such calls, but a formula, which reads mask.
-    options: of the backend's forward and backward.
+    masks: as the backend's forward and backward read it; None where it has a formula alone, which reads mask.
+    options: of that forward and backward.
     """
 
     chosen: Implementation
     mask: AttentionMask | None
-    masks: Sequence[Any] | None
+    masks: Any
     options: dict[str, Any]
 
 
@@ -88,6 +88,10 @@ class Attention(NamedTuple):
     softmax_scale: float
     dropout_p: float
     choice: AttentionChoice
+
+    @property
+    def reads_memory(self) -> bool:
+        return len(self.projections) == 1
 
     @property
     def parameters(self) -> Parameters:
@@ -195,12 +199,8 @@ class Plan:
             chosen = backends.choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
             if not chosen.differentiable:
                 masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
-            elif (
-                chosen.name == "aten"
-                and self.keeps
-                and (prepared := chosen.module.straight_mask(q, k, v, mask, call[0], dropout_p))
-            ):
-                masks = prepared, prepared
+            elif chosen.name == "aten" and self.keeps:
+                masks = chosen.module.rows_mask(q, k, v, mask, call[0], dropout_p)
             else:
                 masks = None
             options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}
@@ -487,7 +487,8 @@ def _backward(
     kept: Kept,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the stream, the memory and the parameters."""
-    rng_states, dmemory, dparameters = list(rng_states), [None] * len(memory), []
+    rng_states, dparameters = list(rng_states), []
+    dmemory = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in memory]
     if len(douts) == 1:
         (dx,) = douts
         for call in reversed(calls):
@@ -584,7 +585,7 @@ def _sublayer(
 ) -> tuple[Tensor, Tensor | None]:
     """The sublayer's branch, and the bias that the norm is to add to it: see _bias_for_norm."""
     if isinstance(call, Attention):
-        return _attention(call, weights, next(rng_states), x, memory, kept)
+        return _attention(call, weights, next(rng_states), x, memory if call.reads_memory else (), kept)
     return _feed_forward(plan, call, weights, x, kept)
 
 
@@ -595,7 +596,7 @@ def _sublayer_backward(
     dbranch: Tensor,
     dresidual: Tensor | None,
     memory: Sequence[Tensor],
-    dmemory: list[Tensor | None],
+    dmemory: Sequence[Tensor],
     dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
     """dresidual [+ the gradient of x], and those of what the products read. Fills dmemory.
@@ -603,7 +604,8 @@ def _sublayer_backward(
     dbias: the gradient of the branch's bias, where a norm has added it.
     """
     if isinstance(call, Attention):
-        return _attention_backward(call, kept, rng_states.pop(), dbranch, dresidual, memory, dmemory, dbias)
+        given = (memory, dmemory) if call.reads_memory else ((), ())
+        return _attention_backward(call, kept, rng_states.pop(), dbranch, dresidual, *given, dbias)
     return _feed_forward_backward(call, kept, dbranch, dresidual, dbias)
 
 
@@ -616,22 +618,23 @@ def _attention(
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor | None]:
     (weight, bias, fc, fc_bias), (chosen, mask, masks, bound) = weights, call.choice
-    linear = cpu_matmul.linear if chosen.differentiable else F.linear
-    projected = linear(x, weight, bias)
-    q, k, v = _heads(projected, memory, call)
-    module, rows = chosen.module, (x.shape[0], fc.shape[1])
-    options = call.softmax_scale, call.dropout_p, rng_state
-    if kept is None and chosen.differentiable:
-        out, *_ = module.attention(q, k, v, mask, *options, return_lse=False)
-        return linear(out.transpose(1, 2).reshape(rows), fc, fc_bias), None
-    out, lse, *heads = module.attention_fwd(q, k, v, None, masks[0], *options, **bound)
+    module, rows, options = chosen.module, (x.shape[0], fc.shape[1]), (call.softmax_scale, call.dropout_p, rng_state)
+    if chosen.differentiable:
+        projected = cpu_matmul.linear(x, weight, bias)
+        if kept is None:
+            out, *_ = module.attention(*_heads(projected, memory, call), mask, *options, return_lse=False)
+            out_rows = out.transpose(1, 2).reshape(rows)
+        else:
+            out_rows, *read = module.attention_rows_fwd(projected, memory, masks, *options)
+            kept.append((x, weight, fc, out_rows, *read))
+        return cpu_matmul.linear(out_rows, fc, fc_bias), None
+    projected = F.linear(x, weight, bias)
+    out, lse = module.attention_fwd(*_heads(projected, memory, call), None, masks[0], *options, **bound)
     out_rows = out.transpose(1, 2).reshape(rows)
     if kept is None:
-        return linear(out_rows, fc, fc_bias), None
-    kept.append((x, weight, fc, out_rows, lse, *(heads or (projected,))))
-    if chosen.differentiable:
-        return linear(out_rows, fc, fc_bias), None
-    return linear(out_rows, fc), call.fc_bias
+        return F.linear(out_rows, fc, fc_bias), None
+    kept.append((x, weight, fc, out_rows, lse, projected))
+    return F.linear(out_rows, fc), call.fc_bias
 
 
 def _attention_backward(
@@ -641,24 +644,24 @@ def _attention_backward(
     dbranch: Tensor,
     dresidual: Tensor | None,
     memory: Sequence[Tensor],
-    dmemory: list[Tensor | None],
+    dmemory: Sequence[Tensor],
     dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
-    x, weight, fc, out_rows, lse, *heads = kept.pop()
-    (B, L, H, _, _, Dv), chosen = call.sizes, call.choice.chosen
+    x, weight, fc, out_rows, *read = kept.pop()
+    (B, L, H, _, _, Dv), (chosen, _, masks, bound) = call.sizes, call.choice
     mm = cpu_matmul.mm if chosen.differentiable else torch.mm
-    dfc = mm(dbranch.t(), out_rows) if call.fc.requires_grad else None
-    if chosen.differentiable and call.fc_bias is not None:
-        dbias = dbranch.sum(0)
-    dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (mm(dbranch, fc), out_rows))
-    dprojected = x.new_empty(x.shape[0], weight.shape[0])
-    if len(call.projections) == 1:
-        dmemory[:] = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in memory]
-    q, k, v = heads if len(heads) == 3 else _heads(heads[0], memory, call)
-    options = call.choice.masks[1:], call.softmax_scale, call.dropout_p, rng_state, False
-    chosen.module.attention_bwd(
-        dout, None, q, k, v, out, lse, None, *options, grads=_heads(dprojected, dmemory, call), **call.choice.options
-    )
+    dfc, dout = mm(dbranch.t(), out_rows) if call.fc.requires_grad else None, mm(dbranch, fc)
+    options = call.softmax_scale, call.dropout_p, rng_state
+    if chosen.differentiable:
+        dbias = None if call.fc_bias is None else dbranch.sum(0)
+        dprojected = chosen.module.attention_rows_bwd(dout, dmemory, *read, masks, *options)
+    else:
+        lse, projected = read
+        dprojected = torch.empty_like(projected)
+        dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out_rows))
+        q, k, v = _heads(projected, memory, call)
+        tensors, grads = (dout, None, q, k, v, out, lse, None), _heads(dprojected, dmemory, call)
+        chosen.module.attention_bwd(*tensors, masks[1:], *options, False, grads=grads, **bound)
     dx = mm(dprojected, weight) if dresidual is None else cpu_matmul.addmm(dresidual, dprojected, weight)
     rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
@@ -671,7 +674,7 @@ def _attention_backward(
 def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequence[Tensor]:
     """q, k and v (B, H, L, D), views of the projections (B * L, rows) of all three, or of q's and the memory."""
     B, L, H, Hk, Dk, Dv = call.sizes
-    if len(call.projections) == 1:
+    if call.reads_memory:
         q, (k, v) = projected.view(B, L, H, Dk), memory
         k, v = k.view(B, k.shape[1], Hk, Dk), v.view(B, v.shape[1], Hk, Dv)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

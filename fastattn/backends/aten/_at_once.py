@@ -13,6 +13,7 @@ negative where they are kept. So there is no mask, and dS = P * (keep * dP - row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
 from fastattn.backends.constants import dropout_scale
-from fastattn.backends.reference.philox import draw_lanes, keep_mask_from_lanes
+from fastattn.backends.reference.philox import draw_kept
 
 SHORT_ROW = 16  # float32 numbers in a vector register
 
@@ -59,8 +60,7 @@ def forward(
     alpha = 1.0
     if rng_state is not None:
         alpha = _kept_scale(dropout_p)
-        lanes = draw_lanes(rng_state, weights.numel()).view(weights.shape)
-        weights = keep_mask_from_lanes(lanes, dropout_p, dtype).mul_(weights)
+        weights = weights * draw_kept(rng_state, weights.shape, dropout_p)
         if saves:
             saved.sub_(weights, alpha=2)
     return q.new_empty(N, Lq, Dv).baddbmm_(weights, v, beta=0, alpha=alpha), saved
@@ -75,8 +75,9 @@ def backward(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, like q, k, v. dout (B * H, Lq, Dv), contiguous."""
+    grads: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """grads, into which it writes dq, dk and dv, contiguous. dout (B * H, Lq, Dv), contiguous."""
     dtype, drops = q.dtype, rng_state is not None
     alpha = _kept_scale(dropout_p) if drops else 1.0
     dweights = _wide(saved.new_empty(saved.shape).baddbmm_(dout, v.mT, beta=0, alpha=alpha))
@@ -89,10 +90,11 @@ def backward(
     else:
         dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
     kept, dscores = kept.to(dtype), dscores.to(dtype)
-    dq = torch.empty_like(q).baddbmm_(dscores, k, beta=0, alpha=softmax_scale)
-    dk = torch.empty_like(k).baddbmm_(dscores.mT, q, beta=0, alpha=softmax_scale)
-    dv = torch.empty_like(v).baddbmm_(kept.mT, dout, beta=0, alpha=alpha)
-    return dq, dk, dv
+    dq, dk, dv = grads
+    dq.baddbmm_(dscores, k, beta=0, alpha=softmax_scale)
+    dk.baddbmm_(dscores.mT, q, beta=0, alpha=softmax_scale)
+    dv.baddbmm_(kept.mT, dout, beta=0, alpha=alpha)
+    return grads
 
 
 def _kept_scale(dropout_p: float) -> float:
@@ -116,7 +118,8 @@ class AttentionAtOnce(torch.autograd.Function):
         q, k, v, score_mask, saved = ctx.saved_tensors
         softmax_scale, dropout_p, rng_state = ctx.options
         if not needs_formula(dout):
-            return *backward(dout.contiguous(), q, k, v, saved, *ctx.options), *(None,) * 4
+            grads = [torch.empty_like(t) for t in (q, k, v)]
+            return *backward(dout.contiguous(), q, k, v, saved, *ctx.options, grads), *(None,) * 4
 
         def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             heads = q.unflatten(0, ctx.heads), k.unflatten(0, ctx.heads)

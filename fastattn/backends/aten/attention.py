@@ -212,79 +212,99 @@ def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple
     return acc, weights * acc.itemsize <= BLOCK_BYTES, products
 
 
-# As the kernels' functions of these names, for the calls with which a small model trains, and with the same numbers as
-# _attend_by_blocks.
+# For the calls with which a small model trains, and with the same numbers as _attend_by_blocks: forward and backward of
+# rows, (B * L, heads * D), as products give and read them.
 
 
-class StraightMask(NamedTuple):
-    """A mask as attention_fwd and attention_bwd read it. unseen: of a _BlockMask. products: see _block_dtypes."""
+class RowsMask(NamedTuple):
+    """A mask as attention_rows_fwd reads it.
+
+    unseen: the rows, of K and V one after the other, that _BlockMask calls so. products: see _block_dtypes.
+    """
 
     mask: AtOnceMask
     unseen: Tensor | None
     products: torch.dtype
 
 
-def straight_mask(
+def rows_mask(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, softmax_scale: float, dropout_p: float
-) -> StraightMask | None:
-    """None: attention_fwd does not compute such a call. Of q, k and v the values are not read."""
-    (B, H, Lq, _), Lk = q.shape, k.shape[2]
+) -> RowsMask | None:
+    """None: attention_rows_fwd does not compute such a call. The values of q, k and v are not read."""
+    (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
     if mask is not None and can_read_values(q) and mask.key_padding is not None:
         mask = _drop_noop_padding(mask)
     if mask is not None and (mask.bias is not None or mask.cu_seqlens_q is not None):
         return None
-    if Lk == 0 or softmax_scale == 0 or k.shape[1] != H or not _uses_blocks(q, k, dropout_p):
+    if softmax_scale == 0 or k.shape[1] != H or k.shape != v.shape or dtype == torch.float16:
         return None
-    acc, at_once, products = _block_dtypes(B, H, Lq, Lk, q.dtype)
-    if not at_once:
+    acc, at_once, products = _block_dtypes(B, H, Lq, Lk, dtype)
+    if not (at_once and Lk > 0 and _uses_blocks(q, k, dropout_p)):
         return None
     block_mask = _block_mask(mask, B, H, Lq, Lk, acc)
     if block_mask.has_keys is not None:
         return None
-    score_mask = block_mask.score_mask(softmax_scale)
-    return StraightMask(AtOnceMask((B, H, Lq, Lk), score_mask), block_mask.unseen, products)
+    unseen = block_mask.unseen
+    unseen = None if unseen is None else torch.cat([unseen, unseen + B * H * Lk])
+    return RowsMask(AtOnceMask((B, H, Lq, Lk), block_mask.score_mask(softmax_scale)), unseen, products)
 
 
-def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: None,
-    mask: StraightMask,
+def attention_rows_fwd(
+    projected: Tensor,
+    memory: Sequence[Tensor],
+    mask: RowsMask,
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out (B, H, Lq, Dv), and for attention_bwd the weights, q, k and v, each contiguous."""
-    shape, dtype = mask.mask.scores_shape, q.dtype
+    """out (B * Lq, H * D), and for the backward the weights, q, k and v.
+
+    projected (B * L, 3 * H * D): queries, keys and values; or with memory, which is keys and values (B, Lk, H * D) each,
+    queries (B * Lq, H * D).
+    """
+    B, H, Lq, Lk = mask.mask.scores_shape
+    if memory:
+        q = projected.view(B, Lq, H, -1).transpose(1, 2).contiguous()
+        heads = torch.stack([t.view(B, Lk, H, -1).transpose(1, 2) for t in memory])
+    else:
+        heads = projected.view(B, Lq, 3, H, -1).permute(2, 0, 3, 1, 4).contiguous()
+        q, heads = heads[0], heads[1:]
     if mask.unseen is not None:
-        k, v = _without_rows(k, mask.unseen), _without_rows(v, mask.unseen)
-    q, k, v = [t.to(mask.products).contiguous().flatten(0, 1) for t in (q, k, v)]
+        heads.view(-1, heads.shape[4]).index_fill_(0, mask.unseen, 0)  # 0 * NaN must not reach the sums
+    q, k, v = (t.to(mask.products).flatten(0, 1) for t in (q, *heads.unbind()))
     out, weights = _at_once.forward(q, k, v, mask.mask, softmax_scale, dropout_p, rng_state, saves=True)
-    return out.view(*shape[:3], -1).to(dtype), weights, q, k, v
+    return _as_rows(out, B, H, projected.dtype), weights, q, k, v
 
 
-def attention_bwd(
+def attention_rows_bwd(
     dout: Tensor,
-    dlse: None,
+    dmemory: Sequence[Tensor],
+    weights: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    weights: Tensor,
-    bias: None,
-    masks: Sequence[StraightMask],
+    mask: RowsMask,
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    needs_dbias: Literal[False],
-    grads: Sequence[Tensor],
-) -> None:
-    """Writes dq, dk and dv into grads (B, H, L, D), of any strides. q, k, v, weights: as attention_fwd gave them."""
-    dout = dout.to(q.dtype).contiguous().flatten(0, 1)
-    found = _at_once.backward(dout, q, k, v, weights, softmax_scale, dropout_p, rng_state)
-    for grad, t in zip(grads, found, strict=True):
-        grad.copy_(t.view(grad.shape))
+) -> Tensor:
+    """dprojected. Writes the gradient of the memory into dmemory."""
+    B, H, Lq, Lk = mask.mask.scores_shape
+    dtype, options = dout.dtype, (softmax_scale, dropout_p, rng_state)
+    dout = dout.view(B, Lq, H, -1).transpose(1, 2).to(q.dtype).contiguous().flatten(0, 1)
+    if dmemory:
+        dq, *found = _at_once.backward(dout, q, k, v, weights, *options, [torch.empty_like(t) for t in (q, k, v)])
+        for grad, t in zip(dmemory, found, strict=True):
+            grad.view(B, Lk, H, -1).copy_(t.view(B, H, Lk, -1).transpose(1, 2))
+        return _as_rows(dq, B, H, dtype)
+    grads = q.new_empty(3, *q.shape)
+    _at_once.backward(dout, q, k, v, weights, *options, grads.unbind())
+    return grads.view(3, B, H, Lq, -1).permute(1, 3, 0, 2, 4).reshape(B * Lq, -1).to(dtype)
+
+
+def _as_rows(t: Tensor, B: int, H: int, dtype: torch.dtype) -> Tensor:
+    """(B * H, L, D) -> (B * L, H * D)"""
+    return t.view(B, H, t.shape[1], -1).transpose(1, 2).reshape(B * t.shape[1], -1).to(dtype)
 
 
 def _without_rows(t: Tensor, rows: Tensor) -> Tensor:

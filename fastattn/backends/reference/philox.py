@@ -20,8 +20,9 @@ holds nothing, and the device's generator draws when the mask is made.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -190,6 +191,12 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
     if limit > 65535:
         return torch.zeros_like(lanes, dtype=dtype)
     return (lanes + (-32768) >= limit - 32768).to(dtype)  # unsigned comparison: both sides moved down by 2^15
+
+
+def draw_kept(rng_state: Tensor, shape: Sequence[int], dropout_p: float) -> Tensor:
+    """1 where an element is kept, else 0, int16: keep_mask for (seed,) on a CPU, in the memory of the lanes."""
+    lanes, limit = draw_lanes(rng_state, math.prod(shape)).view(shape), dropout_threshold(dropout_p)
+    return lanes.zero_() if limit > 65535 else lanes.ge_(limit - 32768)  # int16 has no larger number
 
 
 def keep_mask_from_lanes(lanes: Tensor, dropout_p: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
