@@ -10,8 +10,8 @@ calls alone; of others, which Python hardly delays, autograd records the formula
     post-norm, for each sublayer:   branch = sublayer(x);   x = norm(x + dropout(branch))
     norm_first, likewise:           z = residual + dropout(branch);   branch, residual = sublayer(norm(z)), z
 
-x is a matrix here, (B * L, d_model). `kept` is a stack: what the forward of a product or norm pushes, its backward pops.
-It is None where nothing is kept: without gradients, and where autograd records.
+x is a matrix here, (B * L, d_model). `kept` is a stack: what the forward of a sublayer or norm pushes, its backward
+pops. It is None where nothing is kept: without gradients, and where autograd records.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ class Plan:
             if not chosen.differentiable:
                 masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
             elif chosen.name == "aten" and self.keeps:
-                masks = chosen.module.rows_mask(q, k, v, mask, call[0], dropout_p)
+                scale, layout = call
+                masks = chosen.module.rows_mask(q, k, v, mask, scale, dropout_p, reads_memory=layout is not None)
             else:
                 masks = None
             options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}

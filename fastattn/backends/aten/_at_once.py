@@ -56,7 +56,8 @@ def forward(
     scores = _wide(q.new_empty(N, Lq, Lk).baddbmm_(q, k.mT, beta=0, alpha=softmax_scale))
     if mask.score_mask is not None:
         add_score_mask(scores.view(mask.scores_shape), mask.score_mask)
-    saved = weights = _softmax(scores).to(dtype)
+    weights = _softmax(scores)
+    saved = weights = weights if weights.dtype is dtype else weights.to(dtype)
     alpha = 1.0
     if rng_state is not None:
         alpha = _kept_scale(dropout_p)
@@ -89,7 +90,8 @@ def backward(
         dscores = _softmax_gradient(dweights.mul_(kept), weights)
     else:
         dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
-    kept, dscores = kept.to(dtype), dscores.to(dtype)
+    if dscores.dtype is not dtype:
+        kept, dscores = kept.to(dtype), dscores.to(dtype)
     dq, dk, dv = grads
     dq.baddbmm_(dscores, k, beta=0, alpha=softmax_scale)
     dk.baddbmm_(dscores.mT, q, beta=0, alpha=softmax_scale)

@@ -219,7 +219,7 @@ def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple
 class RowsMask(NamedTuple):
     """A mask as attention_rows_fwd reads it.
 
-    unseen: the rows, of K and V one after the other, that _BlockMask calls so. products: see _block_dtypes.
+    unseen: of the heads' rows in attention_rows_fwd, those that _BlockMask calls so. products: see _block_dtypes.
     """
 
     mask: AtOnceMask
@@ -228,7 +228,13 @@ class RowsMask(NamedTuple):
 
 
 def rows_mask(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, softmax_scale: float, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    reads_memory: bool,
 ) -> RowsMask | None:
     """None: attention_rows_fwd does not compute such a call. The values of q, k and v are not read."""
     (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
@@ -245,7 +251,8 @@ def rows_mask(
     if block_mask.has_keys is not None:
         return None
     unseen = block_mask.unseen
-    unseen = None if unseen is None else torch.cat([unseen, unseen + B * H * Lk])
+    if unseen is not None:  # of K and V
+        unseen = torch.cat([unseen + n * B * H * Lk for n in ((0, 1) if reads_memory else (1, 2))])
     return RowsMask(AtOnceMask((B, H, Lq, Lk), block_mask.score_mask(softmax_scale)), unseen, products)
 
 
@@ -259,21 +266,21 @@ def attention_rows_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out (B * Lq, H * D), and for the backward the weights, q, k and v.
 
-    projected (B * L, 3 * H * D): queries, keys and values; or with memory, which is keys and values (B, Lk, H * D) each,
-    queries (B * Lq, H * D).
+    projected: queries, keys and values (B * L, 3 * H * D), or where they are in memory, (B, Lk, H * D) each, queries.
     """
-    B, H, Lq, Lk = mask.mask.scores_shape
+    (B, H, Lq, Lk), dtype = mask.mask.scores_shape, projected.dtype
     if memory:
-        q = projected.view(B, Lq, H, -1).transpose(1, 2).contiguous()
         heads = torch.stack([t.view(B, Lk, H, -1).transpose(1, 2) for t in memory])
     else:
         heads = projected.view(B, Lq, 3, H, -1).permute(2, 0, 3, 1, 4).contiguous()
-        q, heads = heads[0], heads[1:]
     if mask.unseen is not None:
         heads.view(-1, heads.shape[4]).index_fill_(0, mask.unseen, 0)  # 0 * NaN must not reach the sums
-    q, k, v = (t.to(mask.products).flatten(0, 1) for t in (q, *heads.unbind()))
+    *q, k, v = heads.flatten(1, 2).unbind()
+    q = projected.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1) if memory else q[0]
+    if dtype is not mask.products:
+        q, k, v = q.to(mask.products), k.to(mask.products), v.to(mask.products)
     out, weights = _at_once.forward(q, k, v, mask.mask, softmax_scale, dropout_p, rng_state, saves=True)
-    return _as_rows(out, B, H, projected.dtype), weights, q, k, v
+    return _as_rows(out, B, H, dtype), weights, q, k, v
 
 
 def attention_rows_bwd(
@@ -291,7 +298,8 @@ def attention_rows_bwd(
     """dprojected. Writes the gradient of the memory into dmemory."""
     B, H, Lq, Lk = mask.mask.scores_shape
     dtype, options = dout.dtype, (softmax_scale, dropout_p, rng_state)
-    dout = dout.view(B, Lq, H, -1).transpose(1, 2).to(q.dtype).contiguous().flatten(0, 1)
+    dout = dout.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1)
+    dout = dout if dtype is q.dtype else dout.to(q.dtype)
     if dmemory:
         dq, *found = _at_once.backward(dout, q, k, v, weights, *options, [torch.empty_like(t) for t in (q, k, v)])
         for grad, t in zip(dmemory, found, strict=True):
@@ -299,12 +307,14 @@ def attention_rows_bwd(
         return _as_rows(dq, B, H, dtype)
     grads = q.new_empty(3, *q.shape)
     _at_once.backward(dout, q, k, v, weights, *options, grads.unbind())
-    return grads.view(3, B, H, Lq, -1).permute(1, 3, 0, 2, 4).reshape(B * Lq, -1).to(dtype)
+    dprojected = grads.view(3, B, H, Lq, -1).permute(1, 3, 0, 2, 4).reshape(B * Lq, -1)
+    return dprojected if dtype is q.dtype else dprojected.to(dtype)
 
 
 def _as_rows(t: Tensor, B: int, H: int, dtype: torch.dtype) -> Tensor:
     """(B * H, L, D) -> (B * L, H * D)"""
-    return t.view(B, H, t.shape[1], -1).transpose(1, 2).reshape(B * t.shape[1], -1).to(dtype)
+    rows = t.view(B, H, t.shape[1], -1).transpose(1, 2).reshape(B * t.shape[1], -1)
+    return rows if dtype is t.dtype else rows.to(dtype)
 
 
 def _without_rows(t: Tensor, rows: Tensor) -> Tensor:
