@@ -7,7 +7,7 @@ torch.nn.Transformer True means ignore: invert them.)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -228,29 +228,39 @@ class AttentionMask:
         """Each dimension is 1, if nothing differs along it, or its full length."""
         if self.attn_mask is not None and all(t is None for t in self._structure()[1:]) and not self.has_band:
             return self.attn_mask
-        i = torch.arange(Lq, device=device)[:, None]
-        j = torch.arange(Lk, device=device)[None, :]
-        keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        shift_tl, shift_br = 0, Lk - Lq
+        conditions: list[Tensor] = []
+        if self.has_band or self.cu_seqlens_q is not None:
+            conditions += self._positional(
+                torch.arange(Lq, device=device)[:, None], torch.arange(Lk, device=device)[None, :]
+            )
+        if self.key_padding is not None:
+            conditions.append(self.key_padding[:, None, None, :])
+        if self.query_padding is not None:
+            conditions.append(self.query_padding[:, None, :, None])
+        if self.attn_mask is not None:
+            conditions.append(self.attn_mask)
+        if not conditions:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        keep = conditions[0]
+        for condition in conditions[1:]:
+            keep = keep & condition
+        return keep[(None,) * (4 - keep.dim())]
+
+    def _positional(self, i: Tensor, j: Tensor) -> Iterator[Tensor]:
+        """What packing and bands allow: bool, of the positions i (Lq, 1) of queries and j (1, Lk) of keys."""
+        shift_tl, shift_br = 0, j.shape[1] - i.shape[0]
         if self.cu_seqlens_q is not None:
             q_segment, q_first, q_len = locate_in_sequences(self.cu_seqlens_q, i)
             k_segment, k_first, k_len = locate_in_sequences(self.cu_seqlens_k, j)
-            keep = keep & (q_segment == k_segment) & (q_segment < self.cu_seqlens_q.shape[0] - 1)
+            yield (q_segment == k_segment) & (q_segment < self.cu_seqlens_q.shape[0] - 1)
             shift_tl = k_first - q_first
             shift_br = shift_tl + k_len - q_len
         for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
             low, high = self._bands[name]
             if low is not None:
-                keep = keep & (j - i - shift >= low)
+                yield j - i - shift >= low
             if high is not None:
-                keep = keep & (j - i - shift <= high)
-        if self.key_padding is not None:
-            keep = keep & self.key_padding[:, None, None, :]
-        if self.query_padding is not None:
-            keep = keep & self.query_padding[:, None, :, None]
-        if self.attn_mask is not None:
-            keep = keep & self.attn_mask
-        return keep
+                yield j - i - shift <= high
 
     def visible(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """For PyTorch's own operators: (masked, queries, keys), bool, each None if it is known to change nothing.
@@ -273,12 +283,13 @@ class AttentionMask:
         queries = keep.any(-1, keepdim=True)
         excludes_keys = self.key_padding is not None or self.cu_seqlens_q is not None or self.has_band
         keys = keep.any(-2).unsqueeze(-1) if excludes_keys else None
-        masked = (~keep & queries).expand(-1, -1, -1, Lk)  # PyTorch's operators need all keys
-        if not can_read_values(keep):
-            return masked, queries, keys
-        # On a CPU reading the values needs no synchronisation, and saves passes over the data.
-        keys = None if keys is None or keys.all() else keys
-        return masked if masked.any() else None, None if queries.all() else queries, keys
+        if can_read_values(keep):  # on a CPU reading the values needs no synchronisation, and saves work
+            queries, keys = (None if t is None or t.all() else t for t in (queries, keys))
+        masked = ~keep if queries is None else ~keep & queries
+        if can_read_values(keep) and not masked.any():
+            masked = None
+        # PyTorch's operators need all keys.
+        return None if masked is None else masked.expand(-1, -1, -1, Lk), queries, keys
 
     def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
         """visible()'s masked as a tensor to add to the scores: -inf where masked is True, else 0."""
