@@ -28,7 +28,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastattn import backends
 from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula
 from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
-from fastattn.backends.reference.philox import draw_rng_state, dropout
+from fastattn.backends.reference.philox import draw_rng_states, dropout
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
 from fastattn.nn.feed_forward import PositionwiseFeedForward
@@ -390,14 +390,15 @@ def _backend(call: Call) -> Implementation:
 
 def _draw_rng_states(plan: Plan, calls: Sequence[Call], norm_first: bool) -> list[Tensor | None]:
     """What dropout draws from, in the order in which _forward needs it: twice for Attention, once for FeedForward."""
-    rng_states: list[Tensor | None] = []
+    rates: list[float] = []
     for call in calls:
-        drops = [(call.norm.dropout_p, call.norm.chosen)]
-        if isinstance(call, Attention):
-            drops.insert(1 if norm_first else 0, (call.dropout_p, call.choice.chosen))
-        for dropout_p, chosen in drops:
-            rng_states.append(draw_rng_state(plan.device, chosen.name) if dropout_p > 0 else None)
-    return rng_states
+        if isinstance(call, FeedForward):
+            rates.append(call.norm.dropout_p)
+        else:
+            rates += (call.norm.dropout_p, call.dropout_p) if norm_first else (call.dropout_p, call.norm.dropout_p)
+    count = sum([dropout_p > 0 for dropout_p in rates])
+    drawn = iter(draw_rng_states(plan.device, calls[0].norm.chosen.name, count) if count else ())
+    return [next(drawn) if dropout_p > 0 else None for dropout_p in rates]
 
 
 class _Layer(torch.autograd.Function):

@@ -47,19 +47,24 @@ def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
 
     From torch's generator of the device: no host synchronisation, new at every call, repeatable under
     torch.manual_seed, replayed by activation checkpointing and renewed by CUDA-graph replay."""
+    return draw_rng_states(device, backend, 1)[0]
+
+
+def draw_rng_states(device: torch.device, backend: str | None, count: int) -> Sequence[Tensor]:
+    """The results of so many calls of draw_rng_state."""
     if _reference_rule is not None and backend in (None, "reference"):
         backend = _reference_rule
     if backend == "aten" and device.type != "cpu":
-        return torch.empty(1, dtype=torch.int64, device=device)
+        return torch.empty(count, 1, dtype=torch.int64, device=device).unbind()
     numbers = 1 if backend == "aten" else 2
     ahead = None if torch.compiler.is_compiling() else _thread_state.ahead
     if ahead is None or ahead.modes != _modes():
-        return torch.randint(0, 2**62, (numbers,), dtype=torch.int64, device=device)
+        return torch.randint(0, 2**62, (count, numbers), dtype=torch.int64, device=device).unbind()
     rows = ahead.rows.setdefault((device, numbers), [])
-    if not rows:
+    while len(rows) < count:
         block = torch.randint(0, 2**62, (BLOCK, numbers), dtype=torch.int64, device=device)
-        rows.extend(reversed(block.unbind()))
-    return rows.pop()
+        rows[:0] = reversed(block.unbind())
+    return [rows.pop() for _ in range(count)]
 
 
 @contextmanager
