@@ -74,14 +74,13 @@ def add_layer_norm_fwd(
     x_bias: None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """out and z of a LayerNorm of matrices on a CPU, as add_layer_norm, and for the backward mean, rstd and which
-    elements dropout has kept, 0 or 1. Not for float16, whose gradient may be inf: inf * 0 would be NaN."""
+    elements dropout has kept, 0 or 1."""
     keep = None
     if rng_state is None:
         z = x if residual is None else residual + x
     else:
-        keep, scale = philox.draw_kept(rng_state, x.shape, dropout_p), dropout_scale(dropout_p)
-        z = x * keep
-        z = z.mul_(scale) if residual is None else torch.add(residual, z, alpha=scale)
+        keep, scale = philox.keep_mask(rng_state, *x.shape, dropout_p, x.dtype), dropout_scale(dropout_p)
+        z = (x * keep).mul_(scale) if residual is None else torch.addcmul(residual, x, keep, value=scale)
     out, mean, rstd = torch.native_layer_norm(z, (x.shape[1],), weight, bias, eps)
     return out, z, mean, rstd, keep
 
@@ -105,11 +104,16 @@ def add_layer_norm_bwd(
     dsum, dweight, dbias = torch.ops.aten.native_layer_norm_backward.default(dout, z, *statistics)
     if dz is not None:
         dsum = dsum.add_(dz)
-    dx = dsum if keep is None else (dsum * keep).mul_(dropout_scale(dropout_p))
+    dx = dsum if keep is None else _dropped_gradient(dsum, keep, dropout_scale(dropout_p))
     return dx, dsum if has_residual else None, dweight, dbias, None
 
 
 _ALL = [True, True, True]
+
+
+def _dropped_gradient(dz: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """dz * keep * scale. A choice by keep > 0: in float16 dz may be inf, and inf * 0 would be NaN."""
+    return torch.ops.aten.threshold_backward.default(dz, keep, 0).mul_(scale)
 
 
 class _DroppedSum(torch.autograd.Function):
@@ -124,9 +128,7 @@ class _DroppedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         (keep,) = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[0]:  # inf * 0 would be NaN: a choice by keep > 0
-            dx = torch.ops.aten.threshold_backward(dz, keep, 0).mul_(ctx.scale)
+        dx = _dropped_gradient(dz, keep, ctx.scale) if ctx.needs_input_grad[0] else None
         return dx, dz if ctx.needs_input_grad[1] else None, None, None
 
 

@@ -242,7 +242,7 @@ def rows_mask(
         mask = _drop_noop_padding(mask)
     if mask is not None and (mask.bias is not None or mask.cu_seqlens_q is not None):
         return None
-    if softmax_scale == 0 or k.shape[1] != H or k.shape != v.shape or dtype == torch.float16:
+    if softmax_scale == 0 or k.shape[1] != H or k.shape != v.shape:
         return None
     acc, at_once, products = _block_dtypes(B, H, Lq, Lk, dtype)
     if not (at_once and Lk > 0 and _uses_blocks(q, k, dropout_p)):
