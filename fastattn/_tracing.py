@@ -6,6 +6,7 @@ In each of these a tensor may represent others, and its values cannot be read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -34,6 +35,12 @@ def needs_formula(*doutputs: Tensor | None) -> bool:
     """Whether a backward has to go through operators that autograd and vmap know: it is to be differentiated again
     (create_graph=True), or its gradients are batches."""
     return torch.is_grad_enabled() or any(map(is_batch, doutputs))
+
+
+def same_for_the_batch() -> AbstractContextManager:
+    """Random numbers may be drawn within it though a backward gets batches of gradients. They are the same for all."""
+    key = torch._C._dispatch_key_parse("VmapMode")
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
 def can_read_values(t: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import backends
-from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula
+from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula, same_for_the_batch
 from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
 from fastattn.backends.reference.philox import draw_rng_states, dropout
 from fastattn.masks import AttentionMask
@@ -182,13 +182,19 @@ class Plan:
         return chosen
 
     def choose_attention(
-        self, backend: Backend | None, mask: AttentionMask | None, sizes: tuple[int, ...], dropout_p: float, *call: Any
+        self,
+        backend: Backend | None,
+        mask: AttentionMask | None,
+        sizes: tuple[int, ...],
+        dropout_p: float,
+        softmax_scale: float,
+        layout: tuple[Any, ...] | None,
     ) -> AttentionChoice:
         """The choice for a mask and sizes (B, Lq, Lk, H, Hk, Dk, Dv). The mask is checked here.
 
-        call: what else calls with one choice have in common: the scale, and the layout of the memory.
+        layout: of the memory, None for self-attention. Calls with one choice have it in common.
         """
-        key = id(mask), sizes, dropout_p, backend, *call
+        key = id(mask), sizes, dropout_p, backend, softmax_scale, layout
         if (choice := self._choices.get(key)) is None:
             B, Lq, Lk, H, Hk, Dk, Dv = sizes
             shapes = (B, Lq, H, Dk), (B, Lk, Hk, Dk), (B, Lk, Hk, Dv)
@@ -200,8 +206,7 @@ class Plan:
             if not chosen.differentiable:
                 masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
             elif chosen.name == "aten" and self.keeps:
-                scale, layout = call
-                masks = chosen.module.rows_mask(q, k, v, mask, scale, dropout_p, reads_memory=layout is not None)
+                masks = chosen.module.rows_mask(q, k, v, mask, softmax_scale, dropout_p, layout is not None)
             else:
                 masks = None
             options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}
@@ -276,11 +281,10 @@ def run_layer(
 
 
 def _is_recorded(calls: Sequence[Call], stream: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
-    """Whether autograd records the formulas of a backend that has them, aten. They leave out the gradients of frozen
-    parameters."""
-    if len(stream) > 2 and stream[2] is not None:
-        return True
-    if any([isinstance(call, Attention) and call.choice.masks is None for call in calls]):
+    """Whether autograd records the formulas of aten: where its forward and backward do not compute such a call, and
+    where parameters are frozen, whose gradients the formulas leave out."""
+    adds_bias = len(stream) > 2 and stream[2] is not None
+    if adds_bias or any([isinstance(call, Attention) and call.choice.masks is None for call in calls]):
         return True
     return not all([t is None or t.requires_grad for t in parameters])
 
@@ -526,10 +530,12 @@ def _formula_backward(
     def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         parameters, dropped, stream = iter(tensors[len(memory) :]), list(rng_states), _as_matrices((x,))
         formulas = [call.by_formula(parameters) for call in calls]
-        if norm_first:  # the last bias is added by the next layer
-            dropped[0], formulas[-1] = None, formulas[-1]._replace(bias2=None)
+        if norm_first:
+            dropped[0] = None
             stream += [None, None]
-        with _autocast.no_autocast(plan.device):
+            if _bias_for_norm(calls[-1]) is not None:  # the next layer adds it
+                formulas[-1] = formulas[-1]._replace(bias2=None)
+        with _autocast.no_autocast(plan.device), same_for_the_batch():
             out = _forward(plan, formulas, iter(dropped), stream, tensors[: len(memory)], None)
         return tuple([t.view(x.shape) for t in out])
 
@@ -651,12 +657,13 @@ def _attention_backward(
 ) -> tuple[Tensor, Parameters]:
     x, weight, fc, out_rows, *read = kept.pop()
     (B, L, H, _, _, Dv), (chosen, _, masks, bound) = call.sizes, call.choice
-    mm = cpu_matmul.mm if chosen.differentiable else torch.mm
+    mm, addmm = (cpu_matmul.mm, cpu_matmul.addmm) if chosen.differentiable else (torch.mm, torch.addmm)
     dfc, dout = mm(dbranch.t(), out_rows) if call.fc.requires_grad else None, mm(dbranch, fc)
     options = call.softmax_scale, call.dropout_p, rng_state
     if chosen.differentiable:
         dbias = None if call.fc_bias is None else dbranch.sum(0)
-        dprojected = chosen.module.attention_rows_bwd(dout, dmemory, *read, masks, *options)
+        weights, *heads = read
+        dprojected = chosen.module.attention_rows_bwd(dout, weights, heads, memory, dmemory, masks, *options)
     else:
         lse, projected = read
         dprojected = torch.empty_like(projected)
@@ -664,7 +671,7 @@ def _attention_backward(
         q, k, v = _heads(projected, memory, call)
         tensors, grads = (dout, None, q, k, v, out, lse, None), _heads(dprojected, dmemory, call)
         chosen.module.attention_bwd(*tensors, masks[1:], *options, False, grads=grads, **bound)
-    dx = mm(dprojected, weight) if dresidual is None else cpu_matmul.addmm(dresidual, dprojected, weight)
+    dx = mm(dprojected, weight) if dresidual is None else addmm(dresidual, dprojected, weight)
     rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
     if any([w.requires_grad for w in call.projections]):

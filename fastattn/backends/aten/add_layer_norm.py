@@ -13,6 +13,7 @@ from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
 
 DIFFERENTIABLE = True
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def add_layer_norm(
@@ -31,7 +32,7 @@ def add_layer_norm(
     On a CPU in 16 bits the sum is rounded before it is normalised, as in PyTorch's layer_norm.
     """
     plain = x_bias is None and bias is not None and not eps_on_std
-    if plain and x.dtype in (torch.bfloat16, torch.float16) and can_read_values(x):
+    if plain and x.dtype in _16_BITS and can_read_values(x):
         if rng_state is None:
             z = x if residual is None else residual + x
         else:
@@ -73,16 +74,20 @@ def add_layer_norm_fwd(
     rng_state: Tensor | None,
     x_bias: None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """out and z of a LayerNorm of matrices on a CPU, as add_layer_norm, and for the backward mean, rstd and which
-    elements dropout has kept, 0 or 1."""
-    keep = None
+    """out and z of a LayerNorm of matrices on a CPU, as add_layer_norm, and for the backward mean, rstd and the factors
+    of dropout, like x; in 16 bits, where those would be rounded, 0 or 1 instead."""
+    factor, scale = None, 1.0
     if rng_state is None:
         z = x if residual is None else residual + x
     else:
-        keep, scale = philox.keep_mask(rng_state, *x.shape, dropout_p, x.dtype), dropout_scale(dropout_p)
-        z = (x * keep).mul_(scale) if residual is None else torch.addcmul(residual, x, keep, value=scale)
+        factor = philox.keep_mask(rng_state, *x.shape, dropout_p, x.dtype)
+        if x.dtype in _16_BITS:
+            scale = dropout_scale(dropout_p)
+        else:
+            factor.mul_(dropout_scale(dropout_p))
+        z = x * factor * scale if residual is None else torch.addcmul(residual, x, factor, value=scale)
     out, mean, rstd = torch.native_layer_norm(z, (x.shape[1],), weight, bias, eps)
-    return out, z, mean, rstd, keep
+    return out, z, mean, rstd, factor
 
 
 def add_layer_norm_bwd(
@@ -93,7 +98,7 @@ def add_layer_norm_bwd(
     bias: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    keep: Tensor | None,
+    factor: Tensor | None,
     dropout_p: float,
     rng_state: Tensor | None,
     has_residual: bool,
@@ -104,7 +109,12 @@ def add_layer_norm_bwd(
     dsum, dweight, dbias = torch.ops.aten.native_layer_norm_backward.default(dout, z, *statistics)
     if dz is not None:
         dsum = dsum.add_(dz)
-    dx = dsum if keep is None else _dropped_gradient(dsum, keep, dropout_scale(dropout_p))
+    if factor is None:
+        dx = dsum
+    elif z.dtype in _16_BITS:
+        dx = _dropped_gradient(dsum, factor, dropout_scale(dropout_p))
+    else:
+        dx = dsum * factor
     return dx, dsum if has_residual else None, dweight, dbias, None
 
 

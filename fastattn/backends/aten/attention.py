@@ -219,7 +219,7 @@ def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple
 class RowsMask(NamedTuple):
     """A mask as attention_rows_fwd reads it.
 
-    unseen: of the heads' rows in attention_rows_fwd, those that _BlockMask calls so. products: see _block_dtypes.
+    unseen: the rows that _BlockMask calls so, of _heads' argument. products: see _block_dtypes.
     """
 
     mask: AtOnceMask
@@ -263,58 +263,59 @@ def attention_rows_fwd(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out (B * Lq, H * D), and for the backward the weights, q, k and v.
+) -> tuple[Tensor, ...]:
+    """out (B * Lq, H * D), and for the backward the weights and the heads that were made of projected.
 
-    projected: queries, keys and values (B * L, 3 * H * D), or where they are in memory, (B, Lk, H * D) each, queries.
+    projected: queries, keys and values (B * L, 3 * H * D), or where these are in memory, (B, Lk, H * D) each, queries.
     """
-    (B, H, Lq, Lk), dtype = mask.mask.scores_shape, projected.dtype
+    B, H, Lq, _ = mask.mask.scores_shape
     if memory:
-        heads = torch.stack([t.view(B, Lk, H, -1).transpose(1, 2) for t in memory])
+        heads = (projected.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1).to(mask.products),)
     else:
-        heads = projected.view(B, Lq, 3, H, -1).permute(2, 0, 3, 1, 4).contiguous()
-    if mask.unseen is not None:
-        heads.view(-1, heads.shape[4]).index_fill_(0, mask.unseen, 0)  # 0 * NaN must not reach the sums
-    *q, k, v = heads.flatten(1, 2).unbind()
-    q = projected.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1) if memory else q[0]
-    if dtype is not mask.products:
-        q, k, v = q.to(mask.products), k.to(mask.products), v.to(mask.products)
+        heads = _heads(projected.view(B, Lq, 3, H, -1).permute(2, 0, 3, 1, 4).contiguous(), mask)
+    q, k, v = (*heads, *_memory_heads(memory, mask)) if memory else heads
     out, weights = _at_once.forward(q, k, v, mask.mask, softmax_scale, dropout_p, rng_state, saves=True)
-    return _as_rows(out, B, H, dtype), weights, q, k, v
+    return _as_rows(out, B, H, projected.dtype), weights, *heads
 
 
 def attention_rows_bwd(
     dout: Tensor,
-    dmemory: Sequence[Tensor],
     weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    heads: Sequence[Tensor],
+    memory: Sequence[Tensor],
+    dmemory: Sequence[Tensor],
     mask: RowsMask,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
+    *options: Any,
 ) -> Tensor:
-    """dprojected. Writes the gradient of the memory into dmemory."""
+    """dprojected. Writes the gradient of the memory into dmemory. options: softmax_scale, dropout_p, rng_state."""
     B, H, Lq, Lk = mask.mask.scores_shape
-    dtype, options = dout.dtype, (softmax_scale, dropout_p, rng_state)
-    dout = dout.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1)
-    dout = dout if dtype is q.dtype else dout.to(q.dtype)
-    if dmemory:
+    dtype, (q, k, v) = dout.dtype, (*heads, *_memory_heads(memory, mask)) if memory else heads
+    dout = dout.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1).to(q.dtype)
+    if memory:
         dq, *found = _at_once.backward(dout, q, k, v, weights, *options, [torch.empty_like(t) for t in (q, k, v)])
         for grad, t in zip(dmemory, found, strict=True):
             grad.view(B, Lk, H, -1).copy_(t.view(B, H, Lk, -1).transpose(1, 2))
         return _as_rows(dq, B, H, dtype)
     grads = q.new_empty(3, *q.shape)
     _at_once.backward(dout, q, k, v, weights, *options, grads.unbind())
-    dprojected = grads.view(3, B, H, Lq, -1).permute(1, 3, 0, 2, 4).reshape(B * Lq, -1)
-    return dprojected if dtype is q.dtype else dprojected.to(dtype)
+    return grads.view(3, B, H, Lq, -1).permute(1, 3, 0, 2, 4).reshape(B * Lq, -1).to(dtype)
+
+
+def _heads(split: Tensor, mask: RowsMask) -> tuple[Tensor, ...]:
+    """(n, B, H, L, D), which it may change -> n of (B * H, L, D), in which 0 * NaN does not reach the sums."""
+    if mask.unseen is not None:
+        split.view(-1, split.shape[4]).index_fill_(0, mask.unseen, 0)
+    return split.flatten(1, 2).to(mask.products).unbind()
+
+
+def _memory_heads(memory: Sequence[Tensor], mask: RowsMask) -> tuple[Tensor, ...]:
+    B, H, _, Lk = mask.mask.scores_shape
+    return _heads(torch.stack([t.view(B, Lk, H, -1).transpose(1, 2) for t in memory]), mask)
 
 
 def _as_rows(t: Tensor, B: int, H: int, dtype: torch.dtype) -> Tensor:
     """(B * H, L, D) -> (B * L, H * D)"""
-    rows = t.view(B, H, t.shape[1], -1).transpose(1, 2).reshape(B * t.shape[1], -1)
-    return rows if dtype is t.dtype else rows.to(dtype)
+    return t.view(B, H, t.shape[1], -1).transpose(1, 2).reshape(B * t.shape[1], -1).to(dtype)
 
 
 def _without_rows(t: Tensor, rows: Tensor) -> Tensor:
