@@ -206,7 +206,7 @@ class Plan:
             if not chosen.differentiable:
                 masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
             elif chosen.name == "aten" and self.keeps:
-                masks = chosen.module.rows_mask(q, k, v, mask, softmax_scale, dropout_p, layout is not None)
+                masks = chosen.module.rows_mask(q, k, v, mask, softmax_scale, dropout_p)
             else:
                 masks = None
             options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}

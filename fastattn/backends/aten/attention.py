@@ -217,9 +217,9 @@ def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple
 
 
 class RowsMask(NamedTuple):
-    """A mask as attention_rows_fwd reads it.
+    """A mask as attention_rows_fwd reads it, made once for all layers.
 
-    unseen: the rows that _BlockMask calls so, of _heads' argument. products: see _block_dtypes.
+    unseen: the rows of K and V together, (2 * B * H * Lk, D), that _BlockMask calls so. products: see _block_dtypes.
     """
 
     mask: AtOnceMask
@@ -228,32 +228,27 @@ class RowsMask(NamedTuple):
 
 
 def rows_mask(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None,
-    softmax_scale: float,
-    dropout_p: float,
-    reads_memory: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, softmax_scale: float, dropout_p: float
 ) -> RowsMask | None:
     """None: attention_rows_fwd does not compute such a call. The values of q, k and v are not read."""
-    (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
-    if mask is not None and can_read_values(q) and mask.key_padding is not None:
-        mask = _drop_noop_padding(mask)
-    if mask is not None and (mask.bias is not None or mask.cu_seqlens_q is not None):
+    shape = B, H, Lq, Lk = *q.shape[:3], k.shape[2]
+    if softmax_scale == 0 or Lk == 0 or k.shape[1] != H or k.shape != v.shape or not _uses_blocks(q, k, dropout_p):
         return None
-    if softmax_scale == 0 or k.shape[1] != H or k.shape != v.shape:
+    acc, at_once, products = _block_dtypes(*shape, q.dtype)
+    if mask is None or not at_once:
+        return RowsMask(AtOnceMask(shape, None), None, products) if at_once else None
+    if mask.bias is not None or mask.cu_seqlens_q is not None:
         return None
-    acc, at_once, products = _block_dtypes(B, H, Lq, Lk, dtype)
-    if not (at_once and Lk > 0 and _uses_blocks(q, k, dropout_p)):
-        return None
-    block_mask = _block_mask(mask, B, H, Lq, Lk, acc)
-    if block_mask.has_keys is not None:
-        return None
-    unseen = block_mask.unseen
-    if unseen is not None:  # of K and V
-        unseen = torch.cat([unseen + n * B * H * Lk for n in ((0, 1) if reads_memory else (1, 2))])
-    return RowsMask(AtOnceMask((B, H, Lq, Lk), block_mask.score_mask(softmax_scale)), unseen, products)
+
+    def build() -> RowsMask | None:
+        lighter = mask if mask.key_padding is None else _drop_noop_padding(mask)
+        made = _block_mask(lighter, *shape, acc)
+        if made.has_keys is not None:
+            return None
+        unseen = None if made.unseen is None else torch.cat([made.unseen, made.unseen + B * H * Lk])
+        return RowsMask(AtOnceMask(shape, made.score_mask(softmax_scale)), unseen, products)
+
+    return mask.cached(("rows", *shape, q.dtype, softmax_scale), _CPU, build)
 
 
 def attention_rows_fwd(
@@ -302,9 +297,9 @@ def attention_rows_bwd(
 
 
 def _heads(split: Tensor, mask: RowsMask) -> tuple[Tensor, ...]:
-    """(n, B, H, L, D), which it may change -> n of (B * H, L, D), in which 0 * NaN does not reach the sums."""
+    """(n, B, H, L, D), the last two K and V, which it may change -> n of (B * H, L, D). 0 * NaN cannot reach a sum."""
     if mask.unseen is not None:
-        split.view(-1, split.shape[4]).index_fill_(0, mask.unseen, 0)
+        split[-2:].view(-1, split.shape[4]).index_fill_(0, mask.unseen, 0)
     return split.flatten(1, 2).to(mask.products).unbind()
 
 
