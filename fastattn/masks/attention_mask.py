@@ -258,9 +258,9 @@ class AttentionMask:
         for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
             low, high = self._bands[name]
             if low is not None:
-                yield j - i - shift >= low
+                yield j - i >= shift + low
             if high is not None:
-                yield j - i - shift <= high
+                yield j - i <= shift + high
 
     def visible(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """For PyTorch's own operators: (masked, queries, keys), bool, each None if it is known to change nothing.

@@ -219,7 +219,7 @@ def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple
 class RowsMask(NamedTuple):
     """A mask as attention_rows_fwd reads it, made once for all layers.
 
-    unseen: the rows of K and V together, (2 * B * H * Lk, D), that _BlockMask calls so. products: see _block_dtypes.
+    unseen: as of _BlockMask, of the rows of K and V together, (2 * B * H * Lk, D).     products: see _block_dtypes.
     """
 
     mask: AtOnceMask
@@ -241,12 +241,15 @@ def rows_mask(
         return None
 
     def build() -> RowsMask | None:
-        lighter = mask if mask.key_padding is None else _drop_noop_padding(mask)
-        made = _block_mask(lighter, *shape, acc)
-        if made.has_keys is not None:
+        masked, has_keys, has_queries = mask.visible(Lq, Lk, _CPU)
+        if has_keys is not None:
             return None
-        unseen = None if made.unseen is None else torch.cat([made.unseen, made.unseen + B * H * Lk])
-        return RowsMask(AtOnceMask(shape, made.score_mask(softmax_scale)), unseen, products)
+        unseen, score_mask = None, masked
+        if has_queries is not None:
+            unseen = (~has_queries.squeeze(3)).expand(2, B, H, Lk).flatten().nonzero().squeeze(1)
+        if masked is not None and abs(softmax_scale) <= 1:  # see _BlockMask.score_mask
+            score_mask = mask.additive(masked, Lq, Lk, acc)
+        return RowsMask(AtOnceMask(shape, score_mask), unseen, products)
 
     return mask.cached(("rows", *shape, q.dtype, softmax_scale), _CPU, build)
 

@@ -58,7 +58,7 @@ def draw_rng_states(device: torch.device, backend: str | None, count: int) -> Se
         return torch.empty(count, 1, dtype=torch.int64, device=device).unbind()
     numbers = 1 if backend == "aten" else 2
     ahead = None if torch.compiler.is_compiling() else _thread_state.ahead
-    if ahead is None or ahead.modes != _modes():
+    if ahead is None or device.type == "cpu" or ahead.modes != _modes():
         return torch.randint(0, 2**62, (count, numbers), dtype=torch.int64, device=device).unbind()
     rows = ahead.rows.setdefault((device, numbers), [])
     while len(rows) < count:
@@ -69,7 +69,7 @@ def draw_rng_states(device: torch.device, backend: str | None, count: int) -> Se
 
 @contextmanager
 def seeds_drawn_ahead() -> Iterator[None]:
-    """Within it one operator of the device draws the rng_states of BLOCK calls of draw_rng_state.
+    """Within it one operator of a GPU draws the rng_states of BLOCK calls of draw_rng_state.
 
     For a forward that is computed again as a whole, if at all. A part of it that activation checkpointing computes
     again has to find the generator where it was, so it draws its own: see _modes."""
@@ -208,7 +208,9 @@ def keep_mask_from_lanes(lanes: Tensor, dropout_p: float, dtype: torch.dtype, ou
     """1 where a lane of a LaneStream is kept, else 0. Written into out where that is given."""
     if (limit := dropout_threshold(dropout_p)) > 65535:  # int16 has no such number
         return lanes.new_zeros(lanes.shape, dtype=dtype) if out is None else out.zero_()
-    # Written as a number at once: on a CPU a product with that costs a tenth of a choice by a bool.
+    # A number and no bool: on a CPU a product with that costs a tenth of a choice.
+    if out is None and dtype in (torch.float32, torch.float64):  # which hold every lane
+        return lanes.to(dtype).ge_(limit - 32768)
     return torch.ge(lanes, limit - 32768, out=lanes.new_empty(lanes.shape, dtype=dtype) if out is None else out)
 
 
