@@ -34,8 +34,8 @@ class Counts(NamedTuple):
 
 # What may be needed. Of a training step, and of one more token for one sentence, greedily, by 3 + 3 layers.
 BOUNDS = {
-    "aten, float32": Counts(7484, 2763, 7320),
-    "aten, bfloat16": Counts(8709, 3314, 8407),
+    "aten, float32": Counts(6262, 2640, 6917),
+    "aten, bfloat16": Counts(7393, 2657, 6985),
     "triton, float32": Counts(3276, 1646, 6943, 149),
     "triton, bfloat16": Counts(4131, 1683, 7083, 149),
     "cuda, float32": Counts(4211, 2079, 6098, 157),
