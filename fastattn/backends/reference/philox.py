@@ -58,7 +58,7 @@ def draw_rng_states(device: torch.device, backend: str | None, count: int) -> Se
         return torch.empty(count, 1, dtype=torch.int64, device=device).unbind()
     numbers = 1 if backend == "aten" else 2
     ahead = None if torch.compiler.is_compiling() else _thread_state.ahead
-    if ahead is None or device.type == "cpu" or ahead.modes != _modes():
+    if ahead is None or ahead.modes != _modes():
         return torch.randint(0, 2**62, (count, numbers), dtype=torch.int64, device=device).unbind()
     rows = ahead.rows.setdefault((device, numbers), [])
     while len(rows) < count:
@@ -69,7 +69,7 @@ def draw_rng_states(device: torch.device, backend: str | None, count: int) -> Se
 
 @contextmanager
 def seeds_drawn_ahead() -> Iterator[None]:
-    """Within it one operator of a GPU draws the rng_states of BLOCK calls of draw_rng_state.
+    """Within it one operator of the device draws the rng_states of BLOCK calls of draw_rng_state.
 
     For a forward that is computed again as a whole, if at all. A part of it that activation checkpointing computes
     again has to find the generator where it was, so it draws its own: see _modes."""
