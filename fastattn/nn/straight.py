@@ -637,11 +637,12 @@ def _attention(
             kept.append((x, weight, fc, out_rows, *read))
         return cpu_matmul.linear(out_rows, fc, fc_bias), None
     projected = F.linear(x, weight, bias)
-    out, lse = module.attention_fwd(*_heads(projected, memory, call), None, masks[0], *options, **bound)
+    heads = _heads(projected, memory, call)
+    out, lse = module.attention_fwd(*heads, None, masks[0], *options, **bound)
     out_rows = out.transpose(1, 2).reshape(rows)
     if kept is None:
         return F.linear(out_rows, fc, fc_bias), None
-    kept.append((x, weight, fc, out_rows, lse, projected))
+    kept.append((x, weight, fc, out_rows, lse, *heads))
     return F.linear(out_rows, fc), call.fc_bias
 
 
@@ -665,18 +666,17 @@ def _attention_backward(
         weights, *heads = read
         dprojected = chosen.module.attention_rows_bwd(dout, weights, heads, memory, dmemory, masks, *options)
     else:
-        lse, projected = read
-        dprojected = torch.empty_like(projected)
+        lse, *heads = read
+        dprojected = x.new_empty(x.shape[0], weight.shape[0])
         dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out_rows))
-        q, k, v = _heads(projected, memory, call)
-        tensors, grads = (dout, None, q, k, v, out, lse, None), _heads(dprojected, dmemory, call)
+        tensors, grads = (dout, None, *heads, out, lse, None), _heads(dprojected, dmemory, call)
         chosen.module.attention_bwd(*tensors, masks[1:], *options, False, grads=grads, **bound)
     dx = mm(dprojected, weight) if dresidual is None else addmm(dresidual, dprojected, weight)
     rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
     if any([w.requires_grad for w in call.projections]):
-        dweights = mm(dprojected.t(), x).split(rows)
-    dbiases = dprojected.sum(0).split(rows) if call.biases else ()
+        dweights = mm(dprojected.t(), x).split_with_sizes(rows)
+    dbiases = dprojected.sum(0).split_with_sizes(rows) if call.biases else ()
     return dx, (*dweights, *dbiases, dfc, dbias)
 
 

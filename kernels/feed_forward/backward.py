@@ -130,4 +130,4 @@ def feed_forward_bwd(
         launch.run(device, m_tiles * n_tiles, arguments, (dout, weight2, z, *results, rng_state))
     dbias1 = None if bias1 is None else partial.sum(0).to(bias1.dtype)
     dbias2 = None if bias2 is None else dout.sum(0)
-    return dz @ weight1, dz.t() @ x, dbias1, dout.t() @ h, dbias2
+    return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
