@@ -234,7 +234,7 @@ class AttentionMask:
                 torch.arange(Lq, device=device)[:, None], torch.arange(Lk, device=device)[None, :]
             )
         if self.key_padding is not None:
-            conditions.append(self.key_padding[:, None, None, :])
+            conditions.append(self.key_padding.unsqueeze(1).unsqueeze(1))
         if self.query_padding is not None:
             conditions.append(self.query_padding[:, None, :, None])
         if self.attn_mask is not None:
@@ -244,7 +244,7 @@ class AttentionMask:
         keep = conditions[0]
         for condition in conditions[1:]:
             keep = keep & condition
-        return keep[(None,) * (4 - keep.dim())]
+        return keep if keep.dim() == 4 else keep[(None,) * (4 - keep.dim())]
 
     def _positional(self, i: Tensor, j: Tensor) -> Iterator[Tensor]:
         """What packing and bands allow: bool, of the positions i (Lq, 1) of queries and j (1, Lk) of keys."""
@@ -286,10 +286,10 @@ class AttentionMask:
         if can_read_values(keep):  # on a CPU reading the values needs no synchronisation, and saves work
             queries, keys = (None if t is None or t.all() else t for t in (queries, keys))
         masked = ~keep if queries is None else ~keep & queries
-        if can_read_values(keep) and not masked.any():
-            masked = None
+        if keys is None and can_read_values(keep) and not masked.any():
+            return None, queries, None
         # PyTorch's operators need all keys.
-        return None if masked is None else masked.expand(-1, -1, -1, Lk), queries, keys
+        return masked if masked.shape[3] == Lk else masked.expand(-1, -1, -1, Lk), queries, keys
 
     def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
         """visible()'s masked as a tensor to add to the scores: -inf where masked is True, else 0."""
