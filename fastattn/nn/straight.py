@@ -26,7 +26,13 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import backends
-from fastattn._tracing import differentiable_gradients, is_transformed, needs_formula, same_for_the_batch
+from fastattn._tracing import (
+    differentiable_gradients,
+    is_transformed,
+    may_write_in_place,
+    needs_formula,
+    same_for_the_batch,
+)
 from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
 from fastattn.backends.reference.philox import draw_rng_states, dropout
 from fastattn.masks import AttentionMask
@@ -281,10 +287,14 @@ def run_layer(
 
 
 def _is_recorded(calls: Sequence[Call], stream: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
-    """Whether autograd records the formulas of aten: where its forward and backward do not compute such a call, and
-    where parameters are frozen, whose gradients the formulas leave out."""
+    """Whether autograd records the formulas of aten: where its forward and backward do not compute such a call, where
+    they may not write in place, and where parameters are frozen, whose gradients the formulas leave out."""
     adds_bias = len(stream) > 2 and stream[2] is not None
-    if adds_bias or any([isinstance(call, Attention) and call.choice.masks is None for call in calls]):
+    if (
+        adds_bias
+        or not may_write_in_place()
+        or any([isinstance(call, Attention) and call.choice.masks is None for call in calls])
+    ):
         return True
     return not all([t is None or t.requires_grad for t in parameters])
 

@@ -19,6 +19,7 @@ from model_checks import (
     draw_own_seeds,
     fused,
     gold_of,
+    keep_products,
     pair,
     plain,
 )
@@ -29,7 +30,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fastattn import FusedTransformer
 from fastattn.nn import DecoderLayer, EncoderLayer, PositionalEncoding
@@ -128,11 +129,6 @@ def test_ema_copies(batch):
         torch.testing.assert_close(state[name], t, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(loss_of(averages[0], batch), loss_of(averages[1], batch))
     assert averages[0].trg_word_prj.weight is averages[0].decoder.trg_word_emb.weight
-
-
-def keep_products(ctx, op, *args, **kwargs):
-    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize(

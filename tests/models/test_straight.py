@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from model_checks import DEVICE, NO_DROPOUT, TINY, draw_own_seeds, fused, gold_of
+from model_checks import DEVICE, NO_DROPOUT, TINY, draw_own_seeds, fused, gold_of, keep_products
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fastattn import AttentionMask, use_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
@@ -246,6 +246,27 @@ def test_checkpointed_layers(use_reentrant, backend, batch, taken, triton):
     loss, grads = step(model, batch)
     assert taken == [True] * (4 if use_reentrant else 2)  # what is computed again may stop before its end
     assert torch.equal(loss, expected_loss)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_selective_checkpointing_of_one_layer(batch, taken):
+    """It keeps results of operators: they must not be changed in place, though the layer before did so."""
+    model = fused(**TINY | VARIANTS["small"] | DROPOUT | dict(n_layers=2), backend="aten")
+    layer = model.encoder.layer_stack[1]
+    forward = layer.forward
+
+    def checkpointed(x, *given, **options):
+        contexts = partial(create_selective_checkpoint_contexts, keep_products)
+        return checkpoint(lambda x: forward(x, *given, **options), x, use_reentrant=False, context_fn=contexts)
+
+    layer.forward = partial(draw_own_seeds, forward)
+    expected_loss, expected = step(model, batch)
+    expected = {name: grad.clone() for name, grad in expected.items()}
+    layer.forward = checkpointed
+    loss, grads = step(model, batch)
+    assert all(taken)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     for name, grad in expected.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
 
