@@ -21,6 +21,7 @@ Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None 
 FREE: Band = (None, None)
 _ALIGNMENTS = ("top_left", "bottom_right")
 MAX_CACHED = 16  # entries in a mask's cache: enough for the layouts of its last few lengths
+_ALL = slice(None)
 
 
 class AttentionMask:
@@ -85,6 +86,7 @@ class AttentionMask:
         self._bands = {"top_left": FREE, "bottom_right": FREE}
         self._bands[align] = band if window is None else _intersect(_window_band(window), band)
         self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, value)
+        self._bias_cache: list[tuple[Any, ...]] = []  # the same of what depends on the bias
         first = next((t for t in self._structure() if t is not None), self.bias)
         self._made_while = _recording(None if first is None else first.device)
 
@@ -167,7 +169,7 @@ class AttentionMask:
     def _copy(self, cache: list[tuple[Any, ...]]) -> AttentionMask:
         """This mask with another cache. The constructor is not called: it would check the same tensors again."""
         other = object.__new__(AttentionMask)
-        other.__dict__.update(self.__dict__, _cache=cache)
+        other.__dict__.update(self.__dict__, _cache=cache, _bias_cache=[])
         return other
 
     def __repr__(self) -> str:
@@ -228,17 +230,25 @@ class AttentionMask:
         """Each dimension is 1, if nothing differs along it, or its full length."""
         if self.attn_mask is not None and all(t is None for t in self._structure()[1:]) and not self.has_band:
             return self.attn_mask
+        return self._part(Lq, Lk, device, _ALL, _ALL, _ALL)
+
+    def part(self, Lq: int, Lk: int, batch: slice, rows: slice, keys: slice) -> Tensor:
+        """The mask without its bias, of some sentences, queries and keys. As `dense`, but dimensions along which
+        nothing differs are 1. On the device of the mask's tensors, or else on the CPU."""
+        first = next((t for t in self._structure() if t is not None), None)
+        return self._part(Lq, Lk, "cpu" if first is None else first.device, batch, rows, keys)
+
+    def _part(self, Lq: int, Lk: int, device: torch.device | str, batch: slice, rows: slice, keys: slice) -> Tensor:
         conditions: list[Tensor] = []
         if self.has_band or self.cu_seqlens_q is not None:
-            conditions += self._positional(
-                torch.arange(Lq, device=device)[:, None], torch.arange(Lk, device=device)[None, :]
-            )
-        if self.key_padding is not None:
-            conditions.append(self.key_padding.unsqueeze(1).unsqueeze(1))
-        if self.query_padding is not None:
-            conditions.append(self.query_padding[:, None, :, None])
-        if self.attn_mask is not None:
-            conditions.append(self.attn_mask)
+            i, j = torch.arange(Lq, device=device)[rows, None], torch.arange(Lk, device=device)[None, keys]
+            conditions += self._positional(i, j, Lk - Lq)
+        places = (batch, _ALL, rows, keys)
+        for t, dims in ((self.key_padding, (1, 1)), (self.query_padding, (1, 3)), (self.attn_mask, ())):
+            if t is not None:
+                for dim in dims:
+                    t = t.unsqueeze(dim)
+                conditions.append(t[tuple(_ALL if n == 1 else s for n, s in zip(t.shape, places, strict=True))])
         if not conditions:
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         keep = conditions[0]
@@ -246,9 +256,11 @@ class AttentionMask:
             keep = keep & condition
         return keep if keep.dim() == 4 else keep[(None,) * (4 - keep.dim())]
 
-    def _positional(self, i: Tensor, j: Tensor) -> Iterator[Tensor]:
-        """What packing and bands allow: bool, of the positions i (Lq, 1) of queries and j (1, Lk) of keys."""
-        shift_tl, shift_br = 0, j.shape[1] - i.shape[0]
+    def _positional(self, i: Tensor, j: Tensor, longer: int) -> Iterator[Tensor]:
+        """What packing and bands allow: bool, of the positions i (.., 1) of queries and j (1, ..) of keys.
+
+        longer: by how much the keys are more than the queries."""
+        shift_tl, shift_br = 0, longer
         if self.cu_seqlens_q is not None:
             q_segment, q_first, q_len = locate_in_sequences(self.cu_seqlens_q, i)
             k_segment, k_first, k_len = locate_in_sequences(self.cu_seqlens_k, j)
@@ -328,7 +340,8 @@ class AttentionMask:
                 continue
             # Kernels with one tile share the tensors, also if their launches differ in something else.
             args = rows, columns, block_rows, block_columns, device
-            *tensors, _ = self._cached(("prepared", by_key, *args), stamp, partial(build, restricted, *args))
+            made = partial(build, restricted, *args)
+            *tensors, _ = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
             prepared.append(PreparedMask(*tensors, layout))
         return prepared
 
@@ -337,16 +350,22 @@ class AttentionMask:
         offsets = (self.cu_seqlens_q, self.cu_seqlens_k)
         return Restriction(bands, *offsets, self.query_padding, self.key_padding, self.attn_mask)
 
-    def cached(self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any]) -> Any:
-        """The result of build(), which depends on this mask without its bias, and on key and device.
+    def cached(
+        self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any], with_bias: bool = False
+    ) -> Any:
+        """The result of build(), which depends on this mask, and on key and device. with_bias: also on its bias.
 
         The cache keeps the newest MAX_CACHED results. A result is built again after one of the mask's tensors was
-        edited in place, and on another stream.
+        edited in place, and on another stream. `with_bias()` gives a mask that shares what does not depend on the bias.
         Entries built during a CUDA graph's capture or a trace are cached only on masks built in the same one. Nothing
         is cached inside a transform of torch.func.
         """
         device = torch.device(device)
-        return self._cached((*key, device), self._stamp(device), build)
+        if with_bias and self.bias is not None:
+            stamp = self._stamp(device)
+            stamp = None if stamp is None else (*stamp, _version(self.bias))
+            return self._cached((*key, device), stamp, build, self._bias_cache)
+        return self._cached((*key, device), self._stamp(device), build, self._cache)
 
     def _stamp(self, device: torch.device) -> tuple[int, ...] | None:
         """What a result depends on next to its key: the versions of the tensors, and the stream. None: it is not
@@ -355,11 +374,17 @@ class AttentionMask:
             return None
         return *[_version(t) for t in self._structure() if t is not None], _current_stream(device)
 
-    def _cached(self, key: tuple[Any, ...], stamp: tuple[int, ...] | None, build: Callable[[], Any]) -> Any:
+    def _cached(
+        self,
+        key: tuple[Any, ...],
+        stamp: tuple[int, ...] | None,
+        build: Callable[[], Any],
+        cache: list[tuple[Any, ...]],
+    ) -> Any:
         if stamp is None:
             return build()
         # A list and no dict: in a dict's key torch.compile would make a constant of a symbolic length.
-        for cached_key, cached_stamp, value in self._cache:
+        for cached_key, cached_stamp, value in cache:
             if cached_key == key and cached_stamp == stamp:
                 return value
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -367,8 +392,8 @@ class AttentionMask:
                 value = build()
         else:
             value = build()
-        others = [entry for entry in self._cache if entry[0] != key]
-        self._cache[:] = [*others[-MAX_CACHED + 1 :], (key, stamp, value)]
+        others = [entry for entry in cache if entry[0] != key]
+        cache[:] = [*others[-MAX_CACHED + 1 :], (key, stamp, value)]
         return value
 
 

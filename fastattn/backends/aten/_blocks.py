@@ -1,6 +1,7 @@
 """Attention on a CPU by products of a few heads at a time, whose scores stay in the cache.
 
-For each block of heads and queries:   S = softmax_scale q k^T + score_mask,   P = softmax(S),   out = (P * factor) v
+For each visible block (_visible.py), a few heads at a time:
+    S = softmax_scale q k^T + score_mask,   P = softmax(S),   out = (P * factor) v
 PyTorch's fused operator has no dropout on a CPU: with it, all heads' scores are written to memory several times. In
 bfloat16 its products are slower than those of whole matrices. Measured on two cores of an AMD EPYC, torch
 2.13, heads of width 64, 32 to 1024 tokens, forward and backward, against the fastest of PyTorch's ways: with dropout
@@ -13,58 +14,58 @@ Saved for the backward: q, k, v, with dropout one byte a weight, and the weights
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
-from fastattn.backends.aten._at_once import add_score_mask, plain_weights
+from fastattn.backends.aten._at_once import add_score_mask
+from fastattn.backends.aten._visible import Block, Visible, cut, formula
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference.philox import LaneStream, keep_mask_from_lanes
 
-BLOCK_BYTES = 1 << 21  # of a block's scores: what the L2 caches of two cores hold
+BLOCK_BYTES = 1 << 21  # of the scores that are computed at a time: what the L2 caches of two cores hold
 MAX_SAVED_BYTES = 1 << 23  # more weights a call are not saved for the backward, which makes them again
 
 
-class _Block(NamedTuple):
-    """Slices of B, H and Lq. keys: how many keys, from the first, its queries may attend to.
+class _Piece:
+    """Some heads of a block, whose scores fit into the cache: all heads of some sentences, or some heads of one, so
+    that two dimensions of its tensors are one."""
 
-    It holds either all heads of some sentences, or some heads of one, so that two dimensions of its tensors are one.
-    """
+    def __init__(self, block: Block, batch: slice, heads: slice) -> None:
+        self.batch, self.heads, self.rows, self.keys = batch, heads, block.rows, block.keys
+        self.score_mask = block.score_mask
+        if self.score_mask is not None:
+            of_block = slice(batch.start - block.batch.start, batch.stop - block.batch.start)
+            self.score_mask = cut(self.score_mask, of_block, heads)
 
-    batch: slice
-    heads: slice
-    rows: slice
-    keys: int
-
-    def queries(self, t: Tensor) -> Tensor:
-        """(B, H, Lq, ..) -> (heads of the block, rows, ..), a view."""
+    def queries_of(self, t: Tensor) -> Tensor:
+        """(B, H, Lq, ..) -> (heads of the piece, rows, ..), a view."""
         return t[self.batch, self.heads, self.rows].flatten(0, 1)
 
     def keys_of(self, t: Tensor) -> Tensor:
-        """(B, H, Lk, D) -> (heads of the block, keys, D), a view."""
-        return t[self.batch, self.heads, : self.keys].flatten(0, 1)
+        """(B, H, Lk, D) -> (heads of the piece, keys, D), a view."""
+        return t[self.batch, self.heads, self.keys].flatten(0, 1)
+
+    def scores_of(self, t: Tensor) -> Tensor:
+        """(B, H, Lq, Lk) -> (heads of the piece, rows, keys), a view."""
+        return t[self.batch, self.heads, self.rows, self.keys].flatten(0, 1)
 
 
-def _blocks(q: Tensor, k: Tensor, is_causal: bool) -> Iterator[_Block]:
-    B, H, Lq, _ = q.shape
-    Lk = k.shape[2]
-    head_bytes = max(Lq * Lk * q.itemsize, 1)
-    heads = max(BLOCK_BYTES // head_bytes, 1)
-    sentences, heads = (heads // H, H) if heads >= H else (1, heads)
-    # Sums over parts of the queries would be rounded in 16 bits, so those are not cut.
-    rows = -(-Lq // -(-head_bytes // BLOCK_BYTES)) if q.itemsize > 2 else Lq
-    for batch in range(0, B, sentences):
-        for head in range(0, H, heads):
-            for row in range(0, Lq, rows):
-                end = min(row + rows, Lq)
-                place = slice(batch, min(batch + sentences, B)), slice(head, min(head + heads, H)), slice(row, end)
-                yield _Block(*place, min(end, Lk) if is_causal else Lk)
+def _pieces(visible: Visible, H: int, itemsize: int) -> Iterator[_Piece]:
+    for block in visible.blocks:
+        head_bytes = (block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start) * itemsize
+        heads = max(BLOCK_BYTES // max(head_bytes, 1), 1)
+        sentences, heads = (heads // H, H) if heads >= H else (1, heads)
+        for batch in range(block.batch.start, block.batch.stop, sentences):
+            for head in range(0, H, heads):
+                place = slice(batch, min(batch + sentences, block.batch.stop)), slice(head, min(head + heads, H))
+                yield _Piece(block, *place)
 
 
 class _Workspace:
-    """Scratch memory that every block uses again, so that it stays in the cache."""
+    """Scratch memory that every piece uses again, so that it stays in the cache."""
 
     def __init__(self, like: Tensor) -> None:
         self.like, self.tensors = like, {}
@@ -79,10 +80,7 @@ class _Workspace:
 class BlockedAttention(torch.autograd.Function):
     """q, k, v: (B, H, L, D), contiguous, equally many heads.
 
-    score_mask: None, or -inf and 0 in their dtype, or bool with True = masked. Its four dimensions broadcast to
-        (B, H, Lq, Lk), and every query has a visible key.
-    is_causal: score_mask masks every key that comes after its query, so those are not computed.
-    rng_state: (seed,) of dropout, or None.
+    visible: without is_causal; the score_masks are in q's dtype or bool.     rng_state: (seed,) of dropout, or None.
     """
 
     @staticmethod
@@ -91,87 +89,91 @@ class BlockedAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        score_mask: Tensor | None,
-        is_causal: bool,
+        visible: Visible,
         softmax_scale: float,
         dropout_p: float,
         rng_state: Tensor | None,
     ) -> Tensor:
-        Lk, lanes, dropout_mask, saved = k.shape[2], None, None, None
-        shape = (*q.shape[:3], Lk)
+        (B, H, Lq, _), (Lk, Dv) = q.shape, v.shape[2:]
+        dropout_mask = saved = None
         if rng_state is not None:
-            lanes, dropout_mask = LaneStream(rng_state), q.new_empty(shape, dtype=torch.bool)
-        if any(ctx.needs_input_grad) and q.shape[:3].numel() * Lk * q.itemsize <= MAX_SAVED_BYTES:
-            saved = q.new_empty(shape)
-        out, space = q.new_empty(*q.shape[:3], v.shape[3]), _Workspace(q)
+            dropout_mask = _draw(rng_state, (B * H, Lq * Lk), dropout_p).view(B, H, Lq, Lk)
+        if any(ctx.needs_input_grad) and B * H * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES:
+            saved = q.new_empty(B, H, Lq, Lk)
+        out, space = (q.new_empty if visible.is_covered else q.new_zeros)(B, H, Lq, Dv), _Workspace(q)
         # Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was.
         alpha = 1.0 if rng_state is None else dropout_scale(dropout_p) or 1.0
-        for block in _blocks(q, k, is_causal):
-            weights = _weights(q, k, score_mask, softmax_scale, block, space, saved)
-            if lanes is not None:
-                # The numbers of keys that are not computed are drawn too, so that a weight's number is its place.
-                drawn = lanes.take(weights.shape[0] * weights.shape[1] * Lk).view(*weights.shape[:2], Lk)
-                keep_mask_from_lanes(drawn, dropout_p, torch.bool, out=block.queries(dropout_mask))
-                factor = space("factor", *weights.shape)
-                weights = keep_mask_from_lanes(drawn[..., : block.keys], dropout_p, q.dtype, out=factor).mul_(weights)
-            block.queries(out).baddbmm_(weights, block.keys_of(v), beta=0, alpha=alpha)
-        ctx.save_for_backward(q, k, v, score_mask, dropout_mask, saved)
-        ctx.options = is_causal, softmax_scale, alpha
+        for piece in _pieces(visible, H, q.itemsize):
+            weights = _weights(q, k, softmax_scale, piece, space, saved)
+            if dropout_mask is not None:
+                factor = space("factor", *weights.shape).copy_(piece.scores_of(dropout_mask))
+                weights = factor.mul_(weights)
+            piece.queries_of(out).baddbmm_(weights, piece.keys_of(v), beta=0, alpha=alpha)
+        ctx.save_for_backward(q, k, v, dropout_mask, saved)
+        ctx.options = visible, softmax_scale, alpha
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, score_mask, dropout_mask, saved = ctx.saved_tensors
-        is_causal, softmax_scale, alpha = ctx.options
+        q, k, v, dropout_mask, saved = ctx.saved_tensors
+        visible, softmax_scale, alpha = ctx.options
         if needs_formula(dout):
-
-            def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                weights = plain_weights(q, k, score_mask, softmax_scale)
-                return torch.matmul(
-                    (weights if dropout_mask is None else weights * dropout_mask * alpha).to(q.dtype), v
-                )
-
-            return *differentiable_gradients(formula, (q, k, v), (dout,)), *(None,) * 5
+            factor = None if dropout_mask is None else dropout_mask * alpha
+            found = differentiable_gradients(
+                lambda *inputs: formula(*inputs, visible, softmax_scale, factor), (q, k, v), (dout,)
+            )
+            return *found, *(None,) * 4
         dout, space = dout.contiguous(), _Workspace(q)
-        dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(t) if is_causal else torch.empty_like(t) for t in (k, v))
-        for block in _blocks(q, k, is_causal):
-            if saved is not None:
-                weights = block.queries(saved)[..., : block.keys]
+        # Of a key several blocks may have gradients: they are summed in float32 at least.
+        acc = q.dtype if visible.is_whole else torch.promote_types(q.dtype, torch.float32)
+        dq = torch.empty_like(q) if visible.is_covered else torch.zeros_like(q)
+        dk, dv = (torch.empty_like(t) if visible.is_whole else torch.zeros_like(t, dtype=acc) for t in (k, v))
+
+        def add(total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+            if visible.is_whole:
+                total.baddbmm_(left, right, beta=0, alpha=factor)
+            elif acc is q.dtype:
+                total.baddbmm_(left, right, alpha=factor)
             else:
-                weights = _weights(q, k, score_mask, softmax_scale, block, space, None)
+                total.add_(torch.bmm(left, right), alpha=factor)
+
+        for piece in _pieces(visible, q.shape[1], q.itemsize):
+            if saved is not None:
+                weights = piece.scores_of(saved)
+            else:
+                weights = _weights(q, k, softmax_scale, piece, space, None)
             dweights = space("dweights", *weights.shape)
-            dweights.baddbmm_(block.queries(dout), block.keys_of(v).mT, beta=0, alpha=alpha)
+            dweights.baddbmm_(piece.queries_of(dout), piece.keys_of(v).mT, beta=0, alpha=alpha)
             dropped = weights
             if dropout_mask is not None:
-                factor = space("factor", *weights.shape).copy_(block.queries(dropout_mask)[..., : block.keys])
+                factor = space("factor", *weights.shape).copy_(piece.scores_of(dropout_mask))
                 dweights.mul_(factor)
                 dropped = factor.mul_(weights)
-            beta = 1 if is_causal or block.rows.start > 0 else 0
-            block.keys_of(dv).baddbmm_(dropped.mT, block.queries(dout), beta=beta, alpha=alpha)
+            add(piece.keys_of(dv), dropped.mT, piece.queries_of(dout), alpha)
             dscores = torch._softmax_backward_data(
                 dweights, weights, -1, weights.dtype, grad_input=space("scores", *weights.shape)
             )
-            block.queries(dq).baddbmm_(dscores, block.keys_of(k), beta=0, alpha=softmax_scale)
-            block.keys_of(dk).baddbmm_(dscores.mT, block.queries(q), beta=beta, alpha=softmax_scale)
-        return dq, dk, dv, *(None,) * 5
+            piece.queries_of(dq).baddbmm_(dscores, piece.keys_of(k), beta=0, alpha=softmax_scale)
+            add(piece.keys_of(dk), dscores.mT, piece.queries_of(q), softmax_scale)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), *(None,) * 4
+
+
+def _draw(rng_state: Tensor, shape: tuple[int, int], dropout_p: float) -> Tensor:
+    """Which weights are kept, bool. The number of a weight is its place, however the call is cut."""
+    keep, lanes = torch.empty(shape, dtype=torch.bool), LaneStream(rng_state)
+    rows = max(BLOCK_BYTES // (2 * max(shape[1], 1)), 1)  # as many as have their lanes in the cache
+    for part in keep.split(rows):
+        keep_mask_from_lanes(lanes.take(part.numel()).view(part.shape), dropout_p, torch.bool, out=part)
+    return keep
 
 
 def _weights(
-    q: Tensor,
-    k: Tensor,
-    score_mask: Tensor | None,
-    softmax_scale: float,
-    block: _Block,
-    space: _Workspace,
-    saved: Tensor | None,
+    q: Tensor, k: Tensor, softmax_scale: float, piece: _Piece, space: _Workspace, saved: Tensor | None
 ) -> Tensor:
-    """P of a block before dropout, (its heads, rows, keys): in the memory of saved, if given, or in a space."""
-    queries, keys = block.queries(q), block.keys_of(k)
-    shape = len(queries), queries.shape[1], block.keys
+    """P of a piece before dropout, (its heads, rows, keys): in the memory of saved, if given, or in a space."""
+    queries, keys = piece.queries_of(q), piece.keys_of(k)
+    shape = len(queries), queries.shape[1], keys.shape[1]
     scores = space("scores", *shape).baddbmm_(queries, keys.mT, beta=0, alpha=softmax_scale)
-    if score_mask is not None:
-        part = [slice(None) if n == 1 else s for n, s in zip(score_mask.shape, block[:3], strict=False)]
-        block_mask = score_mask[(*part, slice(0, block.keys) if score_mask.shape[3] > 1 else slice(None))]
-        add_score_mask(scores.view(block.batch.stop - block.batch.start, -1, *shape[1:]), block_mask)
-    out = space("weights", *shape) if saved is None else block.queries(saved)[..., : block.keys]
-    return torch.softmax(scores, -1, out=out)
+    if piece.score_mask is not None:
+        add_score_mask(scores.view(piece.batch.stop - piece.batch.start, -1, *shape[1:]), piece.score_mask)
+    return torch.softmax(scores, -1, out=space("weights", *shape) if saved is None else piece.scores_of(saved))

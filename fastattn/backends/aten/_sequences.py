@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.backends.aten._visible import CALL
 from fastattn.masks import AttentionMask
 
 
@@ -98,11 +99,19 @@ def _rows(x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 class UnpackingPlan(NamedTuple):
-    """mask: over (n, H, longest query, longest key), of the kind that is not packed."""
+    """mask: over (n, H, longest query, longest key), of the kind that is not packed.
+
+    padded: the scores of a head. real: those within the sequences."""
 
     queries: PackedAxis
     keys: PackedAxis
     mask: AttentionMask
+    padded: int
+    real: int
+
+    def pays(self, heads: int) -> bool:
+        """Whether the padding costs less than to call PyTorch's operator for each sequence."""
+        return (self.padded - self.real) * heads < CALL * len(self.queries.gather_index)
 
 
 def plan_unpacking(mask: AttentionMask, q: Tensor, k: Tensor) -> UnpackingPlan | None:
@@ -124,13 +133,15 @@ def plan_unpacking(mask: AttentionMask, q: Tensor, k: Tensor) -> UnpackingPlan |
         lengths_q, lengths_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
         longest_q, longest_k = (max(int(t.max()), 1) for t in (lengths_q, lengths_k))
         Lq, Lk = q.shape[2], k.shape[2]
-        if len(lengths_q) * longest_q * longest_k >= Lq * Lk:
+        padded = len(lengths_q) * longest_q * longest_k
+        if padded >= Lq * Lk:
             return None
         queries = _packed_axis(cu_seqlens_q, longest_q, Lq)
         keys = queries if same_sequences and Lq == Lk else _packed_axis(cu_seqlens_k, longest_k, Lk)
         key_padding = None if keys.beyond_end is None else ~keys.beyond_end
         # Results of queries past the end are not read.
-        return UnpackingPlan(queries, keys, mask.replace(key_padding=key_padding, cu_seqlens_q=None, cu_seqlens_k=None))
+        unpacked = mask.replace(key_padding=key_padding, cu_seqlens_q=None, cu_seqlens_k=None)
+        return UnpackingPlan(queries, keys, unpacked, padded, int((lengths_q * lengths_k).sum()))
 
     return mask.cached(("sequences", q.shape[2], k.shape[2]), q.device, build)
 

@@ -1,8 +1,8 @@
 """Attention by PyTorch's fused operator, by blocks of heads (_blocks.py), or by matmul, softmax, matmul.
 
-The fused operator has no weights and no lse, and we give it no bias: it rounds the sum of score and bias in ways that
-depend on which of its backends runs. On a CPU blocks are used with dropout, and where they are faster; on a GPU the
-fused operator drops, and has no second derivative.
+On a CPU the first two compute the visible blocks of a mask alone (_visible.py). The fused operator has no weights, no
+lse, and no gradient of a bias. On a CPU it has no dropout, and on a GPU it rounds a bias to the dtype of the queries,
+and has no second derivative.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn._tracing import can_read_values, differentiable_gradients, may_write_in_place
+from fastattn._tracing import can_read_values, may_write_in_place
 from fastattn.backends import timings
-from fastattn.backends.aten import _at_once
-from fastattn.backends.aten._at_once import AtOnceMask, AttentionAtOnce, add_score_mask, plain_scores, plain_weights
+from fastattn.backends.aten import _at_once, _fused
+from fastattn.backends.aten._at_once import AtOnceMask, AttentionAtOnce, add_score_mask, plain_scores
 from fastattn.backends.aten._blocks import BLOCK_BYTES, MAX_SAVED_BYTES, BlockedAttention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
+from fastattn.backends.aten._visible import Visible, visible_blocks
 from fastattn.backends.reference import philox
 from fastattn.masks import AttentionMask
 
 DIFFERENTIABLE = True
 
 # cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
+_CPU = torch.device("cpu")
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 MIN_WEIGHTS = 1 << 14  # of fewer the fused operator is faster: blocks are called from Python
@@ -50,7 +52,8 @@ def attention(
             mask = _drop_noop_padding(mask)
         if mask is not None and mask.cu_seqlens_q is not None and return_weights is None:
             plan = plan_unpacking(mask, q, k)
-            if plan is not None:
+            # Else a sequence is a block, where there are blocks.
+            if plan is not None and (plan.pays(q.shape[1]) or dropout_p > 0 or return_lse):
                 return _attend_unpacked(q, k, v, plan, softmax_scale, dropout_p, rng_state, return_lse)
     return _attend(q, k, v, mask, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
 
@@ -80,12 +83,15 @@ def _attend(
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
     bias = None if mask is None else mask.bias
-    alone = bias is None and not return_lse and return_weights is None and Lk > 0
-    # Not with a scale of 0: see alpha in _blocks.py.
-    if alone and softmax_scale != 0 and _uses_blocks(q, k, dropout_p):
-        return _attend_by_blocks(q, k, v, mask, softmax_scale, dropout_p, rng_state), None, None
+    learns_bias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    alone = not learns_bias and not return_lse and return_weights is None and Lk > 0
+    if alone and can_read_values(q) and may_write_in_place():
+        out = _attend_on_a_cpu(q, k, v, mask, softmax_scale, dropout_p, rng_state)
+        if out is not None:
+            return out, None, None
     fused = alone and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
-    if fused and mask is not None and mask.band_only and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
+    fused = fused and (bias is None or (q.is_cuda and bias.dtype == q.dtype))
+    if fused and mask is not None and mask.band_only and bias is None and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
         return _torch_attention(q, k, v, None, softmax_scale, dropout_p, is_causal=True), None, None
 
     masked = has_keys = has_queries = None
@@ -93,13 +99,6 @@ def _attend(
         masked, has_keys, has_queries = mask.visible(Lq, Lk, q.device)
         if has_keys is not None:
             q = q.where(has_keys, 0)
-
-    if fused and (has_queries is None or (can_read_values(q) and not torch.is_grad_enabled())):
-        out = _fused(q, k, v, mask, masked, softmax_scale, dropout_p)
-        # Without a gradient, NaN or inf in a key that no query attends to shows in the result, or does no harm.
-        if has_queries is None or math.isfinite(out.sum()):
-            return (out if has_keys is None else out.where(has_keys, 0)), None, None
-
     finite = has_queries is None or _known_finite(q, k, v)
     if not finite:  # keys that no query attends to: 0 * NaN must not reach the sums
         if has_queries.shape[1] != 1:
@@ -107,7 +106,7 @@ def _attend(
         k, v = k.where(has_queries, 0), v.where(has_queries, 0)
 
     if fused:
-        out = _fused(q, k, v, mask, masked, softmax_scale, dropout_p)
+        out = _fused_on_a_gpu(q, k, v, mask, masked, has_keys, softmax_scale, dropout_p)
         return out if has_keys is None else out.where(has_keys, 0), None, None
 
     k, v = _repeat_heads(k, v, H)
@@ -137,43 +136,30 @@ def _attend(
     return out, lse, weights if return_weights == "all" else weights.mean(1)
 
 
-class _BlockMask(NamedTuple):
-    """What a mask without a bias means for blocks of heads, of one shape of scores: made once, and read by all layers.
-
-    masked, has_keys: as AttentionMask.visible() has them. additive: masked as a tensor to add to the scores.
-    is_causal: no key that comes after its query is visible.
-    unseen (n,): the rows of keys (B * H * Lk, D) that no query attends to, and that may hold NaN. None: there are none.
-    """
-
-    masked: Tensor | None
-    additive: Tensor | None
-    has_keys: Tensor | None
-    is_causal: bool
-    unseen: Tensor | None
-
-    def score_mask(self, softmax_scale: float) -> Tensor | None:
-        """Adding -inf is cheaper than choosing it, but inf - inf would be NaN."""
-        return self.additive if abs(softmax_scale) <= 1 else self.masked
-
-
-_NO_MASK = _BlockMask(None, None, None, False, None)
-_CPU = torch.device("cpu")
-
-
-def _block_mask(mask: AttentionMask | None, B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> _BlockMask:
-    """additive: in dtype."""
-    if mask is None:
-        return _NO_MASK
-
-    def build() -> _BlockMask:
-        masked, has_keys, has_queries = mask.visible(Lq, Lk, _CPU)
-        unseen = None
-        if has_queries is not None:
-            unseen = (~has_queries).expand(B, H, Lk, 1).flatten().nonzero().squeeze(1)
-        additive = None if masked is None else mask.additive(masked, Lq, Lk, dtype)
-        return _BlockMask(masked, additive, has_keys, Lq == Lk and mask.has_band and mask.band(Lq, Lk)[1] <= 0, unseen)
-
-    return mask.cached(("blocks", B, H, Lq, Lk, dtype), _CPU, build)
+def _attend_on_a_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> Tensor | None:
+    """out, of the visible blocks alone. None: neither way computes such a call."""
+    B, H, Lq, D = q.shape
+    # Not with a scale of 0: see alpha in _blocks.py.
+    if (mask is None or mask.bias is None) and softmax_scale != 0 and _uses_blocks(q, k, dropout_p):
+        return _attend_by_blocks(q, k, v, mask, softmax_scale, dropout_p, rng_state)
+    if rng_state is not None or v.shape[3] != D or B * H * Lq == 0:
+        return None
+    visible = visible_blocks(mask, q, k, q.dtype, by_torch=True)
+    q, k, v = _hide(q, k, v, visible)
+    k, v = _repeat_heads(k, v, H)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out = _fused.FusedAttention.apply(q, k, v, visible, softmax_scale)
+    else:
+        out, _ = _fused.forward(q, k, v, visible, softmax_scale)
+    return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
 def _attend_by_blocks(
@@ -187,22 +173,31 @@ def _attend_by_blocks(
 ) -> Tensor:
     (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
     acc, at_once, products = _block_dtypes(B, H, Lq, Lk, dtype)
-    block_mask = _block_mask(mask, B, H, Lq, Lk, acc if at_once else dtype)
-    score_mask, has_keys, unseen = block_mask.score_mask(softmax_scale), block_mask.has_keys, block_mask.unseen
-    if has_keys is not None:
-        q = q.where(has_keys, 0)
+    # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
+    mask_dtype = torch.bool if abs(softmax_scale) > 1 else acc if at_once else dtype
+    visible = visible_blocks(mask, q, k, mask_dtype, most_scores=BLOCK_BYTES // dtype.itemsize, cuts=not at_once)
+    q, k, v = _hide(q, k, v, visible)
     k, v = _repeat_heads(k, v, H)
-    if unseen is not None:  # 0 * NaN must not reach the sums
-        k, v = _without_rows(k, unseen), _without_rows(v, unseen)
     # Contiguous once, for all products of both ways.
     if at_once:
         q, k, v = (t.to(products).contiguous().flatten(0, 1) for t in (q, k, v))
-        mask = AtOnceMask((B, H, Lq, Lk), score_mask)
-        out = AttentionAtOnce.apply(q, k, v, mask, softmax_scale, dropout_p, rng_state).view(B, H, Lq, -1).to(dtype)
+        (block,) = visible.blocks
+        at_once_mask = AtOnceMask((B, H, Lq, Lk), block.score_mask)
+        out = AttentionAtOnce.apply(q, k, v, at_once_mask, softmax_scale, dropout_p, rng_state)
+        out = out.view(B, H, Lq, -1).to(dtype)
     else:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out = BlockedAttention.apply(q, k, v, score_mask, block_mask.is_causal, softmax_scale, dropout_p, rng_state)
-    return out if has_keys is None else out.where(has_keys, 0)
+        out = BlockedAttention.apply(q, k, v, visible, softmax_scale, dropout_p, rng_state)
+    return out if visible.has_keys is None else out.where(visible.has_keys, 0)
+
+
+def _hide(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor, Tensor]:
+    """Without what may be NaN and must reach nothing."""
+    if visible.has_keys is not None:
+        q = q.where(visible.has_keys, 0)
+    if visible.unseen is not None:  # 0 * NaN must not reach the sums
+        k, v = _without_rows(k, visible.unseen), _without_rows(v, visible.unseen)
+    return q, k, v
 
 
 def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple[torch.dtype, bool, torch.dtype]:
@@ -380,25 +375,30 @@ def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:
     return None if lighter.band_only and not lighter.has_band else lighter
 
 
-def _fused(
+def _fused_on_a_gpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: AttentionMask | None,
     masked: Tensor | None,
+    has_keys: Tensor | None,
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    Lq, Lk = q.shape[2], k.shape[2]
-    if q.is_cuda and mask is not None:
-        # PyTorch's one fused kernel with masks has no grouped heads: it would write all scores.
-        k, v = _repeat_heads(k, v, q.shape[1])
-        with sdpa_kernel(_MASKED_BACKENDS):
-            return _torch_attention(q, k, v, None if masked is None else ~masked, scale, dropout_p)
-    bias = None
-    if mask is not None and masked is not None:  # PyTorch would turn a bool mask into this one at every call
-        bias = mask.additive(masked, Lq, Lk, q.dtype)
-    return _torch_attention(q, k, v, bias, scale, dropout_p)
+    """Also what is traced, for any device."""
+    if mask is None:
+        return _torch_attention(q, k, v, None, scale, dropout_p)
+    if mask.bias is not None:
+        score_mask = _without_masked(mask.bias, masked, has_keys)
+        score_mask = score_mask if masked is None else score_mask.masked_fill(masked, -torch.inf)
+    else:
+        score_mask = None if masked is None else ~masked
+    if not q.is_cuda:
+        return _torch_attention(q, k, v, score_mask, scale, dropout_p)
+    # PyTorch's one fused kernel with masks has no grouped heads: it would write all scores.
+    k, v = _repeat_heads(k, v, q.shape[1])
+    with sdpa_kernel(_MASKED_BACKENDS):
+        return _torch_attention(q, k, v, score_mask, scale, dropout_p)
 
 
 def _torch_attention(
@@ -406,37 +406,9 @@ def _torch_attention(
 ) -> Tensor:
     grouped = True if k.shape[1] != q.shape[1] else False  # PyTorch takes no bool of traced sizes
     # Not by its name in torch.nn.functional, where somebody may have put fastattn's function.
-    out = torch._C._nn.scaled_dot_product_attention(
+    return torch._C._nn.scaled_dot_product_attention(
         q, k, v, bias, dropout_p, is_causal, scale=scale, enable_gqa=grouped
     )
-    if out.requires_grad and not torch.compiler.is_compiling() and type(out.grad_fn).__name__ == _FUSED_ON_A_CPU:
-        out.grad_fn.register_hook(_gradients_of_formula)
-    return out
-
-
-_FUSED_ON_A_CPU = "ScaledDotProductFlashAttentionForCpuBackward0"
-
-
-def _gradients_of_formula(
-    gradients: tuple[Tensor | None, ...], doutputs: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...] | None:
-    """A hook of PyTorch's fused backward, which has no derivative: with create_graph=True its gradients are replaced by
-    the formula's, where autograd asked for them. Takes what PyTorch kept, so that nothing is kept for it."""
-    if not torch.is_grad_enabled():
-        return None
-    node = torch._C._current_autograd_node()
-    score_mask = node._saved_attn_mask
-    if node._saved_is_causal:
-        Lq, Lk = node._saved_query.shape[2], node._saved_key.shape[2]
-        score_mask = torch.ones(Lq, Lk, dtype=torch.bool, device=doutputs[0].device).triu_(1)
-
-    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = _repeat_heads(k, v, q.shape[1])
-        return torch.matmul(plain_weights(q, k, score_mask, node._saved_scale).to(q.dtype), v)
-
-    inputs = (node._saved_query, node._saved_key, node._saved_value)
-    made = differentiable_gradients(formula, inputs, doutputs[:1])
-    return *(None if old is None else new for old, new in zip(gradients, made, strict=False)), *gradients[3:]
 
 
 def _without_masked(bias: Tensor, masked: Tensor | None, has_keys: Tensor | None) -> Tensor:

@@ -1,0 +1,76 @@
+"""Attention on a CPU by PyTorch's fused operator, one call for each block of a mask.
+
+The operator adds its mask to the scores in float32 at least. So a bias without a gradient is part of the mask.
+Saved for the backward: q, k, v, out and the logarithms of the softmax's sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn._tracing import differentiable_gradients, needs_formula
+from fastattn.backends.aten._visible import Visible, formula
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class FusedAttention(torch.autograd.Function):
+    """q, k, v (B, H, L, D), equally many heads -> out (B, H, Lq, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: float) -> Tensor:
+        ctx.visible, ctx.softmax_scale = visible, softmax_scale
+        out, sums = forward(q, k, v, visible, softmax_scale)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *sums = ctx.saved_tensors
+        visible, softmax_scale = ctx.visible, ctx.softmax_scale
+        if needs_formula(dout):
+            found = differentiable_gradients(lambda *t: formula(*t, visible, softmax_scale), (q, k, v), (dout,))
+            return *found, None, None
+        if visible.is_whole:
+            (block,) = visible.blocks
+            options = {"attn_mask": block.score_mask, "scale": softmax_scale}
+            return *_backward(dout, q, k, v, out, *sums, 0.0, block.is_causal, **options), None, None
+        # Of a key several blocks may have gradients: they are summed in float32 at least.
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        dq = torch.empty_like(q) if visible.is_covered else torch.zeros_like(q)
+        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        for block, lse in zip(visible.blocks, sums, strict=True):
+            grads = _backward(
+                block.queries_of(dout),
+                *(block.queries_of(q), block.keys_of(k), block.keys_of(v)),
+                *(block.queries_of(out), lse, 0.0, block.is_causal),
+                attn_mask=block.score_mask,
+                scale=softmax_scale,
+            )
+            block.queries_of(dq).copy_(grads[0])
+            block.keys_of(dk).add_(grads[1])
+            block.keys_of(dv).add_(grads[2])
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: float) -> tuple[Tensor, list[Tensor]]:
+    """out, in the memory (B, Lq, H, D) that a projection reads, and lse of each block."""
+    if visible.is_whole:
+        (block,) = visible.blocks
+        out, lse = _forward(q, k, v, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
+        return out, [lse]
+    B, H, Lq, D = q.shape
+    out, sums = (q.new_empty if visible.is_covered else q.new_zeros)(B, Lq, H, D).transpose(1, 2), []
+    for block in visible.blocks:
+        part, lse = _forward(
+            *(block.queries_of(q), block.keys_of(k), block.keys_of(v), 0.0, block.is_causal),
+            attn_mask=block.score_mask,
+            scale=softmax_scale,
+        )
+        block.queries_of(out).copy_(part)
+        sums.append(lse)
+    return out, sums

@@ -1,0 +1,279 @@
+"""What a mask leaves of the scores, as blocks: some queries against the range of keys that some of them attend to.
+
+A call on a CPU computes these blocks alone, so that it costs what is visible. The blocks of a mask are found once, for
+all layers. Packed sequences are a block each; else queries are cut into equal parts, and sentences are separated, where
+that leaves fewer scores than the additional calls cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.aten._at_once import plain_weights
+from fastattn.masks import AttentionMask
+
+CALL = 1 << 14  # as many scores are computed while PyTorch's fused operator is called: 40 us
+ROWS = (64, 128, 256, 512)  # queries of a part
+GAIN = 0.9  # a cut that leaves more than this of the cost is not made
+
+_CPU = torch.device("cpu")
+_ALL = slice(None)
+Place = tuple[slice, slice, slice]  # of the batch, of queries, of keys
+
+
+class Block(NamedTuple):
+    """All heads of the sentences `batch`: queries `rows` against `keys`. All three have a start and a stop.
+
+    score_mask: None, or what is added to the scores, or bool with True = masked. Its four dimensions broadcast to the
+        scores of the block.
+    is_causal: key j of the block is masked for its query i where j > i, on top of score_mask.
+    """
+
+    batch: slice
+    rows: slice
+    keys: slice
+    score_mask: Tensor | None
+    is_causal: bool
+
+    def queries_of(self, t: Tensor) -> Tensor:
+        """(B, H, Lq, D) -> (sentences, H, rows, D), a view."""
+        return t[self.batch, :, self.rows]
+
+    def keys_of(self, t: Tensor) -> Tensor:
+        """(B, H, Lk, D) -> (sentences, H, keys, D), a view."""
+        return t[self.batch, :, self.keys]
+
+
+class Visible(NamedTuple):
+    """The blocks of a call. No query is in two of them.
+
+    has_keys (b, h, Lq, 1): bool, the queries with a visible key. None: all, or it is a bias that masks the others. The
+        masks of the blocks leave the keys of a query that has none, since its softmax would be NaN.
+    unseen (n,): rows of the keys, (B * Hk * Lk, D), that are in a block, that no query attends to, and that may hold
+        NaN. None: there are none.
+    is_whole: there is one block, of all scores.
+    is_covered: every query is in a block. Otherwise the others have no visible key.
+    """
+
+    blocks: list[Block]
+    has_keys: Tensor | None
+    unseen: Tensor | None
+    is_whole: bool
+    is_covered: bool
+
+
+def visible_blocks(
+    mask: AttentionMask | None,
+    q: Tensor,
+    k: Tensor,
+    mask_dtype: torch.dtype,
+    *,
+    most_scores: int | None = None,
+    cuts: bool = True,
+    by_torch: bool = False,
+) -> Visible:
+    """The blocks of queries (B, H, Lq, ..) and keys (B, Hk, Lk, ..), whose values are not read.
+
+    mask_dtype: of the score_masks, bool or a float type. most_scores: of a head in one block, unless one query has
+    more. cuts: False: one block. by_torch: PyTorch's operator computes them, which knows is_causal, and computes half
+    of such scores only.
+    """
+    (B, H, Lq, _), (Hk, Lk) = q.shape, k.shape[1:3]
+    rows = _even_part(Lq, Lq * Lk, most_scores or Lq * Lk)
+    whole = (slice(0, B), slice(0, Lq), slice(0, Lk))
+    if mask is None or (by_torch and mask.band_only and mask.bias is None and _is_causal(mask, Lq, Lk)):
+        places = [(slice(0, B), part, slice(0, Lk)) for part in _parts(Lq, rows)]
+        return Visible([Block(*place, None, mask is not None) for place in places], None, None, len(places) == 1, True)
+    if mask.band_only and not mask.has_band and rows == Lq:
+        return Visible([Block(*whole, _bias(mask.bias, mask_dtype), False)], None, None, True, True)
+
+    def build() -> Visible:
+        places = _places(mask, B, H, Lq, Lk, most_scores, by_torch) if cuts else [whole]
+        return _build(mask, places, (B, H, Hk, Lq, Lk), mask_dtype, by_torch)
+
+    key = ("visible blocks", B, H, Hk, Lq, Lk, mask_dtype, most_scores, cuts, by_torch)
+    return mask.cached(key, _CPU, build, with_bias=True)
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    softmax_scale: float,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """out by operators that autograd differentiates. factor: of the weights, (B, H, Lq, Lk), by dropout."""
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    for block in visible.blocks:
+        queries, keys, values = block.queries_of(q), block.keys_of(k), block.keys_of(v)
+        score_mask = block.score_mask
+        if block.is_causal:
+            later = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool).triu_(1)
+            score_mask = later if score_mask is None else score_mask.masked_fill(later, -torch.inf)
+        weights = plain_weights(queries, keys, score_mask, softmax_scale)
+        if factor is not None:
+            weights = weights * factor[block.batch, :, block.rows, block.keys]
+        block.queries_of(out).copy_(torch.matmul(weights.to(q.dtype), values))
+    return out
+
+
+def cut(t: Tensor, *places: slice) -> Tensor:
+    """t at these places of its dimensions. A dimension of size 1 is broadcast, so it stays."""
+    return t[tuple(_ALL if n == 1 else place for n, place in zip(t.shape, places, strict=False))]
+
+
+def _is_causal(mask: AttentionMask, Lq: int, Lk: int) -> bool:
+    """Whether the band is the one that PyTorch calls is_causal."""
+    return mask.has_band and mask.band(Lq, Lk) == (-Lq, 0)
+
+
+def _even_part(rows: int, size: int, most: int) -> int:
+    """How many rows the equal parts have that hold at most `most` of `size`."""
+    return max(-(-rows // max(-(-size // max(most, 1)), 1)), 1)
+
+
+def _parts(length: int, part: int) -> Iterator[slice]:
+    return (slice(start, min(start + part, length)) for start in range(0, length, part))
+
+
+def _places(
+    mask: AttentionMask, B: int, H: int, Lq: int, Lk: int, most_scores: int | None, by_torch: bool
+) -> list[Place]:
+    """The cut that costs least, in scores."""
+    if mask.cu_seqlens_q is not None:
+        edges = zip(*(itertools.pairwise(t.tolist()) for t in (mask.cu_seqlens_q, mask.cu_seqlens_k)), strict=True)
+        return [
+            (slice(0, B), slice(q0 + part.start, q0 + part.stop), slice(k0, k1))
+            for (q0, q1), (k0, k1) in edges
+            if k1 > k0
+            for part in _parts(q1 - q0, _even_part(q1 - q0, (q1 - q0) * (k1 - k0), most_scores or Lq * Lk))
+        ]
+    most_rows = _even_part(Lq, Lq * Lk, most_scores or Lq * Lk)
+    uncut = [(slice(0, B), part, slice(0, Lk)) for part in _parts(Lq, most_rows)]
+    ranges = _key_ranges(mask, Lq, Lk)
+    if ranges is None:
+        return uncut
+    begin, end = ranges  # (b, Lq)
+    half = 0.5 if by_torch and _is_causal(mask, Lq, Lk) else 1.0
+    best, least = uncut, GAIN * (B * H * Lq * Lk * (half if mask.band_only else 1.0) + CALL * len(uncut))
+    for rows, apart in itertools.product({most_rows, *(n for n in ROWS if n < most_rows)}, {False, len(begin) > 1}):
+        n = -(-Lq // rows)
+        first, last = (
+            torch.nn.functional.pad(t, (0, n * rows - Lq), value=neutral).view(-1, n, rows)
+            for t, neutral in ((begin, Lk), (end, 0))
+        )
+        first, last = first.amin(2), last.amax(2)
+        if not apart:
+            first, last = first.amin(0, keepdim=True), last.amax(0, keepdim=True)
+        widths = (last - first).clamp_min_(0)
+        scores = int(widths.sum()) * min(rows, Lq) * H * (1 if apart else B) * (half if rows == Lq else 1.0)
+        cost = scores + CALL * int(torch.count_nonzero(widths))
+        if cost < least:
+            least, best = cost, []
+            for number, sentence in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+                batch = slice(number, number + 1) if apart else slice(0, B)
+                for part, low, high in zip(_parts(Lq, rows), *sentence, strict=True):
+                    if low < high:
+                        best.append((batch, part, slice(low, high)))
+    return best
+
+
+def _key_ranges(mask: AttentionMask, Lq: int, Lk: int) -> tuple[Tensor, Tensor] | None:
+    """(begin, end), (b, Lq) each: no query attends to a key outside of begin <= j < end, which is empty as (Lk, 0).
+    None: the mask does not say."""
+    ranges: list[tuple[Tensor, Tensor]] = []  # broadcastable to (b, Lq)
+    if mask.has_band:
+        low, high = mask.band(Lq, Lk)
+        row = torch.arange(Lq)[None]
+        ranges.append(((row + low).clamp_min_(0), (row + high + 1).clamp_max_(Lk)))
+    if mask.key_padding is not None:
+        ranges.append(_hull(mask.key_padding[:, None]))
+    if mask.attn_mask is not None and mask.attn_mask.shape[3] > 1:
+        ranges.append(_hull(mask.attn_mask.any(1)))
+    if not ranges:
+        return None
+    begin, end = ranges[0]
+    for other_begin, other_end in ranges[1:]:
+        begin, end = torch.maximum(begin, other_begin), torch.minimum(end, other_end)
+    is_empty = begin >= end
+    if mask.query_padding is not None:
+        is_empty = is_empty | ~mask.query_padding
+    begin, end = begin.where(~is_empty, Lk), end.where(~is_empty, 0)
+    return begin.expand(-1, Lq), end.expand(-1, Lq)
+
+
+def _hull(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """keep (.., Lk) bool -> the first True of each row, and the place after the last. A row without one: (Lk, 0)."""
+    Lk = keep.shape[-1]
+    numbers = torch.arange(Lk)
+    return numbers.where(keep, Lk).amin(-1), (numbers + 1).where(keep, 0).amax(-1)
+
+
+def _build(
+    mask: AttentionMask, places: list[Place], sizes: tuple[int, ...], mask_dtype: torch.dtype, by_torch: bool
+) -> Visible:
+    B, H, Hk, Lq, Lk = sizes
+    with_batch = [t for t in (mask.key_padding, mask.query_padding, mask.attn_mask) if t is not None]
+    b = max((t.shape[0] for t in with_batch), default=1)
+    h = 1 if mask.attn_mask is None else mask.attn_mask.shape[1]
+    has_keys = torch.zeros(b, h, Lq, 1, dtype=torch.bool)
+    seen, read = torch.zeros(b, h, Lk, 1, dtype=torch.bool), torch.zeros(b, 1, Lk, 1, dtype=torch.bool)
+    blocks, covered = [], 0
+    of_band: dict[tuple[int, ...], tuple[Tensor | None, bool]] = {}  # blocks at the same distance from the diagonal
+    for batch, rows, keys in places:
+        keep = mask.part(Lq, Lk, batch, rows, keys)
+        queries = keep.any(-1, keepdim=True)
+        cut(has_keys, batch, _ALL, rows).copy_(queries)
+        cut(seen, batch, _ALL, keys).logical_or_(keep.any(-2).unsqueeze(-1))
+        cut(read, batch, _ALL, keys).fill_(True)
+        same = (rows.start - keys.start, rows.stop - rows.start, keys.stop - keys.start)
+        found = of_band.get(same)
+        if found is None:
+            bias = None if mask.bias is None else _bias(cut(mask.bias, batch, _ALL, rows, keys), mask_dtype)
+            found = _score_mask(keep, queries, bias, mask_dtype, keys.stop - keys.start, by_torch and mask.has_band)
+            if mask.band_only and bias is None:
+                of_band[same] = found
+        blocks.append(Block(batch, rows, keys, *found))
+        covered += (batch.stop - batch.start) * (rows.stop - rows.start)
+    unseen = None
+    if mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band:
+        hidden = (read & ~seen).expand(-1, H, -1, -1).unflatten(1, (Hk, -1)).all(2)  # for all heads of a group
+        unseen = hidden.expand(B, -1, -1, -1).flatten().nonzero().squeeze(1)
+    is_whole = len(places) == 1 and places[0] == (slice(0, B), slice(0, Lq), slice(0, Lk))
+    return Visible(
+        blocks,
+        None if has_keys.all() else has_keys,
+        unseen if unseen is not None and len(unseen) > 0 else None,
+        is_whole,
+        covered == B * Lq,
+    )
+
+
+def _score_mask(
+    keep: Tensor, queries: Tensor, bias: Tensor | None, mask_dtype: torch.dtype, keys: int, may_be_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """score_mask and is_causal of a Block. queries: those with a key in keep."""
+    if keep.all():
+        return bias, False
+    if may_be_causal and keep.shape[:2] == (1, 1) and torch.equal(keep[0, 0], torch.ones_like(keep[0, 0]).tril_()):
+        return bias, True
+    masked = ~keep if queries.all() else ~keep & queries
+    masked = masked if masked.shape[3] == keys else masked.expand(-1, -1, -1, keys)  # PyTorch's operators need all
+    if bias is not None:
+        return bias.masked_fill(masked, -torch.inf), False
+    if mask_dtype == torch.bool:
+        return masked, False
+    return torch.zeros_like(masked, dtype=mask_dtype).masked_fill_(masked, -torch.inf), False
+
+
+def _bias(bias: Tensor | None, mask_dtype: torch.dtype) -> Tensor | None:
+    """As PyTorch's operator takes it with queries of mask_dtype: in that, or in float32."""
+    if bias is None or bias.dtype == mask_dtype:
+        return bias
+    return bias.detach().to(torch.promote_types(mask_dtype, torch.float32))
