@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import backends_of
 from linear_cross_entropy_checks import (
     BACKENDS,
@@ -150,6 +151,25 @@ def test_large_logits(backend: str, device: torch.device) -> None:
     p = p.but(bias=p.bias.index_fill(0, torch.arange(4100, device=device), -torch.inf), target=p.target % 90 + 4105)
     for name, a, b in zip(Results._fields, solve(p, call), solve(p, plain_formula), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_aten_makes_no_denormal_numbers_on_a_cpu(dtype: torch.dtype, reduction: str) -> None:
+    """They are slow. Logits of -inf and NaN act as ever. With one token dbias is the gradient of the logits."""
+    call = backend_call("aten", torch.device("cpu"))
+    p = make(reduction, tokens=1, classes=900, dtype=dtype)
+    p = p.but(x=p.x * 15, dloss=torch.ones_like(p.dloss))
+    log_p = F.log_softmax(F.linear(p.x.double(), p.weight.double(), p.bias.double()), 1)
+    smallest_normal = torch.finfo(torch.float32).smallest_normal
+    assert ((log_p.exp() > 0) & (log_p.exp() < smallest_normal)).sum() > 50
+    dlogits = check(p, call).dbias.abs()
+    assert not ((dlogits > 0) & (dlogits < smallest_normal)).any()
+    forbidden = torch.arange(900) == (p.target + 1) % 900
+    got = solve(p.but(bias=p.bias.masked_fill(forbidden, -torch.inf)), call)
+    assert got.loss.isfinite().all() and not got.dbias[forbidden].any()
+    got = solve(p.but(bias=p.bias.index_fill(0, p.target, torch.nan)), call)
+    assert got.loss.isnan().all() and got.dbias.isnan().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,10 @@ from fastattn.backends import cross_entropy_chunks as chunks
 from fastattn.backends.cpu_matmul import product, uses_onednn
 
 BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}  # of a block in float32; on a CPU about half of a core's L2 cache
+# In float32 on a CPU smaller probabilities count as 0: denormal numbers are slow, in exp and, divided by the number of
+# tokens, in what follows. Measured on one core of an AMD EPYC, torch 2.13, 32 rows of 8000 logits of standard deviation
+# 22: PyTorch's operator of the gradient takes 188 us, after this 101; this itself takes 21, and as much for any logits.
+SMALLEST_LOG_P = -80.0
 
 
 def linear_cross_entropy_fwd(
@@ -133,6 +137,8 @@ def _cross_entropy_rows(
             part_loss.sub_(log_p.sum(1, keepdim=True), alpha=on_each)
         if not needs_gradient:
             continue
+        if logits.device.type == "cpu" and acc is torch.float32:
+            torch.threshold_(log_p, SMALLEST_LOG_P, -torch.inf)  # keeps NaN
         # PyTorch's exp alone takes twice as long as its operator of the gradient.
         if isinstance(part_rate, float):
             dlog_p.fill_(-part_rate * on_each).scatter_(1, part_label, -part_rate * on_target)
