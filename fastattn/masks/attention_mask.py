@@ -160,6 +160,12 @@ class AttentionMask:
         other._set(bias=bias)
         return other
 
+    def without_band(self) -> AttentionMask:
+        """The same mask without causal and window."""
+        other = self._copy([])
+        other._bands = dict.fromkeys(_ALIGNMENTS, FREE)
+        return other
+
     def replace(self, **tensors: Tensor | None) -> AttentionMask:
         """The same mask with other tensors, given by name. Raises what the constructor raises."""
         other = self._copy([])

@@ -100,7 +100,7 @@ class BlockedAttention(torch.autograd.Function):
             dropout_mask = _draw(rng_state, (B * H, Lq * Lk), dropout_p).view(B, H, Lq, Lk)
         if any(ctx.needs_input_grad) and B * H * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES:
             saved = q.new_empty(B, H, Lq, Lk)
-        out, space = (q.new_empty if visible.is_covered else q.new_zeros)(B, H, Lq, Dv), _Workspace(q)
+        out, space = visible.new_queries(q.new_empty(B, H, Lq, Dv)), _Workspace(q)
         # Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was.
         alpha = 1.0 if rng_state is None else dropout_scale(dropout_p) or 1.0
         for piece in _pieces(visible, H, q.itemsize):
@@ -124,16 +124,11 @@ class BlockedAttention(torch.autograd.Function):
             )
             return *found, *(None,) * 4
         dout, space = dout.contiguous(), _Workspace(q)
-        # Of a key several blocks may have gradients: they are summed in float32 at least.
-        acc = q.dtype if visible.is_whole else torch.promote_types(q.dtype, torch.float32)
-        dq = torch.empty_like(q) if visible.is_covered else torch.zeros_like(q)
-        dk, dv = (torch.empty_like(t) if visible.is_whole else torch.zeros_like(t, dtype=acc) for t in (k, v))
+        dq, dk, dv = visible.new_queries(q), visible.new_keys(k), visible.new_keys(v)
 
         def add(total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-            if visible.is_whole:
-                total.baddbmm_(left, right, beta=0, alpha=factor)
-            elif acc is q.dtype:
-                total.baddbmm_(left, right, alpha=factor)
+            if total.dtype is q.dtype:
+                total.baddbmm_(left, right, beta=int(visible.shares_keys), alpha=factor)
             else:
                 total.add_(torch.bmm(left, right), alpha=factor)
 

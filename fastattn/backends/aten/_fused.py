@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn._tracing import differentiable_gradients, needs_formula
 from fastattn.backends.aten._visible import Visible, formula
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -39,21 +39,15 @@ class FusedAttention(torch.autograd.Function):
             (block,) = visible.blocks
             options = {"attn_mask": block.score_mask, "scale": softmax_scale}
             return *_backward(dout, q, k, v, out, *sums, 0.0, block.is_causal, **options), None, None
-        # Of a key several blocks may have gradients: they are summed in float32 at least.
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.empty_like(q) if visible.is_covered else torch.zeros_like(q)
-        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        dq, dk, dv = visible.new_queries(q), visible.new_keys(k), visible.new_keys(v)
         for block, lse in zip(visible.blocks, sums, strict=True):
-            grads = _backward(
-                block.queries_of(dout),
-                *(block.queries_of(q), block.keys_of(k), block.keys_of(v)),
-                *(block.queries_of(out), lse, 0.0, block.is_causal),
-                attn_mask=block.score_mask,
-                scale=softmax_scale,
-            )
+            queries, keys, values = block.queries_of(q), block.keys_of(k), block.keys_of(v)
+            given = (block.queries_of(dout), queries, keys, values, block.queries_of(out), lse, 0.0, block.is_causal)
+            grads = _backward(*given, attn_mask=block.score_mask, scale=softmax_scale)
             block.queries_of(dq).copy_(grads[0])
-            block.keys_of(dk).add_(grads[1])
-            block.keys_of(dv).add_(grads[2])
+            for total, grad in ((dk, grads[1]), (dv, grads[2])):
+                total = block.keys_of(total)
+                total.add_(grad) if visible.shares_keys else total.copy_(grad)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -64,13 +58,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: fl
         out, lse = _forward(q, k, v, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
         return out, [lse]
     B, H, Lq, D = q.shape
-    out, sums = (q.new_empty if visible.is_covered else q.new_zeros)(B, Lq, H, D).transpose(1, 2), []
+    out, sums = visible.new_queries(q.new_empty(B, Lq, H, D)).transpose(1, 2), []
     for block in visible.blocks:
-        part, lse = _forward(
-            *(block.queries_of(q), block.keys_of(k), block.keys_of(v), 0.0, block.is_causal),
-            attn_mask=block.score_mask,
-            scale=softmax_scale,
-        )
+        given = (block.queries_of(q), block.keys_of(k), block.keys_of(v), 0.0, block.is_causal)
+        part, lse = _forward(*given, attn_mask=block.score_mask, scale=softmax_scale)
         block.queries_of(out).copy_(part)
         sums.append(lse)
     return out, sums

@@ -52,10 +52,16 @@ def attention(
             mask = _drop_noop_padding(mask)
         if mask is not None and mask.cu_seqlens_q is not None and return_weights is None:
             plan = plan_unpacking(mask, q, k)
-            # Else a sequence is a block, where there are blocks.
-            if plan is not None and (plan.pays(q.shape[1]) or dropout_p > 0 or return_lse):
+            if plan is not None and (return_lse or _unpacks(q, k, v, plan, dropout_p)):
                 return _attend_unpacked(q, k, v, plan, softmax_scale, dropout_p, rng_state, return_lse)
     return _attend(q, k, v, mask, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
+
+
+def _unpacks(q: Tensor, k: Tensor, v: Tensor, plan: UnpackingPlan, dropout_p: float) -> bool:
+    """Whether packed sequences are unpacked. Otherwise each is computed where it is, as a block."""
+    if dropout_p > 0 or v.shape[3] != q.shape[3] or not may_write_in_place():
+        return True
+    return _uses_blocks(q, k, dropout_p) and plan.pays(q.shape[1])
 
 
 def _attend_unpacked(
@@ -147,8 +153,9 @@ def _attend_on_a_cpu(
 ) -> Tensor | None:
     """out, of the visible blocks alone. None: neither way computes such a call."""
     B, H, Lq, D = q.shape
+    sequences = 1 if mask is None or mask.cu_seqlens_q is None else max(len(mask.cu_seqlens_q) - 1, 1)
     # Not with a scale of 0: see alpha in _blocks.py.
-    if (mask is None or mask.bias is None) and softmax_scale != 0 and _uses_blocks(q, k, dropout_p):
+    if (mask is None or mask.bias is None) and softmax_scale != 0 and _uses_blocks(q, k, dropout_p, sequences):
         return _attend_by_blocks(q, k, v, mask, softmax_scale, dropout_p, rng_state)
     if rng_state is not None or v.shape[3] != D or B * H * Lq == 0:
         return None
@@ -346,11 +353,12 @@ def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
     return BLOCKED if short and torch.is_grad_enabled() else TORCH
 
 
-def _uses_blocks(q: Tensor, k: Tensor, dropout_p: float) -> bool:
+def _uses_blocks(q: Tensor, k: Tensor, dropout_p: float, sequences: int = 1) -> bool:
+    """sequences: as many are packed in q and k, and computed one after the other."""
     if not can_read_values(q):
         return False
     B, H, Lq, _ = q.shape
-    weights = B * H * Lq * k.shape[2]
+    weights = B * H * Lq * k.shape[2] // sequences**2
     if weights < MIN_WEIGHTS:
         return dropout_p > 0 and weights > 0 and may_write_in_place()
     return algorithm(q, k, dropout_p) == BLOCKED and may_write_in_place()
