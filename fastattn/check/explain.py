@@ -82,6 +82,8 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
     source = f"{source} asks for {name}" if asked else source
     remarks = _remarks(found, device, arguments)
+    if found.name == "attention" and device.type == "cpu" and chosen == "aten":
+        remarks.insert(0, backends.load_backend("attention", "aten").describe(*arguments))
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)
 
 

@@ -67,10 +67,11 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[TimedCall]:
         yield from _products_of(device, 64 if tiny else 512)
     for dtype in dtypes:
         for length in lengths:
-            for trait in ("", "mask", "dropout"):
+            for trait in ("", "causal", "mask", "dropout"):
                 given = _attention(device, dtype, max(tokens // length, 1), 1 if tiny else 8, length, trait)
-                yield from _by_backends("attention", given, dtype, f"{length} tokens {trait}".strip())
-                if device.type == "cpu" and trait != "mask":
+                if trait != "causal":  # backends have no class for it
+                    yield from _by_backends("attention", given, dtype, f"{length} tokens {trait}".strip())
+                if device.type == "cpu":
                     yield from _ways_of_aten(given, dtype, f"{length} tokens {trait}".strip())
         width, wide = (32, 64) if tiny else (512, 2048)
 
@@ -111,6 +112,8 @@ def _attention(
     if trait == "mask":
         real = torch.arange(length, device=device) < torch.linspace(length // 2, length, batch, device=device)[:, None]
         given["attn_mask"] = fastattn.AttentionMask(key_padding=real)
+    if trait == "causal":
+        given["attn_mask"] = fastattn.AttentionMask(is_causal=True)
     if trait == "dropout":
         given["dropout_p"] = 0.1
     return given
@@ -146,7 +149,7 @@ def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Itera
     names = (aten_attention.BLOCKED, aten_attention.TORCH)
     for gradient in (True, False):
         tensors = given if gradient else {n: t.detach() if isinstance(t, Tensor) else t for n, t in given.items()}
-        arguments = given["query"], given["key"], given.get("dropout_p", 0.0)
+        arguments = given["query"], given["key"], given.get("attn_mask"), given.get("dropout_p", 0.0)
         with torch.set_grad_enabled(gradient), timings.override_choices({}):
             of_call, built_in = aten_attention.algorithm_key(*arguments), aten_attention.algorithm(*arguments)
         step = torch.set_grad_enabled(gradient)(_step(fastattn.scaled_dot_product_attention, tensors))

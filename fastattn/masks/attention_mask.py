@@ -201,6 +201,10 @@ class AttentionMask:
         from_first, from_last = self._bands.values()
         return from_first != FREE or from_last != FREE
 
+    def is_causal(self, Lq: int, Lk: int) -> bool:
+        """Whether the band is what PyTorch calls is_causal: query i attends to key j only if j <= i. Not if packed."""
+        return self.has_band and self.band(Lq, Lk) == (-Lq, 0)
+
     @property
     def counts_from_the_end(self) -> bool:
         """Whether a band counts from the last query and key, of the whole or of each packed sequence."""

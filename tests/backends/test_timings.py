@@ -122,7 +122,7 @@ def test_a_record_chooses_among_the_ways_of_aten() -> None:
         write(json.dumps(record(choices={"product": {"float32": way}, tune.ATEN: aten_choices})))
         assert cpu_matmul.choice() == way and cpu_matmul.uses_onednn(x, weight) == (way == "oneDNN")
         with torch.no_grad():
-            assert aten_attention.algorithm(Q, Q, 0.0) == aten_choices["float32, up to 256 keys"]
+            assert aten_attention.algorithm(Q, Q, None, 0.0) == aten_choices["float32, up to 256 keys"]
             expected = fastattn.scaled_dot_product_attention(Q, Q, Q, backend="reference")
             torch.testing.assert_close(fastattn.scaled_dot_product_attention(Q, Q, Q), expected)
 

@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float, scale: float) -> tuple[Any, ...]:
-    with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, dropout_p): aten.BLOCKED}}):
+    with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, mask, dropout_p): aten.BLOCKED}}):
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
     nodes, names = [out.grad_fn], set()
     while nodes:  # what computed it

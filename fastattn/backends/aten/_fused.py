@@ -25,13 +25,16 @@ class FusedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: float) -> Tensor:
         ctx.visible, ctx.softmax_scale = visible, softmax_scale
         out, sums = forward(q, k, v, visible, softmax_scale)
-        ctx.save_for_backward(q, k, v, out, *sums)
+        # The masks too, so that one that is edited in place meanwhile is noticed.
+        masks = [block.score_mask for block in visible.blocks if block.score_mask is not None]
+        ctx.save_for_backward(q, k, v, out, *sums, *masks)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *sums = ctx.saved_tensors
+        q, k, v, out, *others = ctx.saved_tensors
         visible, softmax_scale = ctx.visible, ctx.softmax_scale
+        sums = others[: len(visible.blocks)]
         if needs_formula(dout):
             found = differentiable_gradients(lambda *t: formula(*t, visible, softmax_scale), (q, k, v), (dout,))
             return *found, None, None

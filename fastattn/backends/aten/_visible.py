@@ -145,11 +145,6 @@ def cut(t: Tensor, *places: slice) -> Tensor:
     return t[tuple(_ALL if n == 1 else place for n, place in zip(t.shape, places, strict=False))]
 
 
-def _is_causal(mask: AttentionMask, Lq: int, Lk: int) -> bool:
-    """Whether the band is the one that PyTorch calls is_causal."""
-    return mask.has_band and mask.band(Lq, Lk) == (-Lq, 0)
-
-
 def _even_part(rows: int, size: int, most: int) -> int:
     """How many rows the equal parts have that hold at most `most` of `size`."""
     return max(-(-rows // max(-(-size // max(most, 1)), 1)), 1)
@@ -178,7 +173,7 @@ def _places(
         return uncut
     begin, end = ranges  # (b, Lq)
     # Of what is_causal masks, PyTorch's operator leaves out whole parts of 512 keys. A fifth of the time is a mask's.
-    half = 0.4 * (1 + min(512 / max(Lk, 1), 1)) if by_torch and _is_causal(mask, Lq, Lk) else 1.0
+    half = 0.4 * (1 + min(512 / max(Lk, 1), 1)) if by_torch and mask.is_causal(Lq, Lk) else 1.0
     best, least = uncut, GAIN * (B * H * Lq * Lk * half + CALL * len(uncut))
     for rows, apart in itertools.product({most_rows, *(n for n in ROWS if n < most_rows)}, {False, len(begin) > 1}):
         n = -(-Lq // rows)
@@ -244,7 +239,7 @@ def _build(
     seen, read = torch.zeros(b, h, Lk, 1, dtype=torch.bool), torch.zeros(b, 1, Lk, 1, dtype=torch.bool)
     blocks, queries_in_blocks, keys_in_blocks = [], 0, 0
     of_band: dict[tuple[int, ...], tuple[Tensor | None, bool]] = {}  # blocks at the same distance from the diagonal
-    without_band = mask.without_band() if by_torch and mask.cu_seqlens_q is None and _is_causal(mask, Lq, Lk) else None
+    without_band = mask.without_band() if by_torch and mask.cu_seqlens_q is None and mask.is_causal(Lq, Lk) else None
     for batch, rows, keys in places:
         keep = mask.part(Lq, Lk, batch, rows, keys)
         queries = keep.any(-1, keepdim=True)

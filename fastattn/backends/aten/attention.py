@@ -52,16 +52,16 @@ def attention(
             mask = _drop_noop_padding(mask)
         if mask is not None and mask.cu_seqlens_q is not None and return_weights is None:
             plan = plan_unpacking(mask, q, k)
-            if plan is not None and (return_lse or _unpacks(q, k, v, plan, dropout_p)):
+            if plan is not None and (return_lse or _unpacks(q, k, v, mask, plan, dropout_p)):
                 return _attend_unpacked(q, k, v, plan, softmax_scale, dropout_p, rng_state, return_lse)
     return _attend(q, k, v, mask, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
 
 
-def _unpacks(q: Tensor, k: Tensor, v: Tensor, plan: UnpackingPlan, dropout_p: float) -> bool:
+def _unpacks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: UnpackingPlan, dropout_p: float) -> bool:
     """Whether packed sequences are unpacked. Otherwise each is computed where it is, as a block."""
     if dropout_p > 0 or v.shape[3] != q.shape[3] or not may_write_in_place():
         return True
-    return _uses_blocks(q, k, dropout_p) and plan.pays(q.shape[1])
+    return _uses_blocks(q, k, mask, dropout_p) and plan.pays(q.shape[1])
 
 
 def _attend_unpacked(
@@ -89,15 +89,13 @@ def _attend(
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
     bias = None if mask is None else mask.bias
-    learns_bias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    alone = not learns_bias and not return_lse and return_weights is None and Lk > 0
-    if alone and can_read_values(q) and may_write_in_place():
-        out = _attend_on_a_cpu(q, k, v, mask, softmax_scale, dropout_p, rng_state)
-        if out is not None:
-            return out, None, None
+    alone = not _learns_bias(mask) and not return_lse and return_weights is None and Lk > 0
+    if alone and (way := _way(q, k, v, mask, softmax_scale, dropout_p)) is not None:
+        attend = _attend_by_blocks if way == BLOCKED else _attend_fused
+        return attend(q, k, v, mask, softmax_scale, dropout_p, rng_state), None, None
     fused = alone and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
     fused = fused and (bias is None or (q.is_cuda and bias.dtype == q.dtype))
-    if fused and mask is not None and mask.band_only and bias is None and Lq == Lk and mask.band(Lq, Lk) == (-Lq, 0):
+    if fused and mask is not None and mask.band_only and bias is None and Lq == Lk and mask.is_causal(Lq, Lk):
         return _torch_attention(q, k, v, None, softmax_scale, dropout_p, is_causal=True), None, None
 
     masked = has_keys = has_queries = None
@@ -142,7 +140,42 @@ def _attend(
     return out, lse, weights if return_weights == "all" else weights.mean(1)
 
 
-def _attend_on_a_cpu(
+def describe(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
+    """How `attention` computes out on a CPU, for explain()."""
+    if mask is not None and mask.key_padding is not None:
+        mask = _drop_noop_padding(mask)
+    plan = None if mask is None or mask.cu_seqlens_q is None else plan_unpacking(mask, q, k)
+    if plan is not None and _unpacks(q, k, v, mask, plan, dropout_p):
+        sequences, longest = plan.keys.gather_index.shape
+        return f"packed sequences are copied to a batch of {sequences} x {longest} keys"
+    way = None if _learns_bias(mask) or k.shape[2] == 0 else _way(q, k, v, mask, 1.0, dropout_p)
+    if way is None:
+        return "it is computed by matmul, softmax, matmul, with all scores in memory"
+    by = "products of a few heads at a time" if way == BLOCKED else "PyTorch's fused operator"
+    visible = visible_blocks(mask, q, k, q.dtype, by_torch=way == TORCH)
+    computed = sum(math.prod(part.stop - part.start for part in block[:3]) for block in visible.blocks)
+    share = computed / max(q.shape[0] * q.shape[2] * k.shape[2], 1)
+    return f"{share:.0%} of the scores are computed, in {len(visible.blocks)} blocks of the mask, by {by}"
+
+
+def _learns_bias(mask: AttentionMask | None) -> bool:
+    return mask is not None and mask.bias is not None and mask.bias.requires_grad and torch.is_grad_enabled()
+
+
+def _way(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, softmax_scale: float, dropout_p: float
+) -> str | None:
+    """BLOCKED or TORCH: what computes out alone on a CPU. None: neither."""
+    if not (can_read_values(q) and may_write_in_place()):
+        return None
+    sequences = 1 if mask is None or mask.cu_seqlens_q is None else max(len(mask.cu_seqlens_q) - 1, 1)
+    # Not with a scale of 0: see alpha in _blocks.py.
+    if (mask is None or mask.bias is None) and softmax_scale != 0 and _uses_blocks(q, k, mask, dropout_p, sequences):
+        return BLOCKED
+    return TORCH if dropout_p == 0 and v.shape[3] == q.shape[3] and q.shape[:3].numel() > 0 else None
+
+
+def _attend_fused(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -150,18 +183,10 @@ def _attend_on_a_cpu(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-) -> Tensor | None:
-    """out, of the visible blocks alone. None: neither way computes such a call."""
-    B, H, Lq, D = q.shape
-    sequences = 1 if mask is None or mask.cu_seqlens_q is None else max(len(mask.cu_seqlens_q) - 1, 1)
-    # Not with a scale of 0: see alpha in _blocks.py.
-    if (mask is None or mask.bias is None) and softmax_scale != 0 and _uses_blocks(q, k, dropout_p, sequences):
-        return _attend_by_blocks(q, k, v, mask, softmax_scale, dropout_p, rng_state)
-    if rng_state is not None or v.shape[3] != D or B * H * Lq == 0:
-        return None
+) -> Tensor:
     visible = visible_blocks(mask, q, k, q.dtype, by_torch=True)
     q, k, v = _hide(q, k, v, visible)
-    k, v = _repeat_heads(k, v, H)
+    k, v = _repeat_heads(k, v, q.shape[1])
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _fused.FusedAttention.apply(q, k, v, visible, softmax_scale)
     else:
@@ -234,7 +259,13 @@ def rows_mask(
 ) -> RowsMask | None:
     """None: attention_rows_fwd does not compute such a call. The values of q, k and v are not read."""
     shape = B, H, Lq, Lk = *q.shape[:3], k.shape[2]
-    if softmax_scale == 0 or Lk == 0 or k.shape[1] != H or k.shape != v.shape or not _uses_blocks(q, k, dropout_p):
+    if (
+        softmax_scale == 0
+        or Lk == 0
+        or k.shape[1] != H
+        or k.shape != v.shape
+        or not _uses_blocks(q, k, mask, dropout_p)
+    ):
         return None
     acc, at_once, products = _block_dtypes(*shape, q.dtype)
     if mask is None or not at_once:
@@ -334,26 +365,33 @@ def _without_rows(t: Tensor, rows: Tensor) -> Tensor:
 BLOCKED, TORCH = "blocks", "PyTorch"  # the algorithms of a call on a CPU, as a record names them
 
 
-def algorithm(q: Tensor, k: Tensor, dropout_p: float) -> str:
+def algorithm(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
     """Blocks of heads, or PyTorch's operators: its fused one, or with dropout one after the other."""
-    return timings.choice("attention by aten", "cpu", lambda: algorithm_key(q, k, dropout_p)) or _rule(q, k, dropout_p)
+    recorded = timings.choice("attention by aten", "cpu", lambda: algorithm_key(q, k, mask, dropout_p))
+    return recorded or _rule(q, k, dropout_p)
 
 
-def algorithm_key(q: Tensor, k: Tensor, dropout_p: float) -> str:
+def algorithm_key(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
     """The class of calls for which a record names one of the two algorithms."""
+    is_causal = mask is not None and mask.is_causal(q.shape[2], k.shape[2])
+    traits = () if mask is None else ("causal",) if is_causal else ("mask",)
     gradient = ("gradient",) if torch.is_grad_enabled() else ()
-    return timings.call_class(q.dtype, dropout_p, timings.size_bucket(k.shape[2], "keys", 64, 256, 1024), *gradient)
+    keys = timings.size_bucket(k.shape[2], "keys", 64, 256, 1024)
+    return timings.call_class(q.dtype, dropout_p, keys, *traits, *gradient)
 
 
 def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
-    """What was measured on an AMD EPYC, see _blocks.py."""
-    if dropout_p > 0 or q.dtype == torch.bfloat16:  # products in float16 are slow on this processor
+    """What was measured on two processors with AVX-512, an AMD EPYC, see _blocks.py, and an Intel Xeon without AMX. On
+    that one blocks are slower in bfloat16 without a gradient. On both PyTorch's products in float16 are slow."""
+    if dropout_p > 0:
         return BLOCKED
+    if q.dtype == torch.bfloat16:
+        return BLOCKED if torch.is_grad_enabled() or "AMD" in timings.device_name("cpu") else TORCH
     short = k.shape[2] <= 128 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= MAX_SAVED_BYTES
     return BLOCKED if short and torch.is_grad_enabled() else TORCH
 
 
-def _uses_blocks(q: Tensor, k: Tensor, dropout_p: float, sequences: int = 1) -> bool:
+def _uses_blocks(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float, sequences: int = 1) -> bool:
     """sequences: as many are packed in q and k, and computed one after the other."""
     if not can_read_values(q):
         return False
@@ -361,7 +399,7 @@ def _uses_blocks(q: Tensor, k: Tensor, dropout_p: float, sequences: int = 1) -> 
     weights = B * H * Lq * k.shape[2] // sequences**2
     if weights < MIN_WEIGHTS:
         return dropout_p > 0 and weights > 0 and may_write_in_place()
-    return algorithm(q, k, dropout_p) == BLOCKED and may_write_in_place()
+    return algorithm(q, k, mask, dropout_p) == BLOCKED and may_write_in_place()
 
 
 def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:
