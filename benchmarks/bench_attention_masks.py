@@ -24,12 +24,14 @@ from fastattn import AttentionMask, scaled_dot_product_attention
 
 
 def make_inputs(case: MaskCase, device: torch.device) -> Inputs:
-    """Everything lies in memory as a projection gives it: (batch, length, heads, width)."""
+    """Everything lies in memory as a projection gives it: (batch, length, heads, width). The loss ignores padding."""
     randn = harness.seeded_randn(device, case.dtype)
     query, key, value, dout = (randn(*case.shape).transpose(1, 2) for _ in range(4))
     restrictions = {
         name: given.to(device) if isinstance(given, Tensor) else given for name, given in case.restrictions().items()
     }
+    if "key_padding" in restrictions:
+        dout *= restrictions["key_padding"][:, None, :, None]
     return Inputs({"query": query, "key": key, "value": value}, restrictions, dout)
 
 
