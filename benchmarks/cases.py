@@ -157,6 +157,74 @@ class AttentionCase(Case):
         return _directions(forward, backward)
 
 
+MASKS = (
+    "full",
+    "causal",
+    "padding",
+    "causal + padding",
+    "window",
+    "causal window",
+    "blocks",
+    "ALiBi",
+    "ALiBi + padding",
+    "packed",
+    "packed causal",
+)
+
+
+@dataclass(frozen=True)
+class MaskCase(Case):
+    """Self-attention of 8 heads of width 64 on `tokens` tokens, in sequences of `length`.
+
+    mask: one of MASKS. Padding leaves 100 % to 40 % of a sequence's keys, 70 % where there is one sequence. A window
+    has 64 keys on each side. Blocks of 64 positions, in short sequences of length / 16: each sees itself, those beside
+    it and the first. ALiBi is not causal: -slope_h * |i - j|. Packed: one row, six unequal sequences in each `length`.
+    """
+
+    mask: str
+    length: int
+    dtype: torch.dtype = torch.float32
+    tokens: int = 2048
+    dropout_p: float = 0.0
+
+    formula = "no work is counted: the measure is torch's operator"
+
+    def __str__(self) -> str:
+        return f"{self.mask}, {self.tokens // self.length}x{self.length} {label(self.dtype)}"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, length, heads, width)"""
+        rows = 1 if self.mask.startswith("packed") else self.tokens // self.length
+        return rows, self.tokens // rows, 8, 64
+
+    def restrictions(self) -> dict[str, Any]:
+        """The arguments of AttentionMask."""
+        batch, length, heads, _ = self.shape
+        given: dict[str, Any] = {"is_causal": True} if "causal" in self.mask and "window" not in self.mask else {}
+        if "padding" in self.mask:
+            share = torch.linspace(1.0, 0.4, batch) if batch > 1 else torch.tensor([0.7])
+            given["key_padding"] = torch.arange(length) < (share * length).round()[:, None]
+        if "window" in self.mask:
+            given["window"] = (64, 0 if "causal" in self.mask else 64)
+        if self.mask == "blocks":
+            block = torch.arange(length) // (64 if length >= 512 else length // 16)
+            given["attn_mask"] = (((block - block[:, None]).abs() <= 1) | (block == 0))[None, None]
+        if "ALiBi" in self.mask:
+            slopes = 2.0 ** -torch.arange(1.0, heads + 1)
+            distance = (torch.arange(length) - torch.arange(length)[:, None]).abs()
+            given["bias"] = (-slopes[:, None, None] * distance)[None].to(self.dtype)
+        if "packed" in self.mask:
+            ends = (torch.tensor([102, 307, 819, 860, 1474, 2048]) * self.length / 2048).round().long()
+            starts = torch.arange(0, self.tokens, self.length)
+            given["cu_seqlens_q"] = torch.cat([starts[:1], (starts[:, None] + ends).flatten()]).int()
+        return given
+
+    @cached_property
+    def work(self) -> Work:
+        return {}  # no bound: it is compared with torch's operator alone
+
+
 @dataclass(frozen=True)
 class DecodeAttentionCase(Case):
     """A step of decoding: q (batch, queries, n_head, head_dim), k and v (batch, length, rows, n_head, head_dim).

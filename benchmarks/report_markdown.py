@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 import result_files
 from result_files import (
@@ -33,7 +34,7 @@ An op's time is the GPU's alone, a whole model's is what its user waits for. In 
 training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 4
-HOST_TIME = "host_time"
+HOST_TIME, MASKS = "host_time", "attention_masks"
 LAUNCH_US = 4  # what a launch adds to the host time, about
 
 
@@ -86,6 +87,9 @@ def summary(record: Record) -> Iterator[str]:
             continue
         if name == HOST_TIME:
             yield from host_time(record, cases)
+            continue
+        if name == MASKS:
+            yield from attention_masks(record, cases)
             continue
         if op["directions"]:
             direction = op["directions"][-1]
@@ -150,6 +154,32 @@ def _host_time_cells(case: Row, row: Row) -> list[str]:
     if launches is None:
         return [*cells, "-", "-"]
     return [*cells, f"{launches}", f"{share * (1 + launches * LAUNCH_US / 1e3 / ms):.0%}"]
+
+
+def attention_masks(record: Record, cases: Sequence[Row]) -> Iterator[str]:
+    """A line for each mask, a column for each length and dtype."""
+    found = _over_torch(record, cases)
+    columns = list(dict.fromkeys(column for line in found.values() for column in line))
+    means = {c: zip(*(line[c] for line in found.values() if c in line), strict=True) for c in columns}
+    found["geometric mean"] = {column: [geometric_mean(ratios) for ratios in means[column]] for column in columns}
+    body = [
+        [mask, *(" / ".join(f"{r:.2f}" for r in line.get(c, ())) or "-" for c in columns)]
+        for mask, line in found.items()
+    ]
+    yield from ("", f"**{MASKS}**, the time of torch's operator divided by fastattn's: inference / training", "")
+    yield from table(["mask", *columns], body)
+
+
+def _over_torch(record: Record, cases: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
+    """Mask -> length and dtype -> torch's time divided by fastattn's, of inference and of training."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for case in cases:
+        rows = case_rows(record, case)
+        ratios = [slowdown(rows, provider_row(rows, "torch"), name) for name in ("inference", "training")]
+        if all(ratios):
+            mask, _, column = case["case"].rpartition(", ")
+            found.setdefault(mask, {})[column] = ratios
+    return found
 
 
 def how_to_read() -> str:
@@ -267,7 +297,8 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
-    """The README's table: the first training steps of the first record; then the host time of the first that has it."""
+    """The README's table: the first training steps of the first record; then host time and masks, each of the first
+    record that has them."""
     if not found:
         return NO_GPU + "\n"
     path, record = found[0]
@@ -278,7 +309,8 @@ def figures(found: Sequence[tuple[Path, Record]]) -> str:
     lines += [f"([record](benchmarks/results/{path.name})):", ""]
     header = ["one training step", "fastattn, ms", "speed-up over the best alternative", "without `model.loss`"]
     lines += table([*header, "share from skipping padding"], body)
-    lines += next((["", *said] for path, record in found if (said := _host_time_figures(path, record))), [])
+    for sentence in (_host_time_figures, _mask_figures):
+        lines += next((["", *said] for path, record in found if (said := sentence(path, record))), [])
     return "\n".join(lines) + "\n"
 
 
@@ -296,6 +328,25 @@ def _host_time_figures(path: Path, record: Record) -> list[str]:
     return [
         f"Host time of a training step of {layers}, without launches, as a share of what the public model needs:",
         "; ".join(f"`{backend}` {', '.join(found)}" for backend, found in shares.items()),
+        f"([record](benchmarks/results/{path.name})).",
+    ]
+
+
+def _mask_figures(path: Path, record: Record) -> list[str]:
+    """How attention compares with torch's operator, as lines; none where the record has no masks."""
+    found = _over_torch(record, [case for case in record["cases"] if case["op"] == MASKS])
+    by_mask = {mask: [ratio for pair in line.values() for ratio in pair] for mask, line in found.items()}
+    ratios = [ratio for line in by_mask.values() for ratio in line]
+    if not ratios:
+        return []
+    means = sorted(((geometric_mean(line), mask) for mask, line in by_mask.items()), reverse=True)
+    faster, slower = sum(ratio > 1.05 for ratio in ratios), sum(ratio < 0.95 for ratio in ratios)
+    return [
+        f"Attention with {len(means)} kinds of mask, on {machine(record).partition(';')[0]}: torch's operator takes",
+        f"{min(ratios):.2f} to {max(ratios):.2f} times as long as `scaled_dot_product_attention`, "
+        f"{geometric_mean(ratios):.2f} times in the geometric mean",
+        f"of {len(ratios)} calls. fastattn is faster by over 5 % in {faster}, slower by over 5 % in {slower}. By mask:",
+        ", ".join(f"{mask} {mean:.2f}" for mean, mask in means),
         f"([record](benchmarks/results/{path.name})).",
     ]
 

@@ -1,7 +1,7 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
 quick: seconds on one core, for tests. cpu: about an hour on two cores. Most of it is torch.compile, which comes last:
-13 minutes are enough for the rest. cuda: a data-centre GPU.
+13 minutes are enough for the rest. Then come the kinds of mask: some 10 minutes more. cuda: a data-centre GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import bench_add_layer_norm
 import bench_attention
+import bench_attention_masks
 import bench_decode_attention
 import bench_decoding
 import bench_embed_layer_norm
@@ -21,6 +22,7 @@ import bench_transformer
 import torch
 from cases import (
     LONG_TAIL,
+    MASKS,
     AttentionCase,
     Case,
     CrossEntropyCase,
@@ -29,6 +31,7 @@ from cases import (
     EmbedCase,
     FeedForwardCase,
     HostTimeCase,
+    MaskCase,
     MemoryCase,
     NormCase,
     SmallStepCase,
@@ -87,6 +90,8 @@ QUICK = [
     MemoryCase(2, 12, 1, 32, 64, 2, 50),
     SmallStepCase(6, 12, 1, 32, 64, 2, 50),
     HostTimeCase(2, 8, 1, 32, 64, 2, 50),
+    MaskCase("causal + padding", 64, tokens=192),
+    MaskCase("packed causal", 64, BF16, tokens=192),
 ]
 
 
@@ -121,6 +126,7 @@ CPU = [
     # The memory of the paper's base model with two layers each, at 2048 tokens.
     *(MemoryCase(2048 // length, length, 2, *BASE[1:-1], 8000) for length in (128, 256, 512, 1024)),
     *_in_both(StepCase(4, 1024, 2, 512, 2048, 8, 8000)),
+    *(MaskCase(mask, length, dtype) for dtype in (F32, BF16) for length in (128, 512, 2048) for mask in MASKS),
 ]
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -189,6 +195,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     bench_transformer.SMALL,
     bench_transformer.MEMORY,
     bench_attention.BENCHMARK,
+    bench_attention_masks.BENCHMARK,
     bench_add_layer_norm.BENCHMARK,
     bench_feed_forward.BENCHMARK,
     bench_linear_cross_entropy.BENCHMARK,

@@ -68,7 +68,7 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
     assert record["missing"] == 0
     assert {row["op"] for row in record["rows"]} == {case["op"] for case in record["cases"]} and len(
         record["ops"]
-    ) == 11
+    ) == 12
     for row in record["rows"]:
         assert row["status"] in ("ok", "refused"), row
     for case in record["cases"]:
@@ -267,6 +267,27 @@ def test_host_time_is_a_table_and_a_sentence(record: dict[str, Any], tmp_path: P
     said = report_markdown.figures(both)
     assert "| a step | 40 |" in said and "of 6+6 layers" in said and "\n`triton` 50% in fp32\n" in said
     assert "results/report_b.json" in said and "`triton`" not in report_markdown.figures(both[:1])
+
+
+def test_masks_are_a_table_and_a_sentence(record: dict[str, Any], tmp_path: Path) -> None:
+    """Alternating samples count. A case without torch's time is left out, of the means too."""
+    ops = {"attention_masks": {"formula": "m", "directions": ["training", "inference"], "rates": []}}
+    cases, rows = [], []
+    for mask, size, speed in (("full", 128, 1.0), ("full", 512, None), ("packed", 128, 4.0), ("packed", 512, 2.0)):
+        case = {"op": "attention_masks", "case": f"{mask}, 1x{size} fp32"}
+        cases.append(case | {"dtype": "fp32", "series": None, "work": {}})
+        timings = {direction: timed(1.0) for direction in ("training", "inference")}
+        row = case | {"status": "ok", "timings": timings, "error_over_bound": 0.5, "peak_mib": 1.0}
+        rows.append(row | {"provider": "fastattn", "ours": True, "default": True})
+        if speed:
+            rows.append(row | {"provider": "torch", "ours": False, "speed": {"training": 1.0, "inference": speed}})
+    masks = record | {"ops": ops, "cases": cases, "rows": rows}
+    text = report_markdown.write_report(masks, tmp_path).read_text()
+    assert "| mask | 1x128 fp32 | 1x512 fp32 |\n" in text and "| full | 1.00 / 1.00 | - |\n" in text
+    assert "| packed | 4.00 / 1.00 | 2.00 / 1.00 |\n| geometric mean | 2.00 / 1.00 | 2.00 / 1.00 |\n" in text
+    said = " ".join(report_markdown.figures([(Path("report_masks.json"), masks)]).split())
+    assert "takes 1.00 to 4.00 times as long" in said and "1.41 times in the geometric mean" in said
+    assert "faster by over 5 % in 2, slower by over 5 % in 0. By mask: packed 1.68, full 1.00 ([record]" in said
 
 
 def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> None:
