@@ -107,7 +107,7 @@ def visible_blocks(
         blocks = [Block(slice(0, B), part, slice(0, Lk), None, False) for part in _parts(Lq, rows)]
         return Visible(blocks, None, None, len(blocks) == 1, True, True, len(blocks) > 1)
     if mask.band_only and not mask.has_band and rows == Lq:
-        return Visible([Block(*whole, _bias(mask.bias, mask_dtype), False)], None, None, True, True, True, False)
+        return Visible([Block(*whole, _bias(mask.bias, mask_dtype, Lk), False)], None, None, True, True, True, False)
 
     def build() -> Visible:
         places = _places(mask, B, H, Lq, Lk, most_scores, by_torch) if cuts else [whole]
@@ -249,7 +249,11 @@ def _build(
         same = (rows.start - keys.start, rows.stop - rows.start, keys.stop - keys.start)
         found = of_band.get(same)
         if found is None:
-            bias = None if mask.bias is None else _bias(cut(mask.bias, batch, _ALL, rows, keys), mask_dtype)
+            bias = (
+                None
+                if mask.bias is None
+                else _bias(cut(mask.bias, batch, _ALL, rows, keys), mask_dtype, keys.stop - keys.start)
+            )
             is_causal = without_band is not None and rows.start == keys.start
             if is_causal:
                 keep = without_band.part(Lq, Lk, batch, rows, keys)
@@ -294,8 +298,10 @@ def _score_mask(keep: Tensor, bias: Tensor | None, mask_dtype: torch.dtype, keys
     return torch.zeros_like(masked, dtype=mask_dtype).masked_fill_(masked, -torch.inf)
 
 
-def _bias(bias: Tensor | None, mask_dtype: torch.dtype) -> Tensor | None:
+def _bias(bias: Tensor | None, mask_dtype: torch.dtype, keys: int) -> Tensor | None:
     """As PyTorch's operator takes it with queries of mask_dtype: in that, or in float32."""
-    if bias is None or bias.dtype == mask_dtype:
-        return bias
-    return bias.detach().to(torch.promote_types(mask_dtype, torch.float32))
+    if bias is None:
+        return None
+    if bias.dtype != mask_dtype:
+        bias = bias.to(torch.promote_types(mask_dtype, torch.float32))
+    return bias.detach().expand(-1, -1, -1, keys)

@@ -1,0 +1,218 @@
+"""Attention on a CPU by the visible blocks of a mask, fastattn/backends/aten/_visible.py, for calls that return out
+alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_checks import LOW_PRECISION, Problem, check, compare, make, solve
+from mask_cases import KINDS, offsets, prefix
+from test_attention_edge import same_when_poisoned
+from torch import Tensor
+
+from fastattn import AttentionMask, explain, scaled_dot_product_attention
+from fastattn.backends import timings
+from fastattn.backends.aten import attention as aten
+from fastattn.backends.aten._visible import Visible, visible_blocks
+
+WAYS = {aten.TORCH: "FusedAttentionBackward", aten.BLOCKED: "BlockedAttentionBackward"}
+full = pytest.mark.full
+RESULTS = ("out", "dq", "dk", "dv")
+# Long enough to be cut, and not to be computed at once; odd, with grouped heads.
+SHAPE = {"B": 2, "H": 6, "Hk": 2, "Lq": 229, "Lk": 251, "D": 16}
+ONE = {"B": 1, "H": 12}
+EVERYDAY = ("key_padding_holes", "attn_mask_3d", "attn_mask_queries", "decoder", "everything")
+
+
+def by(way: str) -> Callable[..., tuple[Any, ...]]:
+    """attend of attention_checks, which computes out alone in this way."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float, scale: float) -> tuple[Any, ...]:
+        with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, mask, dropout_p): way}}):
+            out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
+        nodes, names = [out.grad_fn], set()
+        while nodes:  # what computed it
+            node = nodes.pop()
+            if node is not None:
+                names.add(type(node).__name__)
+                nodes += [following for following, _ in node.next_functions]
+        assert WAYS[way] in names
+        return out, torch.zeros(out.shape[:3]), None
+
+    return attend
+
+
+def problem(mask: str | dict[str, Any], **options: Any) -> Problem:
+    return make(**SHAPE | options, mask=mask, dlse=False, may_be_empty=True)
+
+
+def blocks_of(p: Problem, way: str) -> Visible:
+    return visible_blocks(AttentionMask(**p.mask, bias=p.bias), p.q, p.k, p.q.dtype, by_torch=way == aten.TORCH)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [k if k in EVERYDAY else pytest.param(k, marks=full) for k in KINDS])
+def test_every_mask(kind: str, way: str) -> None:
+    check(problem(kind, **(ONE if "segments" in kind or kind == "everything" else {})), by(way), RESULTS)
+
+
+# name -> (mask, how many blocks PyTorch's operator gets, how many of them know is_causal)
+CUT: dict[str, tuple[dict[str, Any], int, int]] = {
+    "window": ({"window": (9, 20)}, 4, 0),
+    "window, bottom right": ({"window": (9, 0), "align": "bottom_right"}, 4, 0),
+    "causal": ({"is_causal": True}, 1, 1),
+    "padding": ({"key_padding": prefix([251, 90], 251)}, 2, 0),
+    "padding, causal": ({"key_padding": prefix([251, 90], 251), "is_causal": True}, 2, 2),
+    "padding on the left": ({"key_padding": prefix([251, 90], 251).flip(1), "is_causal": True}, 2, 1),
+    "padding with holes": ({"key_padding": prefix([251, 90], 251) & (torch.arange(251) % 7 != 3)}, 2, 0),
+    "nothing in one sentence": ({"key_padding": prefix([251, 0], 251)}, 1, 0),
+    "both paddings": ({"key_padding": prefix([251, 90], 251), "query_padding": prefix([120, 229], 229)}, 3, 0),
+    "matrix": ({"attn_mask": (torch.arange(229)[:, None] // 32 - torch.arange(251) // 32).abs() < 2}, 4, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(t, marks=full) for t in LOW_PRECISION)])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CUT)
+def test_every_cut(case: str, way: str, dtype: torch.dtype) -> None:
+    mask, blocks, causal = CUT[case]
+    p = problem(mask, dtype=dtype)
+    if way == aten.TORCH:
+        found = blocks_of(p, way).blocks
+        assert (len(found), sum(block.is_causal for block in found)) == (blocks, causal)
+    check(p, by(way), RESULTS)
+    if case != "matrix":
+        same_when_poisoned(p, by(way))
+
+
+PACKED = {"cu_seqlens_q": offsets(60, 1, 0, 68, 100), "cu_seqlens_k": offsets(100, 0, 7, 44, 100)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("band", [{}, {"is_causal": True}, {"window": (5, 3), "align": "bottom_right"}])
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_sequences_are_blocks(way: str, band: dict[str, Any], dtype: torch.dtype) -> None:
+    """An empty sequence on either side among them."""
+    p = problem(PACKED | band, **ONE, dtype=dtype)
+    assert len(blocks_of(p, way).blocks) == 3
+    same_when_poisoned(p, by(way))
+    check(p, by(way), RESULTS)
+
+
+@pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=full)])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2])
+@pytest.mark.parametrize("shape", [(1, 6, 229, 251), (2, 1, 1, 251), pytest.param((1, 1, 229, 1), marks=full)])
+@pytest.mark.parametrize("kind", ["none", "padding", *(pytest.param(k, marks=full) for k in CUT if k != "padding")])
+def test_bias_without_gradient(
+    kind: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], gradient: bool
+) -> None:
+    """It is added in its own dtype. A query that it leaves no key gives 0."""
+    p = problem({} if kind == "none" else CUT[kind][0], bias=shape, dtype=dtypes[0], bias_dtype=dtypes[1])
+    p.bias.mul_(30)
+    p.bias[..., :5, :] = -torch.inf
+    p.bias[..., 3:4] = -torch.inf
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *options: float) -> tuple[Any, ...]:
+        if gradient:
+            return by(aten.TORCH)(q, k, v, mask, *options)
+        out = scaled_dot_product_attention(q, k, v, mask, scale=options[1], enable_gqa=True)
+        return out, torch.zeros(out.shape[:3]), None
+
+    with torch.set_grad_enabled(gradient):
+        actual = solve(p, attend, needs="qkv" if gradient else "")
+    with torch.enable_grad():
+        compare(p, actual, RESULTS if gradient else ("out",))
+
+
+def test_bias_is_not_copied_where_it_is_cut() -> None:
+    bias = torch.randn(1, 6, 229, 251)
+    p = problem(CUT["padding"][0]).but(bias=bias)
+    blocks = blocks_of(p, aten.TORCH).blocks
+    assert len(blocks) == 2
+    assert {block.score_mask.untyped_storage().data_ptr() for block in blocks} == {bias.untyped_storage().data_ptr()}
+
+
+def test_bias_that_is_edited() -> None:
+    """The next call uses the new values. Between forward and backward autograd refuses it."""
+    p = problem(CUT["causal"][0] | CUT["padding with holes"][0])
+    bias, q = torch.randn(1, 6, 229, 251), p.q.clone().requires_grad_()
+    mask = AttentionMask(**p.mask, bias=bias)
+    out = scaled_dot_product_attention(q, p.k, p.v, mask, enable_gqa=True)
+    bias.mul_(3)
+    expected = scaled_dot_product_attention(q, p.k, p.v, AttentionMask(**p.mask, bias=bias), enable_gqa=True)
+    again = scaled_dot_product_attention(q, p.k, p.v, mask, enable_gqa=True)
+    assert torch.equal(again, expected) and not torch.equal(out, again)
+    out = scaled_dot_product_attention(q, p.k, p.v, bias, enable_gqa=True)
+    bias.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_learned_bias_keeps_its_gradient() -> None:
+    check(problem(CUT["padding"][0], bias=(1, 6, 229, 251)), learned, (*RESULTS, "dbias"))
+
+
+def learned(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float, scale: float) -> tuple[Any, ...]:
+    out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    return out, torch.zeros(out.shape[:3]), None
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["window", "padding, causal", "packed"])
+def test_second_derivatives_and_batches_of_gradients(case: str, way: str) -> None:
+    packed = case == "packed"
+    mask = PACKED if packed else CUT[case][0]
+    p = problem(mask, dtype=torch.float64, D=3, **(ONE if packed else {}))
+    kept = AttentionMask(**p.mask)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return by(way)(q, k, v, kept, 0.0, 0.7)[0]
+
+    leaves = tuple(t.clone().requires_grad_() for t in (p.q, p.k, p.v))
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
+    out = call(*leaves)
+    douts = torch.stack([p.dout, p.dout.flip(2)])
+    batched = torch.autograd.grad(out, leaves, douts, retain_graph=True, is_grads_batched=True)
+    for number, dout in enumerate(douts):
+        for one, expected in zip(batched, torch.autograd.grad(out, leaves, dout, retain_graph=True), strict=True):
+            torch.testing.assert_close(one[number], expected)
+
+
+@pytest.mark.parametrize(
+    "length, kwargs, most",
+    [
+        (2048, {"window": (64, 64)}, 0.1),
+        (2048, {"window": (64, 0)}, 0.08),
+        (512, {"is_causal": True}, 0.65),
+        (2048, {"key_padding": prefix([1434], 2048)}, 0.71),
+        (2048, {"cu_seqlens_q": offsets(102, 205, 512, 41, 614, 574)}, 0.25),
+    ],
+)
+def test_what_is_hidden_costs_nothing(length: int, kwargs: dict[str, Any], most: float) -> None:
+    q = torch.zeros(1, 8, length, 64)
+    blocks = visible_blocks(AttentionMask(**kwargs), q, q, q.dtype, by_torch=True).blocks
+    computed = sum(math.prod(part.stop - part.start for part in block[:3]) for block in blocks)
+    assert computed <= most * length**2
+
+
+def test_explain_names_the_way() -> None:
+    q = torch.zeros(1, 8, 2048, 64)
+    said = str(explain("attention", q, q, q, AttentionMask(window=(64, 64))))
+    assert "9% of the scores are computed, in 32 blocks of the mask, by " in said
+    learned_bias = torch.zeros(2048, 2048, requires_grad=True)
+    assert "all scores in memory" in str(explain("attention", q, q, q, learned_bias))
+    packed = AttentionMask(cu_seqlens_q=torch.arange(0, 2049, 64))
+    assert "a batch of 32 x 64 keys" in str(explain("attention", q, q, q, packed, 0.1))
+
+
+def test_a_planted_bug_is_noticed() -> None:
+    def one_key_less(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *options: float) -> tuple[Any, ...]:
+        return by(aten.TORCH)(q, k, v, AttentionMask(window=(9, 19)), *options)
+
+    with pytest.raises(AssertionError, match="out"):
+        check(problem(CUT["window"][0]), one_key_less, RESULTS)
