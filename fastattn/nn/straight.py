@@ -33,7 +33,7 @@ from fastattn._tracing import (
     needs_formula,
     same_for_the_batch,
 )
-from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
+from fastattn.backends import Backend, Implementation, attention_rows, cpu_matmul, implementation
 from fastattn.backends.reference.philox import draw_rng_states, dropout
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
@@ -68,13 +68,13 @@ class AttentionChoice(NamedTuple):
     """What the calls of attention with one mask, one size and one layout share.
 
     masks: as the backend's forward and backward read it; None where it has a formula alone, which reads mask.
-    options: of that forward and backward.
+    bound: a dictionary in which the backend keeps the launches that these calls share.
     """
 
     chosen: Implementation
     mask: AttentionMask | None
     masks: Any
-    options: dict[str, Any]
+    bound: dict[str, Any]
 
 
 class Attention(NamedTuple):
@@ -215,8 +215,7 @@ class Plan:
                 masks = chosen.module.rows_mask(q, k, v, mask, softmax_scale, dropout_p)
             else:
                 masks = None
-            options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}
-            choice = self._choices[key] = AttentionChoice(chosen, mask, masks, options)
+            choice = self._choices[key] = AttentionChoice(chosen, mask, masks, {})
         return choice
 
 
@@ -640,19 +639,19 @@ def _attention(
     if chosen.differentiable:
         projected = cpu_matmul.linear(x, weight, bias)
         if kept is None:
-            out, *_ = module.attention(*_heads(projected, memory, call), mask, *options, return_lse=False)
+            out, *_ = module.attention(
+                *attention_rows.heads(projected, memory, call.sizes), mask, *options, return_lse=False
+            )
             out_rows = out.transpose(1, 2).reshape(rows)
         else:
             out_rows, *read = module.attention_rows_fwd(projected, memory, masks, *options)
             kept.append((x, weight, fc, out_rows, *read))
         return cpu_matmul.linear(out_rows, fc, fc_bias), None
     projected = F.linear(x, weight, bias)
-    heads = _heads(projected, memory, call)
-    out, lse = module.attention_fwd(*heads, None, masks[0], *options, **bound)
-    out_rows = out.transpose(1, 2).reshape(rows)
+    out_rows, lse = module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, bound)
     if kept is None:
         return F.linear(out_rows, fc, fc_bias), None
-    kept.append((x, weight, fc, out_rows, lse, *heads))
+    kept.append((x, weight, fc, out_rows, lse, projected))
     return F.linear(out_rows, fc), call.fc_bias
 
 
@@ -667,7 +666,7 @@ def _attention_backward(
     dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
     x, weight, fc, out_rows, *read = kept.pop()
-    (B, L, H, _, _, Dv), (chosen, _, masks, bound) = call.sizes, call.choice
+    chosen, _, masks, bound = call.choice
     mm, addmm = (cpu_matmul.mm, cpu_matmul.addmm) if chosen.differentiable else (torch.mm, torch.addmm)
     dfc, dout = mm(dbranch.t(), out_rows) if call.fc.requires_grad else None, mm(dbranch, fc)
     options = call.softmax_scale, call.dropout_p, rng_state
@@ -676,11 +675,9 @@ def _attention_backward(
         weights, *heads = read
         dprojected = chosen.module.attention_rows_bwd(dout, weights, heads, memory, dmemory, masks, *options)
     else:
-        lse, *heads = read
-        dprojected = x.new_empty(x.shape[0], weight.shape[0])
-        dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out_rows))
-        tensors, grads = (dout, None, *heads, out, lse, None), _heads(dprojected, dmemory, call)
-        chosen.module.attention_bwd(*tensors, masks[1:], *options, False, grads=grads, **bound)
+        (lse, projected), dprojected = read, x.new_empty(x.shape[0], weight.shape[0])
+        tensors = dout, projected, memory, out_rows, lse, dprojected, dmemory
+        chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
     dx = mm(dprojected, weight) if dresidual is None else addmm(dresidual, dprojected, weight)
     rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
@@ -688,19 +685,6 @@ def _attention_backward(
         dweights = mm(dprojected.t(), x).split_with_sizes(rows)
     dbiases = dprojected.sum(0).split_with_sizes(rows) if call.biases else ()
     return dx, (*dweights, *dbiases, dfc, dbias)
-
-
-def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequence[Tensor]:
-    """q, k and v (B, H, L, D), views of the projections (B * L, rows) of all three, or of q's and the memory."""
-    B, L, H, Hk, Dk, Dv = call.sizes
-    if call.reads_memory:
-        q, (k, v) = projected.view(B, L, H, Dk), memory
-        k, v = k.view(B, k.shape[1], Hk, Dk), v.view(B, v.shape[1], Hk, Dv)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if H == Hk and Dk == Dv:
-        return projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4).unbind(0)
-    q, k, v = projected.split((H * Dk, Hk * Dk, Hk * Dv), 1)
-    return tuple(t.view(B, L, h, d).transpose(1, 2) for t, h, d in ((q, H, Dk), (k, Hk, Dk), (v, Hk, Dv)))
 
 
 def _feed_forward(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends import attention_rows
 from fastattn.backends.constants import DTYPES, uses_tf32
 from fastattn.backends.cuda import compute_capability, device_index, extension, refuse_device
 from fastattn.masks import AttentionMask, Layout, PreparedMask
@@ -153,6 +154,16 @@ def attention_bwd(
     if key_sums is not None:
         dbias = key_sums.sum_to_size(*bias.shape[:2], k.shape[2]).unsqueeze(2)
     return dq, dk, dv, None if dbias is None else dbias.to(bias_dtype)
+
+
+def attention_rows_fwd(*call: Any) -> tuple[Tensor, Tensor]:
+    """As fastattn.backends.attention_rows.forward. The last argument is of use in Triton."""
+    return attention_rows.forward(attention_fwd, *call[:-1])
+
+
+def attention_rows_bwd(*call: Any) -> None:
+    """As fastattn.backends.attention_rows.backward."""
+    attention_rows.backward(attention_bwd, *call[:-1])
 
 
 def attention_weights(
