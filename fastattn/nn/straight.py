@@ -585,9 +585,9 @@ def _norm_backward(
     return norm.chosen.module.add_layer_norm_bwd(*inputs)
 
 
-# The branch of a sublayer, and the bias that the norm is to add to it: see _bias_for_norm.
-# Of a backward: dresidual [+ the gradient of x], and those of what the products read. It fills dmemory. dbias: the
-# gradient of the branch's bias, where a norm has added it.
+# A forward gives the sublayer's branch, and the bias that the norm is to add to it: see _bias_for_norm.
+# A backward gives dresidual [+ the gradient of x], and the gradients of what the products read. It fills dmemory.
+# dbias: the gradient of the branch's bias, where a norm has added it.
 
 
 def _attention(
