@@ -14,13 +14,13 @@ FASTATTN = ROOT / "fastattn"
 # What each part of the package may import from it, itself included, next to COMMON, which everything may
 # import. fastattn.check and the tests may import anything.
 COMMON = {"_tracing", "backends.constants", "backends.timings"}
-SHARED = {"backends.cpu_matmul", "backends.cross_entropy_chunks"}
+SHARED = {"backends.attention_rows", "backends.cpu_matmul", "backends.cross_entropy_chunks"}
 ALLOWED = {
     "integrations": {"integrations", "models", "nn", "ops", "masks"},
     "graphs": {"graphs", "models", "generate", "ops", "backends"},
     "models": {"models", "generate", "nn", "ops", "masks", "backends", "backends.reference"},  # it draws dropout seeds
     "generate": {"generate", "nn", "ops", "backends", "graphs"},
-    "nn": {"nn", "ops", "masks", "backends", "backends.reference", "backends.cpu_matmul"},
+    "nn": {"nn", "ops", "masks", "backends", "backends.reference", "backends.attention_rows", "backends.cpu_matmul"},
     "ops": {"ops", "masks", "backends", "backends.reference"},
     "backends": {"backends"},
     "backends.reference": {"backends.reference", "masks"},
@@ -29,6 +29,7 @@ ALLOWED = {
     "kernels": {"kernels", "masks", *SHARED},
     "masks": {"masks"},
     "backends.cross_entropy_chunks": {"backends.cpu_matmul"},
+    "backends.attention_rows": set(),
     "backends.cpu_matmul": set(),
 } | {part: set() for part in COMMON}
 

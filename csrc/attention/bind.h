@@ -28,11 +28,31 @@ class Matrix {
     return copy;
   }
 
-  static Matrix to_write(const Tensor& t, const Sizes& sizes, Kernels kernels) {
-    const Matrix given(t, sizes);
-    if (!given.suits(kernels))
-      throw std::invalid_argument("fastattn: the kernel cannot write a result in these strides");
-    return given;
+  // Heads side by side in rows, from element `first` of a row on.
+  static Matrix in_rows(void* rows, DType dtype, const Sizes& sizes, int64_t stride_b, int64_t stride, int64_t first) {
+    const int64_t bytes = dtype == DType::float32 ? 4 : 2;
+    return {sizes, {stride_b, sizes[3], stride, 1}, static_cast<char*>(rows) + first * bytes};
+  }
+
+  // The heads that a tensor (B, L, rows) holds, or a copy.
+  static Matrix in_memory(const Tensor& t, DType dtype, int64_t heads, int64_t dim, Kernels kernels) {
+    const auto [batch, length] = t.sizes<2>();
+    const auto of = [&, batch = batch, length = length](const Tensor& from) {
+      const auto [stride_b, stride] = from.strides<2>();
+      return in_rows(from, dtype, {batch, heads, length, dim}, stride_b, stride, 0);
+    };
+    const Matrix given = of(t);
+    if (given.suits(kernels)) return given;
+    pybind11::object owner;
+    Matrix copy = of(t.contiguous_copy(owner));
+    copy.owner_ = owner;
+    return copy;
+  }
+
+  // For what is not copied.
+  const Matrix& checked(Kernels kernels) const {
+    if (!suits(kernels)) throw std::invalid_argument("fastattn: the kernel cannot read or write in these strides");
+    return *this;
   }
 
   operator StridedMatrix() const { return {data_, strides_[0], strides_[1], strides_[2]}; }
@@ -40,6 +60,9 @@ class Matrix {
   Sizes sizes;
 
  private:
+  Matrix(const Sizes& sizes, const std::array<int64_t, 4>& strides, void* data)
+      : sizes(sizes), strides_(strides), data_(data) {}
+
   bool suits(Kernels kernels) const {
     if (strides_[3] != 1) return false;
     if (kernels != Kernels::sm90) return true;
@@ -97,21 +120,77 @@ Params common(const Matrix& q, const Matrix& k, const Matrix& v, DType dtype, co
   return p;
 }
 
-// next_item: an int32 of scratch for Hopper's kernel; None: the other kernel.
-inline void forward(Tensor q_, Tensor k_, Tensor v_, Tensor bias, pybind11::handle prepared_mask, Tensor out,
-                    Tensor lse, Tensor next_item, float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
-  const Stream stream(q_);
-  const Kernels kernels = next_item ? Kernels::sm90 : Kernels::sm80;
-  const Sizes like_q = q_.sizes<4>(), like_k = k_.sizes<4>(), like_v = v_.sizes<4>();
-  const Sizes like_out = {like_q[0], like_q[1], like_q[2], like_v[3]};
-  const Matrix q = Matrix::to_read(q_, like_q, kernels), k = Matrix::to_read(k_, like_k, kernels);
-  const Matrix v = Matrix::to_read(v_, like_v, kernels);
-  auto p = common<Forward>(q, k, v, q_.dtype(), lse, bias, softmax_scale, dropout_p, rng_state, tf32);
-  p.v = v, p.out = Matrix::to_write(out, like_out, kernels), p.mask = mask(prepared_mask);
+struct Heads {
+  Matrix q, k, v;
+
+  Sizes like_out() const { return {q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]}; }
+};
+
+inline Heads heads_to_read(const Tensor& q, const Tensor& k, const Tensor& v, Kernels kernels) {
+  return {Matrix::to_read(q, q.sizes<4>(), kernels), Matrix::to_read(k, k.sizes<4>(), kernels),
+          Matrix::to_read(v, v.sizes<4>(), kernels)};
+}
+
+// fastattn/backends/attention_rows.py: Python's sizes (B, L, n_head, n_head_kv, d_k, d_v), and what is in rows.
+struct Rows {
+  Rows(pybind11::handle sizes, DType dtype, Kernels kernels) : dtype(dtype), kernels(kernels) {
+    if (PyTuple_Size(sizes.ptr()) != 6) throw std::invalid_argument("fastattn: attention of rows has six sizes");
+    int64_t* const numbers[] = {&batch, &length, &heads, &heads_kv, &dim_k, &dim_v};
+    for (int i = 0; i < 6; i++) *numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+  }
+
+  // k, v: the memory, or None.
+  Heads of(const Tensor& projected, const Tensor& k, const Tensor& v) const {
+    const int64_t width = heads * dim_k + (k ? 0 : heads_kv * (dim_k + dim_v));
+    const Matrix q = own(projected, heads, dim_k, width, 0);
+    if (k)
+      return {q, Matrix::in_memory(k, dtype, heads_kv, dim_k, kernels),
+              Matrix::in_memory(v, dtype, heads_kv, dim_v, kernels)};
+    return {q, own(projected, heads_kv, dim_k, width, heads * dim_k),
+            own(projected, heads_kv, dim_v, width, (heads + heads_kv) * dim_k)};
+  }
+
+  Matrix out(const Tensor& rows) const { return own(rows, heads, dim_v, heads * dim_v, 0); }
+
+ private:
+  Matrix own(const Tensor& rows, int64_t count, int64_t dim, int64_t width, int64_t first) const {
+    return Matrix::in_rows(rows, dtype, {batch, count, length, dim}, length * width, width, first).checked(kernels);
+  }
+
+  DType dtype;
+  Kernels kernels;
+  int64_t batch, length, heads, heads_kv, dim_k, dim_v;
+};
+
+inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, const Tensor& bias,
+                           pybind11::handle prepared_mask, const Tensor& lse, const Tensor& next_item,
+                           float softmax_scale, double dropout_p, const Tensor& rng_state, bool tf32,
+                           const Stream& stream) {
+  auto p = common<Forward>(in.q, in.k, in.v, dtype, lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+  p.v = in.v, p.out = out.checked(next_item ? Kernels::sm90 : Kernels::sm80), p.mask = mask(prepared_mask);
   if (next_item)
     forward_sm90(p, next_item, stream);
   else
     attention::forward(p, stream);
+}
+
+// next_item: an int32 of scratch for Hopper's kernel; None: the other kernel.
+inline void forward(Tensor q, Tensor k, Tensor v, Tensor bias, pybind11::handle prepared_mask, Tensor out, Tensor lse,
+                    Tensor next_item, float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
+  const Stream stream(q);
+  const Heads in = heads_to_read(q, k, v, next_item ? Kernels::sm90 : Kernels::sm80);
+  launch_forward(in, Matrix(out, in.like_out()), q.dtype(), bias, prepared_mask, lse, next_item, softmax_scale,
+                 dropout_p, rng_state, tf32, stream);
+}
+
+inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle sizes, pybind11::handle prepared_mask,
+                         Tensor out, Tensor lse, Tensor next_item, float softmax_scale, double dropout_p,
+                         Tensor rng_state, bool tf32) {
+  const Stream stream(projected);
+  const DType dtype = projected.dtype();
+  const Rows rows(sizes, dtype, next_item ? Kernels::sm90 : Kernels::sm80);
+  launch_forward(rows.of(projected, k, v), rows.out(out), dtype, Tensor(pybind11::none()), prepared_mask, lse,
+                 next_item, softmax_scale, dropout_p, rng_state, tf32, stream);
 }
 
 inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::handle prepared_mask, Tensor weights,
@@ -127,21 +206,14 @@ inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::han
 // work, float32: for Hopper's kernels PaddedRows; for the others delta, which the kernel of short sequences writes for
 // bias_gradient() where batches or heads share the bias, and else, as None, not at all.
 // dq_sum: Backward's dq as a float32 sum, on Hopper, or None for a kernel that owns dq.
-inline void backward(Tensor dout_, Tensor dlse, Tensor q_, Tensor k_, Tensor v_, Tensor out_, Tensor lse, Tensor bias,
-                     pybind11::handle by_query, pybind11::handle by_key, int kernels_, Tensor dq, Tensor dk, Tensor dv,
-                     Tensor dbias, Tensor dbias_keys, Tensor work, Tensor dq_sum, float softmax_scale, double dropout_p,
-                     Tensor rng_state, bool tf32) {
-  const Stream stream(q_);
-  const Kernels kernels = Kernels(kernels_);
-  const Sizes like_q = q_.sizes<4>(), like_k = k_.sizes<4>(), like_v = v_.sizes<4>();
-  const Sizes like_out = {like_q[0], like_q[1], like_q[2], like_v[3]};
-  const Matrix q = Matrix::to_read(q_, like_q, kernels), k = Matrix::to_read(k_, like_k, kernels);
-  const Matrix v = Matrix::to_read(v_, like_v, kernels), out = Matrix::to_read(out_, like_out, kernels);
-  const Matrix dout = Matrix::to_read(dout_, like_out, kernels);
-  auto p = common<Backward>(q, k, v, q_.dtype(), lse, bias, softmax_scale, dropout_p, rng_state, tf32);
-  p.v = v, p.out = out, p.dout = dout, p.dlse = dlse, p.dbias_keys = dbias_keys;
-  p.dq = Matrix::to_write(dq, like_q, kernels), p.dk = Matrix::to_write(dk, like_k, kernels);
-  p.dv = Matrix::to_write(dv, like_v, kernels);
+inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& dout, const Heads& grads, DType dtype,
+                            const Tensor& dlse, const Tensor& lse, const Tensor& bias, pybind11::handle by_query,
+                            pybind11::handle by_key, Kernels kernels, const Tensor& dbias, const Tensor& dbias_keys,
+                            const Tensor& work, const Tensor& dq_sum, float softmax_scale, double dropout_p,
+                            const Tensor& rng_state, bool tf32, const Stream& stream) {
+  auto p = common<Backward>(in.q, in.k, in.v, dtype, lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+  p.v = in.v, p.out = out, p.dout = dout, p.dlse = dlse, p.dbias_keys = dbias_keys;
+  p.dq = grads.q.checked(kernels), p.dk = grads.k.checked(kernels), p.dv = grads.v.checked(kernels);
   p.by_query = mask(by_query), p.by_key = mask(by_key);
   const auto [batch, heads] = dbias ? dbias.sizes<2>() : std::array<int64_t, 2>{};
   const int dbias_batch = static_cast<int>(batch), dbias_heads = static_cast<int>(heads);
@@ -175,6 +247,34 @@ inline void backward(Tensor dout_, Tensor dlse, Tensor q_, Tensor k_, Tensor v_,
   }
 }
 
+inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bias,
+                     pybind11::handle by_query, pybind11::handle by_key, int kernels_, Tensor dq, Tensor dk, Tensor dv,
+                     Tensor dbias, Tensor dbias_keys, Tensor work, Tensor dq_sum, float softmax_scale, double dropout_p,
+                     Tensor rng_state, bool tf32) {
+  const Stream stream(q);
+  const Kernels kernels = Kernels(kernels_);
+  const Heads in = heads_to_read(q, k, v, kernels);
+  const Heads grads = {{dq, in.q.sizes}, {dk, in.k.sizes}, {dv, in.v.sizes}};
+  launch_backward(in, Matrix::to_read(out, in.like_out(), kernels), Matrix::to_read(dout, in.like_out(), kernels),
+                  grads, q.dtype(), dlse, lse, bias, by_query, by_key, kernels, dbias, dbias_keys, work, dq_sum,
+                  softmax_scale, dropout_p, rng_state, tf32, stream);
+}
+
+// dk, dv: of the memory, or None.
+inline void rows_backward(Tensor dout, Tensor projected, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dprojected,
+                          Tensor dk, Tensor dv, pybind11::handle sizes, pybind11::handle by_query,
+                          pybind11::handle by_key, int kernels_, Tensor work, Tensor dq_sum, float softmax_scale,
+                          double dropout_p, Tensor rng_state, bool tf32) {
+  const Stream stream(projected);
+  const Kernels kernels = Kernels(kernels_);
+  const DType dtype = projected.dtype();
+  const Rows rows(sizes, dtype, kernels);
+  const Tensor none{pybind11::none()};
+  launch_backward(rows.of(projected, k, v), rows.out(out), rows.out(dout), rows.of(dprojected, dk, dv), dtype, none,
+                  lse, none, by_query, by_key, kernels, none, none, work, dq_sum, softmax_scale, dropout_p, rng_state,
+                  tf32, stream);
+}
+
 // (rows, columns) of the tiles of the forward, of backward_dq and of backward_dkdv.
 using Tiles = std::tuple<int, int, int, int, int, int>;
 
@@ -196,6 +296,8 @@ inline void bind(pybind11::module_& m) {
   m.attr("ATTENTION_MAX_HEAD_DIM_SUM") = kMaxHeadDimSum;
   m.def("attention_fwd", forward);
   m.def("attention_bwd", backward);
+  m.def("attention_rows_fwd", rows_forward);
+  m.def("attention_rows_bwd", rows_backward);
   m.def("attention_weights", weights);
   m.def("attention_tiles", tiles);
   m.def("attention_tiles_sm90", tiles_sm90);

@@ -34,6 +34,7 @@ from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, loss_of
 
 ScaleMode = Literal["emb", "prj", "none"]
 Reduction = Literal["mean", "sum"]
+REDUCTIONS = get_args(Reduction)
 
 
 class FusedTransformer(nn.Module):
@@ -211,12 +212,12 @@ class FusedTransformer(nn.Module):
         """
         check_batch(src_seq, trg_seq)
         check_gold(gold, trg_seq)
-        check_choice("reduction", reduction, get_args(Reduction))
+        check_choice("reduction", reduction, REDUCTIONS)
         _checks.check_indices("gold", gold, "trg_seq", trg_seq)
         projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
         if fuses:
             _checks.check_range("gold", gold, projection.out_features, "a row of the output projection")
-        gold = gold.reshape(trg_seq.shape)
+        gold = gold if gold.dim() == 2 else gold.reshape(trg_seq.shape)
         packing = choose_packing(self, src_seq, trg_seq, gold)
         dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
         gold = gold if unpadded is None else unpadded.drop_padding(gold)

@@ -62,7 +62,7 @@ def joint_linear(
         if len({(weight.dtype, weight.device) for weight in weights}) == 1:
             weight, bias = joined((weights, biases), _autocast.dtype_under_autocast(weights[0]))
             out = cpu_matmul.linear(x, weight, bias)
-            return out.split([weight.shape[0] for weight in weights], -1)
+            return out.split_with_sizes([weight.shape[0] for weight in weights], -1)
     return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
 
 

@@ -17,6 +17,7 @@ pops. It is None where nothing is kept: without gradients, and where autograd re
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from fastattn._tracing import (
     needs_formula,
     same_for_the_batch,
 )
-from fastattn.backends import Backend, Implementation, cpu_matmul, implementation
+from fastattn.backends import Backend, Implementation, attention_rows, cpu_matmul, implementation
 from fastattn.backends.reference.philox import draw_rng_states, dropout
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
@@ -68,13 +69,13 @@ class AttentionChoice(NamedTuple):
     """What the calls of attention with one mask, one size and one layout share.
 
     masks: as the backend's forward and backward read it; None where it has a formula alone, which reads mask.
-    options: of that forward and backward.
+    bound: a dictionary in which the backend keeps the launches that these calls share.
     """
 
     chosen: Implementation
     mask: AttentionMask | None
     masks: Any
-    options: dict[str, Any]
+    bound: dict[str, Any]
 
 
 class Attention(NamedTuple):
@@ -203,9 +204,8 @@ class Plan:
         key = id(mask), sizes, dropout_p, backend, softmax_scale, layout
         if (choice := self._choices.get(key)) is None:
             B, Lq, Lk, H, Hk, Dk, Dv = sizes
-            shapes = (B, Lq, H, Dk), (B, Lk, Hk, Dk), (B, Lk, Hk, Dv)
-            empty = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
-            q, k, v = (t.transpose(1, 2) for t in empty)
+            shapes = (B, H, Lq, Dk), (B, Hk, Lk, Dk), (B, Hk, Lk, Dv)
+            q, k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
             if mask is not None:
                 mask.check(B, H, Lq, Lk, self.device)
             chosen = backends.choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
@@ -215,8 +215,7 @@ class Plan:
                 masks = chosen.module.rows_mask(q, k, v, mask, softmax_scale, dropout_p)
             else:
                 masks = None
-            options = {"bound": {}} if getattr(chosen.module, "BINDS_LAUNCHES", False) else {}
-            choice = self._choices[key] = AttentionChoice(chosen, mask, masks, options)
+            choice = self._choices[key] = AttentionChoice(chosen, mask, masks, {})
         return choice
 
 
@@ -268,7 +267,7 @@ def run_layer(
     calls.append(call)
     is_formula = call.chosen.differentiable
     for call in calls:
-        for chosen in (_backend(call), call.norm.chosen):
+        for chosen in ((call.choice if isinstance(call, Attention) else call).chosen, call.norm.chosen):
             if chosen.differentiable is not is_formula or chosen.name == "reference":
                 return None
     if is_formula and plan.is_recomputing:
@@ -277,13 +276,14 @@ def run_layer(
     parameters: list[Tensor | None] = []
     for call in calls:
         parameters += call.parameters
-    with _autocast.no_autocast(plan.device):
+    with _autocast.no_autocast(plan.device) if plan.is_under_autocast else nullcontext():
         if plan.keeps and not (is_formula and _is_recorded(calls, stream, parameters)):
-            out = _Layer.apply(plan, calls, rng_states, len(stream), *stream, *memory, *parameters)
+            given = plan, calls, rng_states, len(stream), len(memory)
+            out = _Layer.apply(given, *stream, *memory, *parameters)
             return PendingResidual(*out[:2], _bias_for_norm(calls[-1])) if norm_first else out[0]
         out = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, None)
-    shape = first.shape
-    return PendingResidual(out[0].view(shape), out[1].view(shape)) if norm_first else out[0].view(shape)
+    x = out[0].view_as(first)
+    return PendingResidual(x, out[1].view_as(first)) if norm_first else x
 
 
 def _is_recorded(calls: Sequence[Call], stream: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
@@ -307,7 +307,7 @@ def _bias_for_norm(call: FeedForward) -> Tensor | None:
 
 def _as_matrices(stream: Sequence[Tensor | None]) -> list[Tensor | None]:
     """(B, L, d_model) -> (B * L, d_model), contiguous. A bias (d_model,) stays as it is."""
-    return [t if t is None or t.dim() == 1 else t.reshape(-1, t.shape[2]).contiguous() for t in stream]
+    return [t if t is None or t.dim() == 1 else t.flatten(0, 1).contiguous() for t in stream]
 
 
 # The calls of a layer's sublayers, from its modules. None: something is modified, and the layer goes op by op.
@@ -398,50 +398,43 @@ def _fit(
 # A layer.
 
 
-def _backend(call: Call) -> Implementation:
-    return call.choice.chosen if isinstance(call, Attention) else call.chosen
-
-
 def _draw_rng_states(plan: Plan, calls: Sequence[Call], norm_first: bool) -> list[Tensor | None]:
     """What dropout draws from, in the order in which _forward needs it: twice for Attention, once for FeedForward."""
-    rates: list[float] = []
+    drops: list[bool] = []
     for call in calls:
-        if isinstance(call, FeedForward):
-            rates.append(call.norm.dropout_p)
-        else:
-            rates += (call.norm.dropout_p, call.dropout_p) if norm_first else (call.dropout_p, call.norm.dropout_p)
-    count = sum([dropout_p > 0 for dropout_p in rates])
-    drawn = iter(draw_rng_states(plan.device, calls[0].norm.chosen.name, count) if count else ())
-    return [next(drawn) if dropout_p > 0 else None for dropout_p in rates]
+        drops.append(call.norm.dropout_p > 0)
+        if isinstance(call, Attention):
+            drops.insert(len(drops) if norm_first else -1, call.dropout_p > 0)
+    count = sum(drops)
+    drawn = draw_rng_states(plan.device, calls[0].norm.chosen.name, count) if count else ()
+    if count == len(drops):
+        return list(drawn)
+    rest = iter(drawn)
+    return [next(rest) if drop else None for drop in drops]
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan,
-        calls: Sequence[Call],
-        rng_states: list[Tensor | None],
-        width: int,
-        *tensors: Tensor | None,
+        ctx: Any, given: tuple[Plan, list[Call], list[Tensor | None], int, int], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """tensors: `width` of the stream, the memory, the parameters."""
-        parameters = sum([len(call.parameters) for call in calls])
-        stream, memory = tensors[:width], tensors[width : len(tensors) - parameters]
+        """tensors: of the stream and of the memory, as many as the last of `given` say, and the parameters."""
+        plan, calls, rng_states, width, num_memory = given
+        stream, memory = tensors[:width], tensors[width : width + num_memory]
         kept: Kept = []
         out = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, kept)
-        shape = stream[0].shape
-        out = tuple([t.view(shape) for t in out])
+        first = stream[0]
+        out = tuple([t.view_as(first) for t in out])
         # What is kept first is x, or with norm_first z: an input or output, which a second derivative passes through.
-        kept[0] = out[2] if width > 1 else stream[0], *kept[0][1:]
+        kept[0] = out[2] if width > 1 else first, *kept[0][1:]
         ctx.save_for_backward(*memory, *rng_states, *chain.from_iterable(kept))
         ctx.set_materialize_grads(False)
-        ctx.given = plan, calls, shape, len(memory), len(rng_states), [len(pushed) for pushed in kept]
+        ctx.given = plan, calls, num_memory, len(rng_states), [len(pushed) for pushed in kept]
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        plan, calls, shape, num_memory, num_states, num_pushed = ctx.given
+        plan, calls, num_memory, num_states, num_pushed = ctx.given
         saved = iter(ctx.saved_tensors)  # activation checkpointing gives them out once
         memory, rng_states, *kept = [tuple(islice(saved, n)) for n in (num_memory, num_states, *num_pushed)]
         start, *others = kept[0]
@@ -451,12 +444,12 @@ class _Layer(torch.autograd.Function):
             kept[0] = *_as_matrices((start,)), *others
             grads = _backward(plan, calls, rng_states, _as_matrices(douts), memory, kept)
             dx, dresidual, *rest = grads
-            dx, is_shared = dx.view(shape), dresidual is dx
+            dx, is_shared = dx.view_as(start), dresidual is dx
             if len(douts) > 1:
-                dresidual = dx if is_shared else dresidual.view(shape)
+                dresidual = dx if is_shared else dresidual.view_as(start)
             grads = dx, dresidual, *rest
-        needed = ctx.needs_input_grad[4:]
-        return *(None,) * 4, *[grad if need else None for grad, need in zip(grads, needed, strict=True)]
+        grads = None, *grads
+        return tuple([grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=True)])
 
 
 def _forward(
@@ -475,20 +468,20 @@ def _forward(
     if len(stream) == 1:
         (x,) = stream
         for call, own in zip(calls, weights, strict=True):
-            branch, bias = _sublayer(plan, call, own, rng_states, x, memory, kept)
+            branch, bias = _FORWARD[type(call)](plan, call, own, rng_states, x, memory, kept)
             x, _ = _norm(plan, call.norm, next(rng_states), branch, x, bias, kept)
         return (x,)
     (branch, residual, bias), first = stream, None
     for call, own in zip(calls, weights, strict=True):
         x, residual = _norm(plan, call.norm, next(rng_states), branch, residual, bias, kept)
         first = residual if first is None else first
-        branch, bias = _sublayer(plan, call, own, rng_states, x, memory, kept)
+        branch, bias = _FORWARD[type(call)](plan, call, own, rng_states, x, memory, kept)
     return branch, residual, first
 
 
 def _weights(plan: Plan, calls: Sequence[Call]) -> list[Parameters]:
     """What the products of each call read, in the dtype of the hidden states: its groups, each in one tensor."""
-    if all(call.parameters[0].dtype is plan.dtype for call in calls):
+    if all([(call.fc if isinstance(call, Attention) else call.weight2).dtype is plan.dtype for call in calls]):
         return [call.joined for call in calls]
     cast = joined([group for call in calls for group in call.groups], plan.dtype)
     return [tuple(cast[i : i + 4]) for i in range(0, len(cast), 4)]
@@ -504,18 +497,18 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the stream, the memory and the parameters."""
     rng_states, dparameters = list(rng_states), []
-    dmemory = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in memory]
+    dmemory = [t.new_empty(*t.shape) for t in memory]
     if len(douts) == 1:
         (dx,) = douts
         for call in reversed(calls):
             dbranch, dresidual, *dnorm, dbias = _norm_backward(call.norm, kept, rng_states.pop(), dx, None)
-            dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, dresidual, memory, dmemory, dbias)
+            dx, dweights = _BACKWARD[type(call)](call, kept, rng_states, dbranch, dresidual, memory, dmemory, dbias)
             dparameters = [*dweights, *dnorm, *dparameters]
         return dx, *dmemory, *dparameters
     dbranch, dresidual, dfirst = douts
     dbranch, dbias = torch.zeros_like(kept[0][0]) if dbranch is None else dbranch, None
     for call in reversed(calls):
-        dx, dweights = _sublayer_backward(call, kept, rng_states, dbranch, None, memory, dmemory, dbias)
+        dx, dweights = _BACKWARD[type(call)](call, kept, rng_states, dbranch, None, memory, dmemory, dbias)
         if call is calls[0] and dfirst is not None:
             dresidual = dfirst if dresidual is None else dresidual + dfirst
         dbranch, dresidual, *dnorm, dprevious = _norm_backward(call.norm, kept, rng_states.pop(), dx, dresidual)
@@ -576,7 +569,7 @@ def _norm(
         return module.add_layer_norm(*inputs)
     out, z, *statistics = module.add_layer_norm_fwd(*inputs)
     if kept is not None:
-        kept.append((z, norm.weight, norm.bias, bias, *statistics))
+        kept.append((z, norm.weight, bias, *statistics))
         if plan.is_recomputing:
             again = {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps, "backend": norm.chosen.name}
             remember_norm(out, lambda: dropout_add_layer_norm(z, None, **again))
@@ -587,28 +580,49 @@ def _norm_backward(
     norm: Norm, kept: Kept, rng_state: Tensor | None, dout: Tensor, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """dbranch, dresidual (which may be dbranch itself), dweight, dbias, and the gradient of the bias of the branch."""
-    z, weight, bias, branch_bias, *statistics = kept.pop()
-    inputs = dout, dz, z, weight, bias, *statistics, norm.dropout_p, rng_state, True, branch_bias
+    z, weight, branch_bias, *statistics = kept.pop()
+    inputs = dout, dz, z, weight, norm.bias, *statistics, norm.dropout_p, rng_state, True, branch_bias
     return norm.chosen.module.add_layer_norm_bwd(*inputs)
 
 
-def _sublayer(
+# A forward gives the sublayer's branch, and the bias that the norm is to add to it: see _bias_for_norm.
+# A backward gives dresidual [+ the gradient of x], and the gradients of what the products read. It fills dmemory.
+# dbias: the gradient of the branch's bias, where a norm has added it.
+
+
+def _attention(
     plan: Plan,
-    call: Call,
+    call: Attention,
     weights: Parameters,
     rng_states: Iterator[Tensor | None],
     x: Tensor,
     memory: Sequence[Tensor],
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sublayer's branch, and the bias that the norm is to add to it: see _bias_for_norm."""
-    if isinstance(call, Attention):
-        return _attention(call, weights, next(rng_states), x, memory if call.reads_memory else (), kept)
-    return _feed_forward(plan, call, weights, x, kept)
+    (weight, bias, fc, fc_bias), (chosen, mask, masks, bound) = weights, call.choice
+    module, options = chosen.module, (call.softmax_scale, call.dropout_p, next(rng_states))
+    memory = memory if call.reads_memory else ()
+    if chosen.differentiable:
+        projected = cpu_matmul.linear(x, weight, bias)
+        if kept is None:
+            out, *_ = module.attention(
+                *attention_rows.heads(projected, memory, call.sizes), mask, *options, return_lse=False
+            )
+            out_rows = out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])
+        else:
+            out_rows, *read = module.attention_rows_fwd(projected, memory, masks, *options)
+            kept.append((x, weight, fc, out_rows, *read))
+        return cpu_matmul.linear(out_rows, fc, fc_bias), None
+    projected = F.linear(x, weight, bias)
+    out_rows, lse = module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, bound)
+    if kept is None:
+        return F.linear(out_rows, fc, fc_bias), None
+    kept.append((x, weight, fc, out_rows, lse, projected))
+    return F.linear(out_rows, fc), call.fc_bias
 
 
-def _sublayer_backward(
-    call: Call,
+def _attention_backward(
+    call: Attention,
     kept: Kept,
     rng_states: list[Tensor | None],
     dbranch: Tensor,
@@ -617,70 +631,21 @@ def _sublayer_backward(
     dmemory: Sequence[Tensor],
     dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
-    """dresidual [+ the gradient of x], and those of what the products read. Fills dmemory.
-
-    dbias: the gradient of the branch's bias, where a norm has added it.
-    """
-    if isinstance(call, Attention):
-        given = (memory, dmemory) if call.reads_memory else ((), ())
-        return _attention_backward(call, kept, rng_states.pop(), dbranch, dresidual, *given, dbias)
-    return _feed_forward_backward(call, kept, dbranch, dresidual, dbias)
-
-
-def _attention(
-    call: Attention,
-    weights: Parameters,
-    rng_state: Tensor | None,
-    x: Tensor,
-    memory: Sequence[Tensor],
-    kept: Kept | None,
-) -> tuple[Tensor, Tensor | None]:
-    (weight, bias, fc, fc_bias), (chosen, mask, masks, bound) = weights, call.choice
-    module, rows, options = chosen.module, (x.shape[0], fc.shape[1]), (call.softmax_scale, call.dropout_p, rng_state)
-    if chosen.differentiable:
-        projected = cpu_matmul.linear(x, weight, bias)
-        if kept is None:
-            out, *_ = module.attention(*_heads(projected, memory, call), mask, *options, return_lse=False)
-            out_rows = out.transpose(1, 2).reshape(rows)
-        else:
-            out_rows, *read = module.attention_rows_fwd(projected, memory, masks, *options)
-            kept.append((x, weight, fc, out_rows, *read))
-        return cpu_matmul.linear(out_rows, fc, fc_bias), None
-    projected = F.linear(x, weight, bias)
-    heads = _heads(projected, memory, call)
-    out, lse = module.attention_fwd(*heads, None, masks[0], *options, **bound)
-    out_rows = out.transpose(1, 2).reshape(rows)
-    if kept is None:
-        return F.linear(out_rows, fc, fc_bias), None
-    kept.append((x, weight, fc, out_rows, lse, *heads))
-    return F.linear(out_rows, fc), call.fc_bias
-
-
-def _attention_backward(
-    call: Attention,
-    kept: Kept,
-    rng_state: Tensor | None,
-    dbranch: Tensor,
-    dresidual: Tensor | None,
-    memory: Sequence[Tensor],
-    dmemory: Sequence[Tensor],
-    dbias: Tensor | None,
-) -> tuple[Tensor, Parameters]:
     x, weight, fc, out_rows, *read = kept.pop()
-    (B, L, H, _, _, Dv), (chosen, _, masks, bound) = call.sizes, call.choice
+    chosen, _, masks, bound = call.choice
     mm, addmm = (cpu_matmul.mm, cpu_matmul.addmm) if chosen.differentiable else (torch.mm, torch.addmm)
     dfc, dout = mm(dbranch.t(), out_rows) if call.fc.requires_grad else None, mm(dbranch, fc)
-    options = call.softmax_scale, call.dropout_p, rng_state
+    options = call.softmax_scale, call.dropout_p, rng_states.pop()
+    if not call.reads_memory:
+        memory = dmemory = ()
     if chosen.differentiable:
         dbias = None if call.fc_bias is None else dbranch.sum(0)
         weights, *heads = read
         dprojected = chosen.module.attention_rows_bwd(dout, weights, heads, memory, dmemory, masks, *options)
     else:
-        lse, *heads = read
-        dprojected = x.new_empty(x.shape[0], weight.shape[0])
-        dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out_rows))
-        tensors, grads = (dout, None, *heads, out, lse, None), _heads(dprojected, dmemory, call)
-        chosen.module.attention_bwd(*tensors, masks[1:], *options, False, grads=grads, **bound)
+        (lse, projected), dprojected = read, x.new_empty(x.shape[0], weight.shape[0])
+        tensors = dout, projected, memory, out_rows, lse, dprojected, dmemory
+        chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
     dx = mm(dprojected, weight) if dresidual is None else addmm(dresidual, dprojected, weight)
     rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
@@ -690,21 +655,14 @@ def _attention_backward(
     return dx, (*dweights, *dbiases, dfc, dbias)
 
 
-def _heads(projected: Tensor, memory: Sequence[Tensor], call: Attention) -> Sequence[Tensor]:
-    """q, k and v (B, H, L, D), views of the projections (B * L, rows) of all three, or of q's and the memory."""
-    B, L, H, Hk, Dk, Dv = call.sizes
-    if call.reads_memory:
-        q, (k, v) = projected.view(B, L, H, Dk), memory
-        k, v = k.view(B, k.shape[1], Hk, Dk), v.view(B, v.shape[1], Hk, Dv)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if H == Hk and Dk == Dv:
-        return projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4).unbind(0)
-    q, k, v = projected.split((H * Dk, Hk * Dk, Hk * Dv), 1)
-    return tuple(t.view(B, L, h, d).transpose(1, 2) for t, h, d in ((q, H, Dk), (k, Hk, Dk), (v, Hk, Dv)))
-
-
 def _feed_forward(
-    plan: Plan, call: FeedForward, weights: Parameters, x: Tensor, kept: Kept | None
+    plan: Plan,
+    call: FeedForward,
+    weights: Parameters,
+    rng_states: Iterator[Tensor | None],
+    x: Tensor,
+    memory: Sequence[Tensor],
+    kept: Kept | None,
 ) -> tuple[Tensor, Tensor | None]:
     (weight1, bias1, weight2, bias2), module, is_formula = weights, call.chosen.module, call.chosen.differentiable
     if kept is None and is_formula:
@@ -718,7 +676,14 @@ def _feed_forward(
 
 
 def _feed_forward_backward(
-    call: FeedForward, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
+    call: FeedForward,
+    kept: Kept,
+    rng_states: list[Tensor | None],
+    dbranch: Tensor,
+    dresidual: Tensor | None,
+    memory: Sequence[Tensor],
+    dmemory: Sequence[Tensor],
+    dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
     x, weight1, bias1, weight2, *saved = kept.pop()
     module, options = call.chosen.module, (call.activation, 0.0, None)
@@ -728,3 +693,7 @@ def _feed_forward_backward(
     dx, *dweights, dbias2 = module.feed_forward_bwd(dbranch, x, *weights, *options, tuple(saved))
     dweights.append(dbias if dbias2 is None else dbias2)
     return dx if dresidual is None else dx.add_(dresidual), tuple(dweights)
+
+
+_FORWARD = {Attention: _attention, FeedForward: _feed_forward}
+_BACKWARD = {Attention: _attention_backward, FeedForward: _feed_forward_backward}

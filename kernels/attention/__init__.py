@@ -5,6 +5,7 @@ Kernels and their launches:
     backward.py        dq, and dk with dv
     bias_gradient.py   dbias, if the bias needs it
     weights.py         the weights, on request
+    rows.py            forward and backward between the products of a layer
 masked_tiles.py holds what every kernel does with a tile. It reads from a PreparedMask which elements are visible.
 arguments.py turns tensors into kernel arguments. tile_sizes.py holds the tile sizes.
 """
@@ -16,13 +17,21 @@ from fastattn.masks import AttentionMask, Layout
 from ..common.launch import gpu_arch, unsupported_tensors
 from .backward import attention_bwd
 from .forward import attention_fwd
+from .rows import attention_rows_bwd, attention_rows_fwd
 from .tile_sizes import Config, config
 from .weights import attention_weights
 
-__all__ = ["attention_bwd", "attention_fwd", "attention_weights", "mask_layouts", "unsupported_reason"]
+__all__ = [
+    "attention_bwd",
+    "attention_fwd",
+    "attention_rows_bwd",
+    "attention_rows_fwd",
+    "attention_weights",
+    "mask_layouts",
+    "unsupported_reason",
+]
 
 _MAX_HEAD_DIM = 256
-BINDS_LAUNCHES = True  # attention_fwd and attention_bwd take `bound`
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:

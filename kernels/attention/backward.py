@@ -24,7 +24,7 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, specialization
-from ..common.philox import dropout_constants, dropout_keep
+from ..common.philox import dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -207,7 +207,7 @@ def attention_bwd(
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
     it. masks: in the layouts of mask_layouts() after the first, which also say the tiles. grads: memory for dq, dk, dv
     whose last dimension is contiguous; without it they are allocated in the inputs' memory order. Returns dq, dk, dv,
-    and dbias, as bias, if needed. bound: as in attention_fwd, for calls without dlse that differ in memory alone."""
+    and dbias, as bias, if needed. bound: gets the launches as "dq" and "dkv", as in attention_fwd."""
     (B, H, Lq, Dk), (_, Hk, Lk, Dv) = q.shape, v.shape
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
@@ -217,12 +217,6 @@ def attention_bwd(
     dq, dk, dv = grads
     delta = torch.empty_like(lse)
     by_query, by_key = masks
-    if bound and "dq" in bound and "dkv" in bound:
-        tensors = q, k, v, out, dout, dq, dk, dv, lse, delta, rng_state
-        found, alignment = addresses(*tensors)
-        if alignment is True:
-            _run_bound(bound["dq"], bound["dkv"], tensors, found, dropout_p)
-            return dq, dk, dv, None
     (q_at, k_at, v_at, out_at, dout_at, *grads_at), strides = arguments.strided(q, k, v, out, dout, dq, dk, dv)
     (lse_at, dlse_at, delta_at), alignment = addresses(lse, dlse, delta)
     biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
@@ -262,26 +256,3 @@ def attention_bwd(
     if needs_dbias:
         dbias = bias_gradient(q, k, v, dout, lse, dlse, delta, bias, by_query, softmax_scale, dropout_p, rng_state)
     return dq, dk, dv, dbias
-
-
-def _run_bound(
-    dq: arguments.Bound,
-    dkv: arguments.Bound,
-    tensors: tuple[Tensor | None, ...],
-    found: list[int | None],
-    dropout_p: float,
-) -> None:
-    """The launches of attention_bwd. tensors, found: q, k, v, out, dout, dq, dk, dv, lse, delta, rng_state, and where
-    they are."""
-    *strided, lse, delta, rng_state = tensors
-    *strided_at, lse_at, delta_at, rng_at = found
-    dropout = None if rng_state is None else (rng_at, *dropout_constants(dropout_p))
-    given = *arguments.moved(strided_at[:6], dq.strides), lse_at, None, delta_at, None, dq.masking, dropout, *dq.rest
-    device = lse.get_device()
-    dq.launch.run(device, dq.programs, given, (*strided[:6], lse, delta, *dq.mask_tensors, rng_state))
-    places = 0, 1, 2, 4, 6, 7  # q, k, v, dout, dk, dv
-    given = arguments.moved([strided_at[i] for i in places], dkv.strides)
-    given = *given, lse_at, delta_at, None, dkv.masking, dropout, *dkv.rest
-    dkv.launch.run(
-        device, dkv.programs, given, (*[strided[i] for i in places], lse, delta, *dkv.mask_tensors, rng_state)
-    )

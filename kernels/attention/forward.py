@@ -28,8 +28,8 @@ from torch import Tensor
 
 from fastattn.masks import PreparedMask
 
-from ..common.launch import Launches, addresses
-from ..common.philox import dropout_constants, dropout_keep
+from ..common.launch import Launches
+from ..common.philox import dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -124,20 +124,12 @@ def attention_fwd(
     lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also says the tile. rng_state: int64
     (seed, offset), or None without dropout.
 
-    bound: empty at first, a dictionary for calls that differ in the memory of q, k, v and rng_state alone."""
+    bound: gets the launch as "forward", if nothing but its addresses distinguishes it: see rows.py."""
     (B, H, Lq, _), Dv = q.shape, v.shape[3]
     out = arguments.empty_like(q, Dv)
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    known = bound.get("forward") if bound else None
-    if known is not None:
-        found, alignment = addresses(q, k, v, out, lse, rng_state)
-        if alignment is True:
-            dropout = None if rng_state is None else (found[5], *dropout_constants(dropout_p))
-            given = *arguments.moved(found, known.strides), found[4], None, known.masking, dropout, *known.rest
-            known.launch.run(q.get_device(), known.programs, given, (q, k, v, out, lse, *known.mask_tensors, rng_state))
-            return out, lse
     strided, strides = arguments.strided(q, k, v, out)
     masking, mask_tensors, mask_key = arguments.masking(mask)
     biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)

@@ -122,12 +122,14 @@ def feed_forward_bwd(
         launch = _LAUNCHES.add(key, (tile.BLOCK_M, triton.cdiv(d_inner, tile.BLOCK_N)), **constants)
     block_m, n_tiles = launch.tile
     m_tiles = -(-tokens // block_m)
-    partial = torch.empty(0 if bias1 is None else m_tiles, dz.shape[1], dtype=torch.float32, device=x.device)
+    partial = x.new_empty(0 if bias1 is None else m_tiles, dz.shape[1], dtype=torch.float32)
     if h.numel() > 0:
         results = dz, h, partial
         sizes = tokens, d_out, d_inner, *strides
         arguments = *found, *addresses(*results)[0], rng_place, *sizes, *dropout_constants(dropout_p)
         launch.run(device, m_tiles * n_tiles, arguments, (dout, weight2, z, *results, rng_state))
-    dbias1 = None if bias1 is None else partial.sum(0).to(bias1.dtype)
+    dbias1 = None if bias1 is None else partial.sum(0)
+    if dbias1 is not None and bias1.dtype != torch.float32:
+        dbias1 = dbias1.to(bias1.dtype)
     dbias2 = None if bias2 is None else dout.sum(0)
     return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2

@@ -32,6 +32,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from fastattn import AttentionMask
+from fastattn.backends import attention_rows
 from fastattn.kernels import attention, decode_attention, mask
 from fastattn.masks import Layout
 
@@ -219,6 +220,7 @@ def attentions() -> None:
         for i in range(4):
             both_ways(*(moved(t) if i == n else t for n, t in enumerate((q, k, v, dout))), with_bias, 0.5, 0.1)
         both_ways(q, k, v, dout, AttentionMask(bias=moved(with_bias.bias)), 0.5, 0.1)
+    of_rows()
     memory = torch.zeros(B, Lq, 3, H, D, dtype=dtype).permute(2, 0, 3, 1, 4).unbind(0)
     both_ways(q, k, v, dout, AttentionMask(), 0.5, 0.1, memory)
     both_ways(q, k, v, dout, AttentionMask(), 0.5, 0.1, [moved(t) for t in memory])
@@ -237,13 +239,26 @@ def both_ways(
             options = scale, p, state, bias is not None
             got = attention.attention_bwd(dout, dlse, q, k, v, out, lse, bias, rest, *options, grads)
             assert grads is None or all(a is b for a, b in zip(got, grads, strict=False))
-        known: dict[str, Any] = {}
-        for _ in range(3 if bias is None else 0):
-            out, lse = attention.attention_fwd(q, k, v, None, first, scale, p, state, known)
-            attention.attention_bwd(dout, None, q, k, v, out, lse, None, rest, scale, p, state, False, grads, known)
         plain = given.prepare(q.shape[2], k.shape[2], type(layouts[0])(), q.device)
         for mean in (False, True):
             attention.attention_weights(q, k, lse, bias, plain, scale, p, state, mean)
+
+
+def of_rows() -> None:
+    """Launches that are bound to `known`, with the tensors that Triton's own path needs."""
+    for dtype, (B, L, H, Hk, D), p in itertools.product(DTYPES, ((1, 1, 1, 1, 1), (2, 16, 4, 2, 16)), (0.0, 0.1)):
+        sizes, rng = (B, L, H, Hk, D, D), torch.zeros(2, dtype=torch.int64) if p else None
+        for memory in ((), tuple(torch.zeros(B, L, 2 * Hk * D, dtype=dtype).chunk(2, 2))):
+            projected = torch.zeros(B * L, (H if memory else H + 2 * Hk) * D, dtype=dtype)
+            dmemory, dout, known = [torch.zeros_like(t) for t in memory], projected.new_zeros(B * L, H * D), {}
+            layouts = attention.mask_layouts(*attention_rows.heads(projected, memory, sizes), None)
+            given = AttentionMask(key_padding=torch.ones(B, L, dtype=torch.bool))
+            first, *rest = (given.prepare(L, L, each, CPU, mask.prepare_mask) for each in layouts)
+            for change in (torch.clone, torch.clone, moved):
+                rows = change(projected)
+                out, lse = attention.attention_rows_fwd(rows, memory, sizes, first, 0.5, p, rng, known)
+                call = dout, rows, memory, out, lse, torch.zeros_like(rows), dmemory, sizes, rest
+                attention.attention_rows_bwd(*call, 0.5, p, rng, known)
 
 
 def masks() -> None:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
+from fastattn.backends import attention_rows
 from fastattn.backends.cuda import attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -147,6 +148,32 @@ def test_gradients_in_given_tensors(L: int, kernels: torch.device) -> None:
     grads = joined.permute(2, 0, 3, 1, 4).unbind()
     given = backend.attention_bwd(*call, grads)[:3]
     assert all(a is b and torch.equal(a, c) for a, b, c in zip(given, grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("L", [70, 150])
+@pytest.mark.parametrize("shift", [None, 0, 1])
+def test_rows(shift: int | None, L: int, kernels: torch.device) -> None:
+    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one; with 1 it is copied."""
+    sizes = B, L, H, Hk, Dk, Dv = 2, L, 4, 2, 16, 24
+    mask, width = AttentionMask(is_causal=True), H * Dk + (Hk * (Dk + Dv) if shift is None else 0)
+    torch.manual_seed(0)
+    projected, dout = (torch.randn(B * L, n, dtype=BFLOAT16, device=kernels) for n in (width, H * Dv))
+    wide = torch.randn(B, L, 2 * Hk * (Dk + Dv), dtype=BFLOAT16, device=kernels)
+    memory = [] if shift is None else wide[..., shift : shift + Hk * (Dk + Dv)].split([Hk * Dk, Hk * Dv], 2)
+    q, k, v = attention_rows.heads(projected, memory, sizes)
+    first, *others = (mask.prepare(L, L, layout, kernels) for layout in backend.mask_layouts(q, k, v, None))
+    out, lse = backend.attention_rows_fwd(projected, memory, sizes, first, 0.25, 0.0, None)
+    expected, expected_lse = backend.attention_fwd(q, k, v, None, first, 0.25, 0.0, None)
+    assert torch.equal(out, expected.transpose(1, 2).reshape(out.shape)) and torch.equal(lse, expected_lse)
+    dprojected, *dmemory = (
+        torch.full(t.shape, torch.nan, dtype=BFLOAT16, device=kernels) for t in (projected, *memory)
+    )
+    call = dout, projected, memory, out, lse, dprojected, dmemory, sizes, others, 0.25, 0.0, None
+    backend.attention_rows_bwd(*call)
+    dheads = dout.view(B, L, H, Dv).transpose(1, 2)
+    grads = backend.attention_bwd(dheads, None, q, k, v, expected, lse, None, others, 0.25, 0.0, None, False)
+    for given, wanted in zip(attention_rows.heads(dprojected, dmemory, sizes), grads, strict=False):
+        assert torch.equal(given, wanted)
 
 
 @full

@@ -34,12 +34,12 @@ class Counts(NamedTuple):
 
 # What may be needed. Of a training step, and of one more token for one sentence, greedily, by 3 + 3 layers.
 BOUNDS = {
-    "aten, float32": Counts(6262, 2640, 6917),
-    "aten, bfloat16": Counts(7393, 2657, 6985),
-    "triton, float32": Counts(3276, 1646, 6943, 149),
-    "triton, bfloat16": Counts(4131, 1683, 7083, 149),
-    "cuda, float32": Counts(4211, 2079, 6098, 157),
-    "cuda, bfloat16": Counts(4217, 2078, 6106, 139),
+    "aten, float32": Counts(6010, 2420, 6530),
+    "aten, bfloat16": Counts(7100, 2500, 6670),
+    "triton, float32": Counts(2550, 1265, 6400, 149),
+    "triton, bfloat16": Counts(3325, 1375, 6690, 149),
+    "cuda, float32": Counts(3375, 1655, 5460, 157),
+    "cuda, bfloat16": Counts(3340, 1725, 5620, 139),
     "a token, float32": Counts(389, 59, 79),
 }
 

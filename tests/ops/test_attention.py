@@ -22,7 +22,7 @@ from attention_checks import (
 from mask_cases import KINDS, offsets, prefix
 
 from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, scaled_dot_product_attention
-from fastattn.backends import load_backend
+from fastattn.backends import attention_rows, load_backend
 from fastattn.backends.reference import philox
 from fastattn.masks import Layout
 
@@ -222,30 +222,40 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_bound_launches(dropout_p: float, device: torch.device) -> None:
-    """Calls that share `bound` give what they give without it, aligned memory or not, with dropout of their own."""
-    backend_call("triton", device)
-    kernels, bound, rounds = load_backend("attention", "triton"), {}, []
-    for seed in range(3):
-        p = make(H=2, D=16, Lq=37, mask="key_padding_holes", device=device, seed=seed)
-        inputs = [p.dout, p.q, p.k, p.v]
-        if seed == 1:  # no address of 16 bytes
-            inputs = [torch.empty(t.numel() + 1, device=device)[1:].view(t.shape).copy_(t) for t in inputs]
-        rounds.append([t.contiguous() for t in inputs])
-    mask = AttentionMask(**p.mask)
-    _, q, k, v = rounds[0]
-    first, *rest = (mask.prepare(37, 37, layout, device) for layout in kernels.mask_layouts(q, k, v, None))
-    for seed, (dout, q, k, v) in enumerate((*rounds, *rounds)):
-        state = torch.tensor([seed, 7], device=device) if dropout_p else None
-        results = []
-        for given in ({}, {"bound": bound}):
-            out, lse = kernels.attention_fwd(q, k, v, None, first, p.scale, dropout_p, state, **given)
-            options = (tuple(rest), p.scale, dropout_p, state, False)
-            grads = kernels.attention_bwd(dout, None, q, k, v, out, lse, None, *options, **given)
-            results.append((out, lse, *grads[:3]))
-        for expected, actual in zip(*results, strict=True):
-            assert torch.equal(actual, expected)
-    assert bound.keys() == {"forward", "dq", "dkv"}
+@pytest.mark.parametrize("reads_memory", [False, True])
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_attention_of_rows(backend: str, reads_memory: bool, dropout_p: float, device: torch.device) -> None:
+    """It gives what the kernels give with heads, in launches that share `bound`, in aligned memory or not."""
+    backend_call(backend, device)
+    kernels, bound, sizes = load_backend("attention", backend), {}, (2, 19, 4, 2, 16, 32)
+    B, L, H, Hk, Dk, Dv = sizes
+    width = H * Dk + (0 if reads_memory else Hk * (Dk + Dv))
+    Lk = 37 if reads_memory else L
+    shapes = (B * L, width), *[(B, Lk, Hk * d) for d in (Dk, Dv) if reads_memory], (B * L, H * Dv)
+    generator = torch.Generator().manual_seed(0)
+    mask = AttentionMask(key_padding=torch.arange(Lk, device=device) < torch.tensor([[Lk], [11]], device=device))
+    for seed in (0, 1, 2, 3):
+        given = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        if seed == 2:  # no address of 16 bytes
+            given = [torch.empty(t.numel() + 1, device=device)[1:].view(t.shape).copy_(t) for t in given]
+        projected, *memory, dout = given
+        q, k, v = attention_rows.heads(projected, memory, sizes)
+        first, *rest = (mask.prepare(L, Lk, layout, device) for layout in kernels.mask_layouts(q, k, v, None))
+        options = 0.25, dropout_p, torch.tensor([seed, 7], device=device) if dropout_p else None
+        out, lse = kernels.attention_rows_fwd(projected, memory, sizes, first, *options, bound)
+        dprojected, *dmemory = grads = [torch.full_like(t, torch.nan) for t in given[:-1]]
+        call = dout, projected, memory, out, lse, dprojected, dmemory, sizes, tuple(rest)
+        kernels.attention_rows_bwd(*call, *options, bound)
+        expected, expected_lse = kernels.attention_fwd(q, k, v, None, first, *options)
+        d_expected = dout.view(B, L, H, Dv).transpose(1, 2)
+        dheads = kernels.attention_bwd(
+            d_expected, None, q, k, v, expected, expected_lse, None, tuple(rest), *options, False
+        )
+        assert torch.equal(out, expected.transpose(1, 2).reshape(B * L, -1)) and torch.equal(lse, expected_lse)
+        for actual, wanted in zip(attention_rows.heads(dprojected, dmemory, sizes), dheads[:3], strict=True):
+            assert torch.equal(actual, wanted)
+        assert not any(t.isnan().any() for t in grads)
+    assert bound.keys() == ({"forward", "dq", "dkv"} if backend == "triton" else set())
 
 
 @pytest.mark.parametrize("backend", ["triton"])

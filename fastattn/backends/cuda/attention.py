@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.attention_rows import Sizes
 from fastattn.backends.constants import DTYPES, uses_tf32
 from fastattn.backends.cuda import compute_capability, device_index, extension, refuse_device
 from fastattn.masks import AttentionMask, Layout, PreparedMask
@@ -20,6 +22,7 @@ SM80, SM90, SHORT = (80,), (90,), (128,)
 # equal bit for bit in each run. It stays off until a record (benchmarks/results/) shows it to be faster; tests turn it
 # on.
 ACCUMULATE_DQ = False
+_NO_MEMORY = None, None
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
@@ -134,12 +137,9 @@ def attention_bwd(
             dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
 
     work = dq_sum = None
-    if uses_sm90:  # struct PaddedRows: two numbers for each query
-        (B, H, Lq, _), block = q.shape, module.ATTENTION_ROW_BLOCK
-        work = torch.empty(2 * B * H * (-(-Lq // block) * block), dtype=torch.float32, device=q.device)
-        if ACCUMULATE_DQ and bias is None and dropout_p == 0 and not torch.are_deterministic_algorithms_enabled():
-            if max(q.shape[3], v.shape[3]) <= module.ATTENTION_MAX_HEAD_DIM_SUM:
-                dq_sum = torch.empty(*q.shape, dtype=torch.float32, device=q.device)
+    if uses_sm90:
+        work, dq_sum = _scratch_sm90(module, lse, q.shape[3], v.shape[3], dropout_p)
+        dq_sum = dq_sum if bias is None else None
     elif not is_short or (dbias is not None and dbias.shape[:2] != q.shape[:2]):  # delta
         work = torch.empty_like(lse)
     if is_short and k.shape[2] == 0:
@@ -153,6 +153,66 @@ def attention_bwd(
     if key_sums is not None:
         dbias = key_sums.sum_to_size(*bias.shape[:2], k.shape[2]).unsqueeze(2)
     return dq, dk, dv, None if dbias is None else dbias.to(bias_dtype)
+
+
+def attention_rows_fwd(
+    projected: Tensor,
+    memory: Sequence[Tensor],
+    sizes: Sizes,
+    mask: PreparedMask,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    bound: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention_fwd, as fastattn/backends/attention_rows.py has them. bound: of use in Triton."""
+    B, L, H, _, _, Dv = sizes
+    out = projected.new_empty(B * L, H * Dv)
+    lse = projected.new_empty(B, H, L, dtype=torch.float32)
+    next_item = projected.new_empty(1, dtype=torch.int32) if mask.layout.launch == SM90 else None
+    tensors, dropout = (projected, *(memory or _NO_MEMORY), sizes, mask, out, lse, next_item), (dropout_p, rng_state)
+    extension(projected.is_cuda).attention_rows_fwd(*tensors, softmax_scale, *dropout, _rounds_to_tf32(projected))
+    return out, lse
+
+
+def attention_rows_bwd(
+    dout: Tensor,
+    projected: Tensor,
+    memory: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    dprojected: Tensor,
+    dmemory: Sequence[Tensor],
+    sizes: Sizes,
+    masks: Sequence[PreparedMask],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    bound: Any = None,
+) -> None:
+    """Writes dprojected and dmemory, as attention_bwd."""
+    B, L, H, _, Dk, Dv = sizes
+    launch, module = masks[0].layout.launch, extension(projected.is_cuda)
+    is_short = launch == SHORT
+    work = dq_sum = None
+    if launch == SM90:
+        work, dq_sum = _scratch_sm90(module, lse, Dk, Dv, dropout_p)
+    elif not is_short:  # delta
+        work = torch.empty_like(lse)
+    if is_short and memory and memory[0].shape[1] == 0:
+        dprojected.zero_()
+    inputs = dout, projected, *(memory or _NO_MEMORY), out, lse, dprojected, *(dmemory or _NO_MEMORY), sizes
+    options = masks[0], None if is_short else masks[1], launch[0], work, dq_sum, softmax_scale, dropout_p, rng_state
+    module.attention_rows_bwd(*inputs, *options, _rounds_to_tf32(projected))
+
+
+def _scratch_sm90(module: Any, lse: Tensor, Dk: int, Dv: int, dropout_p: float) -> tuple[Tensor, Tensor | None]:
+    """struct PaddedRows, two numbers for each query, and the sum of dq in a call without a bias, where it is one."""
+    (B, H, L), block, dq_sum = lse.shape, module.ATTENTION_ROW_BLOCK, None
+    if ACCUMULATE_DQ and dropout_p == 0 and not torch.are_deterministic_algorithms_enabled():
+        if max(Dk, Dv) <= module.ATTENTION_MAX_HEAD_DIM_SUM:
+            dq_sum = lse.new_empty(B, H, L, Dk)
+    return lse.new_empty(2 * B * H * (-(-L // block) * block)), dq_sum
 
 
 def attention_weights(

@@ -1,0 +1,58 @@
+"""Attention between products: it reads heads from the rows of their results, and writes such rows.
+
+projected   (B * L, rows): queries, keys and values of all heads, or the queries where the others are in `memory`
+memory      keys and values of all heads, (B, Lk, rows) each, or nothing
+sizes       B, L, n_head, n_head_kv, d_k, d_v
+out         (B * L, n_head * d_v), contiguous, and so is dout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Sizes = tuple[int, ...]
+
+
+def heads(projected: Tensor, memory: Sequence[Tensor], sizes: Sizes) -> Sequence[Tensor]:
+    """q, k and v (B, H, L, D), views."""
+    B, L, H, Hk, Dk, Dv = sizes
+    if memory:
+        q, (k, v) = projected.view(B, L, H, Dk), memory
+        k, v = k.view(B, k.shape[1], Hk, Dk), v.view(B, v.shape[1], Hk, Dv)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if H == Hk and Dk == Dv:
+        return projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = projected.split((H * Dk, Hk * Dk, Hk * Dv), 1)
+    return tuple(t.view(B, L, h, d).transpose(1, 2) for t, h, d in ((q, H, Dk), (k, Hk, Dk), (v, Hk, Dv)))
+
+
+def forward(
+    attention_fwd: Callable[..., Any], projected: Tensor, memory: Sequence[Tensor], sizes: Sizes, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), by a kernel backend's attention_fwd. options: from its mask on."""
+    _, _, H, _, _, Dv = sizes
+    out, lse = attention_fwd(*heads(projected, memory, sizes), None, *options)
+    return out.transpose(1, 2).reshape(projected.shape[0], H * Dv), lse
+
+
+def backward(
+    attention_bwd: Callable[..., Any],
+    dout: Tensor,
+    projected: Tensor,
+    memory: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    dprojected: Tensor,
+    dmemory: Sequence[Tensor],
+    sizes: Sizes,
+    *options: Any,
+    **bound: Any,
+) -> None:
+    """Writes dprojected and dmemory, by attention_bwd. options: its masks, softmax_scale, dropout_p, rng_state."""
+    B, L, H, _, _, Dv = sizes
+    dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out))
+    tensors, grads = (*heads(projected, memory, sizes), out, lse, None), heads(dprojected, dmemory, sizes)
+    attention_bwd(dout, None, *tensors, *options, False, grads=grads, **bound)

@@ -1,0 +1,110 @@
+"""Attention as fastattn/backends/attention_rows.py has it, without a view of each of the heads.
+
+What the first call of a class has launched, the next ones launch with their own addresses.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import attention_rows
+from fastattn.masks import PreparedMask
+
+from ..common.launch import addresses
+from ..common.philox import dropout_constants
+from . import arguments
+from .backward import attention_bwd
+from .forward import attention_fwd
+
+
+def attention_rows_fwd(
+    projected: Tensor,
+    memory: Sequence[Tensor],
+    sizes: tuple[int, ...],
+    mask: PreparedMask,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    bound: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention_fwd. bound: empty at first, a dictionary for calls that differ in the memory of the
+    tensors alone."""
+    known = bound.get("forward")
+    if known is not None:
+        B, L, H, _, _, Dv = sizes
+        out = projected.new_empty(B * L, H * Dv)
+        lse = torch.empty(B, H, L, dtype=torch.float32, device=projected.device)
+        (*heads_at, out_at, lse_at, rng_at), alignment = addresses(projected, *memory, out, lse, rng_state)
+        if alignment is True:
+            strided = arguments.moved((*_places(heads_at, projected, sizes), out_at), known.strides)
+            dropout = None if rng_state is None else (rng_at, *dropout_constants(dropout_p))
+            given = *strided, lse_at, None, known.masking, dropout, *known.rest
+            tensors = _when_needed(
+                lambda: (*attention_rows.heads(projected, memory, sizes), out, lse, *known.mask_tensors, rng_state)
+            )
+            known.launch.run(projected.get_device(), known.programs, given, tensors)
+            return out, lse
+    options = mask, softmax_scale, dropout_p, rng_state, bound
+    return attention_rows.forward(attention_fwd, projected, memory, sizes, *options)
+
+
+def attention_rows_bwd(
+    dout: Tensor,
+    projected: Tensor,
+    memory: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    dprojected: Tensor,
+    dmemory: Sequence[Tensor],
+    sizes: tuple[int, ...],
+    masks: Sequence[PreparedMask],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    bound: dict[str, Any],
+) -> None:
+    """Writes dprojected and dmemory. bound: the forward's."""
+    dq, dkv = bound.get("dq"), bound.get("dkv")
+    if dq is not None and dkv is not None:
+        delta = torch.empty_like(lse)
+        found, alignment = addresses(projected, *memory, out, dout, dprojected, *dmemory, lse, delta, rng_state)
+        if alignment is True:
+            count = 1 + len(memory)
+            q, k, v = _places(found[:count], projected, sizes)
+            out_at, dout_at, *grads_at, lse_at, delta_at, rng_at = found[count:]
+            dq_at, dk_at, dv_at = _places(grads_at, projected, sizes)
+            device = projected.get_device()
+            dropout = None if rng_state is None else (rng_at, *dropout_constants(dropout_p))
+
+            def tensors(mask_tensors: tuple[Tensor | None, ...], is_dq: bool) -> tuple[Tensor | None, ...]:
+                heads = attention_rows.heads(projected, memory, sizes)
+                grads = attention_rows.heads(dprojected, dmemory, sizes)
+                results = (out, dout, grads[0]) if is_dq else (dout, *grads[1:])
+                return *heads, *results, lse, delta, *mask_tensors, rng_state
+
+            strided = arguments.moved((q, k, v, out_at, dout_at, dq_at), dq.strides)
+            given = *strided, lse_at, None, delta_at, None, dq.masking, dropout, *dq.rest
+            dq.launch.run(device, dq.programs, given, _when_needed(lambda: tensors(dq.mask_tensors, True)))
+            strided = arguments.moved((q, k, v, dout_at, dk_at, dv_at), dkv.strides)
+            given = *strided, lse_at, delta_at, None, dkv.masking, dropout, *dkv.rest
+            dkv.launch.run(device, dkv.programs, given, _when_needed(lambda: tensors(dkv.mask_tensors, False)))
+            return
+    tensors = dout, projected, memory, out, lse, dprojected, dmemory
+    options = tuple(masks), softmax_scale, dropout_p, rng_state
+    attention_rows.backward(attention_bwd, *tensors, sizes, *options, bound=bound)
+
+
+def _places(found: Sequence[int], projected: Tensor, sizes: tuple[int, ...]) -> Sequence[int]:
+    """Where q, k and v begin, from the addresses of what holds them: one tensor, or three."""
+    if len(found) == 3:
+        return found
+    _, _, H, Hk, Dk, _ = sizes
+    (q,), size = found, Dk * projected.element_size()
+    return q, q + H * size, q + (H + Hk) * size
+
+
+def _when_needed(tensors: Callable[[], Sequence[Tensor | None]]) -> Iterator[Tensor | None]:
+    """A launch reads the tensors themselves only where Triton makes it."""
+    yield from tensors()
