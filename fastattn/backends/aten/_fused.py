@@ -43,14 +43,16 @@ class FusedAttention(torch.autograd.Function):
             options = {"attn_mask": block.score_mask, "scale": softmax_scale}
             return *_backward(dout, q, k, v, out, *sums, 0.0, block.is_causal, **options), None, None
         dq, dk, dv = visible.new_queries(q), visible.new_keys(k), visible.new_keys(v)
-        for block, lse in zip(visible.blocks, sums, strict=True):
-            queries, keys, values = block.queries_of(q), block.keys_of(k), block.keys_of(v)
-            given = (block.queries_of(dout), queries, keys, values, block.queries_of(out), lse, 0.0, block.is_causal)
-            grads = _backward(*given, attn_mask=block.score_mask, scale=softmax_scale)
-            block.queries_of(dq).copy_(grads[0])
-            for total, grad in ((dk, grads[1]), (dv, grads[2])):
-                total = block.keys_of(total)
-                total.add_(grad) if visible.shares_keys else total.copy_(grad)
+        inputs = (visible.queries_of(dout), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
+        results = (visible.queries_of(dq), visible.keys_of(dk), visible.keys_of(dv))
+        outs = visible.queries_of(out)
+        for block, *given, lse, dq_part, dk_part, dv_part in zip(
+            visible.blocks, *inputs, outs, sums, *results, strict=True
+        ):
+            found = _backward(*given, lse, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
+            dq_part.copy_(found[0])
+            for part, grad in ((dk_part, found[1]), (dv_part, found[2])):
+                part.add_(grad) if visible.shares_keys else part.copy_(grad)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -62,9 +64,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: fl
         return out, [lse]
     B, H, Lq, D = q.shape
     out, sums = visible.new_queries(q.new_empty(B, Lq, H, D)).transpose(1, 2), []
-    for block in visible.blocks:
-        given = (block.queries_of(q), block.keys_of(k), block.keys_of(v), 0.0, block.is_causal)
-        part, lse = _forward(*given, attn_mask=block.score_mask, scale=softmax_scale)
-        block.queries_of(out).copy_(part)
+    parts = (visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
+    for block, part, *given in zip(visible.blocks, *parts, strict=True):
+        found, lse = _forward(*given, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
+        part.copy_(found)
         sums.append(lse)
     return out, sums

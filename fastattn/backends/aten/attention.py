@@ -185,12 +185,15 @@ def _attend_fused(
     rng_state: Tensor | None,
 ) -> Tensor:
     visible = visible_blocks(mask, q, k, q.dtype, by_torch=True)
-    q, k, v = _hide(q, k, v, visible)
-    k, v = _repeat_heads(k, v, q.shape[1])
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out = _fused.FusedAttention.apply(q, k, v, visible, softmax_scale)
-    else:
-        out, _ = _fused.forward(q, k, v, visible, softmax_scale)
+    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    out = None
+    if not needs_gradient:
+        out, _ = _fused.forward(q, *_repeat_heads(k, v, q.shape[1]), visible, softmax_scale)
+        # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
+        out = out if visible.unseen is None or math.isfinite(out.sum()) else None
+    if out is None:
+        q, k, v = _hide(q, k, v, visible, copies=False)
+        out = _fused.FusedAttention.apply(q, *_repeat_heads(k, v, q.shape[1]), visible, softmax_scale)
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
@@ -208,7 +211,7 @@ def _attend_by_blocks(
     # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
     mask_dtype = torch.bool if abs(softmax_scale) > 1 else acc if at_once else dtype
     visible = visible_blocks(mask, q, k, mask_dtype, most_scores=BLOCK_BYTES // dtype.itemsize, cuts=not at_once)
-    q, k, v = _hide(q, k, v, visible)
+    q, k, v = _hide(q, k, v, visible, copies=True)
     k, v = _repeat_heads(k, v, H)
     # Contiguous once, for all products of both ways.
     if at_once:
@@ -223,12 +226,12 @@ def _attend_by_blocks(
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
-def _hide(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor, Tensor]:
-    """Without what may be NaN and must reach nothing."""
+def _hide(q: Tensor, k: Tensor, v: Tensor, visible: Visible, copies: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Without what may be NaN and must reach nothing. copies: k and v are made contiguous anyway."""
     if visible.has_keys is not None:
         q = q.where(visible.has_keys, 0)
     if visible.unseen is not None:  # 0 * NaN must not reach the sums
-        k, v = _without_rows(k, visible.unseen), _without_rows(v, visible.unseen)
+        k, v = (_without_rows(t, visible.unseen, copies) for t in (k, v))
     return q, k, v
 
 
@@ -349,15 +352,12 @@ def _as_rows(t: Tensor, B: int, H: int, dtype: torch.dtype) -> Tensor:
     return t.view(B, H, t.shape[1], -1).transpose(1, 2).reshape(B * t.shape[1], -1).to(dtype)
 
 
-def _without_rows(t: Tensor, rows: Tensor) -> Tensor:
-    """t (B, H, L, D), contiguous, with 0 in these rows of D numbers, unless all is known to be finite. Autograd is not
-    told: the gradient of a key that no query attends to is 0 anyway."""
-    if t.is_contiguous():
-        if _known_finite(t):
-            return t
-        t = t.clone()
-    else:
-        t = t.contiguous()
+def _without_rows(t: Tensor, rows: Tensor, copies: bool) -> Tensor:
+    """t (B, H, L, D) with 0 in these rows of D numbers, unless all is known to be finite. Autograd is not told: the
+    gradient of a key that no query attends to is 0 anyway."""
+    if (t.is_contiguous() or not copies) and math.isfinite(t.detach().sum()):
+        return t
+    t = t.clone(memory_format=torch.contiguous_format)
     t.detach().view(-1, t.shape[3]).index_fill_(0, rows, 0)
     return t
 
@@ -397,7 +397,8 @@ def _uses_blocks(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: fl
         return False
     B, H, Lq, _ = q.shape
     weights = B * H * Lq * k.shape[2] // sequences**2
-    if weights < MIN_WEIGHTS:
+    # A sequence alone is worth its products without a gradient only if it is long.
+    if weights < (MIN_WEIGHTS if sequences == 1 or torch.is_grad_enabled() else 8 * MIN_WEIGHTS):
         return dropout_p > 0 and weights > 0 and may_write_in_place()
     return algorithm(q, k, mask, dropout_p) == BLOCKED and may_write_in_place()
 
