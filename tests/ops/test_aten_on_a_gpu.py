@@ -70,6 +70,20 @@ def test_attention_drops_in_the_fused_operator(
         assert set(fused_calls) == {(4, 0.3)}
 
 
+@pytest.mark.parametrize("kind", ["none", "key_padding_holes", "decoder"])
+def test_bias_without_gradient_is_added_in_the_fused_operator(
+    kind: str, gpu: None, fused_calls: list[tuple[int, float]], device: torch.device
+) -> None:
+    """Where it has the dtype of the queries, to which PyTorch would round it. A query without a key gives 0."""
+    for dtype, calls in ((torch.float32, 1), (torch.bfloat16, 0)):
+        p = make(H=4, Hk=2, Lq=21, Lk=32, D=32, mask=kind, bias=(1, 4, 21, 32), dlse=False, device=device, dtype=dtype)
+        p = p.but(bias=p.bias.float().index_fill_(2, torch.tensor([3], device=device), -torch.inf))
+        fused_calls.clear()
+        actual = attention_checks.solve(p, attend, needs="qkv")
+        attention_checks.compare(p, actual, ("out", "dq", "dk", "dv"))
+        assert len(fused_calls) == calls
+
+
 def test_all_dropped(gpu: None, device: torch.device) -> None:
     """Without a division by 1 - dropout_p = 0."""
     q = torch.randn(1, 2, 8, 16, device=device, requires_grad=True)

@@ -58,9 +58,10 @@ class FusedAttention(torch.autograd.Function):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: float) -> tuple[Tensor, list[Tensor]]:
     """out, in the memory (B, Lq, H, D) that a projection reads, and lse of each block."""
-    if visible.is_whole:
-        (block,) = visible.blocks
-        out, lse = _forward(q, k, v, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
+    if len(visible.blocks) == 1 and visible.has_all_queries:  # no copy
+        (block,), (keys,), (values,) = visible.blocks, visible.keys_of(k), visible.keys_of(v)
+        options = {"attn_mask": block.score_mask, "scale": softmax_scale}
+        out, lse = _forward(q, keys, values, 0.0, block.is_causal, **options)
         return out, [lse]
     B, H, Lq, D = q.shape
     out, sums = visible.new_queries(q.new_empty(B, Lq, H, D)).transpose(1, 2), []

@@ -72,6 +72,8 @@ class Visible(NamedTuple):
 
     def keys_of(self, t: Tensor) -> Sequence[Tensor]:
         """(B, H, Lk, D) -> (sentences, H, keys, D) of each block, views."""
+        if self.is_whole:
+            return (t,)
         if self.splits is not None:
             return t.split(self.splits[1], 2)
         return [t[block.batch, :, block.keys] for block in self.blocks]
