@@ -171,3 +171,10 @@ def add_score_mask(scores: Tensor, score_mask: Tensor, in_place: bool = True) ->
     if score_mask.dtype == torch.bool:
         return (scores.masked_fill_ if in_place else scores.masked_fill)(score_mask, -torch.inf)
     return (scores.add_ if in_place else scores.add)(score_mask)
+
+
+def repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:
+    """k and v (B, Hk, ..) with a head for each of the H heads of queries."""
+    if k.shape[1] == H:
+        return k, v
+    return k.repeat_interleave(H // k.shape[1], dim=1), v.repeat_interleave(H // v.shape[1], dim=1)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
-from fastattn.backends.aten._visible import Visible, formula
+from fastattn.backends.aten._at_once import repeat_heads
+from fastattn.backends.aten._visible import Block, Visible, formula
 
-_forward = torch._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_operator = torch._scaled_dot_product_flash_attention_for_cpu
+_operator_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class FusedAttention(torch.autograd.Function):
-    """q, k, v (B, H, L, D), equally many heads -> out (B, H, Lq, D)."""
+    """q (B, H, Lq, D), k, v (B, Hk, Lk, D) -> out (B, H, Lq, D)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: float) -> Tensor:
@@ -39,17 +40,13 @@ class FusedAttention(torch.autograd.Function):
             found = differentiable_gradients(lambda *t: formula(*t, visible, softmax_scale), (q, k, v), (dout,))
             return *found, None, None
         if visible.is_whole:
-            (block,) = visible.blocks
-            options = {"attn_mask": block.score_mask, "scale": softmax_scale}
-            return *_backward(dout, q, k, v, out, *sums, 0.0, block.is_causal, **options), None, None
+            return *_gradients(visible.blocks[0], softmax_scale, dout, q, k, v, out, *sums), None, None
         dq, dk, dv = visible.new_queries(q), visible.new_keys(k), visible.new_keys(v)
         inputs = (visible.queries_of(dout), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
         results = (visible.queries_of(dq), visible.keys_of(dk), visible.keys_of(dv))
-        outs = visible.queries_of(out)
-        for block, *given, lse, dq_part, dk_part, dv_part in zip(
-            visible.blocks, *inputs, outs, sums, *results, strict=True
-        ):
-            found = _backward(*given, lse, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
+        parts = zip(visible.blocks, *inputs, visible.queries_of(out), sums, *results, strict=True)
+        for block, *given, dq_part, dk_part, dv_part in parts:
+            found = _gradients(block, softmax_scale, *given)
             dq_part.copy_(found[0])
             for part, grad in ((dk_part, found[1]), (dv_part, found[2])):
                 part.add_(grad) if visible.shares_keys else part.copy_(grad)
@@ -58,16 +55,32 @@ class FusedAttention(torch.autograd.Function):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: float) -> tuple[Tensor, list[Tensor]]:
     """out, in the memory (B, Lq, H, D) that a projection reads, and lse of each block."""
+    keys, values = visible.keys_of(k), visible.keys_of(v)
     if len(visible.blocks) == 1 and visible.has_all_queries:  # no copy
-        (block,), (keys,), (values,) = visible.blocks, visible.keys_of(k), visible.keys_of(v)
-        options = {"attn_mask": block.score_mask, "scale": softmax_scale}
-        out, lse = _forward(q, keys, values, 0.0, block.is_causal, **options)
+        out, lse = _forward(visible.blocks[0], softmax_scale, q, *keys, *values)
         return out, [lse]
     B, H, Lq, D = q.shape
     out, sums = visible.new_queries(q.new_empty(B, Lq, H, D)).transpose(1, 2), []
-    parts = (visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
-    for block, part, *given in zip(visible.blocks, *parts, strict=True):
-        found, lse = _forward(*given, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
-        part.copy_(found)
+    parts = (visible.queries_of(out), visible.queries_of(q), keys, values)
+    for block, out_part, *given in zip(visible.blocks, *parts, strict=True):
+        found, lse = _forward(block, softmax_scale, *given)
+        out_part.copy_(found)
         sums.append(lse)
     return out, sums
+
+
+def _forward(block: Block, softmax_scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of a block."""
+    given = (q, *repeat_heads(k, v, q.shape[1]), 0.0, block.is_causal)
+    return _operator(*given, attn_mask=block.score_mask, scale=softmax_scale)
+
+
+def _gradients(
+    block: Block, softmax_scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of a block."""
+    given = (dout, q, *repeat_heads(k, v, q.shape[1]), out, lse, 0.0, block.is_causal)
+    dq, dk, dv = _operator_backward(*given, attn_mask=block.score_mask, scale=softmax_scale)
+    if k.shape[1] != q.shape[1]:
+        dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
+    return dq, dk, dv

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastattn._tracing import can_read_values, may_write_in_place
 from fastattn.backends import timings
 from fastattn.backends.aten import _at_once, _fused
-from fastattn.backends.aten._at_once import AtOnceMask, AttentionAtOnce, add_score_mask, plain_scores
+from fastattn.backends.aten._at_once import AtOnceMask, AttentionAtOnce, add_score_mask, plain_scores, repeat_heads
 from fastattn.backends.aten._blocks import BLOCK_BYTES, MAX_SAVED_BYTES, BlockedAttention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
@@ -27,8 +27,8 @@ from fastattn.masks import AttentionMask
 
 DIFFERENTIABLE = True
 
-# cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _CPU = torch.device("cpu")
+# cuDNN's gradients were wrong for some masks (pytorch issue 196678), so it is not asked when there is one.
 _MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 MIN_WEIGHTS = 1 << 14  # of fewer the fused operator is faster: blocks are called from Python
@@ -106,14 +106,14 @@ def _attend(
     finite = has_queries is None or _known_finite(q, k, v)
     if not finite:  # keys that no query attends to: 0 * NaN must not reach the sums
         if has_queries.shape[1] != 1:
-            k, v = _repeat_heads(k, v, H)
+            k, v = repeat_heads(k, v, H)
         k, v = k.where(has_queries, 0), v.where(has_queries, 0)
 
     if fused:
         out = _fused_on_a_gpu(q, k, v, mask, masked, has_keys, softmax_scale, dropout_p)
         return out if has_keys is None else out.where(has_keys, 0), None, None
 
-    k, v = _repeat_heads(k, v, H)
+    k, v = repeat_heads(k, v, H)
     score_mask = masked
     # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
     if masked is not None and abs(softmax_scale) <= 1 and finite:
@@ -188,12 +188,17 @@ def _attend_fused(
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out = None
     if not needs_gradient:
-        out, _ = _fused.forward(q, *_repeat_heads(k, v, q.shape[1]), visible, softmax_scale)
+        block = visible.blocks[0] if visible.is_whole else None
+        if block is not None and k.shape[1] != q.shape[1] and not (block.is_causal and block.score_mask is not None):
+            # Newer versions of PyTorch read grouped heads as they are.
+            out = _torch_attention(q, k, v, block.score_mask, softmax_scale, 0.0, block.is_causal)
+        else:
+            out, _ = _fused.forward(q, k, v, visible, softmax_scale)
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
     if out is None:
         q, k, v = _hide(q, k, v, visible, copies=False)
-        out = _fused.FusedAttention.apply(q, *_repeat_heads(k, v, q.shape[1]), visible, softmax_scale)
+        out = _fused.FusedAttention.apply(q, k, v, visible, softmax_scale)
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
@@ -212,7 +217,7 @@ def _attend_by_blocks(
     mask_dtype = torch.bool if abs(softmax_scale) > 1 else acc if at_once else dtype
     visible = visible_blocks(mask, q, k, mask_dtype, most_scores=BLOCK_BYTES // dtype.itemsize, cuts=not at_once)
     q, k, v = _hide(q, k, v, visible, copies=True)
-    k, v = _repeat_heads(k, v, H)
+    k, v = repeat_heads(k, v, H)
     # Contiguous once, for all products of both ways.
     if at_once:
         q, k, v = (t.to(products).contiguous().flatten(0, 1) for t in (q, k, v))
@@ -249,7 +254,7 @@ def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple
 class RowsMask(NamedTuple):
     """A mask as attention_rows_fwd reads it, made once for all layers.
 
-    unseen: as of _BlockMask, of the rows of K and V together, (2 * B * H * Lk, D).     products: see _block_dtypes.
+    unseen: as of Visible, of the rows of K and V together, (2 * B * H * Lk, D).     products: see _block_dtypes.
     """
 
     mask: AtOnceMask
@@ -283,7 +288,7 @@ def rows_mask(
         unseen, score_mask = None, masked
         if has_queries is not None:
             unseen = (~has_queries.squeeze(3)).expand(2, B, H, Lk).flatten().nonzero().squeeze(1)
-        if masked is not None and abs(softmax_scale) <= 1:  # see _BlockMask.score_mask
+        if masked is not None and abs(softmax_scale) <= 1:  # see _attend_by_blocks
             score_mask = mask.additive(masked, Lq, Lk, acc)
         return RowsMask(AtOnceMask(shape, score_mask), unseen, products)
 
@@ -443,7 +448,7 @@ def _fused_on_a_gpu(
     if not q.is_cuda:
         return _torch_attention(q, k, v, score_mask, scale, dropout_p)
     # PyTorch's one fused kernel with masks has no grouped heads: it would write all scores.
-    k, v = _repeat_heads(k, v, q.shape[1])
+    k, v = repeat_heads(k, v, q.shape[1])
     with sdpa_kernel(_MASKED_BACKENDS):
         return _torch_attention(q, k, v, score_mask, scale, dropout_p)
 
@@ -475,9 +480,3 @@ def _known_finite(*tensors: Tensor) -> bool:
     laid_out = (t.detach() if t.is_contiguous() else t.detach().transpose(1, 2) for t in tensors)
     flat = (t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in laid_out)
     return all(math.isfinite(torch.dot(t, t)) for t in flat)
-
-
-def _repeat_heads(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:
-    if k.shape[1] == H:
-        return k, v
-    return k.repeat_interleave(H // k.shape[1], dim=1), v.repeat_interleave(H // v.shape[1], dim=1)
