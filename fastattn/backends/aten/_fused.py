@@ -39,29 +39,35 @@ class FusedAttention(torch.autograd.Function):
         if needs_formula(dout):
             found = differentiable_gradients(lambda *t: formula(*t, visible, softmax_scale), (q, k, v), (dout,))
             return *found, None, None
+        Hk = k.shape[1]
+        k, v = repeat_heads(k, v, q.shape[1])
         if visible.is_whole:
-            return *_gradients(visible.blocks[0], softmax_scale, dout, q, k, v, out, *sums), None, None
-        dq, dk, dv = visible.new_queries(q), visible.new_keys(k), visible.new_keys(v)
-        inputs = (visible.queries_of(dout), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
-        results = (visible.queries_of(dq), visible.keys_of(dk), visible.keys_of(dv))
-        parts = zip(visible.blocks, *inputs, visible.queries_of(out), sums, *results, strict=True)
-        for block, *given, dq_part, dk_part, dv_part in parts:
-            found = _gradients(block, softmax_scale, *given)
-            dq_part.copy_(found[0])
-            for part, grad in ((dk_part, found[1]), (dv_part, found[2])):
-                part.add_(grad) if visible.shares_keys else part.copy_(grad)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+            dq, dk, dv = _gradients(visible.blocks[0], softmax_scale, dout, q, k, v, out, *sums)
+        else:
+            dq, dk, dv = visible.new_queries(q), visible.new_keys(k), visible.new_keys(v)
+            inputs = (visible.queries_of(dout), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
+            results = (visible.queries_of(dq), visible.keys_of(dk), visible.keys_of(dv))
+            parts = zip(visible.blocks, *inputs, visible.queries_of(out), sums, *results, strict=True)
+            for block, *given, dq_part, dk_part, dv_part in parts:
+                found = _gradients(block, softmax_scale, *given)
+                dq_part.copy_(found[0])
+                for part, grad in ((dk_part, found[1]), (dv_part, found[2])):
+                    part.add_(grad) if visible.shares_keys else part.copy_(grad)
+        if Hk != q.shape[1]:
+            dk, dv = (t.unflatten(1, (Hk, -1)).sum(2) for t in (dk, dv))
+        return dq, dk.to(q.dtype), dv.to(q.dtype), None, None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: float) -> tuple[Tensor, list[Tensor]]:
     """out, in the memory (B, Lq, H, D) that a projection reads, and lse of each block."""
-    keys, values = visible.keys_of(k), visible.keys_of(v)
-    if len(visible.blocks) == 1 and visible.has_all_queries:  # no copy
-        out, lse = _forward(visible.blocks[0], softmax_scale, q, *keys, *values)
-        return out, [lse]
     B, H, Lq, D = q.shape
+    if len(visible.blocks) == 1 and visible.has_all_queries:  # no copy
+        (keys,), (values,) = visible.keys_of(k), visible.keys_of(v)
+        out, lse = _forward(visible.blocks[0], softmax_scale, q, *repeat_heads(keys, values, H))
+        return out, [lse]
+    k, v = repeat_heads(k, v, H)
     out, sums = visible.new_queries(q.new_empty(B, Lq, H, D)).transpose(1, 2), []
-    parts = (visible.queries_of(out), visible.queries_of(q), keys, values)
+    parts = (visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
     for block, out_part, *given in zip(visible.blocks, *parts, strict=True):
         found, lse = _forward(block, softmax_scale, *given)
         out_part.copy_(found)
@@ -71,16 +77,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, softmax_scale: fl
 
 def _forward(block: Block, softmax_scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of a block."""
-    given = (q, *repeat_heads(k, v, q.shape[1]), 0.0, block.is_causal)
-    return _operator(*given, attn_mask=block.score_mask, scale=softmax_scale)
+    return _operator(q, k, v, 0.0, block.is_causal, attn_mask=block.score_mask, scale=softmax_scale)
 
 
 def _gradients(
     block: Block, softmax_scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a block."""
-    given = (dout, q, *repeat_heads(k, v, q.shape[1]), out, lse, 0.0, block.is_causal)
-    dq, dk, dv = _operator_backward(*given, attn_mask=block.score_mask, scale=softmax_scale)
-    if k.shape[1] != q.shape[1]:
-        dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
-    return dq, dk, dv
+    given = (dout, q, k, v, out, lse, 0.0, block.is_causal)
+    return _operator_backward(*given, attn_mask=block.score_mask, scale=softmax_scale)
