@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -341,14 +342,15 @@ def _mask_figures(path: Path, record: Record) -> list[str]:
         return []
     means = sorted(((geometric_mean(line), mask) for mask, line in by_mask.items()), reverse=True)
     faster, slower = sum(ratio > 1.05 for ratio in ratios), sum(ratio < 0.95 for ratio in ratios)
-    return [
-        f"Attention with {len(means)} kinds of mask, on {machine(record).partition(';')[0]}: torch's operator takes",
-        f"{min(ratios):.2f} to {max(ratios):.2f} times as long as `scaled_dot_product_attention`, "
-        f"{geometric_mean(ratios):.2f} times in the geometric mean",
-        f"of {len(ratios)} calls. fastattn is faster by over 5 % in {faster}, slower by over 5 % in {slower}. By mask:",
-        ", ".join(f"{mask} {mean:.2f}" for mean, mask in means),
+    return textwrap.wrap(
+        f"Attention on {machine(record).partition(';')[0]}, with {len(means)} kinds of mask, {len(ratios)} calls: "
+        f"`scaled_dot_product_attention` is {geometric_mean(ratios):.2f} times as fast as torch's operator in the "
+        f"geometric mean, from {min(ratios):.2f} to {max(ratios):.2f}; by over 5 % faster in {faster} calls and slower "
+        f"in {slower}. By mask: {', '.join(f'{mask} {mean:.2f}' for mean, mask in means)} "
         f"([record](benchmarks/results/{path.name})).",
-    ]
+        width=120,
+        break_on_hyphens=False,
+    )
 
 
 def with_figures(readme: str, text: str) -> str:
