@@ -1,7 +1,7 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
 quick: seconds on one core, for tests. cpu: about an hour on two cores. Most of it is torch.compile, which comes last:
-13 minutes are enough for the rest. Then come the kinds of mask: some 10 minutes more. cuda: a data-centre GPU.
+13 minutes are enough for the rest. Then come the kinds of mask: some 7 minutes more. cuda: a data-centre GPU.
 """
 
 from __future__ import annotations

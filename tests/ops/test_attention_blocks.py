@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_checks import Problem, check, make
+from attention_checks import Problem, check, make, out_alone
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn.backends import timings
 from fastattn.backends.aten import attention as aten
-from fastattn.backends.aten._blocks import BLOCK_BYTES
 from fastattn.backends.reference.philox import reference_dropout_rule
 
 CPU = torch.device("cpu")
@@ -27,19 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float, scale: float) -> tuple[Any, ...]:
-    with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, mask, dropout_p): aten.BLOCKED}}):
-        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
-    nodes, names = [out.grad_fn], set()
-    while nodes:  # what computed it
-        node = nodes.pop()
-        if node is not None:
-            names.add(type(node).__name__)
-            nodes += [following for following, _ in node.next_functions]
-    scores = q.shape[:3].numel() * k.shape[2] * max(q.itemsize, 4)
-    at_once = scores <= BLOCK_BYTES
-    assert ("AttentionAtOnceBackward" if at_once else "BlockedAttentionBackward") in names
-    return out, torch.zeros(out.shape[:3]), None
+by_blocks = out_alone(aten.BLOCKED)
 
 
 def problem(shape: str, kind: str, **options: Any) -> Problem:
@@ -54,8 +40,8 @@ def test_every_mask(kind: str, dtype: torch.dtype, dropout_p: float) -> None:
         check(problem("one block", kind, dtype=dtype, dropout_p=dropout_p), by_blocks, RESULTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["causal", "key_padding"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["causal", "key_padding", "window"])
 @pytest.mark.parametrize("shape", ["sentences", "heads", "queries"])
 def test_every_cut(shape: str, kind: str, dtype: torch.dtype) -> None:
     with reference_dropout_rule("aten"):

@@ -4,46 +4,26 @@ alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attention_checks import LOW_PRECISION, Problem, check, compare, make, solve
+from attention_checks import LOW_PRECISION, Problem, check, compare, make, out_alone, solve
 from mask_cases import KINDS, offsets, prefix
 from test_attention_edge import same_when_poisoned
 from torch import Tensor
 
 from fastattn import AttentionMask, explain, scaled_dot_product_attention
-from fastattn.backends import timings
 from fastattn.backends.aten import attention as aten
 from fastattn.backends.aten._visible import Visible, visible_blocks
 
-WAYS = {aten.TORCH: "FusedAttentionBackward", aten.BLOCKED: "BlockedAttentionBackward"}
+WAYS = (aten.TORCH, aten.BLOCKED)
 full = pytest.mark.full
 RESULTS = ("out", "dq", "dk", "dv")
 # Long enough to be cut, and not to be computed at once; odd, with grouped heads.
 SHAPE = {"B": 2, "H": 6, "Hk": 2, "Lq": 229, "Lk": 251, "D": 16}
 ONE = {"B": 1, "H": 12}
 EVERYDAY = ("key_padding_holes", "attn_mask_3d", "attn_mask_queries", "decoder", "everything")
-
-
-def by(way: str) -> Callable[..., tuple[Any, ...]]:
-    """attend of attention_checks, which computes out alone in this way."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float, scale: float) -> tuple[Any, ...]:
-        with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, mask, dropout_p): way}}):
-            out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
-        nodes, names = [out.grad_fn], set()
-        while nodes:  # what computed it
-            node = nodes.pop()
-            if node is not None:
-                names.add(type(node).__name__)
-                nodes += [following for following, _ in node.next_functions]
-        assert WAYS[way] in names
-        return out, torch.zeros(out.shape[:3]), None
-
-    return attend
 
 
 def problem(mask: str | dict[str, Any], **options: Any) -> Problem:
@@ -57,7 +37,7 @@ def blocks_of(p: Problem, way: str) -> Visible:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [k if k in EVERYDAY else pytest.param(k, marks=full) for k in KINDS])
 def test_every_mask(kind: str, way: str) -> None:
-    check(problem(kind, **(ONE if "segments" in kind or kind == "everything" else {})), by(way), RESULTS)
+    check(problem(kind, **(ONE if "segments" in kind or kind == "everything" else {})), out_alone(way), RESULTS)
 
 
 # name -> (mask, how many blocks PyTorch's operator gets, how many of them know is_causal)
@@ -84,9 +64,9 @@ def test_every_cut(case: str, way: str, dtype: torch.dtype) -> None:
     if way == aten.TORCH:
         found = blocks_of(p, way).blocks
         assert (len(found), sum(block.is_causal for block in found)) == (blocks, causal)
-    check(p, by(way), RESULTS)
+    check(p, out_alone(way), RESULTS)
     if case != "matrix":
-        same_when_poisoned(p, by(way))
+        same_when_poisoned(p, out_alone(way))
 
 
 PACKED = {"cu_seqlens_q": offsets(60, 1, 0, 68, 100), "cu_seqlens_k": offsets(100, 0, 7, 44, 100)}
@@ -99,8 +79,8 @@ def test_packed_sequences_are_blocks(way: str, band: dict[str, Any], dtype: torc
     """An empty sequence on either side among them."""
     p = problem(PACKED | band, **ONE, dtype=dtype)
     assert len(blocks_of(p, way).blocks) == 3
-    same_when_poisoned(p, by(way))
-    check(p, by(way), RESULTS)
+    same_when_poisoned(p, out_alone(way))
+    check(p, out_alone(way), RESULTS)
 
 
 @pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=full)])
@@ -118,7 +98,7 @@ def test_bias_without_gradient(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *options: float) -> tuple[Any, ...]:
         if gradient:
-            return by(aten.TORCH)(q, k, v, mask, *options)
+            return out_alone(aten.TORCH)(q, k, v, mask, *options)
         out = scaled_dot_product_attention(q, k, v, mask, scale=options[1], enable_gqa=True)
         return out, torch.zeros(out.shape[:3]), None
 
@@ -170,7 +150,7 @@ def test_second_derivatives_and_batches_of_gradients(case: str, way: str) -> Non
     kept = AttentionMask(**p.mask)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return by(way)(q, k, v, kept, 0.0, 0.7)[0]
+        return out_alone(way)(q, k, v, kept, 0.0, 0.7)[0]
 
     leaves = tuple(t.clone().requires_grad_() for t in (p.q, p.k, p.v))
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
@@ -212,7 +192,7 @@ def test_explain_names_the_way() -> None:
 
 def test_a_planted_bug_is_noticed() -> None:
     def one_key_less(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *options: float) -> tuple[Any, ...]:
-        return by(aten.TORCH)(q, k, v, AttentionMask(window=(9, 19)), *options)
+        return out_alone(aten.TORCH)(q, k, v, AttentionMask(window=(9, 19)), *options)
 
     with pytest.raises(AssertionError, match="out"):
         check(problem(CUT["window"][0]), one_key_less, RESULTS)

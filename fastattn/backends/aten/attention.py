@@ -91,8 +91,9 @@ def _attend(
     bias = None if mask is None else mask.bias
     alone = not _learns_bias(mask) and not return_lse and return_weights is None and Lk > 0
     if alone and (way := _way(q, k, v, mask, softmax_scale, dropout_p)) is not None:
-        attend = _attend_by_blocks if way == BLOCKED else _attend_fused
-        return attend(q, k, v, mask, softmax_scale, dropout_p, rng_state), None, None
+        if way == TORCH:
+            return _attend_fused(q, k, v, mask, softmax_scale), None, None
+        return _attend_by_blocks(q, k, v, mask, softmax_scale, dropout_p, rng_state), None, None
     fused = alone and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
     fused = fused and (bias is None or (q.is_cuda and bias.dtype == q.dtype))
     if fused and mask is not None and mask.band_only and bias is None and Lq == Lk and mask.is_causal(Lq, Lk):
@@ -175,15 +176,7 @@ def _way(
     return TORCH if dropout_p == 0 and v.shape[3] == q.shape[3] and q.shape[:3].numel() > 0 else None
 
 
-def _attend_fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> Tensor:
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, softmax_scale: float) -> Tensor:
     visible = visible_blocks(mask, q, k, q.dtype, by_torch=True)
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out = None
