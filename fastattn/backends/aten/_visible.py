@@ -253,63 +253,90 @@ def _all(keep: Tensor) -> bool:
     return bool(keep.view(torch.uint8).amin())
 
 
+class _Kept(NamedTuple):
+    """What a block keeps. queries (b, h, rows, 1), keys (b, h, keys, 1): bool, which see and are seen; None: all."""
+
+    score_mask: Tensor | None
+    is_causal: bool
+    queries: Tensor | None
+    keys: Tensor | None
+
+
 def _build(
     mask: AttentionMask, places: list[Place], sizes: tuple[int, ...], mask_dtype: torch.dtype, by_torch: bool
 ) -> Visible:
+    B, _, _, Lq, Lk = sizes
+    tensors = (mask.attn_mask, mask.key_padding, mask.query_padding, mask.bias)
+    # Blocks of one shape, at the same distance from the diagonal, keep the same, if nothing but a band distinguishes.
+    repeat = all(t is None for t in tensors) and (not mask.has_band or mask.cu_seqlens_q is mask.cu_seqlens_k)
+    found: dict[tuple[int, ...], _Kept] = {}
+    kept = []
+    for batch, rows, keys in places:
+        distance = rows.start - keys.start if mask.has_band else 0
+        same = (distance, rows.stop - rows.start, keys.stop - keys.start)
+        if not repeat or same not in found:
+            found[same] = _keep(mask, Lq, Lk, batch, rows, keys, mask_dtype, by_torch)
+        kept.append(found[same])
+    blocks = [Block(*place, of.score_mask, of.is_causal) for place, of in zip(places, kept, strict=True)]
+    is_whole = len(places) == 1 and places[0] == (slice(0, B), slice(0, Lq), slice(0, Lk))
+    splits = _splits(places, B, Lq, Lk)
+    if splits is not None and all(of.queries is None and of.keys is None for of in kept):
+        return Visible(blocks, None, None, is_whole, True, True, False, splits)
+    return _with_gaps(mask, blocks, kept, sizes)._replace(is_whole=is_whole, splits=splits)
+
+
+def _keep(
+    mask: AttentionMask,
+    Lq: int,
+    Lk: int,
+    batch: slice,
+    rows: slice,
+    keys: slice,
+    mask_dtype: torch.dtype,
+    by_torch: bool,
+) -> _Kept:
+    keep, count = mask.part(Lq, Lk, batch, rows, keys), keys.stop - keys.start
+    queries, seen = _any(keep, -1, keepdim=True), _any(keep, -2).unsqueeze(-1)
+    bias = mask.bias
+    if bias is not None:
+        bias = _bias(cut(bias, batch, _ALL, rows, keys), mask_dtype, count)
+    is_packed = mask.cu_seqlens_q is not None
+    is_causal = by_torch and not is_packed and mask.is_causal(Lq, Lk) and rows.start == keys.start
+    all_queries, all_keys = _all(queries), _all(seen)
+    if is_causal:
+        keep = mask.without_band().part(Lq, Lk, batch, rows, keys)
+    elif not all_queries:
+        keep = keep | ~queries
+    if by_torch and is_packed and mask.has_band and keep.shape[:2] == (1, 1):
+        is_causal = torch.equal(keep[0, 0], torch.ones_like(keep[0, 0]).tril_())
+        keep = keep | is_causal
+    score_mask = _score_mask(keep, bias, mask_dtype, count)
+    return _Kept(score_mask, is_causal, None if all_queries else queries, None if all_keys else seen)
+
+
+def _with_gaps(mask: AttentionMask, blocks: list[Block], kept: list[_Kept], sizes: tuple[int, ...]) -> Visible:
+    """Where some queries or keys are in no block, or keys in several, or hidden within one."""
     B, H, Hk, Lq, Lk = sizes
     with_batch = [t for t in (mask.key_padding, mask.query_padding, mask.attn_mask) if t is not None]
     b = max((t.shape[0] for t in with_batch), default=1)
     h = 1 if mask.attn_mask is None else mask.attn_mask.shape[1]
     has_keys = torch.zeros(b, h, Lq, 1, dtype=torch.bool)
     seen, read = torch.zeros(b, h, Lk, 1, dtype=torch.bool), torch.zeros(b, 1, Lk, 1, dtype=torch.bool)
-    excludes_keys = mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band
-    blocks, queries_in_blocks, keys_in_blocks = [], 0, 0
-    of_band: dict[tuple[int, ...], tuple[Tensor | None, bool]] = {}  # blocks at the same distance from the diagonal
-    without_band = mask.without_band() if by_torch and mask.cu_seqlens_q is None and mask.is_causal(Lq, Lk) else None
-    for batch, rows, keys in places:
-        keep = mask.part(Lq, Lk, batch, rows, keys)
-        queries = _any(keep, -1, keepdim=True)
-        cut(has_keys, batch, _ALL, rows).copy_(queries)
-        if excludes_keys:
-            cut(seen, batch, _ALL, keys).logical_or_(_any(keep, -2).unsqueeze(-1))
+    count, true = [0, 0], torch.ones((), dtype=torch.bool)
+    for (batch, rows, keys, *_), of in zip(blocks, kept, strict=True):
+        cut(has_keys, batch, _ALL, rows).copy_(true if of.queries is None else of.queries)
+        cut(seen, batch, _ALL, keys).logical_or_(true if of.keys is None else of.keys)
         cut(read, batch, _ALL, keys).fill_(True)
-        same = (rows.start - keys.start, rows.stop - rows.start, keys.stop - keys.start)
-        found = of_band.get(same)
-        if found is None:
-            count = keys.stop - keys.start
-            bias = mask.bias
-            if bias is not None:
-                bias = _bias(cut(bias, batch, _ALL, rows, keys), mask_dtype, count)
-            is_causal = without_band is not None and rows.start == keys.start
-            if is_causal:
-                keep = without_band.part(Lq, Lk, batch, rows, keys)
-            elif not _all(queries):
-                keep = keep | ~queries
-            if by_torch and mask.cu_seqlens_q is not None and mask.has_band and keep.shape[:2] == (1, 1):
-                is_causal = torch.equal(keep[0, 0], torch.ones_like(keep[0, 0]).tril_())
-                keep = keep | is_causal
-            found = _score_mask(keep, bias, mask_dtype, count), is_causal
-            if mask.band_only and bias is None:
-                of_band[same] = found
-        blocks.append(Block(batch, rows, keys, *found))
-        queries_in_blocks += (batch.stop - batch.start) * (rows.stop - rows.start)
-        keys_in_blocks += (batch.stop - batch.start) * (keys.stop - keys.start)
+        for i, part in enumerate((rows, keys)):
+            count[i] += (batch.stop - batch.start) * (part.stop - part.start)
     unseen = None
-    if excludes_keys:
+    if mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band:
         hidden = (read & ~seen).expand(-1, H, -1, -1).unflatten(1, (Hk, -1)).all(2)  # for all heads of a group
         unseen = hidden.expand(B, -1, -1, -1).flatten().nonzero().squeeze(1)
-    different_keys = int(torch.count_nonzero(read)) * (B // b)
-    is_whole = len(places) == 1 and places[0] == (slice(0, B), slice(0, Lq), slice(0, Lk))
-    return Visible(
-        blocks,
-        None if _all(has_keys) else has_keys,
-        unseen if unseen is not None and len(unseen) > 0 else None,
-        is_whole,
-        queries_in_blocks == B * Lq,
-        different_keys == B * Lk,
-        keys_in_blocks > different_keys,
-        _splits(places, B, Lq, Lk),
-    )
+        unseen = unseen if len(unseen) > 0 else None
+    different = int(torch.count_nonzero(read)) * (B // b)
+    has_keys = None if _all(has_keys) else has_keys
+    return Visible(blocks, has_keys, unseen, False, count[0] == B * Lq, different == B * Lk, count[1] > different)
 
 
 def _splits(places: list[Place], B: int, Lq: int, Lk: int) -> tuple[list[int], list[int]] | None:
