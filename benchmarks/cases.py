@@ -177,8 +177,9 @@ class MaskCase(Case):
     """Self-attention of 8 heads of width 64 on `tokens` tokens, in sequences of `length`.
 
     mask: one of MASKS. Padding leaves 100 % to 40 % of a sequence's keys, 70 % where there is one sequence. A window
-    has 64 keys on each side. Blocks of 64 positions, in short sequences of length / 16: each sees itself, those beside
-    it and the first. ALiBi is not causal: -slope_h * |i - j|. Packed: one row, six unequal sequences in each `length`.
+    has 64 keys on each side. Blocks of 64 positions, in short sequences of length / 16: each sees itself, its
+    neighbours and the first. ALiBi is not causal: -slope_h * |i - j|. Packed: one row, six unequal sequences in each
+    `length`.
     """
 
     mask: str

@@ -258,7 +258,7 @@ class AttentionMask:
             if t is not None:
                 for dim in dims:
                     t = t.unsqueeze(dim)
-                conditions.append(t[tuple(_ALL if n == 1 else s for n, s in zip(t.shape, places, strict=True))])
+                conditions.append(cut(t, *places))
         if not conditions:
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         keep = conditions[0]
@@ -419,6 +419,11 @@ def get_subsequent_mask(seq: Tensor) -> Tensor:
     """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position attends to itself and before."""
     L = seq.shape[1]
     return torch.ones((1, L, L), dtype=torch.bool, device=seq.device).tril()
+
+
+def cut(t: Tensor, *places: slice) -> Tensor:
+    """t at these places of its first dimensions. A dimension of size 1 is broadcast, so it stays."""
+    return t[tuple(_ALL if n == 1 else place for n, place in zip(t.shape, places, strict=False))]
 
 
 def _intersect(a: Band, b: Band) -> Band:

@@ -172,8 +172,8 @@ def test_rows(shift: int | None, L: int, kernels: torch.device) -> None:
     backend.attention_rows_bwd(*call)
     dheads = dout.view(B, L, H, Dv).transpose(1, 2)
     grads = backend.attention_bwd(dheads, None, q, k, v, expected, lse, None, others, 0.25, 0.0, None, False)
-    for given, wanted in zip(attention_rows.heads(dprojected, dmemory, sizes), grads, strict=False):
-        assert torch.equal(given, wanted)
+    for given, expected in zip(attention_rows.heads(dprojected, dmemory, sizes), grads, strict=False):
+        assert torch.equal(given, expected)
 
 
 @full

@@ -252,8 +252,8 @@ def test_attention_of_rows(backend: str, reads_memory: bool, dropout_p: float, d
             d_expected, None, q, k, v, expected, expected_lse, None, tuple(rest), *options, False
         )
         assert torch.equal(out, expected.transpose(1, 2).reshape(B * L, -1)) and torch.equal(lse, expected_lse)
-        for actual, wanted in zip(attention_rows.heads(dprojected, dmemory, sizes), dheads[:3], strict=True):
-            assert torch.equal(actual, wanted)
+        for actual, expected in zip(attention_rows.heads(dprojected, dmemory, sizes), dheads[:3], strict=True):
+            assert torch.equal(actual, expected)
         assert not any(t.isnan().any() for t in grads)
     assert bound.keys() == ({"forward", "dq", "dkv"} if backend == "triton" else set())
 

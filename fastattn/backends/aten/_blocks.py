@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
 from fastattn.backends.aten._at_once import add_score_mask
-from fastattn.backends.aten._visible import Block, Visible, cut, formula
+from fastattn.backends.aten._visible import Block, Visible, formula
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference.philox import LaneStream, keep_mask_from_lanes
+from fastattn.masks.attention_mask import cut
 
 BLOCK_BYTES = 1 << 21  # of the scores that are computed at a time: what the L2 caches of two cores hold
 MAX_SAVED_BYTES = 1 << 23  # more weights a call are not saved for the backward, which makes them again

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastattn.backends.aten._at_once import plain_weights, repeat_heads
 from fastattn.masks import AttentionMask
+from fastattn.masks.attention_mask import cut
 
 CALL = 1 << 15  # as many scores are computed while PyTorch's fused operator is called
 SUM = 32  # in as much time as the scores of so many queries take, gradients of keys are added to those of other blocks
@@ -153,11 +154,6 @@ def formula(
             weights = weights * factor[block.batch, :, block.rows, block.keys]
         out[block.batch, :, block.rows] = torch.matmul(weights.to(q.dtype), values)
     return out
-
-
-def cut(t: Tensor, *places: slice) -> Tensor:
-    """t at these places of its dimensions. A dimension of size 1 is broadcast, so it stays."""
-    return t[tuple(_ALL if n == 1 else place for n, place in zip(t.shape, places, strict=False))]
 
 
 def _even_part(rows: int, size: int, most: int) -> int:
@@ -309,7 +305,7 @@ def _keep(
         keep = keep | ~queries
     if by_torch and is_packed and mask.has_band and keep.shape[:2] == (1, 1):
         is_causal = torch.equal(keep[0, 0], torch.ones_like(keep[0, 0]).tril_())
-        keep = keep | is_causal
+        keep = keep | is_causal  # nothing else is masked
     score_mask = _score_mask(keep, bias, mask_dtype, count)
     return _Kept(score_mask, is_causal, None if all_queries else queries, None if all_keys else seen)
 

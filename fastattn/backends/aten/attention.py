@@ -111,7 +111,7 @@ def _attend(
         k, v = k.where(has_queries, 0), v.where(has_queries, 0)
 
     if fused:
-        out = _fused_on_a_gpu(q, k, v, mask, masked, has_keys, softmax_scale, dropout_p)
+        out = _fused_whole(q, k, v, mask, masked, has_keys, softmax_scale, dropout_p)
         return out if has_keys is None else out.where(has_keys, 0), None, None
 
     k, v = repeat_heads(k, v, H)
@@ -420,7 +420,7 @@ def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:
     return None if lighter.band_only and not lighter.has_band else lighter
 
 
-def _fused_on_a_gpu(
+def _fused_whole(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -430,11 +430,11 @@ def _fused_on_a_gpu(
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    """Also what is traced, for any device."""
+    """All scores in one call of PyTorch's operator: on a GPU, and on any device where values cannot be read."""
     if mask is None:
         return _torch_attention(q, k, v, None, scale, dropout_p)
     if mask.bias is not None:
-        score_mask = _without_masked(mask.bias, masked, has_keys)
+        score_mask = _without_masked(mask.bias, None, has_keys)
         score_mask = score_mask if masked is None else score_mask.masked_fill(masked, -torch.inf)
     else:
         score_mask = None if masked is None else ~masked
