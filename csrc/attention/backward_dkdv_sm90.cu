@@ -14,54 +14,71 @@
 // Overlap: exponentials overlap dP's product; with 64 queries a tile, the work on dS overlaps dv's product.
 // Work: 4 (Dk + Dv) FLOPs a visited score, 4 products, or 5 beyond 128; bytes: k, v, dk and dv once, q and dout once a
 //   key tile, mostly from L2.
-// With dq (Outputs::dk_dv_dq; backward_sum_sm90): both warpgroups write dS to shared memory, double buffered, so that
-//   one barrier a tile is enough. Each computes a half of the tile's dq and adds it, by TMA, to a float32 copy in
-//   memory: 2 Dk more FLOPs a score, and 4 Dk more bytes for each query and tile. Only without bias and dropout.
-// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts.
+// With dq (Outputs::dk_dv_dq; backward_sum_sm90), 5 products in all, without a bias and up to head dimension 128: both
+//   consumers write dS to shared memory, double buffered. Each starts dk's product, waits for the other's dS, and
+//   computes a half of the tile's dq. A warp of the producer's warpgroup, one for each consumer, adds it to a float32
+//   sum in memory: 16 KiB in the order of the accumulators, so that shared memory has no bank conflicts.
+//   In order: a counter of each part of the sum says how many tiles of keys were added. A warp waits for its turn,
+//   adds, waits until the sum is in memory, and raises the counter; the first one stores, so that nothing is cleared.
+//   All blocks go from the last query to the first: under a causal mask and in a window they then rarely wait for each
+//   other, but for the first tile.
+//   2 Dk more FLOPs a score, and 4 Dk more bytes for each query and tile, read and written in L2.
+// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts. With dq, for a
+//   tile without mask, instructions of a thread, and clocks of a multiprocessor (two warps a scheduler), estimated:
+//     head dimension                 64, 128 queries                   128, 64 queries
+//     without dropout                714, 1430 clocks                  585, 1170 clocks
+//     with dropout                   1620, 3240 clocks                 952, 1900 clocks; of them 82 for each draw
+//     5 products                     2560 clocks                       2560 clocks
+//   Before, dropout was drawn in the kernels of dq and of dk and dv, with 7 products and over 22 instructions a score
+//   in each: 5600 clocks and more at head dimension 64.
 // Dropped: one kernel with a branch for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes;
-//   dv's product overlapping the work on dS with 128 queries, for which P, S and dP would need 160 registers.
+//   dv's product overlapping the work on dS with 128 queries, for which P, S and dP would need 160 registers; dq in
+//   float32 by TMA in rows of 32 floats, whose stores to shared memory had bank conflicts; 80 queries a tile at head
+//   dimension 128, as the product of dq takes queries by 64; more registers for the senders, which serialised wgmma.
 #include "attention/backward_dkdv_sm90_pipeline.cuh"
 #include "common/check.h"
 
 namespace fastattn::attention {
 namespace {
 
-enum NamedBarrier { kGroupBarrier = 1, kBothBarrier = 3 };  // one for each consumer, and one for both
+// Kernels for scores without anything, with dropout, and with a bias, which may have dropout.
+enum class Scores { plain, dropout, general };
 
-template <class T, class Tiles, bool kGeneral, Outputs kOutputs>
+template <class T, class Tiles, Scores kScores, Outputs kOutputs>
 class Consumer {
  public:
+  static constexpr bool kGeneral = kScores == Scores::general;
   static constexpr bool kDk = kOutputs != Outputs::dv, kDv = kOutputs != Outputs::dk;
   static constexpr bool kSumsDq = kOutputs == Outputs::dk_dv_dq;
 
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles, kOutputs>& shared)
-      : a_(a), shared_(shared), item_(block_item<Tiles>(a)), group_(threadIdx.x / kGroup - 1),
-        thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
+      : a_(a), shared_(shared), item_(shared.item), group_(threadIdx.x / kGroup - 1), thread_(threadIdx.x % kGroup),
+        dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
     float dk[kDk ? kHeadDim / 2 : 1], dv[kDv ? kHeadDim / 2 : 1];
     for (float& sum : dk) sum = 0.0f;
     for (float& sum : dv) sum = 0.0f;
     shared_.full_kv.wait(0);
-    if constexpr (kSumsDq) clear_keys();
+    if constexpr (kDk) clear_keys();
+    if constexpr (kSumsDq) {
 #pragma unroll 1
-    for (int h = item_.h_k * item_.group; h < (item_.h_k + 1) * item_.group; h++) {
-      const TileLoop loop = loop_of<Tiles, kOutputs>(a_, item_, h);
-      key_sum_[0] = key_sum_[1] = 0.0f;
-      int i = 0;
-#pragma unroll 1
-      for (; i < (kGeneral ? loop.count : loop.partial); i++) step<true>(dk, dv, h, loop.tile(i) * kBlockM);
-      if constexpr (!kGeneral) {
-#pragma unroll 1
-        for (; i < loop.count; i++) step<false>(dk, dv, h, loop.tile(i) * kBlockM);
+      for (;;) {
+        shared_.full_q[places_.queries().stage].wait(places_.queries().phase);
+        const QueryTile tile = shared_.tiles[places_.number];
+        if (tile.m0 < 0) break;
+        tile.is_partial ? step<true>(dk, dv, tile.h, tile.m0) : step<false>(dk, dv, tile.h, tile.m0);
       }
-      if (kGeneral && kDk) store_key_sums(h);
+      named_barrier_sync(kEmpty + group_, kGroup + 32);
+      named_barrier_arrive(kFull + group_, kGroup + 32);
+      named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both have read k
+    } else {
+      for_each_tile(dk, dv);
     }
-    if constexpr (kSumsDq) named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both have read k
     if constexpr (kDk) write_lines<T, kHeadDim>(shared_.k, group_ * kGroupRows, thread_, dk, a_.p.softmax_scale);
     if constexpr (kDv)
       write_lines<T, kHeadDim>(shared_.v, group_ * kGroupRows, thread_, dv,
-                               dropout_.active() ? dropout_.scale() : 1.0f);
+                               drops() ? dropout_.scale() : 1.0f);
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
     if (thread_ > 0) return;
@@ -83,6 +100,27 @@ class Consumer {
   using Tile = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 16][4];  // an operand of the next product
 
+  __device__ __forceinline__ bool drops() const {
+    return kScores == Scores::dropout || (kGeneral && dropout_.active());
+  }
+
+  template <class Dk, class Dv>
+  __device__ __forceinline__ void for_each_tile(Dk& dk, Dv& dv) {
+#pragma unroll 1
+    for (int h = item_.h_k * item_.group; h < (item_.h_k + 1) * item_.group; h++) {
+      const TileLoop loop = loop_of<Tiles, kOutputs>(a_, item_, h);
+      key_sum_[0] = key_sum_[1] = 0.0f;
+      int i = 0;
+#pragma unroll 1
+      for (; i < (kGeneral ? loop.count : loop.partial); i++) step<true>(dk, dv, h, loop.tile(i) * kBlockM);
+      if constexpr (!kGeneral) {
+#pragma unroll 1
+        for (; i < loop.count; i++) step<false>(dk, dv, h, loop.tile(i) * kBlockM);
+      }
+      if (kGeneral && kDk) store_key_sums(h);
+    }
+  }
+
   // The tile of queries from m0 on of head h. The order of work depends on what fits into registers.
   template <bool kMasked, class Dk, class Dv>
   __device__ __forceinline__ void step(Dk& dk, Dv& dv, int h, int m0) {
@@ -94,9 +132,18 @@ class Consumer {
       step_64_queries<kMasked>(dk, dv, h, m0);
     else
       step_128_queries<kMasked>(dk, dv, h, m0);
-    wgmma_wait<0>(dk, dv);
-    release(shared_.empty_q, queries_);
-    release(shared_.empty_dout, gradients_);
+    if constexpr (!kSumsDq) finish_step<0>(dk, dv);
+  }
+
+  // kUnderWay: products that use neither the queries nor their gradients.
+  template <int kUnderWay, class Dk, class Dv>
+  __device__ __forceinline__ void finish_step(Dk& dk, Dv& dv) {
+    wgmma_wait<kUnderWay>(dk, dv);
+    if (thread_ == 0) {
+      shared_.empty_q[places_.queries().stage].arrive();
+      shared_.empty_dout[places_.gradients().stage].arrive();
+    }
+    places_.advance();
   }
 
   // S^T and dP^T are started together; the exponentials overlap dP's product, the work on dS overlaps dv's.
@@ -108,14 +155,15 @@ class Consumer {
     start_scores<kMasked>(s, m0);
     start_gradients(dp);
     load_mask<kMasked>(bits, h, m0);
+    draw_dropout(h, m0);
     wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     pack(p, s);
     wgmma_fence(dv, p);
     add_lines<T, kHeadDim>(dv, p, dout());
     wgmma_wait<1>(dp);
-    make_gradients<kMasked>(ds, s, dp, bits);
-    add_dk(dk, ds, h, m0);
+    make_gradients(ds, s, dp);
+    add_dk(dk, dv, ds);
   }
 
   // With 128 queries S, dP and P together would need too many registers: P is packed after dS, then dv's product
@@ -130,13 +178,15 @@ class Consumer {
     load_mask<kMasked>(bits, h, m0);
     wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
+    draw_dropout(h, m0);  // not earlier: likewise
     if constexpr (!kSumsDq) shared_.full_kv.arrive_if(are_negative_zeros(s));
     wgmma_wait<0>(dp);
-    make_gradients<kMasked>(ds, s, dp, bits);
+    make_gradients(ds, s, dp);
+    if (kScores == Scores::dropout) __syncwarp();  // as the next loads would come earlier, into too few registers
     pack(p, s);
     wgmma_fence(dv, p);
     add_lines<T, kHeadDim>(dv, p, dout());
-    add_dk(dk, ds, h, m0);
+    add_dk(dk, dv, ds);
   }
 
   // dk only; another block computes dv.
@@ -148,12 +198,13 @@ class Consumer {
     start_scores<kMasked>(s, m0);
     start_gradients(dp);
     load_mask<kMasked>(bits, h, m0);
+    draw_dropout(h, m0);
     wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     shared_.full_kv.arrive_if(are_negative_zeros(s));
     wgmma_wait<0>(dp);
-    make_gradients<kMasked>(ds, s, dp, bits);
-    add_dk(dk, ds, h, m0);
+    make_gradients(ds, s, dp);
+    add_lines_to_dk(dk, ds);
   }
 
   // dv only, which needs no dP.
@@ -163,8 +214,9 @@ class Consumer {
     Packed p;
     uint32_t bits[2];
     start_scores<kMasked>(s, m0);
-    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
+    shared_.full_dout[places_.gradients().stage].wait(places_.gradients().phase);
     load_mask<kMasked>(bits, h, m0);
+    draw_dropout(h, m0);
     wgmma_wait<0>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     fence_async_proxy_after_reads();  // of shift; all four warps, as wgmma needs all
@@ -173,13 +225,13 @@ class Consumer {
     add_lines<T, kHeadDim>(dv, p, dout());
   }
 
-  __device__ __forceinline__ auto& q() { return shared_.q[queries_.stage]; }
-  __device__ __forceinline__ auto& dout() { return shared_.dout[gradients_.stage]; }
+  __device__ __forceinline__ auto& q() { return shared_.q[places_.queries().stage]; }
+  __device__ __forceinline__ auto& dout() { return shared_.dout[places_.gradients().stage]; }
 
   // s = k q^T
   template <bool kMasked>
   __device__ __forceinline__ void start_scores(Tile& s, int m0) {
-    shared_.full_q[queries_.stage].wait(queries_.phase);
+    shared_.full_q[places_.queries().stage].wait(places_.queries().phase);
     if (kMasked) clear_queries(m0);
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kGroupRows, q());
@@ -187,20 +239,22 @@ class Consumer {
 
   // dp = v dout^T
   __device__ __forceinline__ void start_gradients(Tile& dp) {
-    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
+    shared_.full_dout[places_.gradients().stage].wait(places_.gradients().phase);
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kGroupRows, dout());
   }
 
-  // Starts dk += ds q, and the tile's part of dq, if it is computed here.
-  __device__ __forceinline__ void add_dk(Sum& dk, Packed& ds, int h, int m0) {
-    if constexpr (kSumsDq) {
-      add_dq(dk, ds, h, m0);
-    } else {
-      fence_async_proxy_after_reads();
-      wgmma_fence(dk, ds);
-      add_lines<T, kHeadDim>(dk, ds, q());
-    }
+  // Starts dk += ds q. If dq is computed here, it also finishes the step.
+  __device__ __forceinline__ void add_dk(Sum& dk, Sum& dv, Packed& ds) {
+    if constexpr (kSumsDq)
+      add_dk_and_dq(dk, dv, ds);
+    else
+      add_lines_to_dk(dk, ds);
+  }
+  __device__ __forceinline__ void add_lines_to_dk(Sum& dk, Packed& ds) {
+    fence_async_proxy_after_reads();
+    wgmma_fence(dk, ds);
+    add_lines<T, kHeadDim>(dk, ds, q());
   }
 
   // s = exp(S - lse)
@@ -210,7 +264,7 @@ class Consumer {
     const float unit = a_.p.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 shift = query_pair(shared_.shift[queries_.stage], j);
+      const float2 shift = query_pair(shared_.shift[places_.queries().stage], j);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         s[j + e] = exp2_approximate(s[j + e] * unit - (e % 2 == 0 ? shift.x : shift.y));
@@ -223,7 +277,7 @@ class Consumer {
     const BiasMatrix bias(a_.p.bias, item_.b, h);
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 shift = query_pair(shared_.shift[queries_.stage], j);
+      const float2 shift = query_pair(shared_.shift[places_.queries().stage], j);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int m = m0 + 2 * j + thread_ % 4 * 2 + e % 2;
@@ -236,17 +290,15 @@ class Consumer {
   }
 
   // ds = dS, packed as an operand.
-  template <bool kMasked>
-  __device__ __forceinline__ void make_gradients(Packed& ds, Tile& s, Tile& dp, const uint32_t (&bits)[2]) {
+  __device__ __forceinline__ void make_gradients(Packed& ds, const Tile& s, Tile& dp) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 delta = query_pair(shared_.delta[gradients_.stage], j);
-      const uint32_t kept = kGeneral && dropout_.active() ? kept_bits(j) : ~0u;
+      const float2 delta = query_pair(shared_.delta[places_.gradients().stage], j);
+      const uint32_t kept = drops() ? kept_bits(j) : ~0u;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        if (kGeneral && dropout_.active()) dp[j + e] = is_kept(kept, e) ? dp[j + e] * dropout_.scale() : 0.0f;
+        if (drops()) dp[j + e] = is_kept(kept, e) ? dp[j + e] * dropout_.scale() : 0.0f;
         dp[j + e] = s[j + e] * (dp[j + e] - (e % 2 == 0 ? delta.x : delta.y));
-        if (kMasked && !is_visible(bits, j, e)) dp[j + e] = 0.0f;
         if (kGeneral) key_sum_[e / 2] += dp[j + e];
       }
 #pragma unroll
@@ -258,7 +310,7 @@ class Consumer {
   __device__ __forceinline__ void pack(Packed& p, const Tile& s) const {
 #pragma unroll
     for (int j = 0; j < kBlockM / 2; j += 4) {
-      const uint32_t kept = kGeneral && dropout_.active() ? kept_bits(j) : ~0u;
+      const uint32_t kept = drops() ? kept_bits(j) : ~0u;
 #pragma unroll
       for (int r = 0; r < 2; r++)
         p[j / 8][j / 4 % 2 * 2 + r] = pack_word<T>(is_kept(kept, 2 * r) ? s[j + 2 * r] : 0.0f,
@@ -267,69 +319,52 @@ class Consumer {
   }
 
   // dk's product, and the tile's part of dq, which needs the dS of both warpgroups: each computes a half of it.
-  __device__ __forceinline__ void add_dq(Sum& dk, Packed& ds, int h, int m0) {
-    auto& ds_tile = shared_.ds[buffer_];
+  __device__ __forceinline__ void add_dk_and_dq(Sum& dk, Sum& dv, Packed& ds) {
+    auto& ds_tile = shared_.ds[places_.queries().stage];
     const int lane = thread_ % 32, line = group_ * kGroupRows + thread_ / 32 * 16 + lane % 16;
 #pragma unroll
     for (int column = 0; column < kBlockM; column += 16)
       stmatrix(ds_tile[column / kPanel] + swizzled(line, column % kPanel / 8 + lane / 16), ds[column / 16]);
     fence_async_proxy();
-    named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // dS of both is written, the last one was read
-    // With 64 queries a warpgroup computes 64 columns of dq, with 128 the rows of 64 queries.
-    constexpr bool kByColumns = kBlockM == kGroupRows;
-    const int row = kByColumns ? 0 : group_ * kGroupRows, column = kByColumns ? group_ * kPanel : 0;
-    float dq[32];
+    named_barrier_sync(kGroupBarrier + group_, kGroup);
     wgmma_fence(dk, ds);
+    add_lines<T, kHeadDim>(dk, ds, q());
+    named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both wrote dS and read the last one
+    constexpr int kPartColumns = 64;
+    const int row = Tiles::kDqByColumns ? 0 : group_ * kGroupRows, column = Tiles::kDqByColumns ? group_ * kPanel : 0;
+    float dq[kPartColumns / 2];
+    wgmma_fence();
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16)
-      wgmma<T, 64, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row),
-                               along_lines<kBlockN>(shared_.k, key, column), key > 0);
+      wgmma<T, kPartColumns, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row),
+                                         along_lines<kBlockN>(shared_.k, key, column), key > 0);
     wgmma_commit();
-    add_lines<T, kHeadDim>(dk, ds, shared_.q[queries_.stage]);
-    wgmma_wait<1>(dq);
-    send_dq(dq, m0 + row, column, h);
-    buffer_ ^= 1;
-  }
-
-  // Adds the warpgroup's 64 x 64 part of dq, from query m and column `column` on, to the sum in memory.
-  __device__ __forceinline__ void send_dq(const float (&dq)[32], int m, int column, int h) {
-    auto& staged = shared_.dq[group_];
-    if (thread_ == 0) bulk_wait_read<0>();
-    __syncwarp();
-    named_barrier_sync(kGroupBarrier + group_, kGroup);  // the last one has left shared memory
-    const int lane = thread_ % 32, line = thread_ / 32 * 16 + lane / 4;
+    finish_step<1>(dk, dv);
+    wgmma_wait<0>(dq);
+    named_barrier_sync(kEmpty + group_, kGroup + 32);
 #pragma unroll
-    for (int i = 0; i < 32; i += 2) {
-      const int first = i / 4 * 8 + lane % 4 * 2;
-      const int place = swizzled(line + 8 * row_of(i), first % kFloatPanel / 4) + first % 4 * 4;
-      *reinterpret_cast<float2*>(staged[i / 16] + place) = make_float2(dq[i], dq[i + 1]);
-    }
+    for (int i = 0; i < kPartColumns / 8; i++)
+      shared_.dq[group_][i][thread_] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     fence_async_proxy();
-    named_barrier_sync(kGroupBarrier + group_, kGroup);
-    if (thread_ == 0) {
-      for (int panel = 0; panel < 2; panel++)
-        tma_add(a_.dq, staged[panel], column + panel * kFloatPanel, m, h, item_.b);
-      bulk_commit();
-    }
-    __syncwarp();  // before the wait for dk's product
+    named_barrier_arrive(kFull + group_, kGroup + 32);
   }
 
-  // The queries of the tile that see the thread's two keys; it also draws dropout.
+  // The queries of the tile that see the thread's two keys.
   template <bool kMasked>
   __device__ __forceinline__ void load_mask(uint32_t (&bits)[2], int h, int m0) {
 #pragma unroll
     for (int r = 0; kMasked && r < 2; r++)
       bits[r] = visible_bits<kBlockM>(a_.p.by_key, item_.b, h, first_key() + 8 * r, a_.p.shape.seqlen_k, m0,
                                       a_.p.shape.seqlen_q);
-    if (kGeneral && dropout_.active()) draw_dropout(h, m0);
   }
 
-  // Sets keys that take no part to zero, for dq: they may be NaN, and 0 * NaN is NaN. (dP is selected, not multiplied.)
+  // Sets keys that take no part and their values to zero: they may be NaN, and 0 * NaN is NaN in dS and in dq.
   __device__ __forceinline__ void clear_keys() {
     const Mask& mask = a_.p.by_query;
     if (mask.columns == nullptr) return;
     const int line = threadIdx.x - kGroup, n = item_.n0 + line;
-    if (line < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item_.b, n)) clear_line(shared_.k, line);
+    if (line < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item_.b, n))
+      clear_line(shared_.k, line), clear_line(shared_.v, line);
     fence_async_proxy();
     named_barrier_sync(kBothBarrier, kConsumers * kGroup);
   }
@@ -337,25 +372,27 @@ class Consumer {
   // The same for queries that may attend to nothing, and their gradients. Each warpgroup does it for itself.
   __device__ __forceinline__ void clear_queries(int m0) {
     const auto is_empty = [&](int line) {
-      return m0 + line < a_.p.shape.seqlen_q && shared_.shift[queries_.stage][line] == kInfinity;
+      return m0 + line < a_.p.shape.seqlen_q && shared_.shift[places_.queries().stage][line] == kInfinity;
     };
     bool some = false;
     for (int line = thread_ % 32; line < kBlockM; line += 32) some |= is_empty(line);
     if (__ballot_sync(0xffffffffu, some) == 0) return;  // all warps decide the same
-    shared_.full_dout[gradients_.stage].wait(gradients_.phase);
+    shared_.full_dout[places_.gradients().stage].wait(places_.gradients().phase);
     if (thread_ < kBlockM && is_empty(thread_))
-      clear_line(shared_.q[queries_.stage], thread_), clear_line(shared_.dout[gradients_.stage], thread_);
+      clear_line(q(), thread_), clear_line(dout(), thread_);
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
   }
 
   // Dropout of the warp's 16 keys, for all queries of the tile.
   __device__ __forceinline__ void draw_dropout(int h, int m0) {
+    if (!drops()) return;
+    const DropoutMask mask(a_.p.dropout);  // with the seed, which would need registers all the time
     const int warp = group_ * 4 + thread_ / 32, n = item_.n0 + warp * 16;
     const int64_t row0 = (static_cast<int64_t>(item_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_q + m0;
     __syncwarp();
     for (int i = thread_ % 32; i < 2 * kBlockM; i += 32)
-      shared_.kept[warp][i / 2][i % 2] = static_cast<unsigned char>(dropout_.kept(row0 + i / 2, n / 8 + i % 2));
+      shared_.kept[warp][i / 2][i % 2] = static_cast<unsigned char>(mask.kept(row0 + i / 2, n / 8 + i % 2));
     __syncwarp();
   }
 
@@ -394,17 +431,14 @@ class Consumer {
 
   const Arguments& a_;
   Shared<Tiles, kOutputs>& shared_;
-  const WorkItem item_;
+  const WorkItem& item_;  // in shared memory: there are too few registers
   const int group_, thread_;
   const DropoutMask dropout_;
-  Ring queries_;
-  RingOf<Tiles::kGradientStages> gradients_;
-  int buffer_ = 0;  // of dS in shared memory
+  Places<Tiles> places_;
   float key_sum_[2];
 };
 
-// kGeneral: with a bias or dropout.
-template <class T, class Tiles, bool kGeneral, Outputs kOutputs>
+template <class T, class Tiles, Scores kScores, Outputs kOutputs>
 __global__ void __launch_bounds__(Registers::kThreads, 1)
     backward_dkdv_sm90_kernel(const __grid_constant__ Arguments a) {
   auto& shared = shared_memory<Shared<Tiles, kOutputs>>();
@@ -415,24 +449,32 @@ __global__ void __launch_bounds__(Registers::kThreads, 1)
     for (Barrier& empty : shared.empty_q) empty.init(kConsumers);
     for (Barrier& empty : shared.empty_dout) empty.init(kConsumers);
     fence_barrier_init();
+    shared.item = block_item<Tiles, kOutputs>(a);
   }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    fewer_registers<Registers::kProducer>();
+    fewer_registers<SplitRegisters<kOutputs>::kProducer>();
     if (threadIdx.x == 0) produce<Tiles>(a, shared);
+    if constexpr (kOutputs == Outputs::dk_dv_dq) {
+      const int warp = threadIdx.x / 32;
+      if (warp == 1 || warp == 2) send_dq<Tiles>(a, shared, warp - 1);
+    }
   } else {
-    more_registers<Registers::kConsumer>();
-    Consumer<T, Tiles, kGeneral, kOutputs>(a, shared).run();
+    more_registers<SplitRegisters<kOutputs>::kConsumer>();
+    Consumer<T, Tiles, kScores, kOutputs>(a, shared).run();
   }
 }
 
-template <Outputs kOutputs, class T, class Tiles, bool kGeneral>
+template <Outputs kOutputs, class T, class Tiles, Scores kScores>
 void start(Arguments a, cudaStream_t stream) {
   const Shape& s = a.p.shape;
   const int64_t rows = int64_t{s.seqlen_q} * (s.heads / s.key_heads);
   const int row_bytes = 2 * (s.head_dim_k + s.head_dim_v) + (kOutputs == Outputs::dk_dv_dq ? 4 * s.head_dim_k : 0);
   a.heads_together = heads_together(s.batch * s.key_heads, rows * row_bytes);
-  launch_with_registers<Registers>("backward_dkdv_sm90_kernel", backward_dkdv_sm90_kernel<T, Tiles, kGeneral, kOutputs>,
+  a.dk = matrix_map(a.p.dk, s.head_dim_k, 0, s.seqlen_k, s.key_heads, s.batch, kGroupRows);
+  a.dv = matrix_map(a.p.dv, s.head_dim_v, 0, s.seqlen_k, s.key_heads, s.batch, kGroupRows);
+  launch_with_registers<SplitRegisters<kOutputs>>(
+      "backward_dkdv_sm90_kernel", backward_dkdv_sm90_kernel<T, Tiles, kScores, kOutputs>,
                                    dim3(s.batch * s.key_heads * ceil_div(s.seqlen_k, kBlockN)),
                                    sizeof(Shared<Tiles, kOutputs>), stream, a);
 }
@@ -441,21 +483,20 @@ template <class T, class Tiles>
 void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
   const Arguments a = arguments(p, rows, Tiles::kBlockM, kBlockN);
   if constexpr (Tiles::kSplit) {
-    start<Outputs::dk, T, Tiles, true>(a, stream);
-    start<Outputs::dv, T, Tiles, true>(a, stream);
+    start<Outputs::dk, T, Tiles, Scores::general>(a, stream);
+    start<Outputs::dv, T, Tiles, Scores::general>(a, stream);
   } else {
-    is_general(p) ? start<Outputs::dk_dv, T, Tiles, true>(a, stream)
-                  : start<Outputs::dk_dv, T, Tiles, false>(a, stream);
+    is_general(p) ? start<Outputs::dk_dv, T, Tiles, Scores::general>(a, stream)
+                  : start<Outputs::dk_dv, T, Tiles, Scores::plain>(a, stream);
   }
 }
 
 template <class T, class Tiles>
-void run_with_sum(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
+void run_with_sum(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream) {
   Arguments a = arguments(p, rows, Tiles::kBlockM, kBlockN);
-  a.dq = sum_map(p.shape, sum);
-  const int64_t elements = int64_t{p.shape.batch} * p.shape.heads * p.shape.seqlen_q * p.shape.head_dim_k;
-  FASTATTN_CHECK(cudaMemsetAsync(sum, 0, elements * sizeof(float), stream));
-  start<Outputs::dk_dv_dq, T, Tiles, false>(a, stream);
+  a.sums = sums;
+  p.dropout.rng_state != nullptr ? start<Outputs::dk_dv_dq, T, Tiles, Scores::dropout>(a, stream)
+                                 : start<Outputs::dk_dv_dq, T, Tiles, Scores::plain>(a, stream);
 }
 
 }  // namespace
@@ -471,10 +512,10 @@ void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t 
   });
 }
 
-void backward_sum_sm90(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream) {
+void backward_sum_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream) {
   const auto with_type = [&](auto t) {
-    head_dim(p.shape) <= 64 ? run_with_sum<decltype(t), Tiles<64>>(p, rows, sum, stream)
-                            : run_with_sum<decltype(t), Tiles<128>>(p, rows, sum, stream);
+    head_dim(p.shape) <= 64 ? run_with_sum<decltype(t), Tiles<64>>(p, rows, sums, stream)
+                            : run_with_sum<decltype(t), Tiles<128>>(p, rows, sums, stream);
   };
   p.dtype == DType::bfloat16 ? with_type(__nv_bfloat16{}) : with_type(__half{});
 }

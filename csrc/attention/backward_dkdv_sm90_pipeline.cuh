@@ -5,11 +5,17 @@
 namespace fastattn::attention {
 namespace {
 
-constexpr int kBlockN = kGroupRows * kConsumers, kFloatPanel = 32;  // floats of a swizzled line
+constexpr int kBlockN = kGroupRows * kConsumers;
+// One kEmpty and kFull for each consumer: of its part of dq in shared memory.
+enum NamedBarrier { kGroupBarrier = 1, kBothBarrier = 3, kEmpty = 4, kFull = 6 };
 
 // What a block computes. Beyond a head dimension of 128 dk and dv do not both fit into registers: they have separate
 // blocks.
 enum class Outputs { dk, dv, dk_dv, dk_dv_dq };
+
+// With senders the producer's warpgroup needs more.
+template <Outputs kOutputs>
+using SplitRegisters = std::conditional_t<kOutputs == Outputs::dk_dv_dq, RegisterSplit<kConsumers, 24, 240>, Registers>;
 
 template <int kHeadDimPadded>
 struct Tiles {
@@ -17,15 +23,31 @@ struct Tiles {
   static constexpr int kBlockM = kHeadDim <= 64 ? 128 : 64;
   static constexpr bool kSplit = kHeadDim > 128;
   static constexpr int kGradientStages = kSplit ? 1 : kStages;  // shared memory is full
+  // With 64 queries each consumer computes 64 columns of dq, with 128 the rows of 64 queries.
+  static constexpr bool kDqByColumns = kBlockM == kGroupRows;
 };
 
-// dS of both warpgroups, and their parts of dq before they are stored.
+// A tile of queries of Outputs::dk_dv_dq, for consumers and senders. m0 is -1 after the last one.
+struct alignas(16) QueryTile {
+  int m0, h, is_partial;
+  int turn;  // how many tiles of keys come before this one
+};
+// A consumer releases the queries of a tile before it waits for the sender of the tile before. So if the producer may
+// load tile i + 4, all are done with the entry of tile i.
+constexpr int kTilesKept = 2 * kStages;
+
+// dS of both warpgroups, and their parts of dq before they are sent.
 template <class Tiles>
-struct SumShared {
+struct alignas(1024) SumShared {
   unsigned char ds[2][Tiles::kBlockM / kPanel][kBlockN * kLineBytes];  // lines are keys
-  unsigned char dq[kConsumers][64 / kFloatPanel][kGroupRows * kLineBytes];
+  float4 dq[kConsumers][kPartSize / 4 / kGroup][kGroup];
+  QueryTile tiles[kTilesKept];
 };
 struct Empty {};
+
+struct WorkItem {
+  int b, h_k, n0, group;
+};
 
 template <class Tiles, Outputs kOutputs>
 struct alignas(1024) Shared : std::conditional_t<kOutputs == Outputs::dk_dv_dq, SumShared<Tiles>, Empty> {
@@ -36,29 +58,44 @@ struct alignas(1024) Shared : std::conditional_t<kOutputs == Outputs::dk_dv_dq, 
   unsigned char kept[kConsumers * 4][kBlockM][2];  // of each warp: bit r % 8 of byte r / 8 for key r of its 16
   Barrier full_kv, full_q[kStages], empty_q[kStages], full_dout[Tiles::kGradientStages],
       empty_dout[Tiles::kGradientStages];
+  WorkItem item;
+  TileLoop loop;  // of the producer: it has too few registers
 };
 
-// The float32 sum of dq, in boxes of half a warpgroup's part.
-inline TensorMap sum_map(const Shape& s, float* sum) {
-  const uint64_t row = uint64_t{4} * s.head_dim_k, head = row * s.seqlen_q;
-  return make_tensor_map({sum,
-                          {uint64_t(s.head_dim_k), uint64_t(s.seqlen_q), uint64_t(s.heads), uint64_t(s.batch)},
-                          {row, head, head * s.heads},
-                          {kFloatPanel, kGroupRows, 1, 1},
-                          true,
-                          true});
-}
+// Where the next queries and their gradients are: one ring, as one number, if there are as many stages of both.
+template <class Tiles>
+struct Places {
+  static constexpr bool kOneRing = Tiles::kGradientStages == kStages;
+  int number = 0;  // modulo kTilesKept
+  std::conditional_t<kOneRing, Empty, RingOf<Tiles::kGradientStages>> others;
 
-struct WorkItem {
-  int b, h_k, n0, group;
+  __device__ __forceinline__ Ring queries() const { return {number % kStages, number / kStages}; }
+  __device__ __forceinline__ auto gradients() const {
+    if constexpr (kOneRing)
+      return queries();
+    else
+      return others;
+  }
+  __device__ __forceinline__ void advance() {
+    number = (number + 1) % kTilesKept;
+    if constexpr (!kOneRing) others.advance();
+  }
 };
 
 template <class Tiles>
-__device__ __forceinline__ WorkItem block_item(const Arguments& a) {
+__device__ __forceinline__ WorkItem item_at(const Arguments& a, int index) {
   const Shape& shape = a.p.shape;
   const auto [head, tile] =
-      item_in_order(blockIdx.x, shape.batch * shape.key_heads, ceil_div(shape.seqlen_k, kBlockN), a.heads_together);
+      item_in_order(index, shape.batch * shape.key_heads, ceil_div(shape.seqlen_k, kBlockN), a.heads_together);
   return {head / shape.key_heads, head % shape.key_heads, tile * kBlockN, shape.heads / shape.key_heads};
+}
+
+// A block's work item. If blocks add to dq in order, they get them in the order in which they start: then a block waits
+// only for blocks that run.
+template <class Tiles, Outputs kOutputs>
+__device__ __forceinline__ WorkItem block_item(const Arguments& a) {
+  const bool in_order = kOutputs == Outputs::dk_dv_dq && a.sums.counters != nullptr;
+  return item_at<Tiles>(a, in_order ? atomicAdd(a.sums.counters + parts_of(a.p.shape), 1) : blockIdx.x);
 }
 
 // The query tiles of a block's keys. Keys past the end are zeros. For dq, dS is multiplied with them, so a ragged tile
@@ -72,34 +109,97 @@ __device__ __forceinline__ TileLoop loop_of(const Arguments& a, const WorkItem& 
   return loop;
 }
 
+// How many tiles of keys add to a tile of queries before this one, which has it at `place` of its list: those with
+// lower keys.
+__device__ __forceinline__ int turn_of(const Arguments& a, const WorkItem& item, const TileLoop& loop, int place,
+                                       int m0) {
+  const Mask& mask = a.p.by_key;
+  if (loop.list != nullptr) return a.sums.turns == nullptr ? 0 : a.sums.turns[loop.list - mask.tiles + place];
+  return item.n0 / kBlockN - max(m0 - mask.band_hi, 0) / kBlockN;
+}
+
 template <class Tiles, Outputs kOutputs>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles, kOutputs>& shared) {
-  for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout, &a.dq, &a.dk, &a.dv}) prefetch(*map);
-  const WorkItem item = block_item<Tiles>(a);
+  const WorkItem& item = shared.item;
+  for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout}) prefetch(*map);
   shared.full_kv.arrive_expect((kOutputs != Outputs::dv ? 2 : 1) * sizeof shared.k);
   copy_panels(shared.k, a.k, shared.full_kv, item.n0 - a.key_begin, item.h_k, item.b);
   if (kOutputs != Outputs::dv) copy_panels(shared.v, a.v, shared.full_kv, item.n0 - a.key_begin, item.h_k, item.b);
-  Ring queries;
-  RingOf<Tiles::kGradientStages> gradients;
+  Places<Tiles> places;
   constexpr int kBytes = Tiles::kBlockM * sizeof(float);
+  const auto wait_for_queries = [&] { shared.empty_q[places.queries().stage].wait(places.queries().phase ^ 1); };
+  const auto load = [&](int h, int m0) {
+    const int64_t row = first_row(a, item.b, h) + m0;
+    const int stage = places.queries().stage, gradient_stage = places.gradients().stage;
+    Barrier &full_q = shared.full_q[stage], &full_dout = shared.full_dout[gradient_stage];
+    full_q.arrive_expect(sizeof shared.q[0] + kBytes);
+    copy_panels(shared.q[stage], a.q, full_q, m0, h, item.b);
+    bulk_load(shared.shift[stage], a.rows.shift + row, kBytes, full_q);
+    shared.empty_dout[gradient_stage].wait(places.gradients().phase ^ 1);
+    full_dout.arrive_expect(sizeof shared.dout[0] + kBytes);
+    copy_panels(shared.dout[gradient_stage], a.dout, full_dout, m0, h, item.b);
+    bulk_load(shared.delta[gradient_stage], a.rows.delta + row, kBytes, full_dout);
+    places.advance();
+  };
   for (int h = item.h_k * item.group; h < (item.h_k + 1) * item.group; h++) {
-    const TileLoop loop = loop_of<Tiles, kOutputs>(a, item, h);
-    const int64_t row0 = first_row(a, item.b, h);
+    shared.loop = loop_of<Tiles, kOutputs>(a, item, h);
+    const TileLoop& loop = shared.loop;
+    if constexpr (kOutputs == Outputs::dk_dv_dq) {
+      DescendingTiles tiles(loop);
 #pragma unroll 1
-    for (int i = 0; i < loop.count; i++) {
-      const int m0 = loop.tile(i) * Tiles::kBlockM, stage = queries.stage, gradient_stage = gradients.stage;
-      Barrier &full_q = shared.full_q[stage], &full_dout = shared.full_dout[gradient_stage];
-      shared.empty_q[stage].wait(queries.phase ^ 1);
-      full_q.arrive_expect(sizeof shared.q[0] + kBytes);
-      copy_panels(shared.q[stage], a.q, full_q, m0, h, item.b);
-      bulk_load(shared.shift[stage], a.rows.shift + row0 + m0, kBytes, full_q);
-      queries.advance();
-      shared.empty_dout[gradient_stage].wait(gradients.phase ^ 1);
-      full_dout.arrive_expect(sizeof shared.dout[0] + kBytes);
-      copy_panels(shared.dout[gradient_stage], a.dout, full_dout, m0, h, item.b);
-      bulk_load(shared.delta[gradient_stage], a.rows.delta + row0 + m0, kBytes, full_dout);
-      gradients.advance();
+      while (tiles.next()) {
+        const int m0 = tiles.tile * Tiles::kBlockM;
+        wait_for_queries();
+        shared.tiles[places.number] = {m0, h, tiles.is_partial, turn_of(a, item, loop, tiles.place, m0)};
+        load(h, m0);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < loop.count; i++) {
+        wait_for_queries();
+        load(h, loop.tile(i) * Tiles::kBlockM);
+      }
     }
+  }
+  if constexpr (kOutputs == Outputs::dk_dv_dq) {
+    wait_for_queries();
+    shared.tiles[places.number].m0 = -1;
+    shared.full_q[places.queries().stage].arrive();
+  }
+}
+
+// Adds a consumer's parts of dq to the sum in memory, if asked for in order. Called by a warp.
+template <class Tiles>
+__device__ __forceinline__ void send_dq(const Arguments& a, Shared<Tiles, Outputs::dk_dv_dq>& shared, int consumer) {
+  constexpr int kThreads = kGroup + 32;
+  const bool leads = threadIdx.x % 32 == 0;
+  const int blocks = ceil_div(a.p.shape.seqlen_q, kRowBlock) * (kRowBlock / kGroupRows);
+  int* const counters = a.sums.counters;
+  named_barrier_arrive(kEmpty + consumer, kThreads);
+#pragma unroll 1
+  for (int i = 0;; i++) {
+    named_barrier_sync(kFull + consumer, kThreads);
+    const QueryTile tile = shared.tiles[i % kTilesKept];
+    if (tile.m0 < 0) break;
+    const int block = (shared.item.b * a.p.shape.heads + tile.h) * blocks + tile.m0 / kGroupRows;
+    const int part = Tiles::kDqByColumns ? block * Tiles::kPanels + consumer : block + consumer;
+    if (leads) {
+      if (counters != nullptr) wait_for_count(counters + part, tile.turn);
+      float* const to = a.sums.parts + int64_t{part} * kPartSize;
+      if (counters != nullptr && tile.turn == 0)
+        bulk_store(to, shared.dq[consumer], sizeof shared.dq[consumer]);
+      else
+        bulk_add(to, &shared.dq[consumer][0][0].x, sizeof shared.dq[consumer]);
+      bulk_commit();
+      bulk_wait_read<0>();
+    }
+    __syncwarp();
+    named_barrier_arrive(kEmpty + consumer, kThreads);
+    if (leads) {
+      bulk_wait<0>();
+      if (counters != nullptr) raise_count(counters + part);
+    }
+    __syncwarp();
   }
 }
 

@@ -12,16 +12,15 @@
 // Overlap: exponentials overlap dP's product; the other work on scores overlaps products of the other warpgroup.
 // Work: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
 //
-// Why dq has its own kernel. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16
-// heads of 8192 tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s:
+// Who uses it. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16 heads of 8192
+// tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s (estimated):
 //   this kernel      7 products in all, 2.44 ms; no float32 copy of dq, no block waits for another
-//   adding in order  5 products, 1.74 ms; each block adds its part of a query tile after the block before it: 64
-//                    additions of 67 MB float32 go through L2, 8.6 GB read and written, or 1.6 ms at 5.5 TB/s, during
-//                    the products. dq is zeroed before and rounded after, 0.3 GB more. The blocks of a head must run in
-//                    an order in which no block waits for one that has not started, and with tile lists each query tile
-//                    has another order. FlashAttention reports 14 % less speed for it on a later chip.
-//   adding freely    the same without the waits, but with another sum in every run: backward_sum_sm90.
-// The first is the simplest with equal results in every run. A record must show what its two more products cost.
+//   adding in order  5 products, 1.74 ms; 64 additions of 67 MB float32 go through L2, 8.6 GB read and written, or 1.6
+//                    ms at 5.5 TB/s, during the products. dq is rounded after, 0.1 GB, 0.04 ms. FlashAttention reports
+//                    14 % less speed for it on a later chip.
+//   adding freely    the same without the waits, but with another sum in every run
+// Adding in order (backward_sum_sm90) is the default where it is built: without a bias, up to head dimension 128. This
+// kernel is for all other calls, until a record shows what its two more products cost.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts, and all
 // exponentials are between the wait for S and the wait for dP. kGeneral, with a bias or dropout, is also used for head
 // dimensions beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
@@ -131,6 +130,7 @@ class Consumer {
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kGroupRows, shared_.v[values_.stage]);
     rows_.template load_mask<kMasked>(n0);
+    if (kMasked) find_excluded(n0);
     wgmma_wait<1>(s);
     rows_.template make_probabilities<kMasked>(s);
     shared_.full_q.arrive_if(are_negative_zeros(s));
@@ -141,19 +141,27 @@ class Consumer {
     uint32_t ds[kBlockN / 16][4];
 #pragma unroll
     for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
-    if (kMasked) clear_keys(n0);
+    if (kMasked) clear_excluded();
     wgmma_fence(dq, ds);
     add_lines<T, kHeadDim>(dq, ds, shared_.k[keys_.stage]);
     wgmma_wait<0>(dq);
     release(shared_.empty_k, keys_);
   }
 
-  // Sets keys that take no part to zero, in the tile from n0 on: they may be NaN, and 0 * NaN is NaN.
-  __device__ __forceinline__ void clear_keys(int n0) {
-    if (clear_excluded_lines(shared_.k[keys_.stage], a_.p.by_query, item_.b, n0, a_.p.shape.seqlen_k, thread_)) {
-      fence_async_proxy();
-      named_barrier_sync(kGroupBarrier + group_, kGroup);
-    }
+  // Which keys of the tile from n0 on take no part. Read while products run.
+  __device__ __forceinline__ void find_excluded(int n0) {
+    const Mask& mask = a_.p.by_query;
+    some_excluded_ = mask.columns != nullptr && !all_columns_take_part<kBlockN>(mask, item_.b, n0);
+    const int n = n0 + thread_;
+    is_excluded_ = some_excluded_ && thread_ < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item_.b, n);
+  }
+
+  // Sets them to zero: they may be NaN, and 0 * NaN is NaN.
+  __device__ __forceinline__ void clear_excluded() {
+    if (!some_excluded_) return;
+    if (is_excluded_) clear_line(shared_.k[keys_.stage], thread_);
+    fence_async_proxy();
+    named_barrier_sync(kGroupBarrier + group_, kGroup);
   }
 
   const Arguments& a_;
@@ -163,6 +171,7 @@ class Consumer {
   QueryRows<Tiles::kBlockN, kGeneral> rows_;
   Ring keys_;
   RingOf<Tiles::kValueStages> values_;
+  bool some_excluded_, is_excluded_;  // of the tile's keys: any, and the one of the thread's number
 };
 
 template <class T, class Tiles, bool kGeneral>
@@ -192,6 +201,7 @@ void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
   Arguments a = arguments(p, rows, Tiles::kBlockM, Tiles::kBlockN);
   const int64_t key_bytes = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
   a.heads_together = heads_together(s.batch * s.key_heads, key_bytes) * (s.heads / s.key_heads);
+  a.dq = dq_map(p);
   const auto start = [&](auto kernel) {
     launch_with_registers<Registers>("backward_dq_sm90_kernel", kernel,
                                      dim3(s.batch * s.heads * ceil_div(s.seqlen_q, Tiles::kBlockM)),

@@ -1,18 +1,22 @@
-// The small kernels of the backward on Hopper: lse and delta of each query, padded to whole tiles, and the rounding of
-// dq, if it is added up in memory.   Formulas: backward.h
+// The small kernels of the backward on Hopper: lse and delta of each query, padded to whole tiles; and, if dq is added
+// up in memory, the order of the additions, and the rounding of dq.   Formulas: backward.h
 //
-// Both are limited by memory. Bytes: of the first, out and dout once; of the second, the sum and dq.
-#include "attention/backward_common.cuh"
-#include "attention/backward_sm90.h"
+// They are limited by memory. Bytes: of the first, out and dout once; of the last, the sum and dq.
+#include "attention/backward_sm90_common.cuh"
+#include "common/check.h"
 
 namespace fastattn::attention {
 namespace {
 
 constexpr int kRowThreads = 128;
 
-// The rows of (b, h); a quad a row. Grid: blocks of rows, heads of all samples.
+// The rows of (b, h); a quad a row. Grid: blocks of rows, heads of all samples. Together they clear `count` counters.
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) backward_rows_sm90_kernel(const Backward p, const PaddedRows rows) {
+__global__ void __launch_bounds__(kRowThreads)
+    backward_rows_sm90_kernel(const Backward p, const PaddedRows rows, int* counters, int64_t count) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kRowThreads)
+    counters[i] = 0;
   const int padded = ceil_div(p.shape.seqlen_q, kRowBlock) * kRowBlock;
   const int head = blockIdx.x % (p.shape.batch * p.shape.heads);
   const int m = blockIdx.x / (p.shape.batch * p.shape.heads) * (kRowThreads / 4) + threadIdx.x / 4;
@@ -28,36 +32,94 @@ __global__ void __launch_bounds__(kRowThreads) backward_rows_sm90_kernel(const B
   rows.delta[to] = lse == -kInfinity ? 0.0f : delta;
 }
 
-// dq = softmax_scale * sum, rounded. One thread rounds kChunk columns of a row.
+// PartialSums.turns. Grid: lists of all (b, h) by blocks of query tiles. A block notes, for each of its query tiles, a
+// bit for each tile of keys that has it in its list, then counts the bits of earlier tiles of keys.
+constexpr int kTurnThreads = 256, kTurnWords = 12 << 10;  // 48 KiB of shared memory
+
+__global__ void __launch_bounds__(kTurnThreads)
+    backward_turns_sm90_kernel(const Mask by_key, int key_tiles, int* turns) {
+  auto& bits = shared_memory<uint32_t[kTurnWords]>();
+  const int words = ceil_div(key_tiles, 32), in_block = kTurnWords / words, first = blockIdx.y * in_block;
+  const int64_t list0 = static_cast<int64_t>(blockIdx.x) * key_tiles;
+  for (int i = threadIdx.x; i < kTurnWords; i += kTurnThreads) bits[i] = 0;
+  __syncthreads();
+  const auto for_each_entry = [&](auto&& f) {
+    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(key_tiles) * by_key.max_tiles; i += kTurnThreads) {
+      const int key_tile = static_cast<int>(i / by_key.max_tiles), place = static_cast<int>(i % by_key.max_tiles);
+      if (place >= by_key.counts[list0 + key_tile].y) continue;
+      const int64_t entry = (list0 + key_tile) * by_key.max_tiles + place;
+      const int tile = by_key.tiles[entry] - first;
+      if (tile >= 0 && tile < in_block) f(entry, bits + tile * words, key_tile);
+    }
+  };
+  // An entry is in a list once, so that adding sets its bit.
+  for_each_entry([](int64_t, uint32_t* of, int key_tile) { atomicAdd(of + key_tile / 32, 1u << key_tile % 32); });
+  __syncthreads();
+  for_each_entry([&](int64_t entry, const uint32_t* of, int key_tile) {
+    int before = __popc(of[key_tile / 32] & first_bits(key_tile % 32));
+    for (int word = 0; word < key_tile / 32; word++) before += __popc(of[word]);
+    turns[entry] = before;
+  });
+}
+
+// dq = softmax_scale * sum, rounded. A warpgroup rounds a part; without tiles of keys it is zero, and was not written.
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) backward_round_sm90_kernel(const Backward p, const float* sum) {
-  const int chunks = p.shape.head_dim_k / kChunk;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x, row = i / chunks;
-  const int64_t head = row / p.shape.seqlen_q;
-  if (head >= static_cast<int64_t>(p.shape.batch) * p.shape.heads) return;
-  Chunk<float> chunk;
-  chunk.template load<true>(sum + i * kChunk, kChunk);
+__global__ void __launch_bounds__(kGroup) backward_round_sm90_kernel(const __grid_constant__ Arguments a) {
+  struct alignas(1024) Tile {
+    unsigned char panels[1][kGroupRows * kLineBytes];
+  };
+  Tile& tile = shared_memory<Tile>();
+  const Shape& shape = a.p.shape;
+  const int64_t part = blockIdx.x;
+  const int panels = max(shape.head_dim_k, shape.head_dim_v) > kPanel ? 2 : 1, panel = static_cast<int>(part % panels);
+  const int blocks = ceil_div(shape.seqlen_q, kRowBlock) * (kRowBlock / kGroupRows);
+  const int block = static_cast<int>(part / panels % blocks), head = static_cast<int>(part / panels / blocks);
+  const bool empty = a.sums.counters != nullptr && a.sums.counters[part] == 0;
+  const auto* const from = reinterpret_cast<const float4*>(a.sums.parts + part * kPartSize) + threadIdx.x;
+  float sum[kPartSize / kGroup];
 #pragma unroll
-  for (int j = 0; j < kChunk; j++) chunk.at[j] *= p.softmax_scale;
-  Chunk<T> rounded;
-  rounded.pack(chunk.at);
-  const Matrix<T> dq(p.dq, head / p.shape.heads, head % p.shape.heads, p.shape.seqlen_q, p.shape.head_dim_k);
-  rounded.template store<true>(dq.row(static_cast<int>(row % p.shape.seqlen_q)) + i % chunks * kChunk, kChunk);
+  for (int i = 0; i < kPartSize / kGroup / 4; i++) {
+    const float4 four = empty ? make_float4(0, 0, 0, 0) : from[i * kGroup];
+    sum[4 * i] = four.x, sum[4 * i + 1] = four.y, sum[4 * i + 2] = four.z, sum[4 * i + 3] = four.w;
+  }
+  write_lines<T, kPanel>(tile.panels, 0, threadIdx.x, sum, a.p.softmax_scale);
+  fence_async_proxy();
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  tma_store(a.dq, tile.panels[0], panel * kPanel, block * kGroupRows, head % shape.heads, head / shape.heads);
+  bulk_commit();
+  bulk_wait<0>();
 }
 
 }  // namespace
 
-void backward_rows_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
+void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream) {
   const int blocks =
       ceil_div(p.shape.seqlen_q, kRowBlock) * (kRowBlock / (kRowThreads / 4)) * p.shape.batch * p.shape.heads;
+  const int64_t counters = sums.counters != nullptr ? parts_of(p.shape) + 1 : 0;
   launch(p.dtype == DType::bfloat16 ? backward_rows_sm90_kernel<__nv_bfloat16> : backward_rows_sm90_kernel<__half>,
-         dim3(blocks), dim3(kRowThreads), 0, stream, p, rows);
+         dim3(blocks), dim3(kRowThreads), 0, stream, p, rows, sums.counters, counters);
+  if (sums.parts == nullptr) return;
+  const Mask& by_key = p.by_key;
+  if (sums.counters == nullptr) {
+    FASTATTN_CHECK(cudaMemsetAsync(sums.parts, 0, parts_of(p.shape) * kPartSize * sizeof(float), stream));
+  } else if (by_key.tiles != nullptr) {
+    const TileSize tile = backward_dkdv_sm90_tile(head_dim(p.shape));
+    const int key_tiles = ceil_div(p.shape.seqlen_k, tile.rows), query_tiles = ceil_div(p.shape.seqlen_q, tile.columns);
+    const int batches = by_key.lists_stride_b != 0 ? p.shape.batch : 1;
+    const int lists = batches * (by_key.lists_stride_h != 0 ? p.shape.heads : 1);
+    const int in_block = kTurnWords / ceil_div(key_tiles, 32);
+    launch(backward_turns_sm90_kernel, dim3(lists, ceil_div(query_tiles, in_block)), dim3(kTurnThreads),
+           kTurnWords * sizeof(uint32_t), stream, by_key, key_tiles, sums.turns);
+  }
 }
 
-void backward_round_sm90(const Backward& p, const float* sum, cudaStream_t stream) {
-  const int64_t chunks = int64_t{p.shape.batch} * p.shape.heads * p.shape.seqlen_q * p.shape.head_dim_k / kChunk;
+void backward_round_sm90(const Backward& p, const PartialSums& sums, cudaStream_t stream) {
+  Arguments a{p};
+  a.sums = sums, a.dq = dq_map(p);
   launch(p.dtype == DType::bfloat16 ? backward_round_sm90_kernel<__nv_bfloat16> : backward_round_sm90_kernel<__half>,
-         dim3(static_cast<unsigned>((chunks + kRowThreads - 1) / kRowThreads)), dim3(kRowThreads), 0, stream, p, sum);
+         dim3(static_cast<unsigned>(parts_of(p.shape))), dim3(kGroup), sizeof(unsigned char[kGroupRows * kLineBytes]),
+         stream, a);
 }
 
 }  // namespace fastattn::attention

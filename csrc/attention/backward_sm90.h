@@ -5,8 +5,8 @@
 //   backward_dq_sm90     dq; a block owns its queries: no block adds to memory, and results are equal in every run
 //   backward_dkdv_sm90   dk, dv, and dbias_keys; a block owns its keys
 //   bias_gradient_sm90   if needed, dbias of a bias that has queries and keys
-// These are 7 products of all visited pairs, 2 D FLOPs a score each. One kernel needs 5 for all three gradients, but it
-// adds up dq in memory in no fixed order, so that runs differ in the last bits:
+// These are 7 products of all visited pairs, 2 D FLOPs a score each. Without a bias, and up to head dimension 128, one
+// kernel needs 5 for all three gradients. It adds up dq in memory:
 //   backward_sum_sm90    instead of backward_dq_sm90 and backward_dkdv_sm90; backward_round_sm90 follows
 // Layouts: as in forward_sm90.h.
 #pragma once
@@ -21,20 +21,36 @@ struct PaddedRows {
   float *shift, *delta;  // shift: lse in powers of 2, or with a bias lse itself
 };
 
+// dq / softmax_scale as a sum over tiles of keys, float32, in parts of 64 queries and 64 columns: part (b, h, m / 64,
+// column / 64), for whole blocks of kRowBlock queries and a head dimension padded to 64 or 128. The 4096 numbers of a
+// part are the accumulators of a warpgroup, (8, 128, 4): accumulators 4 i .. 4 i + 3 of each thread.
+// In order: tiles of keys add to a part one after the other, and results are equal in every run. Otherwise `counters`
+// is null, and they add in any order.
+struct PartialSums {
+  float* parts;
+  int* counters;  // of each part, how many tiles of keys have been added; then one more int, the next work item
+  int* turns;     // where by_key has lists, for each of their entries: how many tiles of keys come before it
+};
+constexpr int kMaxHeadDimSum = 128, kPartSize = 4096;
+
+__host__ __device__ inline int64_t parts_of(const Shape& s) {
+  const int64_t rows = (s.seqlen_q + kRowBlock - 1) / kRowBlock * kRowBlock;
+  return int64_t{s.batch} * s.heads * rows / 64 * (s.head_dim_k > 64 || s.head_dim_v > 64 ? 2 : 1);
+}
+
 // head_dim: the larger of the two.
 TileSize backward_dq_sm90_tile(int head_dim);
 TileSize backward_dkdv_sm90_tile(int head_dim);
 
-void backward_rows_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
+// sums, if its `parts` are not null: also clears the counters and finds the turns, or clears the parts.
+void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream);
 void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
 void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
 // dbias (batch, heads, Lq, Lk): bias_gradient() of backward.h.
 void bias_gradient_sm90(const Backward& p, const PaddedRows& rows, void* dbias, int batch, int heads,
                         cudaStream_t stream);
 
-// sum: float32 (B, H, Lq, Dk), dq / softmax_scale. Without bias and dropout, head dimensions up to kMaxHeadDimSum.
-constexpr int kMaxHeadDimSum = 128;
-void backward_sum_sm90(const Backward& p, const PaddedRows& rows, float* sum, cudaStream_t stream);
-void backward_round_sm90(const Backward& p, const float* sum, cudaStream_t stream);
+void backward_sum_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream);
+void backward_round_sm90(const Backward& p, const PartialSums& sums, cudaStream_t stream);
 
 }  // namespace fastattn::attention

@@ -1,4 +1,4 @@
-// Shared by the kernels of the backward on Hopper: arguments, sizes, and the clearing of keys that take no part.
+// Shared by the kernels of the backward on Hopper: arguments and sizes.
 #pragma once
 #include "attention/backward_common.cuh"
 #include "attention/backward_sm90.h"
@@ -15,12 +15,14 @@ using Registers = RegisterSplit<kConsumers, 24, 240>;  // of the kernels for dq,
 struct Arguments {
   Backward p;
   PaddedRows rows;
-  TensorMap q, k, v, dout, dq, dk, dv;
-  int key_begin;       // the first key of the maps of k and v: keys_in_band
-  int heads_together;  // of those that a block owns a tile of: item_in_order
+  TensorMap q, k, v, dout;
+  int key_begin;         // the first key of the maps of k and v: keys_in_band
+  TensorMap dq, dk, dv;  // those that the kernel writes
+  int heads_together;    // of those that a block owns a tile of: item_in_order
+  PartialSums sums;      // of the kernel that adds up dq
 };
 
-// For tiles of block_m queries and block_n keys. Each warpgroup writes 64 rows of results.
+// Without results, for tiles of block_m queries and block_n keys.
 inline Arguments arguments(const Backward& p, const PaddedRows& rows, int block_m, int block_n) {
   const Shape& s = p.shape;
   const KeyRange keys = keys_in_band(s, p.by_query.band_lo, p.by_query.band_hi);
@@ -30,10 +32,12 @@ inline Arguments arguments(const Backward& p, const PaddedRows& rows, int block_
           matrix_map(p.k, s.head_dim_k, keys.first, keys.count, s.key_heads, s.batch, block_n),
           matrix_map(p.v, s.head_dim_v, keys.first, keys.count, s.key_heads, s.batch, block_n),
           matrix_map(p.dout, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, block_m),
-          matrix_map(p.dq, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, kGroupRows),
-          matrix_map(p.dk, s.head_dim_k, 0, s.seqlen_k, s.key_heads, s.batch, kGroupRows),
-          matrix_map(p.dv, s.head_dim_v, 0, s.seqlen_k, s.key_heads, s.batch, kGroupRows),
           keys.first};
+}
+
+// Each warpgroup writes 64 rows.
+inline TensorMap dq_map(const Backward& p) {
+  return matrix_map(p.dq, p.shape.head_dim_k, 0, p.shape.seqlen_q, p.shape.heads, p.shape.batch, kGroupRows);
 }
 
 inline bool is_general(const Backward& p) { return p.bias.data != nullptr || p.dropout.rng_state != nullptr; }
@@ -42,18 +46,6 @@ inline bool is_general(const Backward& p) { return p.bias.data != nullptr || p.d
 __device__ __forceinline__ int64_t first_row(const Arguments& a, int b, int h) {
   const int padded = ceil_div(a.p.shape.seqlen_q, kRowBlock) * kRowBlock;
   return (static_cast<int64_t>(b) * a.p.shape.heads + h) * padded;
-}
-
-// Sets the lines of a tile of keys, from n0 on, that take no part to zero. Called by a warpgroup. Returns whether the
-// tile may have such lines.
-template <class Tile>
-__device__ __forceinline__ bool clear_excluded_lines(Tile& tile, const Mask& mask, int b, int n0, int keys,
-                                                     int thread) {
-  constexpr int kLines = sizeof tile[0] / kLineBytes;
-  if (mask.columns == nullptr || all_columns_take_part<kLines>(mask, b, n0)) return false;
-  const int n = n0 + thread;
-  if (thread < kLines && n < keys && !takes_part(mask, b, n)) clear_line(tile, thread);
-  return true;
 }
 
 // This warpgroup needs the stage no longer: it may be overwritten.

@@ -205,12 +205,12 @@ inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::han
 // dbias: the gradient of a bias that has queries and keys; dbias_keys: dS summed over the queries. Either may be None.
 // work, float32: for Hopper's kernels PaddedRows; for the others delta, which the kernel of short sequences writes for
 // bias_gradient() where batches or heads share the bias, and else, as None, not at all.
-// dq_sum: Backward's dq as a float32 sum, on Hopper, or None for a kernel that owns dq.
+// sums, order: PartialSums' parts, and its counters and turns, or None for any order; sums None: a kernel owns dq.
 inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& dout, const Heads& grads, DType dtype,
                             const Tensor& dlse, const Tensor& lse, const Tensor& bias, pybind11::handle by_query,
                             pybind11::handle by_key, Kernels kernels, const Tensor& dbias, const Tensor& dbias_keys,
-                            const Tensor& work, const Tensor& dq_sum, float softmax_scale, double dropout_p,
-                            const Tensor& rng_state, bool tf32, const Stream& stream) {
+                            const Tensor& work, const Tensor& sums, const Tensor& order, float softmax_scale,
+                            double dropout_p, const Tensor& rng_state, bool tf32, const Stream& stream) {
   auto p = common<Backward>(in.q, in.k, in.v, dtype, lse, bias, softmax_scale, dropout_p, rng_state, tf32);
   p.v = in.v, p.out = out, p.dout = dout, p.dlse = dlse, p.dbias_keys = dbias_keys;
   p.dq = grads.q.checked(kernels), p.dk = grads.k.checked(kernels), p.dv = grads.v.checked(kernels);
@@ -222,10 +222,12 @@ inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& do
       float* const shift = work;
       const int64_t blocks = (p.shape.seqlen_q + kRowBlock - 1) / kRowBlock;
       const PaddedRows rows{shift, shift + int64_t{p.shape.batch} * p.shape.heads * blocks * kRowBlock};
-      backward_rows_sm90(p, rows, stream);
-      if (dq_sum) {
-        backward_sum_sm90(p, rows, dq_sum, stream);
-        backward_round_sm90(p, dq_sum, stream);
+      int* const counters = order;
+      const PartialSums partial{sums, counters, counters != nullptr ? counters + parts_of(p.shape) + 1 : nullptr};
+      backward_rows_sm90(p, rows, partial, stream);
+      if (sums) {
+        backward_sum_sm90(p, rows, partial, stream);
+        backward_round_sm90(p, partial, stream);
       } else {
         backward_dq_sm90(p, rows, stream);
         backward_dkdv_sm90(p, rows, stream);
@@ -249,30 +251,30 @@ inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& do
 
 inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bias,
                      pybind11::handle by_query, pybind11::handle by_key, int kernels_, Tensor dq, Tensor dk, Tensor dv,
-                     Tensor dbias, Tensor dbias_keys, Tensor work, Tensor dq_sum, float softmax_scale, double dropout_p,
-                     Tensor rng_state, bool tf32) {
+                     Tensor dbias, Tensor dbias_keys, Tensor work, Tensor sums, Tensor order, float softmax_scale,
+                     double dropout_p, Tensor rng_state, bool tf32) {
   const Stream stream(q);
   const Kernels kernels = Kernels(kernels_);
   const Heads in = heads_to_read(q, k, v, kernels);
   const Heads grads = {{dq, in.q.sizes}, {dk, in.k.sizes}, {dv, in.v.sizes}};
   launch_backward(in, Matrix::to_read(out, in.like_out(), kernels), Matrix::to_read(dout, in.like_out(), kernels),
-                  grads, q.dtype(), dlse, lse, bias, by_query, by_key, kernels, dbias, dbias_keys, work, dq_sum,
+                  grads, q.dtype(), dlse, lse, bias, by_query, by_key, kernels, dbias, dbias_keys, work, sums, order,
                   softmax_scale, dropout_p, rng_state, tf32, stream);
 }
 
 // dk, dv: of the memory, or None.
 inline void rows_backward(Tensor dout, Tensor projected, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dprojected,
                           Tensor dk, Tensor dv, pybind11::handle sizes, pybind11::handle by_query,
-                          pybind11::handle by_key, int kernels_, Tensor work, Tensor dq_sum, float softmax_scale,
-                          double dropout_p, Tensor rng_state, bool tf32) {
+                          pybind11::handle by_key, int kernels_, Tensor work, Tensor sums, Tensor order,
+                          float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
   const Stream stream(projected);
   const Kernels kernels = Kernels(kernels_);
   const DType dtype = projected.dtype();
   const Rows rows(sizes, dtype, kernels);
   const Tensor none{pybind11::none()};
   launch_backward(rows.of(projected, k, v), rows.out(out), rows.out(dout), rows.of(dprojected, dk, dv), dtype, none,
-                  lse, none, by_query, by_key, kernels, none, none, work, dq_sum, softmax_scale, dropout_p, rng_state,
-                  tf32, stream);
+                  lse, none, by_query, by_key, kernels, none, none, work, sums, order, softmax_scale, dropout_p,
+                  rng_state, tf32, stream);
 }
 
 // (rows, columns) of the tiles of the forward, of backward_dq and of backward_dkdv.
@@ -294,6 +296,7 @@ inline void bind(pybind11::module_& m) {
   m.attr("ATTENTION_MAX_SHORT") = kMaxShort;
   m.attr("ATTENTION_ROW_BLOCK") = kRowBlock;
   m.attr("ATTENTION_MAX_HEAD_DIM_SUM") = kMaxHeadDimSum;
+  m.attr("ATTENTION_PART_SIZE") = kPartSize;
   m.def("attention_fwd", forward);
   m.def("attention_bwd", backward);
   m.def("attention_rows_fwd", rows_forward);

@@ -128,9 +128,7 @@ inline sm90::TensorMap matrix_map(const StridedMatrix& x, int columns, int first
   return sm90::make_tensor_map({static_cast<const char*>(x.data) + 2 * first * x.stride,
                                 {uint64_t(columns), uint64_t(rows), uint64_t(heads), uint64_t(batch)},
                                 {bytes(rows, x.stride), bytes(heads, x.stride_h), bytes(batch, x.stride_b)},
-                                {kPanel, uint32_t(box_rows), 1, 1},
-                                false,
-                                true});
+                                {kPanel, uint32_t(box_rows), 1, 1}});
 }
 
 // The keys that the band leaves to any query. The maps of k and v have only these: all others are read as zeros.

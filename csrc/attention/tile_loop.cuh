@@ -48,4 +48,39 @@ __device__ __forceinline__ TileLoop plan_tiles(const Mask& mask, int64_t b, int6
   return {mask.tiles + list * mask.max_tiles, 0, 0, counts.x, counts.y};
 }
 
+// The tiles of a loop from the last to the first, partial or full. Entries of lists are read one step ahead.
+class DescendingTiles {
+ public:
+  int tile, place;  // place: in the list
+  bool is_partial;
+
+  __device__ __forceinline__ explicit DescendingTiles(const TileLoop& loop)
+      : loop_(loop), partial_(loop.partial), other_(loop.count) {
+    if (loop.list != nullptr) load_partial(), load_full();
+  }
+
+  // Whether there is one more, which the members then describe.
+  __device__ __forceinline__ bool next() {
+    if (loop_.list == nullptr) {
+      if (other_ == 0) return false;
+      place = --other_, tile = loop_.first + place;
+      is_partial = place < loop_.left || place >= loop_.left + loop_.count - loop_.partial;
+      return true;
+    }
+    tile = max(next_partial_, next_full_), is_partial = next_partial_ > next_full_;
+    if (tile < 0) return false;
+    place = is_partial ? partial_ : other_;
+    is_partial ? load_partial() : load_full();
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void load_partial() { next_partial_ = --partial_ >= 0 ? loop_.list[partial_] : -1; }
+  __device__ __forceinline__ void load_full() { next_full_ = --other_ >= loop_.partial ? loop_.list[other_] : -1; }
+
+  const TileLoop& loop_;
+  int partial_, other_;  // with lists, the places of the next partial and full tile; else other_ is how many are left
+  int next_partial_, next_full_;
+};
+
 }  // namespace fastattn::attention

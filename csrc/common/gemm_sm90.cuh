@@ -70,8 +70,7 @@ Gemm make_gemm(const void* a, const void* b, int rows, int depth, int columns, b
   constexpr uint32_t kPanel = kLineBytes / 2;  // elements
   const auto map = [](const void* data, int lines, int width, uint32_t box_lines) {
     const uint64_t size = lines, line = uint64_t{2} * width, all = size * line;
-    return make_tensor_map(
-        {data, {uint64_t(width), size, 1, 1}, {line, all, all}, {kPanel, box_lines, 1, 1}, false, true});
+    return make_tensor_map({data, {uint64_t(width), size, 1, 1}, {line, all, all}, {kPanel, box_lines, 1, 1}});
   };
   const int b_columns = pairs ? 2 * columns : columns, step = pairs ? GemmTile::kHalf : 2 * GemmTile::kHalf;
   return {map(a, rows, depth, GemmTile::kM),

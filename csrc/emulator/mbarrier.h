@@ -85,4 +85,12 @@ inline void named_barrier_arrive(int id, int threads, FASTATTN_EMULATOR_PLACE) {
   emulator::Block::current->named_barrier(id, threads, false, FASTATTN_EMULATOR_SITE);
 }
 
+// Blocks run one after the other: a count that is not there yet never will be.
+inline void wait_for_count(const int* counter, int count, FASTATTN_EMULATOR_PLACE) {
+  if (*counter != count)
+    emulator::Block::current->fail(FASTATTN_EMULATOR_SITE.text() + ": waits for a count of " + std::to_string(count) +
+                                   " at " + std::to_string(*counter) + ", which no block before it will raise");
+}
+inline void raise_count(int* counter) { ++*counter; }
+
 }  // namespace fastattn::sm90

@@ -9,7 +9,7 @@ namespace fastattn::sm90 {
 
 TensorMap make_tensor_map(const TensorLayout& layout) {
   const auto refuse = [](const char* what) { throw std::runtime_error(std::string("emulator: a tensor map ") + what); };
-  const uint64_t element = layout.is_float ? 4 : 2, inner = layout.box[0] * element;
+  const uint64_t element = 2, inner = layout.box[0] * element;
   if (!emulator::has_current_context()) refuse("is made by a thread with a current context: no DeviceGuard before it");
   if (reinterpret_cast<uintptr_t>(layout.data) % 16 != 0) refuse("starts at a multiple of 16 bytes");
   for (const uint64_t size : layout.size)
@@ -24,8 +24,7 @@ TensorMap make_tensor_map(const TensorLayout& layout) {
       refuse("has strides of lines, and of sizes of 1, that are no less than what the dimensions inside take");
   for (const uint32_t box : layout.box)
     if (box == 0 || box > 256) refuse("has a box of 1 to 256 elements a dimension");
-  if (inner % 16 != 0) refuse("has lines of a multiple of 16 bytes in its box");
-  if (layout.swizzled && inner != 128) refuse("has lines of 128 bytes in its box where it is swizzled");
+  if (inner != 128) refuse("has lines of 128 bytes in its box");
   return {layout};
 }
 
@@ -34,14 +33,14 @@ TensorMap make_tensor_map(const TensorLayout& layout) {
 namespace fastattn::emulator {
 
 int box_bytes(const sm90::TensorMap& map) {
-  int bytes = map.layout.is_float ? 4 : 2;
+  int bytes = 2;
   for (const uint32_t box : map.layout.box) bytes *= static_cast<int>(box);
   return bytes;
 }
 
 void move_box(Direction direction, const sm90::TensorMap& map, size_t offset, const std::array<int, 4>& corner) {
   const sm90::TensorLayout& layout = map.layout;
-  const size_t element = layout.is_float ? 4 : 2;
+  constexpr size_t element = 2;
   Block& block = *Block::current;
   std::array<uint64_t, 4> at;  // in the tensor; wraps around below zero, and so is outside
   for (uint32_t i3 = 0; i3 < layout.box[3]; i3++)
@@ -54,7 +53,7 @@ void move_box(Direction direction, const sm90::TensorMap& map, size_t offset, co
             at[d] = static_cast<uint64_t>(int64_t{corner[d]} + index[d]);
             inside = inside && at[d] < layout.size[d];
           }
-          const size_t place = layout.swizzled ? swizzle_128(offset) : offset;
+          const size_t place = swizzle_128(offset);
           unsigned char* const seen = block.async_view + place;
           if (!inside) {
             if (direction != Direction::load) continue;
@@ -67,14 +66,8 @@ void move_box(Direction direction, const sm90::TensorMap& map, size_t offset, co
           if (direction == Direction::load) {
             std::memcpy(seen, data, element);
             std::memcpy(block.shared + place, data, element);
-          } else if (direction == Direction::store) {
-            std::memcpy(data, seen, element);
           } else {
-            float sum, term;
-            std::memcpy(&sum, data, 4);
-            std::memcpy(&term, seen, 4);
-            sum += term;
-            std::memcpy(data, &sum, 4);
+            std::memcpy(data, seen, element);
           }
         }
 }

@@ -5,7 +5,7 @@
 
 namespace fastattn::emulator {
 
-enum class Direction { load, store, add };
+enum class Direction { load, store };
 
 // A swizzled address: bits 4 to 6 of the offset in shared memory, xor bits 7 to 9.
 inline size_t swizzle_128(size_t offset) { return offset ^ (offset >> 7 & 7) << 4; }
@@ -37,14 +37,6 @@ inline void tma_store(const TensorMap& map, const void* from, int c0, int c1, in
   emulator::start_store(from, emulator::box_bytes(map), 128, FASTATTN_EMULATOR_SITE,
                         [map, c0, c1, c2, c3](size_t offset) {
                           emulator::move_box(emulator::Direction::store, map, offset, {c0, c1, c2, c3});
-                        });
-}
-
-inline void tma_add(const TensorMap& map, const void* from, int c0, int c1, int c2, int c3, FASTATTN_EMULATOR_PLACE) {
-  if (!map.layout.is_float) emulator::Block::current->fail(FASTATTN_EMULATOR_SITE.text() + ": adds floats only");
-  emulator::start_store(from, emulator::box_bytes(map), 128, FASTATTN_EMULATOR_SITE,
-                        [map, c0, c1, c2, c3](size_t offset) {
-                          emulator::move_box(emulator::Direction::add, map, offset, {c0, c1, c2, c3});
                         });
 }
 

@@ -220,9 +220,7 @@ TensorMap map_of(void* data, int columns, int rows, int heads, int stride, int l
   return make_tensor_map({data,
                           {uint64_t(columns), uint64_t(rows), uint64_t(heads), 1},
                           {row, row * rows, row * rows * heads},
-                          {64, uint32_t(lines), 1, 1},
-                          false,
-                          true});
+                          {64, uint32_t(lines), 1, 1}});
 }
 
 // margin: of keys, before the first and behind the last.
@@ -247,16 +245,15 @@ void run(const Problem& p) {
   launch(products<T, D, N, kBug, kInTwo>, dim3(1), dim3(256), sizeof(Shared<D, N>), nullptr, arguments);
 }
 
-// out (64, 64) = x^T y of bfloat16 tiles (64, 64): both operands along the lines of their tiles. Then `sums` (2, 64,
-// 64) floats += out: the first 50 rows of 40 columns of the first matrix by TMA, in swizzled boxes of 32 columns, the
-// second by a bulk copy.
+// out (64, 64) = x^T y of bfloat16 tiles (64, 64): both operands along the lines of their tiles. Then `sums` (64, 64)
+// floats += out, by a bulk copy.
 struct Transposed {
-  TensorMap x, sums;
+  TensorMap x;
   const void* y;
-  float *out, *more_sums;
+  float *out, *sums;
 };
 struct alignas(1024) TransposedShared {
-  unsigned char x[64 * 128], y[64 * 128], loaded[64 * 128], boxes[2][64 * 128];
+  unsigned char x[64 * 128], y[64 * 128], loaded[64 * 128];
   float out[64][64];
   Barrier full;
 };
@@ -287,14 +284,12 @@ __global__ void __launch_bounds__(128, 1) transposed(const __grid_constant__ Tra
   for (int i = 0; i < 32; i++) {
     const int row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     shared.out[row][column] = out[i];
-    *reinterpret_cast<float*>(shared.boxes[column / 32] + swizzled(row, column % 32 / 4) + column % 4 * 4) = out[i];
   }
   fence_async_proxy();
   __syncthreads();
   if (thread > 0) return;
   bulk_store(p.out, shared.out, sizeof shared.out);
-  bulk_add(p.more_sums, &shared.out[0][0], sizeof shared.out);
-  for (int box = 0; box < 2; box++) tma_add(p.sums, shared.boxes[box], 32 * box, 0, 0, 0);
+  bulk_add(p.sums, &shared.out[0][0], sizeof shared.out);
   bulk_commit();
   bulk_wait<0>();
 }
@@ -377,10 +372,8 @@ EXPORT run_transposed(void* x, const void* y, float* out, float* sums, int offse
   return error_of([&] {
     cudaSetDevice(0);
     char* const data = static_cast<char*>(x) + offset;
-    const TensorMap map = make_tensor_map({data, {64, 64, 1, 1}, {128, 8192, 8192}, {64, 64, 1, 1}, false, true});
-    const TensorMap sum_map = make_tensor_map({sums, {40, 50, 1, 1}, {256, 16384, 16384}, {32, 64, 1, 1}, true, true});
-    launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr,
-           Transposed{map, sum_map, y, out, sums + 4096});
+    const TensorMap map = make_tensor_map({data, {64, 64, 1, 1}, {128, 8192, 8192}, {64, 64, 1, 1}});
+    launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr, Transposed{map, y, out, sums});
   });
 }
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
-from fastattn.backends import attention_rows
+from fastattn.backends import attention_rows, timings
 from fastattn.backends.cuda import attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -225,18 +225,28 @@ def test_bits_do_not_depend_on_the_run(name: str, kernels: torch.device, monkeyp
             assert a is None or torch.equal(a, b), what
 
 
+def dq_by(way: str) -> dict[str, dict[str, str]]:
+    """What a record says that names this way for all calls."""
+    keys = (backend.dq_key(dtype, D, p) for dtype in (BFLOAT16, FLOAT16) for D in (64, 128) for p in (0.0, 0.1))
+    return {backend.DQ: dict.fromkeys(keys, way)}
+
+
 @full
-@pytest.mark.parametrize("D, kind", [(64, "decoder"), (96, "everything"), (128, "none")])
-def test_dq_as_a_sum(D: int, kind: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernel that adds dq up in memory, which only a record will turn on: right in every setting; also where
-    the last tile of keys is ragged and lse very negative, so that exp(0 - lse) past the end overflows 16 bits."""
-    monkeypatch.setattr(backend, "ACCUMULATE_DQ", True)
-    p = make(B=1, H=2, Hk=1, Lq=200, Lk=270, D=D, mask=kind, dtype=FLOAT16, device=kernels)
+@pytest.mark.parametrize("D, kind", [(64, "decoder"), (96, "everything"), (128, "none"), (40, "segments_causal")])
+@pytest.mark.parametrize("way", backend.WAYS_TO_DQ)
+def test_ways_to_dq(way: str, D: int, kind: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of Hopper's are right in every setting, and two of them equal in every setting; also where the last tile of
+    keys is ragged and lse very negative, so that exp(0 - lse) past the end overflows 16 bits."""
+    monkeypatch.setattr(timings, "_override", dq_by(way))
+    dropout_p = 0.0 if kind == "none" else 0.2
+    options = dict(Lq=200, Lk=270, D=D, mask=kind, dropout_p=dropout_p, dtype=FLOAT16, device=kernels)
+    p = make(B=1 if kind.startswith("segments") else 2, H=2, Hk=1, **options)
     first, *others = in_every_setting(p, kernels, monkeypatch)
     compare(p, first)
     for other in others:
         compare(p, other, ("dq",))
         assert torch.equal(first.dk, other.dk) and torch.equal(first.dv, other.dv)
+        assert way == backend.ANY_ORDER or torch.equal(first.dq, other.dq)
     far = p.but(
         q=-4 * p.k.mean(2, keepdim=True).expand_as(p.q).sign(), k=8 * p.k.mean(2, keepdim=True).sign() + p.k / 8
     )
@@ -337,10 +347,10 @@ def test_too_few_registers(emulator_library: Path, tmp_path: Path, monkeypatch: 
     try:
         refused("forward_sm90_kernel", 120, 128)
         refused("forward_sm90_kernel", 160, 168, D=128)
-        refused("backward_dq_sm90_kernel", 160, 168)
+        refused("backward_dkdv_sm90_kernel", 160, 168)
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "ACCUMULATE_DQ", True)
-            refused("backward_dkdv_sm90_kernel", 160, 168)
+            patch.setattr(timings, "_override", dq_by(backend.OWN))
+            refused("backward_dq_sm90_kernel", 160, 168)
         run(161, dropout_p=0.1)  # a warp gets them by eights a thread
         refused("bias_gradient_sm90_kernel", 160, 168, bias=(1, 1, 5, 130))
     finally:

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.full
 FORWARD, DQ, DKDV, SHORT = (
     f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv", "short_backward")
 )
-FORWARD_90, DQ_90, DKDV_90 = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv"))
+FORWARD_90, DQ_90, DKDV_90, ROWS_90 = (
+    f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv", "backward_rows")
+)
 MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward_common.cuh", "attention/backward_scores_sm90.cuh"
 # Orders and completions: enough to catch every bug, and all that the copy as such must pass.
 TRIES = [("forward", "lazy"), ("reverse", "eager"), ("2", "crossed"), ("2", "lazy"), ("3", "lazy")]
@@ -76,11 +78,17 @@ BUGS = {
         Bug("no rescaling", "causal", FORWARD_90, "out[j] *= rows[row_of(j)].rescale", "out[j] *= 1.0f"),
         Bug("no fence before the store", "causal", FORWARD_90,
             f"    fence_async_proxy();\n{LEAVE}", f"    if (!BUG) fence_async_proxy();\n{LEAVE}"),
-        Bug("scores not waited for", "full", DQ_90, "    wgmma_wait<1>(s);\n", ""),
-        Bug("no delta", "full", SCORES_90, "dp[j] - delta_[row_of(j)]", "dp[j]"),
+        Bug("scores not waited for", "all", DQ_90, "    wgmma_wait<1>(s);\n", ""),
+        Bug("no delta", "all", SCORES_90, "dp[j] - delta_[row_of(j)]", "dp[j]"),
         Bug("queries released too early", "causal", DKDV_90,
-            "    wgmma_wait<0>(dk, dv);\n    release(shared_.empty_q, queries_);\n",
-            "    release(shared_.empty_q, queries_);\n    wgmma_wait<0>(dk, dv);\n"),
+            "    finish_step<1>(dk, dv);\n", "    finish_step<3>(dk, dv);\n"),
+        Bug("the other dS not waited for", "causal", DKDV_90,
+            "    named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both wrote dS and read the last one\n",
+            "    (void)0;\n"),
+        Bug("a part overwritten before it is sent", "causal", DKDV_90,
+            "    wgmma_wait<0>(dq);\n    named_barrier_sync(kEmpty + group_, kGroup + 32);\n",
+            "    wgmma_wait<0>(dq);\n    named_barrier_arrive(kEmpty + group_, kGroup + 32);\n"),
+        Bug("out of turn", "packed", ROWS_90, "turns[entry] = before;", "turns[entry] = 0;"),
     ],
 }  # fmt: skip
 CHANGES = [
@@ -97,7 +105,7 @@ CHANGES = [
 def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("planted") / "csrc"
     mutations.plant(copy, CHANGES, [bug[2:] for bugs in BUGS.values() for bug in bugs])
-    return mutations.build(build_folder, copy, [FORWARD, DQ, DKDV, SHORT, FORWARD_90, DQ_90, DKDV_90])
+    return mutations.build(build_folder, copy, [FORWARD, DQ, DKDV, SHORT, FORWARD_90, DQ_90, DKDV_90, ROWS_90])
 
 
 def fails(extension: Path, capability: str, number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:

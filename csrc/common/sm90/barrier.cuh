@@ -62,5 +62,17 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A counter in global memory, by which blocks take turns: waits until it is `count`. What other blocks wrote before
+// they raised it is then visible, also what they wrote by bulk copies that they had waited for.
+__device__ __forceinline__ void wait_for_count(const int* counter, int count) {
+  int found;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  while (found != count);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void raise_count(int* counter) {
+  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
 }  // namespace fastattn::sm90
 #endif

@@ -33,9 +33,8 @@ TensorMap make_tensor_map(const TensorLayout& layout) {
   constexpr uint32_t kSteps[4] = {1, 1, 1, 1};
   TensorMap map;
   const CUresult result = encoder()(
-      &map, layout.is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
-      const_cast<void*>(layout.data), layout.size, layout.stride, layout.box, kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      layout.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(layout.data), layout.size, layout.stride, layout.box,
+      kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error("fastattn: cuTensorMapEncodeTiled refused a tensor, error " + std::to_string(result));

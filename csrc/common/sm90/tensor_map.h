@@ -1,4 +1,4 @@
-// A tensor map: the layout of a tensor for TMA, up to four dimensions of 16-bit elements or floats. Plain C++.
+// A tensor map: the layout of a tensor for TMA, up to four dimensions of 16-bit elements. Plain C++.
 #pragma once
 #include <cstdint>
 
@@ -11,14 +11,13 @@
 namespace fastattn::sm90 {
 
 // Innermost dimension first. Sizes and the box are in elements, strides in bytes: of dimensions 1 to 3, multiples of
-// 16. The tensor starts at a multiple of 16 bytes. Outside the sizes a box is read as zero and not written.
+// 16. The tensor starts at a multiple of 16 bytes. Outside the sizes a box is read as zero and not written. In shared
+// memory boxes have the 128-byte swizzle: box[0] is 64 elements, and 16-byte chunk c of line r is at chunk c ^ (r % 8).
 struct TensorLayout {
   const void* data;
   uint64_t size[4];
   uint64_t stride[3];
   uint32_t box[4];
-  bool is_float;  // else a 16-bit type
-  bool swizzled;  // 128-byte swizzle: box[0] is 128 bytes, and 16-byte chunk c of line r is at chunk c ^ (r % 8)
 };
 
 #ifdef FASTATTN_EMULATOR

@@ -1,7 +1,7 @@
 // TMA and bulk copies of Hopper: one thread moves a whole tile.
 //
 // Coordinates are those of a box's first element, innermost first, and may be outside the tensor. In shared memory a
-// box is contiguous, innermost dimension first, at a multiple of 128 bytes; swizzled ones are addressed by swizzled().
+// box is contiguous, innermost dimension first, at a multiple of 128 bytes, and addressed by swizzled().
 // Loads signal a barrier that expects all bytes of the box. Before a store, each thread that wrote to shared memory
 // calls fence_async_proxy(), and a barrier follows. Stores form groups, as cp.async does: after bulk_wait the results
 // are in memory, after bulk_wait_read the source may be overwritten.
@@ -32,14 +32,6 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* from
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
-}
-
-// Adds a box of floats to the tensor, element by element, atomically.
-__device__ __forceinline__ void tma_add(const TensorMap& map, const void* from, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
 }
 
 // Contiguous bytes; addresses and `bytes` are multiples of 16.

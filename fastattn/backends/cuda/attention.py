@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends import timings
 from fastattn.backends.attention_rows import Sizes
 from fastattn.backends.constants import DTYPES, uses_tf32
 from fastattn.backends.cuda import compute_capability, device_index, extension, refuse_device
@@ -18,10 +19,13 @@ MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/att
 # Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them. SM90 are built for sm_90a, which
 # runs on nothing else.
 SM80, SM90, SHORT = (80,), (90,), (128,)
-# Whether Hopper's dq may be a sum to which blocks add in any order, in place of a kernel that owns dq. The sum is not
-# equal bit for bit in each run. It stays off until a record (benchmarks/results/) shows it to be faster; tests turn it
-# on.
-ACCUMULATE_DQ = False
+# What computes dq on Hopper without a bias, for head dimensions up to 128: by a record, or IN_ORDER. No GPU has timed
+# them; by count IN_ORDER is faster than OWN, and unlike ANY_ORDER it gives equal bits in each run.
+OWN = "own kernel"  # that owns dq; it and the kernel of dk and dv compute 7 products
+IN_ORDER = "in order"  # the kernel of dk and dv, 5 products in all; its blocks add to dq one after the other
+ANY_ORDER = "any order"  # the same, without waiting; never under torch.use_deterministic_algorithms(True)
+WAYS_TO_DQ = (IN_ORDER, OWN, ANY_ORDER)
+DQ = "dq by cuda"  # the ways in a record
 _NO_MEMORY = None, None
 
 
@@ -136,16 +140,17 @@ def attention_bwd(
         else:
             dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
 
-    work = dq_sum = None
+    work = sums = order = None
     if uses_sm90:
-        work, dq_sum = _scratch_sm90(module, lse, q.shape[3], v.shape[3], dropout_p)
-        dq_sum = dq_sum if bias is None else None
+        work, sums, order = _scratch_sm90(
+            module, q, lse, max(q.shape[3], v.shape[3]), dropout_p, masks[1], bias is not None
+        )
     elif not is_short or (dbias is not None and dbias.shape[:2] != q.shape[:2]):  # delta
         work = torch.empty_like(lse)
     if is_short and k.shape[2] == 0:
         dq.zero_()
     inputs = dout, dlse, q, k, v, out, lse, bias, masks[0], None if is_short else masks[1], launch[0]
-    outputs = dq, dk, dv, dbias, key_sums, work, dq_sum
+    outputs = dq, dk, dv, dbias, key_sums, work, sums, order
     module.attention_bwd(*inputs, *outputs, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(q))
 
     if needs_dbias and bias.shape[3] == 1:
@@ -194,25 +199,45 @@ def attention_rows_bwd(
     B, L, H, _, Dk, Dv = sizes
     launch, module = masks[0].layout.launch, extension(projected.is_cuda)
     is_short = launch == SHORT
-    work = dq_sum = None
+    work = sums = order = None
     if launch == SM90:
-        work, dq_sum = _scratch_sm90(module, lse, Dk, Dv, dropout_p)
+        work, sums, order = _scratch_sm90(module, projected, lse, max(Dk, Dv), dropout_p, masks[1], False)
     elif not is_short:  # delta
         work = torch.empty_like(lse)
     if is_short and memory and memory[0].shape[1] == 0:
         dprojected.zero_()
     inputs = dout, projected, *(memory or _NO_MEMORY), out, lse, dprojected, *(dmemory or _NO_MEMORY), sizes
-    options = masks[0], None if is_short else masks[1], launch[0], work, dq_sum, softmax_scale, dropout_p, rng_state
-    module.attention_rows_bwd(*inputs, *options, _rounds_to_tf32(projected))
+    options = masks[0], None if is_short else masks[1], launch[0], work, sums, order, softmax_scale, dropout_p
+    module.attention_rows_bwd(*inputs, *options, rng_state, _rounds_to_tf32(projected))
 
 
-def _scratch_sm90(module: Any, lse: Tensor, Dk: int, Dv: int, dropout_p: float) -> tuple[Tensor, Tensor | None]:
-    """struct PaddedRows, two numbers for each query, and the sum of dq in a call without a bias, where it is one."""
-    (B, H, L), block, dq_sum = lse.shape, module.ATTENTION_ROW_BLOCK, None
-    if ACCUMULATE_DQ and dropout_p == 0 and not torch.are_deterministic_algorithms_enabled():
-        if max(Dk, Dv) <= module.ATTENTION_MAX_HEAD_DIM_SUM:
-            dq_sum = lse.new_empty(B, H, L, Dk)
-    return lse.new_empty(2 * B * H * (-(-L // block) * block)), dq_sum
+def dq_key(dtype: torch.dtype, head_dim: int, dropout_p: float) -> str:
+    """The class of calls for which a record names one of WAYS_TO_DQ."""
+    return timings.call_class(dtype, dropout_p, timings.size_bucket(head_dim, "head dimensions", 64))
+
+
+def _scratch_sm90(
+    module: Any, like: Tensor, lse: Tensor, head_dim: int, dropout_p: float, by_key: PreparedMask, has_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """struct PaddedRows; and of struct PartialSums the parts, and the counters and turns: backward_sm90.h
+
+    like: a tensor of the call's dtype; by_key: the mask as the kernel of dk and dv reads it.
+    """
+    (B, H, L), block = lse.shape, module.ATTENTION_ROW_BLOCK
+    rows = B * H * (-(-L // block) * block)
+    work = lse.new_empty(2 * rows)
+    if has_bias or head_dim > module.ATTENTION_MAX_HEAD_DIM_SUM:
+        return work, None, None
+    device = like.device
+    way = timings.choice(DQ, device.type, lambda: dq_key(like.dtype, head_dim, dropout_p), device.index) or IN_ORDER
+    if way == OWN:
+        return work, None, None
+    parts = rows // 64 * (2 if head_dim > 64 else 1)
+    sums = lse.new_empty(parts * module.ATTENTION_PART_SIZE)
+    if way == ANY_ORDER and not torch.are_deterministic_algorithms_enabled():
+        return work, sums, None
+    turns = 0 if by_key.tiles is None else by_key.tiles.numel()
+    return work, sums, torch.empty(parts + 1 + turns, dtype=torch.int32, device=device)
 
 
 def attention_weights(
