@@ -108,7 +108,7 @@ class Consumer {
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
   static constexpr bool kGeneral = kKind == Kind::kGeneral;
   static constexpr bool kDropout = kKind == Kind::kDropout;
-  // What is kept takes kBlockN / 16 registers. Where there are enough, dropout is drawn while the scores are computed.
+  // Before the softmax, where there are registers for what is kept: ptxas then draws between the exponentials.
   static constexpr bool kDrawsEarly = Tiles::kConsumers == 2;
   using Yes = std::integral_constant<bool, true>;
   using No = std::integral_constant<bool, false>;

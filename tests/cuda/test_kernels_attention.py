@@ -82,11 +82,14 @@ def test_head_dims(D: int, Dv: int, kernels: torch.device) -> None:
 
 @full
 @pytest.mark.parametrize(
-    "Lq, Lk", [(1, 1), (1, 300), (300, 1), (64, 128), (192, 128), (193, 129), (128, 127), (65, 127)]
+    "Lq, Lk", [(1, 1), (1, 300), (300, 1), (64, 64), (64, 128), (192, 128), (193, 129), (128, 127), (65, 127)]
 )
 def test_lengths_at_tile_edges(Lq: int, Lk: int, kernels: torch.device) -> None:
-    for mask in ({}, {"is_causal": True, "align": "bottom_right"}, {"key_padding": prefix([Lk], Lk).to(kernels)}):
-        check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, mask=mask, dtype=BFLOAT16, device=kernels), cuda_attention(kernels))
+    bottom_right, padded = {"is_causal": True, "align": "bottom_right"}, {"key_padding": prefix([Lk], Lk).to(kernels)}
+    # 1e-6 drops nothing, as the rule counts in 65536ths.
+    for mask, dropout_p in (({}, 0.0), (bottom_right, 0.0), (padded, 0.0), (bottom_right, 1e-6), ({}, 0.7), ({}, 1.0)):
+        options = dict(mask=mask, dropout_p=dropout_p, dtype=BFLOAT16, device=kernels)
+        check(make(B=1, H=2, Lq=Lq, Lk=Lk, D=64, **options), cuda_attention(kernels))
 
 
 def test_dimensions_of_size_1(kernels: torch.device) -> None:

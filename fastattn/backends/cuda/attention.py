@@ -48,7 +48,8 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
     (_, _, Lq, Dk), Lk, Dv = q.shape, k.shape[2], v.shape[3]
     capability = compute_capability(q)
     uses_sm90 = capability == 90 and q.dtype != torch.float32 and Dk % 8 == 0 and Dv % 8 == 0
-    uses_sm90 = uses_sm90 and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _plan takes no symbolic bool
+        uses_sm90 = False
     place = q.is_cuda, device_index(q), capability
     rows, columns, *tiles, narrow_rows, max_short, has_short_backward = _plan(*place, q.dtype, max(Dk, Dv), uses_sm90)
     launch, longest = SM90 if uses_sm90 else SM80, max(Lq, Lk)
