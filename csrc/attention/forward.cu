@@ -16,7 +16,7 @@
 //   with 256 sentences of 32 tokens, 8 heads of 64, dropout 0.1: 2048 blocks of 2 warps, 8 blocks a multiprocessor; at
 //   most 2400 instructions a warp, 10 us of issue slots beside 34 MB, 11 us of memory: estimated 14 us. forward_sm90.cu
 //   reads the same bytes in 15.5 items a block, each with 3 us of work of a tile of 192 x 128: estimated 54 us before
-//   its dropout was cheaper, and still over 30 us. At 128 queries and keys with dropout it is the other way: 15 us of
+//   its dropout was cheaper, and about 30 us now. At 128 queries and keys with dropout it is the other way: 15 us of
 //   issue slots here, 6 us there, 11 us of memory.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only
 //   visited tiles cost. Whether a tile is partial, and whether there is a bias or dropout, are uniform branches: 14
