@@ -31,7 +31,7 @@
 //     head dim 128            554 (106)    924 (349)
 //     with dropout           1018 (386)   1383 (622)   1729 (834) for every tile
 //   A full tile with dropout takes 15 issue slots and 12 cycles of the integer pipe a score, not 26 and 26: estimated
-//   1.7 times as fast. An exponential takes 8 cycles.
+//   1.7 times as fast, a partial one 1.3 times. An exponential takes 8 cycles.
 // Dropped: 240 registers for a consumer and 24 for the producer, which then spills 32 to 44 bytes; a template parameter
 //   for the kind of mask: once loaded, band, intervals and bits are one word a row, and full tiles have no mask code;
 //   dropout drawn before the softmax at 192 rows, or in kind general: 10 to 17 accesses of spilled registers.
