@@ -128,7 +128,7 @@ def _both(call: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Call:
 
 def _sm80_up_to(length: int) -> AbstractContextManager:
     """The forward of sequences up to this length by the kernels of sm_80."""
-    return mock.patch.object(cuda, "_most_sm80", lambda dropout_p: length)
+    return mock.patch.object(cuda, "_MOST_SM80", length)
 
 
 def _forward_tile(rows: int) -> AbstractContextManager:

@@ -162,35 +162,38 @@ struct Rows {
   int64_t batch, length, heads, heads_kv, dim_k, dim_v;
 };
 
+// tile_rows_sm90: of the tile of Hopper's kernel; 0: the other kernel. next_item: an int32 of scratch for Hopper's.
+inline Kernels forward_kernels(int tile_rows_sm90) { return tile_rows_sm90 > 0 ? Kernels::sm90 : Kernels::sm80; }
+
 inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, const Tensor& bias,
-                           pybind11::handle prepared_mask, const Tensor& lse, const Tensor& next_item,
-                           float softmax_scale, double dropout_p, const Tensor& rng_state, bool tf32,
-                           const Stream& stream) {
+                           pybind11::handle prepared_mask, const Tensor& lse, int tile_rows_sm90,
+                           const Tensor& next_item, float softmax_scale, double dropout_p, const Tensor& rng_state,
+                           bool tf32, const Stream& stream) {
   auto p = common<Forward>(in.q, in.k, in.v, dtype, lse, bias, softmax_scale, dropout_p, rng_state, tf32);
-  p.v = in.v, p.out = out.checked(next_item ? Kernels::sm90 : Kernels::sm80), p.mask = mask(prepared_mask);
-  if (next_item)
-    forward_sm90(p, next_item, stream);
+  p.v = in.v, p.out = out.checked(forward_kernels(tile_rows_sm90)), p.mask = mask(prepared_mask);
+  if (tile_rows_sm90 > 0)
+    forward_sm90(p, tile_rows_sm90, next_item, stream);
   else
     attention::forward(p, stream);
 }
 
-// next_item: an int32 of scratch for Hopper's kernel; None: the other kernel.
 inline void forward(Tensor q, Tensor k, Tensor v, Tensor bias, pybind11::handle prepared_mask, Tensor out, Tensor lse,
-                    Tensor next_item, float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
+                    int tile_rows_sm90, Tensor next_item, float softmax_scale, double dropout_p, Tensor rng_state,
+                    bool tf32) {
   const Stream stream(q);
-  const Heads in = heads_to_read(q, k, v, next_item ? Kernels::sm90 : Kernels::sm80);
-  launch_forward(in, Matrix(out, in.like_out()), q.dtype(), bias, prepared_mask, lse, next_item, softmax_scale,
-                 dropout_p, rng_state, tf32, stream);
+  const Heads in = heads_to_read(q, k, v, forward_kernels(tile_rows_sm90));
+  launch_forward(in, Matrix(out, in.like_out()), q.dtype(), bias, prepared_mask, lse, tile_rows_sm90, next_item,
+                 softmax_scale, dropout_p, rng_state, tf32, stream);
 }
 
 inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle sizes, pybind11::handle prepared_mask,
-                         Tensor out, Tensor lse, Tensor next_item, float softmax_scale, double dropout_p,
-                         Tensor rng_state, bool tf32) {
+                         Tensor out, Tensor lse, int tile_rows_sm90, Tensor next_item, float softmax_scale,
+                         double dropout_p, Tensor rng_state, bool tf32) {
   const Stream stream(projected);
   const DType dtype = projected.dtype();
-  const Rows rows(sizes, dtype, next_item ? Kernels::sm90 : Kernels::sm80);
+  const Rows rows(sizes, dtype, forward_kernels(tile_rows_sm90));
   launch_forward(rows.of(projected, k, v), rows.out(out), dtype, Tensor(pybind11::none()), prepared_mask, lse,
-                 next_item, softmax_scale, dropout_p, rng_state, tf32, stream);
+                 tile_rows_sm90, next_item, softmax_scale, dropout_p, rng_state, tf32, stream);
 }
 
 inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::handle prepared_mask, Tensor weights,
@@ -294,6 +297,7 @@ inline Tiles tiles_sm90(int head_dim) {
 inline void bind(pybind11::module_& m) {
   m.attr("ATTENTION_MAX_HEAD_DIM") = kMaxHeadDim;
   m.attr("ATTENTION_MAX_SHORT") = kMaxShort;
+  m.attr("ATTENTION_NARROW_ROWS") = kNarrowRows;
   m.attr("ATTENTION_ROW_BLOCK") = kRowBlock;
   m.attr("ATTENTION_MAX_HEAD_DIM_SUM") = kMaxHeadDimSum;
   m.attr("ATTENTION_PART_SIZE") = kPartSize;

@@ -6,12 +6,14 @@
 // Grid: a block per multiprocessor. It computes one work item (batch, head, tile of kBlockM queries) after the other:
 //   the last queries of a head first, as they have the longest loop under a causal mask, and together the heads whose
 //   keys and values fit in the L2 cache.
-// Short sequences, Lq and Lk up to 128, head dimension up to 128: a (batch, head) is one tile of queries and one of
-//   keys, so that everything is read once, in one launch. At head dimension 64, 128 queries and keys, a tile reads and
-//   writes 64 KiB, 2.1 us of a multiprocessor's share of 4 TB/s. k of the next tile is copied at the same time, q and v
-//   after the product of the scores. The sm_80 kernel reads the same bytes, with two blocks a multiprocessor, and
-//   mma.sync at half the rate; only a record can show which is faster. Beyond head dimension 128 the keys are two
-//   tiles. Up to 128 keys there are no lists: every tile is a partial one.
+// Tiles at head dimension 64: 192 queries by 128 keys, or 128 by 128 where that pads fewer queries by 1 in 16 or more,
+//   as mask_layouts() of fastattn/backends/cuda/attention.py says: at 128, 256 and 512 queries. Up to 64 queries and
+//   keys the sm_80 kernel serves instead: forward.cu. A warpgroup whose queries are all past the end computes nothing.
+// Order: blocks take items from a counter, which a memset clears first. There is none where the items are alike, where
+//   all heads fit in L2, so that items only get shorter, or where blocks get at most two items: blocks then take theirs
+//   in turns of alternating direction. With several groups of heads in L2 and a causal mask that would cost 5 to 30 %.
+// Kinds: plain, with dropout, and general, which tests each score against the mask. The first two test only in partial
+//   tiles and scale in the exponent. Dropout is a mask of packed pairs: one AND for two probabilities.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
 // Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), sum (kHeadDim / 2).
 // Shared memory: the queries, two stages of keys and of values, the output before it is stored.
@@ -20,8 +22,19 @@
 // Work: 2 (Dk + Dv) FLOPs a score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, and all exponentials of a tile, 64 a thread
 //   and two factors, are between the wait for its scores and the wait for the last P V. tests/codegen asserts both.
+//   Instructions a thread for a tile of 64 scores, on the integer pipe of 16 lanes in brackets, without bias:
+//                             full         partial      with dropout, before it was a kind of its own
+//     head dim 64, 128 rows   455 (111)    819 (355)
+//                  192 rows   457 (106)    840 (341)
+//     with dropout 128 rows   929 (397)   1282 (645)
+//                  192 rows   937 (386)   1299 (629)   1639 (816) for every tile
+//     head dim 128            554 (106)    924 (349)
+//     with dropout           1018 (386)   1383 (622)   1729 (834) for every tile
+//   A full tile with dropout takes 15 issue slots and 12 cycles of the integer pipe a score, not 26 and 26: estimated
+//   1.7 times as fast, a partial one 1.3 times. An exponential takes 8 cycles.
 // Dropped: 240 registers for a consumer and 24 for the producer, which then spills 32 to 44 bytes; a template parameter
-//   for the kind of mask: once loaded, band, intervals and bits are one word a row, and full tiles have no mask code.
+//   for the kind of mask: once loaded, band, intervals and bits are one word a row, and full tiles have no mask code;
+//   dropout drawn before the softmax at 192 rows, or in kind general: 10 to 17 accesses of spilled registers.
 #include "attention/forward_sm90_pipeline.cuh"
 #include "common/check.h"
 #include "common/mma.cuh"
@@ -70,26 +83,33 @@ __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2],
   }
 }
 
-template <class T, class Tiles, bool kGeneral>
+// kDropout: without a bias, with a positive scale. kGeneral: all that the others do not compute.
+enum class Kind { kPlain, kDropout, kGeneral };
+
+template <class T, class Tiles, Kind kKind>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
-      : a_(a), shared_(shared), group_(threadIdx.x / kGroup - 1), thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {
-  }
+      : a_(a), shared_(shared), group_(static_cast<int>(__shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0)) - 1),
+        thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
     if (group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);  // group 0 has the first turn
     for (int turn = 0;; turn ^= 1) {
       shared_.full_q.wait(turn);
-      const int index = shared_.item;
-      if (index < 0) break;
-      attend(item_at<Tiles>(a_, index));
+      const WorkItem item = shared_.items[turn];
+      if (item.count < 0) break;
+      item.m0 + group_* kGroupRows < a_.p.shape.seqlen_q ? attend(item) : skip(item);
     }
     if (thread_ == 0) bulk_wait<0>();
   }
 
  private:
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kDropout = kKind == Kind::kDropout;
+  // Before the softmax, where there are registers for what is kept: ptxas then draws between the exponentials.
+  static constexpr bool kDrawsEarly = Tiles::kConsumers == 2;
   using Yes = std::integral_constant<bool, true>;
   using No = std::integral_constant<bool, false>;
 
@@ -102,61 +122,60 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++)
       rows[r].m = item.m0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
-    // Without kGeneral the scale is folded into the exponent's unit: it is positive, so the maximum may be scaled
-    // later.
+    // Without kGeneral the scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
     const float unit = kGeneral ? kLog2e : a_.p.softmax_scale * kLog2e;
 
-    // The first tile is always treated as a masked one. The first key of a tile is read one tile ahead, from memory.
-    const int masked_tiles = kGeneral || item.loop.count == 0 ? item.loop.count : max(item.loop.partial, 1);
-    const auto first_key = [&](int i) { return i < masked_tiles ? item.loop.tile(i) * kBlockN : 0; };
-    int n0 = first_key(0), next_n0 = first_key(1);
-
-    if (item.loop.count > 0) {
+    if (item.count > 0) {  // The first tile is always treated as a masked one.
       shared_.full_k[keys_.stage].wait(keys_.phase);
+      const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
       wgmma_fence();
       start_scores(s);
+      load_mask(item, n0, rows);
+      if constexpr (kDropout && kDrawsEarly) draw(item, n0, rows);
       wgmma_wait<0>(s);
       release_keys();
-      load_mask(item, n0, rows);
       if constexpr (kGeneral) general_scores(s, item, n0, rows);
       softmax<true, !kGeneral>(s, rows, unit);
-      clear_values(item, n0);
+      if constexpr (kDropout && !kDrawsEarly) draw(item, n0, rows);
+      clear_values();
       pack(p, s, item, n0, rows);
     }
     // Tile i: its scores and the P V of tile i - 1 are started together, and its softmax overlaps the P V.
-    const auto step = [&](int i, auto kind) {
+    const auto step = [&](auto kind) {
       constexpr bool masked = decltype(kind)::value;
-      if (masked) n0 = next_n0, next_n0 = first_key(i + 1);
       shared_.full_k[keys_.stage].wait(keys_.phase);
       shared_.full_v[values_.stage].wait(values_.phase);
-      named_barrier_sync(kTurn + group_, 2 * kGroup);
+      const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
+      take_turn();
       wgmma_fence(out, p);
       start_scores(s);
       start_sum(out, p);
-      named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);
+      give_turn();
       if (masked) load_mask(item, n0, rows);
+      if constexpr (kDropout && kDrawsEarly) draw(item, n0, rows);
       wgmma_wait<1>(s);
       release_keys();
       if constexpr (kGeneral) general_scores(s, item, n0, rows);
       softmax<masked, !kGeneral>(s, rows, unit);
       // Never true. Without a memory access that depends on the softmax, ptxas moves the wait to before the softmax.
       shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
+      if constexpr (kDropout && !kDrawsEarly) draw(item, n0, rows);
       wgmma_wait<0>(out);
       release_values();
-      if (masked) clear_values(item, n0);
+      if (masked) clear_values();
       pack(p, s, item, n0, rows);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
     };
     int i = 1;
 #pragma unroll 1
-    for (; i < masked_tiles; i++) step(i, Yes{});
+    for (; i < (kGeneral ? item.count : item.partial); i++) step(Yes{});
     if constexpr (!kGeneral) {
 #pragma unroll 1
-      for (; i < item.loop.count; i++) step(i, No{});
+      for (; i < item.count; i++) step(No{});
     }
-    if (!Tiles::kOutOverQueries && item.loop.count > 0) release_queries();
-    if (item.loop.count > 0) {
+    if (!Tiles::kOutOverQueries && item.count > 0) release_queries();
+    if (item.count > 0) {
       shared_.full_v[values_.stage].wait(values_.phase);
       wgmma_fence(out, p);
       start_sum(out, p);
@@ -164,7 +183,24 @@ class Consumer {
       release_values();
     }
     store(item, out, rows, unit);
-    if (Tiles::kOutOverQueries || item.loop.count == 0) release_queries();
+    if (Tiles::kOutOverQueries || item.count == 0) release_queries();
+  }
+
+  // Of a warpgroup whose rows all start past the last query: it only takes its turns and releases what it gets.
+  __device__ __forceinline__ void skip(const WorkItem& item) {
+#pragma unroll 1
+    for (int i = 0; i < item.count; i++) {
+      if (i > 0) take_turn(), give_turn();
+      if (thread_ == 0) {
+        shared_.full_k[keys_.stage].wait(keys_.phase);
+        shared_.full_v[values_.stage].wait(values_.phase);
+      }
+      __syncwarp();
+      release_keys();
+      release_values();
+    }
+    named_barrier_sync(kGroupBarrier + group_, kGroup);  // all have seen the item
+    release_queries();
   }
 
   // s = q k^T
@@ -184,12 +220,29 @@ class Consumer {
     wgmma_commit();
   }
 
-  // Which keys of the tile from n0 on are visible to the two rows.
-  __device__ __forceinline__ void load_mask(const WorkItem& item, int n0, RowState (&rows)[2]) const {
+  // Which keys of the tile from n0 on are visible to the two rows, and whether some of them, or that of this thread's
+  // line, take no part.
+  __device__ __forceinline__ void load_mask(const WorkItem& item, int n0, RowState (&rows)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++)
       rows[r].visible =
           visible_bits<kBlockN>(a_.p.mask, item.b, item.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k);
+    if (a_.p.mask.columns == nullptr) return;
+    const uint4 words = column_words(a_.p.mask, item.b, n0);
+    const int word = thread_ % 8 / 2, bit = n0 % kBitBlock / 4 + thread_ / 8 * 2 + thread_ % 2;
+    const uint32_t mine = word < 2 ? (word == 0 ? words.x : words.y) : word == 2 ? words.z : words.w;
+    some_excluded_ = (~(words.x & words.y & words.z & words.w) >> n0 % kBitBlock / 4 & first_bits(kBlockN / 4)) != 0;
+    excluded_ = thread_ < kBlockN && (mine >> bit & 1) == 0;
+  }
+
+  // Which probabilities are kept: of a row and 32 columns, and of both rows in the tile from n0 on.
+  __device__ __forceinline__ uint32_t draw(const WorkItem& item, int n0, const RowState& row, int part) const {
+    const int64_t first = (static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q;
+    return dropout_.kept_in_quad(first + row.m, n0 / 8 + 4 * part);
+  }
+  __device__ __forceinline__ void draw(const WorkItem& item, int n0, const RowState (&rows)[2]) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 16; i++) kept_[i / 2][i % 2] = draw(item, n0, rows[i % 2], i / 2);
   }
 
   // Scaled scores, the bias added.
@@ -207,36 +260,29 @@ class Consumer {
     }
   }
 
-  // Sets values of keys that take no part to zero, in the tile from n0 on: they may be NaN, and 0 * NaN is NaN.
-  __device__ __forceinline__ void clear_values(const WorkItem& item, int n0) {
-    const Mask& mask = a_.p.mask;
-    if (mask.columns == nullptr || all_columns_take_part<kBlockN>(mask, item.b, n0)) return;
+  // Sets values of keys that take no part to zero, in the tile of load_mask(): they may be NaN, and 0 * NaN is NaN.
+  __device__ __forceinline__ void clear_values() {
+    if (!some_excluded_) return;
     shared_.full_v[values_.stage].wait(values_.phase);
-    const int line = thread_, n = n0 + line;
-    if (line < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item.b, n))
-      clear_line(shared_.v[values_.stage], line);
+    if (excluded_) clear_line(shared_.v[values_.stage], thread_);
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
   }
 
   // p = dropout(s) without its factor, as the A of the next product.
-  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], float (&s)[kBlockN / 2], const WorkItem& item,
-                                       int n0, const RowState (&rows)[2]) const {
-    if (kGeneral && dropout_.active()) {
-      const int64_t first = (static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q;
+  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], const float (&s)[kBlockN / 2],
+                                       const WorkItem& item, int n0, const RowState (&rows)[2]) const {
+    const bool drops = kGeneral && dropout_.active();
 #pragma unroll
-      for (int column = 0; column < kBlockN; column += 32) {
+    for (int i = 0; i < kBlockN / 16; i++) {
+      const uint32_t kept = kDropout ? kept_[i / 2][i % 2] : drops ? draw(item, n0, rows[i % 2], i / 2) : 0;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const uint32_t kept = dropout_.kept_by_quad(first + rows[r].m, (n0 + column) / 8) >> thread_ % 4 * 2;
-#pragma unroll
-          for (int j = 0; j < 8; j++)
-            if ((kept >> (j / 2 * 8 + j % 2) & 1) == 0) s[column / 2 + j / 2 * 4 + 2 * r + j % 2] = 0.0f;
-        }
+      for (int k = 0; k < 4; k++) {
+        const int j = i / 2 * 8 + k * 2 + i % 2;
+        p[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
+        if (kDropout || drops) p[j / 4][j % 4] &= DropoutMask::pair_mask(kept, k);
       }
     }
-#pragma unroll
-    for (int j = 0; j < kBlockN / 4; j++) p[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
   }
 
   __device__ __forceinline__ void store(const WorkItem& item, const float (&out)[kHeadDim / 2], RowState (&rows)[2],
@@ -246,7 +292,7 @@ class Consumer {
     for (int r = 0; r < 2; r++) {
       const float sum = quad_sum(rows[r].sum);
       const bool empty = sum == 0.0f;
-      factor[r] = empty ? 0.0f : (kGeneral && dropout_.active() ? dropout_.scale() : 1.0f) / sum;
+      factor[r] = empty ? 0.0f : (kKind != Kind::kPlain && dropout_.active() ? dropout_.scale() : 1.0f) / sum;
       if (thread_ % 4 == 0 && rows[r].m < a_.p.shape.seqlen_q)
         a_.p.lse[(static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q + rows[r].m] =
             empty ? -kInfinity : rows[r].max * (unit * kLn2) + logf(sum);
@@ -280,6 +326,12 @@ class Consumer {
     __syncwarp();  // before the next item's products
   }
 
+  // Warpgroups start their products one after the other.
+  __device__ __forceinline__ void take_turn() const { named_barrier_sync(kTurn + group_, 2 * kGroup); }
+  __device__ __forceinline__ void give_turn() const {
+    named_barrier_arrive(kTurn + (group_ + 1) % Tiles::kConsumers, 2 * kGroup);
+  }
+
   // This warpgroup needs the tile no longer, as its products are done: the shared memory may be overwritten.
   __device__ __forceinline__ void release_queries() {
     if (thread_ == 0) shared_.empty_q.arrive();
@@ -295,13 +347,14 @@ class Consumer {
 
   const Arguments& a_;
   Shared<Tiles>& shared_;
-  const int group_, thread_;
+  const int group_, thread_;  // group_: from a shuffle, so that the compiler knows it as equal in a warp
   const DropoutMask dropout_;
   Ring keys_, values_;
+  bool some_excluded_ = false, excluded_ = false;
+  uint32_t kept_[kBlockN / 32][2];
 };
 
-// kGeneral: with a bias, dropout or a scale that is not positive.
-template <class T, class Tiles, bool kGeneral>
+template <class T, class Tiles, Kind kKind>
 __global__ void __launch_bounds__(Tiles::Registers::kThreads, 1)
     forward_sm90_kernel(const __grid_constant__ Arguments a) {
   Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
@@ -319,7 +372,7 @@ __global__ void __launch_bounds__(Tiles::Registers::kThreads, 1)
     if (threadIdx.x == 0) produce<Tiles>(a, shared);
   } else {
     more_registers<Tiles::Registers::kConsumer>();
-    Consumer<T, Tiles, kGeneral>(a, shared).run();
+    Consumer<T, Tiles, kKind>(a, shared).run();
   }
 }
 
@@ -332,8 +385,10 @@ void run(const Forward& p, int* next_item, cudaStream_t stream) {
   FASTATTN_CHECK(cudaGetDevice(&device));
   FASTATTN_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   const int items = s.batch * s.heads * ceil_div(s.seqlen_q, Tiles::kBlockM), blocks = std::min(items, multiprocessors);
-  // If all items need the same time, blocks use a fixed stride, which saves the launch that clears the counter.
-  const bool alike = s.seqlen_q <= Tiles::kBlockM && s.seqlen_k <= kMaxShort;
+  const int together = heads_together(s.batch * s.key_heads, key_bytes) * (s.heads / s.key_heads);
+  // Items that need equally long, or ever less time, need no counter, which costs a launch that clears it.
+  const bool unmasked = p.mask.band_lo <= 1 - s.seqlen_q && p.mask.band_hi >= s.seqlen_k - 1;
+  const bool ordered = p.mask.tiles == nullptr && (unmasked || together == s.batch * s.heads);
   const Arguments a{p,
                     matrix_map(p.q, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, Tiles::kBlockM),
                     matrix_map(p.k, s.head_dim_k, keys.first, keys.count, s.key_heads, s.batch, Tiles::kBlockN),
@@ -341,27 +396,30 @@ void run(const Forward& p, int* next_item, cudaStream_t stream) {
                     matrix_map(p.out, s.head_dim_v, 0, s.seqlen_q, s.heads, s.batch, kGroupRows),
                     keys.first,
                     items,
-                    heads_together(s.batch * s.key_heads, key_bytes) * (s.heads / s.key_heads),
-                    items > blocks && !alike ? next_item : nullptr};
+                    together,
+                    ordered || items <= 2 * blocks ? nullptr : next_item};
   if (a.next_item != nullptr) FASTATTN_CHECK(cudaMemsetAsync(next_item, 0, sizeof(int), stream));
-  const bool general = p.bias.data != nullptr || p.dropout.rng_state != nullptr || p.softmax_scale <= 0.0f;
-  launch_with_registers<typename Tiles::Registers>(
-      "forward_sm90_kernel", general ? forward_sm90_kernel<T, Tiles, true> : forward_sm90_kernel<T, Tiles, false>,
-      dim3(blocks), sizeof(Shared<Tiles>), stream, a);
+  const auto kernel = p.bias.data != nullptr || p.softmax_scale <= 0.0f ? forward_sm90_kernel<T, Tiles, Kind::kGeneral>
+                      : p.dropout.rng_state != nullptr                  ? forward_sm90_kernel<T, Tiles, Kind::kDropout>
+                                                                        : forward_sm90_kernel<T, Tiles, Kind::kPlain>;
+  launch_with_registers<typename Tiles::Registers>("forward_sm90_kernel", kernel, dim3(blocks), sizeof(Shared<Tiles>),
+                                                   stream, a);
 }
 
 }  // namespace
 
 TileSize forward_sm90_tile(int head_dim) {
-  return with_tiles<Tiles>(head_dim, [](auto tiles) { return TileSize{tiles.kBlockM, tiles.kBlockN}; });
+  return with_tiles<TilesOf192>(head_dim, [](auto tiles) { return TileSize{tiles.kBlockM, tiles.kBlockN}; });
 }
 
-void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream) {
-  with_tiles<Tiles>(std::max(p.shape.head_dim_k, p.shape.head_dim_v), [&](auto tiles) {
+void forward_sm90(const Forward& p, int tile_rows, int* next_item, cudaStream_t stream) {
+  const auto launch = [&](auto tiles) {
     using Size = decltype(tiles);
     p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_item, stream)
                                : run<__half, Size>(p, next_item, stream);
-  });
+  };
+  const int head_dim = std::max(p.shape.head_dim_k, p.shape.head_dim_v);
+  tile_rows == kNarrowRows ? with_tiles<TilesOf128>(head_dim, launch) : with_tiles<TilesOf192>(head_dim, launch);
 }
 
 }  // namespace fastattn::attention

@@ -8,13 +8,21 @@ namespace {
 
 using namespace sm90;
 
-template <int kHeadDimPadded>
+template <int kHeadDimPadded, int kConsumerGroups>
 struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
-  static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel, kConsumers = kConsumerGroups;
   static constexpr int kBlockM = kGroupRows * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
   using Registers = RegisterSplit<kConsumers, kConsumers == 3 ? 32 : 40, kConsumers == 3 ? 160 : 232>;
   static constexpr bool kOutOverQueries = kHeadDim > 128;  // both do not fit into shared memory
+};
+template <int kHeadDim>
+using TilesOf128 = Tiles<kHeadDim, 2>;  // queries
+template <int kHeadDim>
+using TilesOf192 = Tiles<kHeadDim, kHeadDim <= 64 ? 3 : 2>;  // beyond head dimension 64 also of 128
+
+// What consumers must know of an item. count: tiles of keys, the partial ones first; -1 after the last item.
+struct WorkItem {
+  int b, h, m0, partial, count;
 };
 
 template <class Tiles>
@@ -25,7 +33,10 @@ struct alignas(1024) Shared {
   unsigned char out[Tiles::kOutOverQueries ? 1 : Tiles::kPanels]
                    [Tiles::kOutOverQueries ? 1024 : Tiles::kBlockM * kLine];
   Barrier full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-  int item;  // the work item that q is of; -1 at the end
+  // The item of q, and the first key of each tile, from the producer. A place is written again only after all threads
+  // are past the next item, and past the second tile from there: then their reads have ended without another barrier.
+  WorkItem items[2];
+  int first_keys[2][kStages];
 
   __device__ __forceinline__ unsigned char* out_panel(int panel) {
     return Tiles::kOutOverQueries ? q[panel] : out[panel];
@@ -37,54 +48,52 @@ struct Arguments {
   TensorMap q, k, v, out;
   int key_begin;  // the first key of the maps of k and v: keys_in_band
   int items, heads_together;
-  int* next_item;  // null: a block computes every gridDim.x-th item
+  int* next_item;  // null: blocks get equally many items, each time in the other order
 };
-
-struct WorkItem {
-  int b, h, m0;
-  TileLoop loop;
-};
-
-template <class Tiles>
-__device__ __forceinline__ WorkItem item_at(const Arguments& a, int index) {
-  const Shape& shape = a.p.shape;
-  const int tiles = ceil_div(shape.seqlen_q, Tiles::kBlockM);
-  const auto [head, tile] = item_in_order(index, shape.batch * shape.heads, tiles, a.heads_together);
-  const int b = head / shape.heads, h = head % shape.heads, m0 = (tiles - 1 - tile) * Tiles::kBlockM;
-  return {b, h, m0, plan_tiles<Tiles::kBlockN>(a.p.mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k)};
-}
 
 template <class Tiles>
 __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
   for (const TensorMap* map : {&a.q, &a.k, &a.v, &a.out}) prefetch(*map);
-  const int group = a.p.shape.heads / a.p.shape.key_heads;
+  const Shape& shape = a.p.shape;
+  const int group = shape.heads / shape.key_heads, tiles = ceil_div(shape.seqlen_q, Tiles::kBlockM);
   Ring keys, values;
-  const auto load = [&](auto& ring, auto& tiles, const TensorMap& map, auto& full, auto& empty, const WorkItem& item,
-                        int i) {
-    empty[ring.stage].wait(ring.phase ^ 1);
-    const int key = item.loop.tile(i) * Tiles::kBlockN - a.key_begin;
-    load_panels(tiles[ring.stage], map, full[ring.stage], key, item.h / group, item.b);
-    ring.advance();
-  };
-  const auto load_keys = [&](const WorkItem& item, int i) {
-    if (i < item.loop.count) load(keys, shared.k, a.k, shared.full_k, shared.empty_k, item, i);
-  };
   int index = blockIdx.x;
-  for (int turn = 0;; turn ^= 1) {
+  for (int turn = 0, round = 0;; turn ^= 1) {
     const bool ends = index >= a.items;
-    const WorkItem item = ends ? WorkItem{} : item_at<Tiles>(a, index);
-    load_keys(item, 0);  // while the last item's queries are still read
+    const auto [head, tile] =
+        item_in_order(min(index, a.items - 1), shape.batch * shape.heads, tiles, a.heads_together);
+    const int b = head / shape.heads, h = head % shape.heads, m0 = (tiles - 1 - tile) * Tiles::kBlockM;
+    TileLoop loop{};
+    if (!ends) loop = plan_tiles<Tiles::kBlockN>(a.p.mask, b, h, m0, Tiles::kBlockM, shape.seqlen_q, shape.seqlen_k);
+    int next = 0;  // the first key of the tile whose keys were loaded last
+    const auto load_keys = [&](int i) {
+      if (i >= loop.count) return;
+      shared.empty_k[keys.stage].wait(keys.phase ^ 1);
+      next = loop.tile(i) * Tiles::kBlockN;
+      shared.first_keys[keys.phase][keys.stage] = next;
+      load_panels(shared.k[keys.stage], a.k, shared.full_k[keys.stage], next - a.key_begin, h / group, b);
+      keys.advance();
+    };
+    load_keys(0);  // while the last item's queries are still read
     shared.empty_q.wait(turn ^ 1);
-    shared.item = ends ? -1 : index;
+    shared.items[turn] = {b, h, m0, loop.partial, ends ? -1 : loop.count};
     if (ends) break;
-    load_panels(shared.q, a.q, shared.full_q, item.m0, item.h, item.b);
+    load_panels(shared.q, a.q, shared.full_q, m0, h, b);
     // Keys one tile ahead of values: consumers use and release them in this order.
 #pragma unroll 1
-    for (int i = 0; i < item.loop.count; i++) {
-      load_keys(item, i + 1);
-      load(values, shared.v, a.v, shared.full_v, shared.empty_v, item, i);
+    for (int i = 0; i < loop.count; i++) {
+      const int key = next;
+      load_keys(i + 1);
+      shared.empty_v[values.stage].wait(values.phase ^ 1);
+      load_panels(shared.v[values.stage], a.v, shared.full_v[values.stage], key - a.key_begin, h / group, b);
+      values.advance();
     }
-    index = a.next_item == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(a.next_item, 1);
+    if (a.next_item != nullptr) {
+      index = gridDim.x + atomicAdd(a.next_item, 1);
+    } else {
+      round++;
+      index = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    }
   }
   shared.full_q.arrive();
 }

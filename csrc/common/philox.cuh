@@ -10,6 +10,19 @@
 
 namespace fastattn {
 
+// Byte i of the result is 0xff if byte x of `word` has its highest bit, else 0; 8 + x is digit i of `bytes`.
+__device__ __forceinline__ uint32_t signs_of_bytes(uint32_t word, uint32_t bytes) {
+#ifdef FASTATTN_EMULATOR
+  uint32_t result = 0;
+  for (int i = 0; i < 32; i += 8) result |= (word >> ((bytes >> i / 2 & 7) * 8 + 7) & 1) * 0xffu << i;
+  return result;
+#else
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(word), "r"(bytes));
+  return result;
+#endif
+}
+
 class DropoutMask {
  public:
   __device__ __forceinline__ explicit DropoutMask(const Dropout& dropout)
@@ -41,6 +54,28 @@ class DropoutMask {
     uint32_t bits = kept(row, group + lane) << 8 * lane;
     bits |= __shfl_xor_sync(0xffffffffu, bits, 1);
     return bits | __shfl_xor_sync(0xffffffffu, bits, 2);
+  }
+
+  // For lane c of a quad: which of the columns 8 (group + k) + 2c and the next are kept, k = 0 .. 3, as pair_mask()
+  // reads it. On Hopper the two instructions that compare are one each.
+  __device__ __forceinline__ uint32_t kept_in_quad(int64_t row, int group) const {
+    const int lane = threadIdx.x % 4;
+    // Of a word and its half: max(half, threshold - 1) - (threshold - 1), or 1 if that is more. Threshold 0 keeps all.
+    const uint32_t low = threshold_ > 0 ? threshold_ - 1 : 1, add = threshold_ > 0 ? (0x10000 - low) & 0xffff : 0;
+    uint32_t words[4], bits = 0;
+    draw(words, row, group + lane);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      bits = 2 * bits + __viaddmin_u16x2(__vmaxu2(words[j], low * 0x10001), add * 0x10001, 0x10001);
+    bits <<= 4 * lane;
+    bits |= __shfl_xor_sync(0xffffffffu, bits, 1);
+    bits |= __shfl_xor_sync(0xffffffffu, bits, 2);
+    return bits << lane;  // of group k: bits 4k + 3 and 4k + 19
+  }
+
+  // 0xffff in the half of each of the two columns of group k that is kept.
+  __device__ static __forceinline__ uint32_t pair_mask(uint32_t kept, int k) {
+    return signs_of_bytes(k % 2 == 0 ? kept << 4 : kept, k < 2 ? 0xaa88 : 0xbb99);
   }
 
   // Applies dropout to the chunk of columns col .. col + 7 of a row; col is a multiple of 8.

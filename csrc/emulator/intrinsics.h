@@ -91,6 +91,14 @@ T __shfl_down_sync(uint32_t mask, T value, int delta, int width = 32, FASTATTN_E
   return fastattn::emulator::exchange(mask, value, FASTATTN_EMULATOR_SITE, take);
 }
 
+// Of each half of a word, without a carry into the other.
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
+}
+inline uint32_t __viaddmin_u16x2(uint32_t a, uint32_t b, uint32_t most) {
+  return std::min(((a >> 16) + (b >> 16)) & 0xffff, most >> 16) << 16 | std::min((a + b) & 0xffff, most & 0xffff);
+}
+
 inline uint32_t __ballot_sync(uint32_t mask, int predicate, FASTATTN_EMULATOR_PLACE) {
   const auto take = [&](int, auto value_of) {
     uint32_t ballot = 0;

@@ -16,8 +16,8 @@ from fastattn.backends.cuda import compute_capability, device_index, extension, 
 from fastattn.masks import AttentionMask, Layout, PreparedMask
 
 MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/attention.h
-# Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them. SM90 are built for sm_90a, which
-# runs on nothing else.
+# Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them, for Hopper's forward followed by
+# the rows of its tile. SM90 are built for sm_90a, which runs on nothing else.
 SM80, SM90, SHORT = (80,), (90,), (128,)
 # What computes dq on Hopper without a bias, for head dimensions up to 128: by a record, or IN_ORDER. No GPU has timed
 # them; by count IN_ORDER is faster than OWN, and unlike ANY_ORDER it gives equal bits in each run.
@@ -26,6 +26,9 @@ IN_ORDER = "in order"  # the kernel of dk and dv, 5 products in all; its blocks 
 ANY_ORDER = "any order"  # the same, without waiting; never under torch.use_deterministic_algorithms(True)
 WAYS_TO_DQ = (IN_ORDER, OWN, ANY_ORDER)
 DQ = "dq by cuda"  # the ways in a record
+# Up to so many queries and keys the forward takes SM80 on Hopper, too: csrc/attention/forward.cu. At most the
+# extension's ATTENTION_MAX_SHORT, as SM80's tile is another one.
+_MOST_SM80 = 64
 _NO_MEMORY = None, None
 
 
@@ -49,22 +52,35 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
     (_, _, Lq, Dk), Lk, Dv = q.shape, k.shape[2], v.shape[3]
     capability = compute_capability(q)
     uses_sm90 = capability == 90 and q.dtype != torch.float32 and Dk % 8 == 0 and Dv % 8 == 0
-    uses_sm90 = uses_sm90 and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _plan takes no symbolic bool
+        uses_sm90 = False
     place = q.is_cuda, device_index(q), capability
-    *tiles, max_short, has_short_backward = _plan(*place, q.dtype, max(Dk, Dv), uses_sm90)
-    launch = SM90 if uses_sm90 else SM80
-    forward = Layout(False, *tiles[:2], launch)
-    if max(Lq, Lk) <= max_short:
-        forward = Layout(launch=launch)
+    rows, columns, *tiles, narrow_rows, max_short, has_short_backward = _plan(*place, q.dtype, max(Dk, Dv), uses_sm90)
+    launch, longest = SM90 if uses_sm90 else SM80, max(Lq, Lk)
+    if uses_sm90 and longest > _MOST_SM80:
+        # Of two tiles the larger reads keys less often and overlaps more, but should not pad by 1 row in 16 more.
+        if 16 * -(-Lq // narrow_rows) * narrow_rows <= 15 * -(-Lq // rows) * rows:
+            rows = narrow_rows
+        forward = Layout(False, rows, columns, (*SM90, rows))
+    else:
+        forward = Layout(False, rows, columns, SM80)
+    if longest <= max_short:
+        forward = Layout(launch=forward.launch)
         if has_short_backward:
             return forward, Layout(launch=SHORT)
-    return forward, Layout(False, *tiles[2:4], launch), Layout(True, *tiles[4:], launch)
+    return forward, Layout(False, *tiles[:2], launch), Layout(True, *tiles[2:], launch)
+
+
+def _route(mask: PreparedMask, device: torch.device) -> tuple[int, Tensor | None]:
+    """attention_fwd's tile_rows_sm90 and next_item: csrc/attention/bind.h."""
+    _, *rows = mask.layout.launch
+    return (rows[0], torch.empty(1, dtype=torch.int32, device=device)) if rows else (0, None)
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace C++
 def _plan(on_gpu: bool, *call: Any) -> tuple[int, ...]:
-    """(rows, columns) of the tiles of the forward, of dq's and of dkdv's kernel; the longest short sequence; whether
-    short sequences have their own backward."""
+    """(rows, columns) of the tiles of the forward, of dq's and of dkdv's kernel; the rows of Hopper's other tile of the
+    forward; the longest short sequence; whether short sequences have their own backward."""
     return _plan_of(extension(on_gpu), *call)
 
 
@@ -74,7 +90,8 @@ def _plan_of(
 ) -> tuple[int, ...]:
     """capability: the device's, which the emulator changes."""
     tiles = module.attention_tiles_sm90(head_dim) if uses_sm90 else module.attention_tiles(head_dim, dtype)
-    return *tiles, module.ATTENTION_MAX_SHORT, module.attention_has_short_backward(head_dim, dtype, device)
+    has_short_backward = module.attention_has_short_backward(head_dim, dtype, device)
+    return *tiles, module.ATTENTION_NARROW_ROWS, module.ATTENTION_MAX_SHORT, has_short_backward
 
 
 def attention_fwd(
@@ -93,9 +110,8 @@ def attention_fwd(
     B, H, Lq, _ = q.shape
     out = _empty_like(q, v.shape[3])
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
-    next_item = torch.empty(1, dtype=torch.int32, device=q.device) if mask.layout.launch == SM90 else None
-    tensors, dropout = (q, k, v, bias, mask, out, lse, next_item), (dropout_p, rng_state)
-    extension(q.is_cuda).attention_fwd(*tensors, softmax_scale, *dropout, _rounds_to_tf32(q))
+    call = q, k, v, bias, mask, out, lse, *_route(mask, q.device)
+    extension(q.is_cuda).attention_fwd(*call, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(q))
     return out, lse
 
 
@@ -174,9 +190,10 @@ def attention_rows_fwd(
     B, L, H, _, _, Dv = sizes
     out = projected.new_empty(B * L, H * Dv)
     lse = projected.new_empty(B, H, L, dtype=torch.float32)
-    next_item = projected.new_empty(1, dtype=torch.int32) if mask.layout.launch == SM90 else None
-    tensors, dropout = (projected, *(memory or _NO_MEMORY), sizes, mask, out, lse, next_item), (dropout_p, rng_state)
-    extension(projected.is_cuda).attention_rows_fwd(*tensors, softmax_scale, *dropout, _rounds_to_tf32(projected))
+    call = projected, *(memory or _NO_MEMORY), sizes, mask, out, lse, *_route(mask, projected.device)
+    extension(projected.is_cuda).attention_rows_fwd(
+        *call, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(projected)
+    )
     return out, lse
 
 
