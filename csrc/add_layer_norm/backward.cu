@@ -12,8 +12,8 @@
 //   fit into the registers of 512 threads: the second pass reads them again, from L2.
 // Shared memory: the warps' partial sums of a row; at the end, up to hidden 2048, each thread's sums of dweight and
 //   dbias, 16 or 32 KiB. With x_bias, each thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and
-//   written for each row, 8 bytes an element of the 128 a clock. Beyond 8192 the registers of the addresses would spill,
-//   and the caller sums dx. At hidden 512 and 1024: 32 KiB a block, with x_bias 48. Registers allow two blocks a
+//   written for each row, 8 bytes an element of the 128 a clock. Beyond 8192 the registers of the addresses would
+//   spill, and the caller sums dx. At hidden 512 and 1024: 32 KiB a block, with x_bias 48. Registers allow two blocks a
 //   multiprocessor, shared memory more than two (with x_bias on sm_86: two).
 // Code: common/norm_backward.cuh, shared with embed_layer_norm, except how z is read and its gradient written.
 // Weight gradients: all threads of a block add up its rows in a fixed order and write one row of `partial`: 64 KiB of

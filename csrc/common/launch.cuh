@@ -20,7 +20,7 @@
 namespace fastattn {
 
 // Asks for more than 48 KiB of shared memory where a kernel has not got as much on the current device yet. The runtime
-// needs about a microsecond to answer. Never asks for less than before: another thread may be about to launch with that.
+// needs up to a microsecond. Never asks for less than before: another thread may be about to launch with that.
 inline void allow_shared_memory(const void* kernel, size_t bytes) {
   constexpr size_t kWithoutAsking = 48 << 10;
   if (bytes <= kWithoutAsking) return;

@@ -76,8 +76,8 @@ __device__ __forceinline__ bool arrives_last(int* ticket, int count, bool& last)
   return last;
 }
 
-// The sum of `count` rows of `partial` from row `first` on, in the columns of a V at `col`: kSpan loads at a time, added
-// in pairs.
+// The sum of `count` rows of `partial` from row `first` on, in a V's columns at `col`: kSpan loads at a time, added in
+// pairs.
 template <class V, class P>
 __device__ __forceinline__ V sum_rows(const P& p, int first, int count, int col, int width) {
   V total = {};
@@ -141,8 +141,8 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     for (int c = 0; c < kChunks; c++) weight_chunk[c].template load<kAligned>(weight + column(c), inside(c));
   }
 
-  // In shared memory: the threads' sums of dx_bias; at the end, if the block has several rows, of dweight and dbias. For
-  // each, and for each half of a chunk, four columns of every thread, next to each other: no bank conflicts.
+  // In shared memory: the threads' sums of dx_bias; at the end, if the block has several rows, of dweight and dbias.
+  // For each, and for each half of a chunk, four columns of every thread, next to each other: no bank conflicts.
   constexpr int kHalves = 2 * kChunks;
   const bool sums_dx = kChunks <= kSharedChunks && has_dx_bias(p);
   const int threads = blockDim.x * blockDim.y;

@@ -7,7 +7,8 @@
 //   kQueries of them, so that keys are read once. Beams read their common history once from memory and then from L2:
 //   the blocks of a head are neighbours.
 // A position is read by as many lanes as its head dimension has chunks of eight, four positions at a time a warp at
-//   head_dim 64. Keys and values of kAhead positions are loaded together: no load of a value waits for its weight.
+//   head_dim 64. The next turn's keys are loaded as soon as this turn's scores are done, into the same registers, and
+//   its values as soon as this turn's are added: each has half a turn to arrive. Their rows are read before the scores.
 // Registers: a lane's eight columns of the sum, its maximum and total, for each query. Each group of lanes has its own
 //   sums, which are added in a fixed order at the end.
 // Shared memory: the queries in float32, and at the end the groups' sums: 48 KiB for eight queries, 6 KiB for one.
@@ -16,8 +17,13 @@
 //   eight FLOPs a byte, of which an H100 has some 20 at 3.0 TB/s.
 // Unaligned tensors, and head dimensions that are no multiple of eight, are read element by element.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills; no GPU has timed it yet:
-//   one query      bfloat16 80 / 76 registers   float32 70 / 70
-//   eight queries  bfloat16 168 / 168           float32 132 / 142: three blocks a multiprocessor
+//   one query      bfloat16 128 / 128 registers   float32 90 / 92: four blocks a multiprocessor
+//   eight queries  bfloat16 168 / 164             float32 168 / 168: three
+//   A turn of eight queries, 2 KiB of bfloat16 a warp at head_dim 64: 658 instructions (264 FFMA, 64 FMUL, 48 FADD, 24
+//   MUFU, 32 shared and shuffles), before 697: the scale is now in q. They limit an H100 to 2.9 TB/s (before 2.7, and
+//   waits for loads: 1.7 to 2.0). Estimated: 2.2 to 2.5, so 15 to 30 % less time. One query: bound by memory, as before.
+//   Not done: mma.m16n8k16 with the queries as half of the 16 rows. Keys and values can be loaded into its fragments
+//   without shared memory; 16 positions then need about 150 instructions, now 1316. Estimated: memory's rate, 2.8 TB/s.
 #include "common/softmax.cuh"
 #include "common/vec.cuh"
 #include "decode_attention/decode_attention.h"
@@ -25,10 +31,14 @@
 namespace fastattn::decode_attention {
 namespace {
 
-constexpr int kWarp = 32, kThreads = 128;
+constexpr int kThreads = 128;
 constexpr int kSplitPositions = 256;  // least of a block, so that the merge pays
 constexpr int kMaxSplits = 64;
-constexpr int kBlocks = 4;  // that a multiprocessor can run at once
+constexpr int kSplitBlocks = 4;  // of a multiprocessor: splits make no more
+
+// The least blocks for whose registers a multiprocessor has room.
+template <int kCount, bool kAligned>
+constexpr int kBlocks = !kAligned ? 2 : kCount == 1 ? 4 : 3;
 
 template <int kCount>
 struct alignas(16) Shared {
@@ -37,10 +47,13 @@ struct alignas(16) Shared {
   float peak[kThreads][kCount], total[kThreads][kCount];  // of groups of lanes
 };
 
-// exp(x) for x <= 0.
+// Scores and lse are powers of e in float32 and powers of two in 16 bits: q has that factor. power(x): for x <= 0.
+template <class T>
+constexpr float kUnit = sizeof(T) == 4 ? 1.0f : kLog2e;
+
 template <class T>
 __device__ __forceinline__ float power(float x) {
-  return sizeof(T) == 4 ? exp_exact(x) : exp2_approximate(x * kLog2e);
+  return sizeof(T) == 4 ? exp_exact(x) : exp2_approximate(x);
 }
 
 // The number of queries with the same keys: all, or one.
@@ -49,7 +62,7 @@ __host__ __device__ __forceinline__ int queries_together(bool shared_keys, int q
 }
 
 template <class T, int kCount, bool kAligned>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const int lanes) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kCount, kAligned>) decode_kernel(const Decode p, const int lanes) {
   constexpr int kAhead = (kCount == 1 ? 8 : 4) / sizeof(T);
   auto& shared = shared_memory<Shared<kCount>>();
   const bool shared_keys = p.rows == 1 && p.ancestors == nullptr;
@@ -63,10 +76,11 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
   const auto query_head = [&](int i) { return h_k * group + (first + i) % group; };
 
   const T* const q = static_cast<const T*>(p.q) + b * p.q_stride_b;
+  const float scale = p.softmax_scale * kUnit<T>;
   for (int e = threadIdx.x; e < kCount * kMaxHeadDim; e += kThreads) {
     const int i = e / kMaxHeadDim, col = e % kMaxHeadDim;
     const bool inside = first + i < same && col < p.k.head_dim;
-    shared.q[i][col] = inside ? float(q[query(i) * p.q_stride_w + query_head(i) * p.q_stride_h + col]) : 0.0f;
+    shared.q[i][col] = inside ? scale * float(q[query(i) * p.q_stride_w + query_head(i) * p.q_stride_h + col]) : 0.0f;
   }
   __syncthreads();
 
@@ -84,22 +98,33 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
 #pragma unroll
   for (int i = 0; i < kCount; i++) peak[i] = -INFINITY;
 
+  // The row of the thread's a-th position of a turn, or -1: it has no such position.
+  const auto row_of = [&](int turn, int a) {
+    const int64_t n = turn + a * groups + thread_group;
+    if (n >= end) return -1;
+    if (ancestors == nullptr) return shared_keys ? 0 : first_query;
+    const int row = ancestors[n * p.ancestors_stride_m];
+    return row < p.rows ? row : -1;
+  };
+  const auto read = [&](Chunk<T>& chunk, const T* from, const Cached& t, int turn, int a, int64_t row, int columns) {
+    const int64_t n = turn + a * groups + thread_group;
+    chunk.template load<kAligned>(from + n * t.stride_m + row * t.stride_r, row >= 0 ? columns : 0);
+  };
+  int row[kAhead];
+  Chunk<T> k[kAhead], v[kAhead];
+#pragma unroll
+  for (int a = 0; a < kAhead; a++) {
+    row[a] = row_of(begin, a);
+    read(k[a], keys, p.k, begin, a, row[a], columns_k);
+    read(v[a], values, p.v, begin, a, row[a], columns_v);
+  }
+
   // All threads have the same number of turns, as the lanes of a warp share the sums of products.
   for (int turn = begin; turn < end; turn += groups * kAhead) {
-    bool visible[kAhead];
-    Chunk<T> k[kAhead], v[kAhead];
+    const int next_turn = turn + groups * kAhead;
+    int next_row[kAhead];
 #pragma unroll
-    for (int a = 0; a < kAhead; a++) {
-      const int64_t n = turn + a * groups + thread_group;
-      visible[a] = n < end;
-      int64_t row = shared_keys ? 0 : first_query;
-      if (ancestors != nullptr) {
-        row = visible[a] ? ancestors[n * p.ancestors_stride_m] : -1;
-        visible[a] = row >= 0 && row < p.rows;
-      }
-      k[a].template load<kAligned>(keys + n * p.k.stride_m + row * p.k.stride_r, visible[a] ? columns_k : 0);
-      v[a].template load<kAligned>(values + n * p.v.stride_m + row * p.v.stride_r, visible[a] ? columns_v : 0);
-    }
+    for (int a = 0; a < kAhead; a++) next_row[a] = row_of(next_turn, a);
 
     float s[kAhead][kCount] = {};
 #pragma unroll
@@ -111,6 +136,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
 #pragma unroll
         for (int j = 0; j < kChunk; j++) s[a][i] = fmaf(shared.q[i][col + j], key[j], s[a][i]);
     }
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) read(k[a], keys, p.k, next_turn, a, next_row[a], columns_k);
     for (int step = lanes / 2; step > 0; step /= 2) {
 #pragma unroll
       for (int a = 0; a < kAhead; a++)
@@ -123,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
       const float before = peak[i];
 #pragma unroll
       for (int a = 0; a < kAhead; a++) {
-        s[a][i] = visible[a] ? s[a][i] * p.softmax_scale : -INFINITY;
+        s[a][i] = row[a] >= 0 ? s[a][i] : -INFINITY;
         peak[i] = fmaxf(peak[i], s[a][i]);
       }
       const float shift = peak[i] == -INFINITY ? 0.0f : peak[i];  // nothing visible yet: avoids -inf - -inf
@@ -142,6 +169,11 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
       for (int i = 0; i < kCount; i++)
 #pragma unroll
         for (int j = 0; j < kChunk; j++) sums[i][j] = fmaf(s[a][i], value[j], sums[i][j]);
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) {
+      read(v[a], values, p.v, next_turn, a, next_row[a], columns_v);
+      row[a] = next_row[a];
     }
   }
 
@@ -171,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const Decode p, const 
       continue;
     }
     p.partial[(split * rows + row) * p.v.head_dim + column] = result;
-    if (column == 0) p.lse[split * rows + row] = all > 0.0f ? shift + logf(all) : -INFINITY;
+    if (column == 0) p.lse[split * rows + row] = all > 0.0f ? shift + kUnit<T> * logf(all) : -INFINITY;
   }
 }
 
@@ -210,7 +242,7 @@ int64_t ceil_div(int batch, int queries, int heads, int key_heads, bool shared_k
 int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys,
                   int multiprocessors) {
   const int64_t blocks = ceil_div(batch, queries, heads, key_heads, shared_keys);
-  const int64_t possible = static_cast<int64_t>(kBlocks) * multiprocessors / (blocks > 0 ? blocks : 1);
+  const int64_t possible = static_cast<int64_t>(kSplitBlocks) * multiprocessors / (blocks > 0 ? blocks : 1);
   const int64_t worth = positions / kSplitPositions, most = worth < kMaxSplits ? worth : kMaxSplits;
   const int64_t splits = possible < most ? possible : most;
   return splits > 1 ? static_cast<int>(splits) : 1;
