@@ -18,7 +18,7 @@
 //   Work: 2 * (head_dim of k + of v) FLOPs a query and visible position.
 // Unaligned tensors, and head dimensions that are no multiple of eight, are read element by element.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills; no GPU has timed it yet:
-//   one query      bfloat16 128 / 128 registers   float32 90 / 92: four blocks a multiprocessor
+//   one query      bfloat16 128 / 128 registers   float32 90 / 92: four blocks a multiprocessor (before, six)
 //   eight queries  bfloat16 168 / 164             float32 168 / 168: three
 //   tensor cores   head_dim 64 151 / 151: three   128 234 / 239: two
 // Of eight queries in bfloat16 at head_dim 64, a warp's instructions for 16 positions, 4 KiB: 284 on tensor cores (16
@@ -36,6 +36,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kSplitPositions = 256;  // least of a block, so that the merge pays
 constexpr int kMaxSplits = 64;
+
 // The least blocks for whose registers a multiprocessor has room.
 template <int kCount, bool kAligned>
 constexpr int kBlocks = !kAligned ? 2 : kCount == 1 ? 4 : 3;
