@@ -8,7 +8,7 @@
 #include "linear_cross_entropy/bind.h"
 
 #ifdef FASTATTN_EMULATOR
-#include "emulator/launch.h"
+#include "common/launch.cuh"
 
 // Launches are recorded from now on and do not run, or run again.
 static void record_launches(bool on) { fastattn::emulator::recording() = on; }

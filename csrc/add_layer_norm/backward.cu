@@ -10,16 +10,20 @@
 // Registers: a thread owns the same columns in every row, so it sums their dweight and dbias in registers, and has
 //   their weight there. dout and z of the row stay in registers between the two passes. Beyond hidden 8192 they do not
 //   fit into the registers of 512 threads: the second pass reads them again, from L2.
-// Shared memory: the warps' partial sums of a row; at the end, the block's sums of dweight and dbias. With x_bias, each
-//   thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and written for each row, 8 bytes an element of
-//   the 128 a clock. Beyond 8192 the registers of the addresses would spill, and the caller sums dx.
+// Shared memory: the warps' partial sums of a row; at the end, up to hidden 2048, each thread's sums of dweight and
+//   dbias, 16 or 32 KiB. With x_bias, each thread's sums of dx, 8 to 32 KiB, up to hidden 8192: read, added to and
+//   written for each row, 8 bytes an element of the 128 a clock. Beyond 8192 the registers of the addresses would
+//   spill, and the caller sums dx. At hidden 512 and 1024: 32 KiB a block, with x_bias 48. Registers allow two blocks a
+//   multiprocessor, shared memory more than two (with x_bias on sm_86: two).
 // Code: common/norm_backward.cuh, shared with embed_layer_norm, except how z is read and its gradient written.
-// Weight gradients: each block adds its rows' sums in a fixed order and writes one row of `partial`. Up to hidden 1024
-//   the last of 16 blocks to arrive adds their rows, and the last of those adds the 17 sums, each in a fixed order.
-//   Which block adds may differ, but the sums do not: equal inputs give equal bits. For wider rows a second kernel
-//   adds. By arithmetic, not measured: a single block reads about 0.1 TB/s of L2, so the end of this launch costs 2
-//   tickets, 1 us each, and 2 x 17 rows of 8 hidden bytes: 3.5 us at hidden 512, 5 at 1024, 11 at 4096. A second launch
-//   costs 1 us of gap and 3 of loads at any width, and 2 to 3 us of the host, for which eager training waits.
+// Weight gradients: all threads of a block add up its rows in a fixed order and write one row of `partial`: 64 KiB of
+//   shared memory written and read, 0.6 us for two blocks a multiprocessor; one row after the other, by one warp each,
+//   took 3 to 5. Up to hidden 1024 the last of 17 blocks to arrive adds their rows, and the last of those adds the 16
+//   sums, each in a fixed order. Which block adds may differ, but the sums do not: equal inputs give equal bits. For
+//   wider rows a second kernel adds. Estimated, not measured: a single block reads about 0.1 TB/s of L2, so the end of
+//   this launch costs 2 tickets, 1 us each, and 2 x 17 rows of 8 hidden bytes, loaded as float4 without a wait in
+//   between: 3.5 us at hidden 512 (4.5 column by column), 5 at 1024, 11 at 4096. A second launch costs 1 us of gap and
+//   3 of loads at any width, and 2 to 3 us of the host, for which eager training waits.
 // Traffic: reads dout, z (, dz), writes dsum (, dx): 6 to 10 bytes an element in 16-bit types. `partial` is written and
 //   read once: 264 blocks at hidden 1024 write 2.2 MB, which stays in L2.
 // Dropped before measuring: one last block for all of `partial`, 11 us at hidden 512; the sums of dx in registers,
@@ -81,7 +85,7 @@ int backward_blocks(int64_t rows, int hidden, int multiprocessors) {
 void backward(const Backward& p, cudaStream_t stream) {
   const norm::BackwardGrid launched = norm::backward_grid(p.hidden, kKeepChunks, norm::has_dx_bias(p));
   if (p.blocks > 0) {
-    const bool is_aligned = aligned(p.hidden, p.dout, p.dz, p.z, p.weight, p.dsum, p.dx);
+    const bool is_aligned = aligned(p.hidden, p.dout, p.dz, p.z, p.weight, p.dsum, p.dx, p.partial);
     dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
       launch(backward_kernel<decltype(t), decltype(w), chunks(), vectors()>, dim3(p.blocks), launched.block,
              launched.shared_bytes, stream, p);

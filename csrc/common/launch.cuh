@@ -11,22 +11,42 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "common/check.h"
+
+namespace fastattn {
+
+// Asks for more than 48 KiB of shared memory where a kernel has not got as much on the current device yet. The runtime
+// needs up to a microsecond. Never asks for less than before: another thread may be about to launch with that.
+inline void allow_shared_memory(const void* kernel, size_t bytes) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (bytes <= kWithoutAsking) return;
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;  // of a kernel and a device
+  int device;
+  FASTATTN_CHECK(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& most = allowed[{kernel, device}];
+  if (bytes <= most) return;
+  FASTATTN_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  most = bytes;
+}
+
+}  // namespace fastattn
 
 #ifdef FASTATTN_EMULATOR
 #include "emulator/intrinsics.h"
 #include "emulator/launch.h"
 #else
-#include "common/check.h"
-
 namespace fastattn {
 
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             Arguments... arguments) {
-  constexpr size_t kWithoutAsking = 48 << 10;
-  if (shared_bytes > kWithoutAsking)
-    FASTATTN_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   FASTATTN_CHECK(cudaGetLastError());
 }

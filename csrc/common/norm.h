@@ -4,7 +4,7 @@ namespace fastattn::norm {
 
 constexpr int kMaxHidden = 16384;
 constexpr int kMaxHiddenDxBias = 8192;         // above, the backward has no dx_bias: registers would spill
-constexpr int kSpan = 16;                      // blocks of the backward whose sums the last of them adds
+constexpr int kSpan = 17;                      // blocks of the backward whose sums the last adds; H100: 264 / 17
 constexpr int kMaxBlocks = 2 * kSpan * kSpan;  // of the backward
 constexpr int kTickets = 2 * kSpan + 1;        // one for each kSpan blocks, and one for all
 

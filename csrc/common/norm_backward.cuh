@@ -11,8 +11,8 @@
 //   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, else zero; may be called twice
 //   write(grad, row, c, count)              the gradient of that chunk; leaves in grad what dx_bias sums
 //
-// P::kHasXBias: the op has a dx_bias, which may be null. Each thread has its sums in shared memory: there are not
-// enough registers for them and the row.
+// P::kHasXBias: the op has a dx_bias, which may be null. Each thread has those sums in shared memory: there are
+// not enough registers for them and the row.
 #pragma once
 #include "common/norm.cuh"
 
@@ -23,7 +23,7 @@ namespace fastattn::norm {
 constexpr int kThreads = 256;  // of a block, unless a row needs more
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kFinishHidden = 1024;  // widest row whose weight gradients need no second kernel
-constexpr int kSumsDxChunks = 2;     // chunks of a thread, at most, up to kMaxHiddenDxBias
+constexpr int kSharedChunks = 2;     // chunks of a thread, at most, where a block has several rows or a dx_bias
 constexpr int kAddRows = 16;         // rows of `partial` that the second kernel adds at a time
 constexpr int kAddThreads = kAddRows * kWarp;
 
@@ -32,23 +32,14 @@ struct alignas(16) BackwardShared {
   bool last;                    // whether this block arrived last
 };
 
-// One thread's columns of dx_bias: four of its columns, then the same four of the next thread, without bank conflicts.
-struct ColumnSums {
-  float4* mine;
-  int threads;
+__device__ __forceinline__ float plus(float a, float b) { return a + b; }
+__device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
 
-  __device__ __forceinline__ float& at(int c, int j) const {
-    return reinterpret_cast<float*>(mine + (2 * c + j / 4) * threads)[j % 4];
-  }
-
-  __device__ __forceinline__ void add(int c, const float (&grad)[kChunk]) const {
-#pragma unroll
-    for (int j = 0; j < kChunk; j += 4) {
-      float4& sum = mine[(2 * c + j / 4) * threads];
-      sum = float4{sum.x + grad[j], sum.y + grad[j + 1], sum.z + grad[j + 2], sum.w + grad[j + 3]};
-    }
-  }
-};
+__device__ __forceinline__ float4 four(const float (&values)[kChunk], int first) {
+  return {values[first], values[first + 1], values[first + 2], values[first + 3]};
+}
 
 template <class P>
 __host__ __device__ __forceinline__ bool has_dx_bias(const P& p) {
@@ -85,39 +76,50 @@ __device__ __forceinline__ bool arrives_last(int* ticket, int count, bool& last)
   return last;
 }
 
-// The sum of `count` rows of `partial` from row `first` on at column `col`: kSpan loads at a time, added in pairs.
-template <class P>
-__device__ __forceinline__ float sum_rows(const P& p, int first, int count, int col, int width) {
-  float total = 0.0f;
+// The sum of `count` rows of `partial` from row `first` on, in a V's columns at `col`: kSpan loads at a time, added in
+// pairs.
+template <class V, class P>
+__device__ __forceinline__ V sum_rows(const P& p, int first, int count, int col, int width) {
+  V total = {};
   for (int start = 0; start < count; start += kSpan) {
-    float row[kSpan];
+    V row[kSpan];
 #pragma unroll
-    for (int r = 0; r < kSpan; r++)
-      row[r] = start + r < count ? p.partial[static_cast<int64_t>(first + start + r) * width + col] : 0.0f;
+    for (int r = 0; r < kSpan; r++) {
+      const float* const from = p.partial + static_cast<int64_t>(first + start + r) * width + col;
+      row[r] = start + r < count ? *reinterpret_cast<const V*>(from) : V{};
+    }
 #pragma unroll
     for (int step = 1; step < kSpan; step *= 2) {
 #pragma unroll
-      for (int r = 0; r + step < kSpan; r += 2 * step) row[r] += row[r + step];
+      for (int r = 0; r + step < kSpan; r += 2 * step) row[r] = plus(row[r], row[r + step]);
     }
-    total += row[0];
+    total = plus(total, row[0]);
   }
   return total;
 }
 
 // Adds the rows of `partial` without another launch. Each block calls it after it wrote its row.
-template <class W, class P>
+template <class W, bool kAligned, class P>
 __device__ void finish(const P& p, bool& last) {
-  const int width = sums_width(p), threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  using V = std::conditional_t<kAligned, float4, float>;
+  constexpr int kColumns = sizeof(V) / sizeof(float);
+  const int width = sums_width(p), thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int begin = thread * kColumns, step = blockDim.x * blockDim.y * kColumns;
   const int group = blockIdx.x / kSpan, groups = (p.blocks + kSpan - 1) / kSpan;
   const int members = min(kSpan, p.blocks - group * kSpan);
   int* const tickets = reinterpret_cast<int*>(p.statistics + 2 * p.rows);
   if (!arrives_last(tickets + 1 + group, members, last)) return;
   float* const mine = p.partial + static_cast<int64_t>(p.blocks + group) * width;
-#pragma unroll 2
-  for (int col = thread; col < width; col += threads) mine[col] = sum_rows(p, group * kSpan, members, col, width);
+#pragma unroll(kAligned ? 1 : 2)
+  for (int col = begin; col < width; col += step)
+    *reinterpret_cast<V*>(mine + col) = sum_rows<V>(p, group * kSpan, members, col, width);
   if (!arrives_last(tickets, groups, last)) return;
-#pragma unroll 2
-  for (int col = thread; col < width; col += threads) store_sum<W>(p, col, sum_rows(p, p.blocks, groups, col, width));
+#pragma unroll(kAligned ? 1 : 2)
+  for (int col = begin; col < width; col += step) {
+    const V sum = sum_rows<V>(p, p.blocks, groups, col, width);
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) store_sum<W>(p, col + j, reinterpret_cast<const float*>(&sum)[j]);
+  }
 }
 
 // D, W: types of dout, and of weight and bias.
@@ -139,13 +141,16 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
     for (int c = 0; c < kChunks; c++) weight_chunk[c].template load<kAligned>(weight + column(c), inside(c));
   }
 
-  const bool sums_dx = kChunks <= kSumsDxChunks && has_dx_bias(p);
+  // In shared memory: the threads' sums of dx_bias; at the end, if the block has several rows, of dweight and dbias.
+  // For each, and for each half of a chunk, four columns of every thread, next to each other: no bank conflicts.
+  constexpr int kHalves = 2 * kChunks;
+  const bool sums_dx = kChunks <= kSharedChunks && has_dx_bias(p);
   const int threads = blockDim.x * blockDim.y;
-  float4* const dx_sums = reinterpret_cast<float4*>(&shared + 1);
-  const ColumnSums dx_bias{dx_sums + threadIdx.y * blockDim.x + threadIdx.x, threads};
+  float4* const sums_of_threads = reinterpret_cast<float4*>(&shared + 1);
+  float4* const my_sums = sums_of_threads + threadIdx.y * blockDim.x + threadIdx.x;
   if (sums_dx) {
 #pragma unroll
-    for (int i = 0; i < 2 * kChunks; i++) dx_bias.mine[i * threads] = float4{};
+    for (int i = 0; i < kHalves; i++) my_sums[i * threads] = float4{};
   }
 
   float dweight[kChunks][kChunk] = {}, dbias[kChunks][kChunk] = {};
@@ -161,9 +166,13 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
 
     const auto read = [&](int c) {
       if (!kKeepRow) __syncwarp();  // all chunks loaded at once would need too many registers
-      rows.read(z_chunk[c % kHeld], row, c, live ? inside(c) : 0);
-      if (!kKeepRow) weight_chunk[0].template load<kAligned>(weight + column(c), inside(c));
-      dout_chunk[c % kHeld].template load<kAligned>(dout + (start + column(c)), live ? inside(c) : 0);
+      int at = c;
+#ifndef FASTATTN_EMULATOR
+      if (!kKeepRow && kAligned) asm volatile("" : "+r"(at));  // addresses kept from row to row would spill
+#endif
+      rows.read(z_chunk[c % kHeld], row, at, live ? inside(at) : 0);
+      if (!kKeepRow) weight_chunk[0].template load<kAligned>(weight + column(at), inside(at));
+      dout_chunk[c % kHeld].template load<kAligned>(dout + (start + column(at)), live ? inside(at) : 0);
     };
     // dout, normal and g of chunk c; g and dout are zero outside the row.
     const auto terms = [&](int c, float (&grad)[kChunk], float (&normal)[kChunk], float (&g)[kChunk]) {
@@ -210,41 +219,63 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
       for (int j = 0; j < kChunk; j++) grad[j] = (g[j] - mean_g - normal[j] * mean_g_normal) * rstd;
       if (!kKeepRow) __syncwarp();  // as above
       rows.write(grad, row, c, inside(c));
-      if (sums_dx) dx_bias.add(c, grad);
-    }
-  }
-
-  // Adds the rows of the block, one after the other, in shared memory; the last writes the block's row of `partial`.
-  float* const block_sums = reinterpret_cast<float*>(dx_sums + (sums_dx ? 2 * kChunks * threads : 0));
-  const int width = (p.dbias ? 2 * p.hidden : p.hidden) + (sums_dx ? p.hidden : 0);  // sums_width(p)
-  float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * width;
-  for (unsigned y = 0; y < blockDim.y; y++) {
-    if (y == threadIdx.y) {
+      if (sums_dx) {
 #pragma unroll
-      for (int c = 0; c < kChunks; c++) {
-#pragma unroll
-        for (int j = 0; j < kChunk; j++) {
-          const int col = column(c) + j;
-          if (j >= inside(c)) continue;
-          if (y > 0) dweight[c][j] += block_sums[col], dbias[c][j] += block_sums[p.hidden + col];
-          float* const to = y + 1 < blockDim.y ? block_sums : partial;
-          to[col] = dweight[c][j];
-          if (to == block_sums || p.dbias) to[p.hidden + col] = dbias[c][j];
+        for (int half = 0; half < 2; half++) {
+          float4& sum = my_sums[(2 * c + half) * threads];
+          sum = plus(sum, four(grad, 4 * half));
         }
       }
     }
-    __syncthreads();
   }
-  if (sums_dx && threadIdx.y == 0) {
+
+  // The block's row of `partial`. `half` counts halves of chunks: of dweight, then of dbias, then of dx_bias.
+  float* const partial = p.partial + static_cast<int64_t>(blockIdx.x) * sums_width(p);
+  const auto write = [&](int half, const float4& sum) {
+    const int col = column(half / 2 % kChunks) + half % 2 * 4;
+    float* const to = partial + half / kHalves * p.hidden + col;
+    if (kAligned) {
+      if (col < p.hidden) *reinterpret_cast<float4*>(to) = sum;
+    } else {
+      if (col < p.hidden) to[0] = sum.x;
+      if (col + 1 < p.hidden) to[1] = sum.y;
+      if (col + 2 < p.hidden) to[2] = sum.z;
+      if (col + 3 < p.hidden) to[3] = sum.w;
+    }
+  };
+  const bool several_rows = kChunks <= kSharedChunks && blockDim.y > 1;
+  const int dx_halves = sums_dx ? kHalves : 0, weight_halves = p.dbias ? 2 * kHalves : kHalves;
+  if (several_rows) {
+#pragma unroll
+    for (int half = 0; half < kHalves; half++) {
+      my_sums[(dx_halves + half) * threads] = four(dweight[half / 2], half % 2 * 4);
+      if (p.dbias) my_sums[(dx_halves + kHalves + half) * threads] = four(dbias[half / 2], half % 2 * 4);
+    }
+  } else {
+#pragma unroll
     for (int c = 0; c < kChunks; c++) {
-      for (int j = 0; j < inside(c); j++) {
-        float sum = 0.0f;
-        for (unsigned y = 0; y < blockDim.y; y++) sum += ColumnSums{dx_bias.mine + y * blockDim.x, threads}.at(c, j);
-        partial[width - p.hidden + column(c) + j] = sum;
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) {
+        const int col = column(c) + j;
+        if (j >= inside(c)) continue;
+        partial[col] = dweight[c][j];
+        if (p.dbias) partial[p.hidden + col] = dbias[c][j];
       }
     }
   }
-  if (kChunks <= 2 && p.hidden <= kFinishHidden) finish<W>(p, shared.last);
+  if (kChunks <= kSharedChunks) {
+    __syncthreads();
+    const int first = several_rows ? 0 : weight_halves;
+    for (int half = first + threadIdx.y; half < weight_halves + dx_halves; half += blockDim.y) {
+      const int place = half < weight_halves ? dx_halves + half : half - weight_halves;
+      const float4* const rows_sums = sums_of_threads + place * threads + threadIdx.x;
+      float4 sum = rows_sums[0];
+#pragma unroll 4
+      for (unsigned y = 1; y < blockDim.y; y++) sum = plus(sum, rows_sums[y * blockDim.x]);
+      write(half, sum);
+    }
+  }
+  if (kChunks <= kSharedChunks && p.hidden <= kFinishHidden) finish<W, kAligned>(p, shared.last);
 }
 
 struct AddShared {
@@ -274,14 +305,15 @@ struct BackwardGrid {
   size_t shared_bytes;
 };
 
-// Shared memory of a block, after BackwardShared: with dx_bias the ColumnSums of its threads; where it holds several
-// rows, its column sums of dweight and dbias. keep: Rows::kKeep.
+// Shared memory of a block, after BackwardShared: with dx_bias each thread's sums of it; where the block has several
+// rows, also those of dweight and dbias. keep: Rows::kKeep.
 inline BackwardGrid backward_grid(int hidden, int keep, bool has_dx_bias = false) {
   const Shape shape = shape_of(hidden, keep);
   const int rows_per_block = std::max(kThreads / (shape.row_warps * kWarp), 1);
   const int threads = shape.row_warps * kWarp * rows_per_block;
-  const size_t floats = (has_dx_bias ? threads * shape.chunks * kChunk : 0) + (rows_per_block > 1 ? 2 * hidden : 0);
-  return {shape.chunks, dim3(shape.row_warps * kWarp, rows_per_block), sizeof(BackwardShared) + floats * sizeof(float)};
+  const size_t sums = (has_dx_bias ? 1 : 0) + (rows_per_block > 1 ? 2 : 0);
+  return {shape.chunks, dim3(shape.row_warps * kWarp, rows_per_block),
+          sizeof(BackwardShared) + sums * threads * shape.chunks * kChunk * sizeof(float)};
 }
 
 // The blocks of the backward on a device with `multiprocessors`.

@@ -8,9 +8,9 @@
 // Grid, shared memory and the weight gradients: as in add_layer_norm/backward.cu, by the same code,
 //   common/norm_backward.cuh; but a thread keeps one chunk of a row between the two passes, not two: up to hidden 4096
 //   a row belongs to hidden / 256 warps. For a wider row z is gathered in each pass.
-// Registers: z is gathered again, with its dropout, and kept as float32. 106 to 113 a thread up to hidden 4096, so two
-//   blocks a multiprocessor. No spills up to hidden 8192; wider rows, where 64 are sums, spill 12 to 108 loads and
-//   stores. Dropped, offline: two chunks, which spills 30 registers.
+// Registers: z is gathered again, with its dropout, and kept as float32. At most 128 a thread, so two blocks a
+//   multiprocessor up to hidden 2048. No spills up to hidden 8192; wider rows, where 64 are sums, spill up to 23 loads
+//   and stores, unaligned 107. Dropped, offline: two chunks, which spills 30 registers.
 // Traffic: reads dout and a row of embedding, writes drow: 10 bytes an element with a float32 embedding and a 16-bit
 //   dout.
 #include "common/norm_backward.cuh"
@@ -64,8 +64,8 @@ int backward_blocks(int64_t rows, int hidden, int multiprocessors) {
 void backward(const Backward& p, cudaStream_t stream) {
   const norm::BackwardGrid launched = norm::backward_grid(p.hidden, kKeepChunks);
   if (p.blocks > 0) {
-    const bool is_aligned =
-        norm::aligned(p.hidden, p.source.embedding.at, p.source.position_table.at, p.dout.at, p.weight.at, p.drows.at);
+    const bool is_aligned = norm::aligned(p.hidden, p.source.embedding.at, p.source.position_table.at, p.dout.at,
+                                          p.weight.at, p.drows.at, p.partial);
     norm::shape_switch(launched.chunks, is_aligned, [&](auto chunks, auto vectors) {
       launch(backward_kernel<chunks(), vectors()>, dim3(p.blocks), launched.block, launched.shared_bytes, stream, p);
     });

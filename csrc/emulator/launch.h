@@ -25,6 +25,7 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t /*stream*/,
             Arguments... arguments) {
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
   emulator::run_grid(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, [&] { kernel(arguments...); });
 }
 

@@ -1,14 +1,15 @@
 // Runs a grid on the CPU, and has the few CUDA runtime functions that the library calls, without a driver.
-#include <cuda_runtime.h>
-
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "emulator/launch.h"
+#include "common/launch.cuh"
 
 static int capability() {
   const char* const value = std::getenv("FASTATTN_EMULATOR_CAPABILITY");
@@ -34,6 +35,10 @@ static thread_local bool has_context = false;
 
 bool has_current_context() { return has_context; }
 
+static thread_local int current_device = 0;
+// What cudaFuncSetAttribute allowed a kernel on a device; 48 KiB need no permission.
+static std::map<std::pair<const void*, int>, size_t> allowed_bytes;
+
 static uint64_t size_of(dim3 of) { return uint64_t{of.x} * of.y * of.z; }
 
 bool& recording() {
@@ -54,6 +59,8 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
     throw std::runtime_error("emulator: " + std::to_string(shared_bytes) +
                              " bytes of shared memory for a block, of the " + std::to_string(shared_limit()) +
                              " of compute capability " + std::to_string(capability()));
+  if (shared_bytes > std::max(size_t{48} << 10, allowed_bytes[{kernel, current_device}]))
+    throw std::runtime_error("emulator: " + std::to_string(shared_bytes) + " bytes of shared memory were not allowed");
   if (recording()) {
     recorded().push_back({reinterpret_cast<uintptr_t>(kernel), size_of(grid), size_of(block), shared_bytes});
     return;
@@ -71,12 +78,15 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
 
 }  // namespace fastattn::emulator
 
-// One device with two multiprocessors, so few that the kernels' loops over blocks run several times. Its compute
-// capability is 8.0, or FASTATTN_EMULATOR_CAPABILITY, such as 90.
+// All devices are alike. They have two multiprocessors, so few that the kernels' loops over blocks run several times.
+// Their compute capability is 8.0, or FASTATTN_EMULATOR_CAPABILITY, such as 90.
 extern "C" {
 
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int) { return fastattn::emulator::has_context = true, cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = fastattn::emulator::current_device, cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  fastattn::emulator::has_context = true;
+  return fastattn::emulator::current_device = device, cudaSuccess;
+}
 cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
@@ -91,6 +101,13 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
   attributes->numRegs = planted != nullptr ? std::atoi(planted) : 255;
   return cudaSuccess;
+}
+
+// Refuses what is already allowed: launch() must not ask at each launch.
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int bytes) {
+  size_t& allowed = fastattn::emulator::allowed_bytes[{kernel, fastattn::emulator::current_device}];
+  if (static_cast<size_t>(bytes) <= allowed) return cudaErrorInvalidValue;
+  return allowed = bytes, cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

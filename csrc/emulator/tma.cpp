@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "emulator/launch.h"
+#include "common/launch.cuh"
 
 namespace fastattn::sm90 {
 

@@ -138,6 +138,13 @@ void run(const std::string& name, float* out) {
   if (name == "past the end") return with(past_the_end);
   if (name == "before the start") return with(before_the_start);
   if (name == "too much shared memory") return launch(neighbour<true>, dim3(1), dim3(128), 164 << 10, nullptr, out);
+  if (name == "shared memory on two devices") {
+    for (const int device : {0, 1, 1, 0}) {
+      cudaSetDevice(device);
+      for (const size_t kib : {64, 80, 64}) launch(neighbour<true>, dim3(1), dim3(128), kib << 10, nullptr, out);
+    }
+    return;
+  }
   if (name == "blocks in order") return with(blocks_in_order, 8);
   if (name == "settings") return with(settings, 6);
   if (name == "too many threads") return launch(shuffle, dim3(1), dim3(1056), 0, nullptr, out);

@@ -46,6 +46,7 @@ LANE = torch.arange(THREADS) % 32
 DEFINED = {
     "neighbour": THREAD.roll(-1),
     "neighbour again": THREAD.roll(-99),
+    "shared memory on two devices": THREAD.roll(-1),
     "shuffle": THREAD // 8 * 8 + 5,
     "shuffle xor": (torch.arange(THREADS) ^ 3).float(),
     "shuffle down": torch.where(LANE % 16 + 3 < 16, THREAD + 3, THREAD),

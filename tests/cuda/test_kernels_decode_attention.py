@@ -26,14 +26,21 @@ QUERIES = [
     {"queries": w, "rows": 1, "heads": h, "heads_k": k} for w, h, k in ((1, 1, 1), (8, 2, 2), (3, 6, 2), (17, 4, 1))
 ]
 POSITIONS = [{"positions": positions, "rows": 1, "head_dim": 64} for positions in (1, 15, 16, 17, 129)]
+# On tensor cores in 16 bits: fewer columns than the tile has; heads of a group that share one query's ancestors.
+TENSOR = [
+    {"queries": 5, "rows": 1, "positions": 150, "head_dim": 96, "value_dim": 72, "lengths": [150, 61]},
+    {"heads": 6, "heads_k": 2, "positions": 140, "head_dim": 64, "ancestors": True, "lengths": [0, 133]},
+]
 # Divided among blocks: few problems and many positions.
 SPLITS = [
     {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1000]},
-    {"batch": 1, "queries": 3, "rows": 1, "positions": 600, "heads": 2, "heads_k": 1, "head_dim": 20},
+    {"batch": 1, "queries": 3, "rows": 1, "positions": 600, "heads": 2, "heads_k": 1, "head_dim": 24},
     {"batch": 2, "queries": 1, "positions": 530, "heads": 1, "heads_k": 1, "lengths": [0, 3]},
 ]  # fmt: skip
 ALL = [
-    case | {"dtype": dtype} for case in (*DIMS, *QUERIES, *POSITIONS, *SPLITS) for dtype in (FLOAT32, BFLOAT16, FLOAT16)
+    case | {"dtype": dtype}
+    for case in (*DIMS, *QUERIES, *POSITIONS, *TENSOR, *SPLITS)
+    for dtype in (FLOAT32, BFLOAT16, FLOAT16)
 ]
 
 

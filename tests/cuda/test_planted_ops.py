@@ -78,11 +78,12 @@ def feed_forward_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beams by their ancestors, keys that ten queries share, and both divided among blocks."""
+    """Beams by their ancestors, keys that ten queries share, and both divided among blocks; tensor cores."""
     for case in (
         {"ancestors": True, "lengths": [37, 20]},
         {"queries": 5, "rows": 1, "heads": 4, "lengths": [37, 5], "value_dim": 40},
         {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1001]},
+        {"queries": 5, "rows": 1, "heads": 4, "positions": 150, "lengths": [150, 5], "value_dim": 72, "dtype": BF16},
     ):
         torch.manual_seed(0)
         decode_attention_checks.check(decode_attention_checks.make(CPU, **case), "cuda")
@@ -134,6 +135,9 @@ PLANTS = {
             Bug("dropout counts elements", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)"),
             Bug("no mean of g * normal", "common/norm_backward.cuh", "normal[j] * mean_g_normal", "0.0f"),
             Bug("a ticket too few", "common/norm_backward.cuh", "count - 1", "count - 2"),
+            Bug("no barrier before a block's rows are added", "common/norm_backward.cuh",
+                "    __syncthreads();\n    const int first =", "    if (!BUG) __syncthreads();\n    const int first ="),
+            Bug("a row of the block left out", "common/norm_backward.cuh", "unsigned y = 1;", "unsigned y = 1 + BUG;"),
             Bug("no ratio of standard deviations", "common/norm_backward.cuh", "p.eps_on_std", "false"),
         ],
         norm_cases,
@@ -170,11 +174,22 @@ PLANTS = {
         [],
         [
             Bug("no barrier before the groups meet", DECODE,
-                "  __syncthreads();\n\n  const int64_t rows", "  if (!BUG) __syncthreads();\n\n  const int64_t rows"),
+                "  __syncthreads();\n  work.write(shared.f", "  if (!BUG) __syncthreads();\n  work.write(shared.f"),
+            Bug("no barrier before the warps meet", DECODE,
+                "  __syncthreads();\n  work.write(shared, kW", "  if (!BUG) __syncthreads();\n  work.write(shared, kW"),
+            Bug("values of other positions", DECODE, "t / 2 * 8 + 2 * c + t % 2", "4 * c + t"),
+            Bug("a total of one lane", DECODE, "  total = quad_sum(total);\n", ""),
+            Bug("a warp's keys of this turn again", DECODE, "load_keys(next_turn, next_row);", "load_keys(turn, row);"),
+            Bug("sums kept when the peak rises", DECODE,
+                "sums[d][j][0] *= rescale, sums[d][j][1] *= rescale;", ""),
             Bug("lanes of a key left out", DECODE, "int step = lanes / 2", "int step = lanes / (BUG ? 4 : 2)"),
             Bug("read after the length", DECODE, "min(begin + span, length)", "begin + span"),
             Bug("ancestors of another query", DECODE, "first_query * p.ancestors_stride_w", "0"),
             Bug("a total kept when the peak rises", DECODE, "      total[i] *= rescale;\n", ""),
+            Bug("keys of this turn again", DECODE,
+                "read(k[a], keys, p.k, next_turn,", "read(k[a], keys, p.k, BUG ? turn : next_turn,"),
+            Bug("row of this turn again", DECODE, "next_row[a] = row_of(next_turn, a)",
+                "next_row[a] = row_of(BUG ? turn : next_turn, a)"),
             Bug("a group left out", DECODE, "int g = 0; g < groups; g++) {", "int g = BUG; g < groups; g++) {"),
             Bug("the splits' weights are equal", DECODE, "power<T>(p.lse[split * rows + row] - shift)", "1.0f"),
             Bug("queries of a tile share a head", DECODE, "(first + i) % group", "first % group"),
