@@ -33,6 +33,7 @@ from ..common.philox import dropout_keep
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
+from .short import SHORT_FORWARD
 from .tile_sizes import Config
 
 
@@ -133,12 +134,13 @@ def attention_fwd(
     strided, strides = arguments.strided(q, k, v, out)
     masking, mask_tensors, mask_key = arguments.masking(mask)
     biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
-    tile = mask.layout.launch
+    tile, Lk = mask.layout.launch, k.shape[2]
+    launches = SHORT_FORWARD if 0 < Lk <= tile[1] else _LAUNCHES
     key = problem, Dv, strides, mask_key, tile
-    launch = _LAUNCHES.get(key)
+    launch = launches.get(key)
     if launch is None:
         constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
-        launch = _LAUNCHES.add(key, **constants)
+        launch = launches.add(key, **constants)
     rest, programs = (*sizes, *mask[:2], float(softmax_scale)), B * H * -(-Lq // tile[0])
     given = *strided, lse.data_ptr(), biased, masking, dropout, *rest
     launch.run(problem[0], programs, given, (q, k, v, out, lse, bias, *mask_tensors, rng_state))
