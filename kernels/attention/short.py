@@ -19,7 +19,7 @@ of all warps of a program; "before" has the tiles of 64 x 64 of forward.py and b
     64      now          6848   96,  5                         8724  255, 2                     1
 256 sentences of 32 tokens with 8 heads issue instructions for 15 us in both directions, before for 58 us. Memory is
 now slower, 31 us at 3 TB/s. At 128 tokens only the forward is here, with 3 programs of 4 warps an SM where there was
-one of 8. Nothing spills but with a bias, 3 accesses at 32 tokens and 24 at 64.
+one of 8. Nothing spills but with a bias or a bool matrix: up to 3 accesses at 32 tokens, 3 to 106 at 64.
 Tried and dropped:
     one warp for 32 x 32: the forward spills 6 and issues a quarter less, the backward spills 255;
     four warps for 32 x 32: 4764 and 4872 instructions, 3 programs an SM;

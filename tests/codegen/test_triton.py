@@ -28,7 +28,7 @@ SPILLS = {
     ("attention_dkv_kernel", "float16 D128 tensors, dropout, bias"): 27,
     ("attention_dkv_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 25,
     ("attention_dbias_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 50,
-    ("attention_short_bwd_kernel", "bfloat16 D64 64 keys, tensors, dropout, bias, dlse"): 30,
+    ("attention_short_bwd_kernel", "bfloat16 D64 64 keys, tensors, dropout, bias, dlse"): 106,
     ("attention_dq_kernel", "float32 D64 tensors, bias, dlse"): 8,
     ("attention_dkv_kernel", "float32 D64 tensors, bias, dlse"): 4,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 512"): 2,
