@@ -8,7 +8,7 @@ and delta, the other owns key tiles and writes dk and dv. S and dP are computed 
 5, but no program adds into memory that another one writes: no atomics, no float32 copy of dq, equal results run to run.
 lse is differentiable at no cost: its gradient only shifts delta.
 Compiled offline, triton 3.6, bf16 causal, sm_90a: dq 128 registers at D 64 and 209 at D 128, dk and dv 254 and 239;
-nothing spills. With dropout, bias and a bool matrix together, D 128: 8 and 13 stores spill.
+nothing spills. With dropout, bias and a bool matrix together, D 128: 10 and 2 accesses spill.
 Tried and dropped:
     for dk and dv, D 128: 64 queries by 128 keys, 59 stores spilled without a mask; 128 by 64, 244;
     in dq, to test elements only after dP: 154 registers at D 64, so one program an SM where there are two.
@@ -24,7 +24,7 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, specialization
-from ..common.philox import dropout_keep
+from ..common.philox import dropout_keep_in_product
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -97,7 +97,7 @@ def attention_dq_kernel(
             p = tiles.exponential(scores, shift[:, None], unit, FOLD_SCALE)
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
-                kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
+                kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
                 dp = tl.where(kept, dp * dropout.scale, 0.0)
             ds = p * (dp - delta[:, None])
             if not FULL:
@@ -172,7 +172,7 @@ def attention_dkv_kernel(
                 dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
                 z = p
                 if dropout is not None:
-                    kept = dropout_keep(dropout.rng_state, dropout.threshold, row0 + m, n0, BLOCK_N)
+                    kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row0 + m, n0, BLOCK_N)
                     kept = tl.trans(kept)
                     z = tl.where(kept, p * dropout.scale, 0.0)
                     dp = tl.where(kept, dp * dropout.scale, 0.0)

@@ -29,7 +29,7 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches
-from ..common.philox import dropout_keep
+from ..common.philox import dropout_keep_in_product
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -91,7 +91,7 @@ def attention_forward_kernel(
             p = tiles.exponential(scores, (shift * unit if FOLD_SCALE else shift)[:, None], unit, FOLD_SCALE)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             if dropout is not None:  # row_sum is without dropout; the factor of kept values is applied at the end
-                p = tl.where(dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N), p, 0.0)
+                p = tl.where(dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N), p, 0.0)
             v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max

@@ -12,17 +12,17 @@ memory to be transposed.
 Bytes: forward q, k, v, out; backward q, k, v, dout, dq, dk, dv; each once, k and v once for each query tile.
 
 Estimated from the machine code of triton 3.6, sm_90a, bfloat16 at D 64, key padding and dropout. Instructions are those
-of all warps of a program; "before" has the tiles of 64 x 64 of forward.py and backward.py, and 3 and 31 spills:
-    tokens            forward  registers, programs an SM   backward  registers, programs an SM  launches
+of all warps of a program. "Before" is forward.py and backward.py with tiles of 64 x 64 for both lengths, which spill 34:
+    tokens            forward  registers, programs an SM   backward  registers, programs an SM  backward launches
     32      before       8232  254,  2                        17920  255, 2                     2
-            now          3018   80, 12                         3916  255, 4                     1
-    64      now          6848   96,  5                         8724  255, 2                     1
-256 sentences of 32 tokens with 8 heads issue instructions for 15 us in both directions, before for 58 us. Memory is
+            now          2648   79, 12                         3208  244, 4                     1
+    64      now          6444   96,  5                         8280  255, 2                     1
+256 sentences of 32 tokens with 8 heads issue instructions for 13 us in both directions, before for 58 us. Memory is
 now slower, 31 us at 3 TB/s. At 128 tokens only the forward is here, with 3 programs of 4 warps an SM where there was
-one of 8. Nothing spills but with a bias or a bool matrix: up to 3 accesses at 32 tokens, 3 to 106 at 64.
+one of 8. Nothing spills but with a bias and a bool matrix at 64 tokens, 12 accesses.
 Tried and dropped:
     one warp for 32 x 32: the forward spills 6 and issues a quarter less, the backward spills 255;
-    four warps for 32 x 32: 4764 and 4872 instructions, 3 programs an SM;
+    four warps for 32 x 32: more than a quarter more instructions, 3 programs an SM;
     the backward at 128 keys: 64 queries a turn spill 180; 32 a turn are one program of 8 warps an SM, about as many
     instructions as two launches that skip tiles of padding;
     two stages: nothing to overlap in one tile, 140 and 240 instructions more.
@@ -37,7 +37,7 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses
-from ..common.philox import dropout_keep
+from ..common.philox import dropout_keep_in_product
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -79,7 +79,7 @@ def attention_short_fwd_kernel(
     row_sum = tl.where(empty, 1.0, tl.sum(p, axis=1))
     factor = 1.0 / row_sum
     if dropout is not None:
-        p = tl.where(dropout_keep(dropout.rng_state, dropout.threshold, row, 0, BLOCK_N), p, 0.0)
+        p = tl.where(dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, 0, BLOCK_N), p, 0.0)
         factor = dropout.scale / row_sum
     lse = tl.where(empty, float("-inf"), row_max * (unit * tiles.LN2) + tl.log(row_sum))
     tl.store(lse_ptr + row, lse, mask=m < seqlen_q)
@@ -129,7 +129,7 @@ def attention_short_bwd_kernel(
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
         z = p
         if dropout is not None:
-            kept = dropout_keep(dropout.rng_state, dropout.threshold, row, 0, BLOCK_N)
+            kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, 0, BLOCK_N)
             z = tl.where(kept, p * dropout.scale, 0.0)
             dp = tl.where(kept, dp * dropout.scale, 0.0)
         delta = tl.sum(p * dp, axis=1)
