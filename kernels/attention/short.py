@@ -12,7 +12,7 @@ memory to be transposed.
 Bytes: forward q, k, v, out; backward q, k, v, dout, dq, dk, dv; each once, k and v once for each query tile.
 
 Estimated from the machine code of triton 3.6, sm_90a, bfloat16 at D 64, key padding and dropout. Instructions are those
-of all warps of a program. "Before" is forward.py and backward.py with tiles of 64 x 64 for both lengths, which spill 34:
+of all warps of a program. "Before" is forward.py and backward.py with tiles of 64 x 64 for both lengths, 34 spills:
     tokens            forward  registers, programs an SM   backward  registers, programs an SM  backward launches
     32      before       8232  254,  2                        17920  255, 2                     2
             now          2648   79, 12                         3208  244, 4                     1
