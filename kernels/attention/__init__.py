@@ -3,6 +3,7 @@
 Kernels and their launches:
     forward.py         out and lse
     backward.py        dq, and dk with dv
+    short.py           both directions where one tile holds all keys
     bias_gradient.py   dbias, if the bias needs it
     weights.py         the weights, on request
     rows.py            forward and backward between the products of a layer
@@ -18,7 +19,7 @@ from ..common.launch import gpu_arch, unsupported_tensors
 from .backward import attention_bwd
 from .forward import attention_fwd
 from .rows import attention_rows_bwd, attention_rows_fwd
-from .tile_sizes import Config, config
+from .tile_sizes import Config, config, short_config
 from .weights import attention_weights
 
 __all__ = [
@@ -42,16 +43,21 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | No
 
 
 def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Layout, ...]:
-    """How the kernels read the mask: the forward's layout, then those of dq, which dbias shares, and of dk and dv.
+    """How the kernels read the mask: the forward's layout, then those of dq, which dbias shares, and of dk and dv. In
+    short sequences the three gradients share one launch and one layout.
 
     Each holds the launch's Config: the kernel takes its tile from there.
     """
     arch, head_dim, seqlen_q, seqlen_k = gpu_arch(q), max(q.shape[3], v.shape[3]), q.shape[2], k.shape[2]
-    forward = config("forward", arch, q.dtype, head_dim, seqlen_q)
+    forward = short_config("forward", arch, q.dtype, head_dim, seqlen_q, seqlen_k)
+    forward = forward or config("forward", arch, q.dtype, head_dim, seqlen_q)
+    first = _layout(False, forward.BLOCK_M, forward.BLOCK_N, seqlen_k, forward)
+    if (short := short_config("backward", arch, q.dtype, head_dim, seqlen_q, seqlen_k)) is not None:
+        return first, Layout(launch=short)
     dq = config("dq", arch, q.dtype, head_dim, seqlen_q)
     dkv = config("dkv", arch, q.dtype, head_dim, seqlen_k)
     return (
-        _layout(False, forward.BLOCK_M, forward.BLOCK_N, seqlen_k, forward),
+        first,
         _layout(False, dq.BLOCK_M, dq.BLOCK_N, seqlen_k, dq),
         _layout(True, dkv.BLOCK_N, dkv.BLOCK_M, seqlen_q, dkv),
     )

@@ -8,7 +8,7 @@ and delta, the other owns key tiles and writes dk and dv. S and dP are computed 
 5, but no program adds into memory that another one writes: no atomics, no float32 copy of dq, equal results run to run.
 lse is differentiable at no cost: its gradient only shifts delta.
 Compiled offline, triton 3.6, bf16 causal, sm_90a: dq 128 registers at D 64 and 209 at D 128, dk and dv 254 and 239;
-nothing spills. With dropout, bias and a bool matrix together, D 128: 8 and 13 stores spill.
+nothing spills. With dropout, bias and a bool matrix together, D 128: 10 and 2 accesses spill.
 Tried and dropped:
     for dk and dv, D 128: 64 queries by 128 keys, 59 stores spilled without a mask; 128 by 64, 244;
     in dq, to test elements only after dP: 154 registers at D 64, so one program an SM where there are two.
@@ -24,11 +24,12 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, specialization
-from ..common.philox import dropout_keep
+from ..common.philox import dropout_keep_in_product
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .bias_gradient import bias_gradient
+from .short import short_backward
 from .tile_sizes import Config
 
 
@@ -96,7 +97,7 @@ def attention_dq_kernel(
             p = tiles.exponential(scores, shift[:, None], unit, FOLD_SCALE)
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
-                kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
+                kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
                 dp = tl.where(kept, dp * dropout.scale, 0.0)
             ds = p * (dp - delta[:, None])
             if not FULL:
@@ -171,7 +172,7 @@ def attention_dkv_kernel(
                 dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
                 z = p
                 if dropout is not None:
-                    kept = dropout_keep(dropout.rng_state, dropout.threshold, row0 + m, n0, BLOCK_N)
+                    kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row0 + m, n0, BLOCK_N)
                     kept = tl.trans(kept)
                     z = tl.where(kept, p * dropout.scale, 0.0)
                     dp = tl.where(kept, dp * dropout.scale, 0.0)
@@ -207,15 +208,45 @@ def attention_bwd(
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
     it. masks: in the layouts of mask_layouts() after the first, which also say the tiles. grads: memory for dq, dk, dv
     whose last dimension is contiguous; without it they are allocated in the inputs' memory order. Returns dq, dk, dv,
-    and dbias, as bias, if needed. bound: gets the launches as "dq" and "dkv", as in attention_fwd."""
-    (B, H, Lq, Dk), (_, Hk, Lk, Dv) = q.shape, v.shape
+    and dbias, as bias, if needed. bound: gets the launches as "dq" and "dkv", or "short", as in attention_fwd."""
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     if grads is None:
-        grads = arguments.empty_like(q, Dk), arguments.empty_like(k, Dk), arguments.empty_like(v, Dv)
+        grads = tuple(arguments.empty_like(t, t.shape[3]) for t in (q, k, v))
+    options = softmax_scale, dropout_p, rng_state
+    if len(masks) == 1:
+        delta = torch.empty_like(lse) if needs_dbias else None
+        short_backward(dout, dlse, q, k, v, lse, delta, bias, *masks, *options, grads, bound)
+    else:
+        delta = torch.empty_like(lse)
+        _by_tiles(dout, dlse, q, k, v, out, lse, delta, bias, masks, *options, grads, bound)
+    dbias = None
+    if needs_dbias:
+        dbias = bias_gradient(q, k, v, dout, lse, dlse, delta, bias, masks[0], *options)
+    return *grads, dbias
+
+
+def _by_tiles(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    bias: Tensor | None,
+    masks: tuple[PreparedMask, ...],
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    bound: dict[str, Any] | None,
+) -> None:
+    """Writes grads and delta, in two launches."""
+    (B, H, Lq, _), (_, Hk, Lk, Dv) = q.shape, v.shape
     dq, dk, dv = grads
-    delta = torch.empty_like(lse)
     by_query, by_key = masks
     (q_at, k_at, v_at, out_at, dout_at, *grads_at), strides = arguments.strided(q, k, v, out, dout, dq, dk, dv)
     (lse_at, dlse_at, delta_at), alignment = addresses(lse, dlse, delta)
@@ -252,7 +283,3 @@ def attention_bwd(
         launch.run(device, programs, given, (q, k, v, dout, dk, dv, lse, delta, bias, *mask_tensors, rng_state))
         if can_bind:
             bound["dkv"] = arguments.bind(launch, programs, strided, masking, mask_tensors, rest)
-    dbias = None
-    if needs_dbias:
-        dbias = bias_gradient(q, k, v, dout, lse, dlse, delta, bias, by_query, softmax_scale, dropout_p, rng_state)
-    return dq, dk, dv, dbias

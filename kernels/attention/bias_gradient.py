@@ -7,7 +7,7 @@ Grid: one program per element of (batch or 1, head or 1, query tile or 1, key ti
 Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, the bias and dbias once.
 A bias that is broadcast over heads and queries leaves few programs with long loops: correct, but not fast.
 Compiled offline, triton 3.6, with dropout and a bool matrix: sm_90a 190 registers at D 128, no spills; sm_80 255 at
-D 64, 28 stores spill.
+D 64, 22 accesses spill.
 
 A bias that is broadcast over the keys needs no kernel. It adds one number to a whole row of scores. That adds the same
 number to lse and changes no weight, dropped or not: sum_j dS_ij = dlse_i. A sum of dS would contain the rounding of
@@ -24,7 +24,7 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, gpu_arch, specialization
-from ..common.philox import dropout_keep
+from ..common.philox import dropout_keep_in_product
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -77,7 +77,7 @@ def attention_dbias_kernel(
             v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
-                kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
+                kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
                 dp = tl.where(kept, dp * dropout.scale, 0.0)
             total += tl.where(keep, p * (dp - delta[:, None]), 0.0)
 

@@ -29,10 +29,11 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches
-from ..common.philox import dropout_keep
+from ..common.philox import dropout_keep_in_product
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
+from .short import SHORT_FORWARD
 from .tile_sizes import Config
 
 
@@ -90,7 +91,7 @@ def attention_forward_kernel(
             p = tiles.exponential(scores, (shift * unit if FOLD_SCALE else shift)[:, None], unit, FOLD_SCALE)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             if dropout is not None:  # row_sum is without dropout; the factor of kept values is applied at the end
-                p = tl.where(dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N), p, 0.0)
+                p = tl.where(dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N), p, 0.0)
             v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
@@ -133,12 +134,13 @@ def attention_fwd(
     strided, strides = arguments.strided(q, k, v, out)
     masking, mask_tensors, mask_key = arguments.masking(mask)
     biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
-    tile = mask.layout.launch
+    tile, Lk = mask.layout.launch, k.shape[2]
+    launches = SHORT_FORWARD if 0 < Lk <= tile[1] else _LAUNCHES
     key = problem, Dv, strides, mask_key, tile
-    launch = _LAUNCHES.get(key)
+    launch = launches.get(key)
     if launch is None:
         constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
-        launch = _LAUNCHES.add(key, **constants)
+        launch = launches.add(key, **constants)
     rest, programs = (*sizes, *mask[:2], float(softmax_scale)), B * H * -(-Lq // tile[0])
     given = *strided, lse.data_ptr(), biased, masking, dropout, *rest
     launch.run(problem[0], programs, given, (q, k, v, out, lse, bias, *mask_tensors, rng_state))

@@ -66,30 +66,38 @@ def attention_rows_bwd(
     bound: dict[str, Any],
 ) -> None:
     """Writes dprojected and dmemory. bound: the forward's."""
-    dq, dkv = bound.get("dq"), bound.get("dkv")
-    if dq is not None and dkv is not None:
-        delta = torch.empty_like(lse)
+    short, dq, dkv = bound.get("short"), bound.get("dq"), bound.get("dkv")
+    if short is not None or (dq is not None and dkv is not None):
+        delta = None if short is not None else torch.empty_like(lse)
         found, alignment = addresses(projected, *memory, out, dout, dprojected, *dmemory, lse, delta, rng_state)
         if alignment is True:
             count = 1 + len(memory)
             q, k, v = _places(found[:count], projected, sizes)
             out_at, dout_at, *grads_at, lse_at, delta_at, rng_at = found[count:]
             dq_at, dk_at, dv_at = _places(grads_at, projected, sizes)
-            device = projected.get_device()
             dropout = None if rng_state is None else (rng_at, *dropout_constants(dropout_p))
 
-            def tensors(mask_tensors: tuple[Tensor | None, ...], is_dq: bool) -> tuple[Tensor | None, ...]:
-                heads = attention_rows.heads(projected, memory, sizes)
-                grads = attention_rows.heads(dprojected, dmemory, sizes)
-                results = (out, dout, grads[0]) if is_dq else (dout, *grads[1:])
-                return *heads, *results, lse, delta, *mask_tensors, rng_state
+            def launch(known: arguments.Bound, strided: tuple[int, ...], rows: tuple[int | None, ...], of: Any) -> None:
+                """strided: addresses of the StridedTensors. rows: of lse and what follows it. of(heads, grads): the
+                tensors among q, k and v, and lse, at these addresses."""
 
-            strided = arguments.moved((q, k, v, out_at, dout_at, dq_at), dq.strides)
-            given = *strided, lse_at, None, delta_at, None, dq.masking, dropout, *dq.rest
-            dq.launch.run(device, dq.programs, given, _when_needed(lambda: tensors(dq.mask_tensors, True)))
-            strided = arguments.moved((q, k, v, dout_at, dk_at, dv_at), dkv.strides)
-            given = *strided, lse_at, delta_at, None, dkv.masking, dropout, *dkv.rest
-            dkv.launch.run(device, dkv.programs, given, _when_needed(lambda: tensors(dkv.mask_tensors, False)))
+                def tensors() -> Sequence[Tensor | None]:
+                    grads = attention_rows.heads(dprojected, dmemory, sizes)
+                    results, vectors = of(grads)
+                    heads = attention_rows.heads(projected, memory, sizes)
+                    return *heads, *results, *vectors, *known.mask_tensors, rng_state
+
+                given = *arguments.moved(strided, known.strides), *rows, None, known.masking, dropout, *known.rest
+                known.launch.run(projected.get_device(), known.programs, given, _when_needed(tensors))
+
+            if short is not None:
+                strided = q, k, v, dout_at, dq_at, dk_at, dv_at
+                launch(short, strided, (lse_at, None, None), lambda grads: ((dout, *grads), (lse,)))
+                return
+            strided = q, k, v, out_at, dout_at, dq_at
+            launch(dq, strided, (lse_at, None, delta_at), lambda grads: ((out, dout, grads[0]), (lse, delta)))
+            strided = q, k, v, dout_at, dk_at, dv_at
+            launch(dkv, strided, (lse_at, delta_at), lambda grads: ((dout, *grads[1:]), (lse, delta)))
             return
     tensors = dout, projected, memory, out, lse, dprojected, dmemory
     options = tuple(masks), softmax_scale, dropout_p, rng_state

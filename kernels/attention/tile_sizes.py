@@ -24,7 +24,7 @@ class Config(NamedTuple):
 
 
 # In the interpreter a visited tile costs milliseconds whatever its size.
-INTERPRETED_CONFIG = Config(64, 64, 4, 1)
+INTERPRETED_CONFIG, INTERPRETED_SHORT = Config(64, 64, 4, 1), Config(32, 32, 4, 1)
 
 # Which column of the table a device reads. sm_86, 89, 120 and 121 have 99 KiB of shared memory a block, the other
 # devices from sm_80 on at least 163; sm_90 and 100 keep operands of products in shared memory, sm_80 in registers.
@@ -65,6 +65,23 @@ _CONFIGS: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("weights", 32, 256): (Config(16, 16, 8, 1),),
 }
 
+# Short sequences, where one tile holds all keys. Configurations as above, by the number of keys at most.
+_SHORT: dict[tuple[str, int, int], dict[int, tuple[Config, ...]]] = {
+    ("forward", 16, 64): {32: (Config(32, 32, 2, 1),), 64: (Config(64, 64, 4, 1),), 128: (Config(64, 128, 4, 1),)},
+    ("forward", 16, 128): {32: (Config(32, 32, 4, 1),), 64: (Config(64, 64, 4, 1),)},
+    ("forward", 32, 64): {32: (Config(32, 32, 8, 1),)},
+    ("forward", 32, 128): {32: (Config(32, 32, 8, 1),)},
+    ("backward", 16, 64): {
+        32: (Config(32, 32, 2, 1),),
+        64: (Config(64, 64, 4, 1), Config(32, 64, 4, 1), Config(32, 64, 4, 1)),
+    },
+    ("backward", 16, 128): {32: (Config(32, 32, 4, 1),), 64: (Config(32, 64, 8, 1),)},
+    ("backward", 32, 64): {32: (Config(32, 32, 8, 1),)},
+    ("backward", 32, 128): {32: (Config(16, 32, 8, 1),)},
+}
+# The backward's programs own a key head with all its queries. More queries need more programs.
+MAX_SHORT_QUERIES = 128
+
 
 def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
     """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "weights".
@@ -75,10 +92,34 @@ def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int)
     return INTERPRETED_CONFIG if INTERPRETED else _look_up(kernel, arch, dtype, head_dim, rows <= 64)
 
 
+def short_config(
+    kernel: str, arch: int, dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_k: int
+) -> Config | None:
+    """The launch configuration of a kernel of short.py, "forward" or "backward", or None if the lengths or the head
+    dimension are too large for it."""
+    if seqlen_k == 0 or (kernel == "backward" and seqlen_q > MAX_SHORT_QUERIES):
+        return None
+    if INTERPRETED:
+        return INTERPRETED_SHORT if seqlen_k <= INTERPRETED_SHORT.BLOCK_N else None
+    for keys, row in _SHORT.get((kernel, dtype.itemsize * 8, _columns(head_dim)), {}).items():
+        if seqlen_k <= keys:
+            c = _on_device(row, arch)
+            if seqlen_q <= 32 and c.BLOCK_M == 64:
+                return c._replace(BLOCK_M=32, num_warps=2 if kernel == "forward" else c.num_warps)
+            return c
+    return None
+
+
+def _columns(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+def _on_device(row: tuple[Config, ...], arch: int) -> Config:
+    return row[_COLUMN.get(arch, _HOPPER) if len(row) > 1 else 0]
+
+
 def _look_up(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, short: bool) -> Config:
-    columns = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    row = _CONFIGS[kernel, dtype.itemsize * 8, columns]
-    c = row[_COLUMN.get(arch, _HOPPER) if len(row) > 1 else 0]
+    c = _on_device(_CONFIGS[kernel, dtype.itemsize * 8, _columns(head_dim)], arch)
     owned = "BLOCK_N" if kernel == "dkv" else "BLOCK_M"
     if short and getattr(c, owned) == 128:
         return c._replace(**{owned: 64}, num_warps=c.num_warps // 2)

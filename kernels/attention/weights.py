@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, gpu_arch, specialization
-from ..common.philox import dropout_keep
+from ..common.philox import dropout_keep_in_product
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -58,7 +58,7 @@ def attention_weights_kernel(
             keep, tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE), 0.0
         )
         if dropout is not None:
-            kept = dropout_keep(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
+            kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
             p = tl.where(kept, p * dropout.scale, 0.0)
         total += p
     if MEAN:

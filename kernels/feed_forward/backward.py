@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import LIMIT, Launches, addresses, dot_precision, gpu_arch
-from ..common.philox import dropout_constants, dropout_keep
+from ..common.philox import dropout_constants, dropout_keep_in_product
 from .activations import GATED_FORMS, activate_and_slope
 from .matmul import FEW_TOKENS, GROUP_M, grouped_tile, halves, multiply, tile_for
 
@@ -65,7 +65,7 @@ def feed_forward_bwd_kernel(
                 hidden = value * up
                 slope *= up
             if HAS_DROPOUT:
-                keep = dropout_keep(rng_state, threshold, row, first_col, BLOCK_N // 2)
+                keep = dropout_keep_in_product(rng_state, threshold, row, first_col, BLOCK_N // 2)
                 hidden = tl.where(keep, hidden * scale, 0.0)
                 grad = tl.where(keep, grad * scale, 0.0)
             tl.store(h + place, hidden.to(h.dtype.element_ty), mask=inside)

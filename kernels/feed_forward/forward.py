@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import LIMIT, Launches, addresses, dot_precision, gpu_arch
-from ..common.philox import dropout_constants, dropout_keep
+from ..common.philox import dropout_constants, dropout_keep_in_product
 from .activations import GATED_FORMS, activate
 from .matmul import FEW_TOKENS, GROUP_M, grouped_tile, halves, multiply, tile_for
 
@@ -68,7 +68,7 @@ def feed_forward_fwd_kernel(
             tl.store(z + d_inner + z_place, up, mask=inside)
             value *= up.to(tl.float32)
         if HAS_DROPOUT:
-            keep = dropout_keep(rng_state, threshold, row, n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)
+            keep = dropout_keep_in_product(rng_state, threshold, row, n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)
             value = tl.where(keep, value * scale, 0.0)
         tl.store(h + place, value.to(h.dtype.element_ty), mask=inside)
 

@@ -23,29 +23,29 @@ if importlib.util.find_spec("triton") is None:
 # Attention's have a bias and a bool mask at once: smaller tiles would spill nothing and load twice as much.
 SPILLS = {
     ("attention_dkv_kernel", "bfloat16 D256 causal"): 56,
-    ("attention_forward_kernel", "float16 D128 tensors, dropout, bias"): 8,
-    ("attention_dq_kernel", "float16 D128 tensors, dropout, bias"): 16,
-    ("attention_dkv_kernel", "float16 D128 tensors, dropout, bias"): 27,
-    ("attention_dkv_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 25,
-    ("attention_dbias_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 50,
+    ("attention_dq_kernel", "float16 D128 tensors, dropout, bias"): 10,
+    ("attention_dkv_kernel", "float16 D128 tensors, dropout, bias"): 2,
+    ("attention_dkv_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 10,
+    ("attention_dbias_kernel", "bfloat16 D64 tensors, dropout, bias, dlse"): 22,
+    ("attention_short_bwd_kernel", "bfloat16 D64 64 keys, tensors, dropout, bias, dlse"): 12,
     ("attention_dq_kernel", "float32 D64 tensors, bias, dlse"): 8,
     ("attention_dkv_kernel", "float32 D64 tensors, bias, dlse"): 4,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 512"): 2,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 16384"): 36,
     ("feed_forward_bwd_kernel", "bfloat16 geglu"): 34,
-    ("attention_dbias_kernel", "bfloat16 D128 tensors, dropout, bias, sm_89"): 59,
+    ("attention_dq_kernel", "bfloat16 D128 tensors, dropout, bias, sm_89"): 3,
+    ("attention_dbias_kernel", "bfloat16 D128 tensors, dropout, bias, sm_89"): 51,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 16384, sm_89"): 22,
     ("attention_dq_kernel", "bfloat16 D256 causal, sm_100a"): 8,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 16384, sm_100a"): 24,
-    ("feed_forward_bwd_kernel", "bfloat16 swiglu, sm_100a"): 38,
-    ("attention_dq_kernel", "bfloat16 D128 tensors, dropout, bias, sm_120a"): 10,
-    ("attention_dkv_kernel", "bfloat16 D128 tensors, dropout, bias, sm_120a"): 4,
-    ("attention_dbias_kernel", "bfloat16 D128 tensors, dropout, bias, sm_120a"): 54,
+    ("attention_dq_kernel", "bfloat16 D128 tensors, dropout, bias, sm_120a"): 4,
+    ("attention_dkv_kernel", "bfloat16 D128 tensors, dropout, bias, sm_120a"): 2,
+    ("attention_dbias_kernel", "bfloat16 D128 tensors, dropout, bias, sm_120a"): 58,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 16384, sm_120a"): 38,
 }
-# wgmma takes 64 rows. The weights, which are looked at and not trained with, have tiles of 32 rows at D 256, and a step
-# of decoding, which waits for memory, has 16 in every case.
-WITHOUT_WGMMA = ("attention_weights_kernel bfloat16 D256 causal", "decode_attention_kernel")
+# wgmma takes 64 rows. The weights, which are looked at and not trained with, have tiles of 32 rows at D 256. So have
+# short sequences, where 64 are too many or spill. A step of decoding, which waits for memory, has 16 in every case.
+WITHOUT_WGMMA = ("attention_weights_kernel bfloat16 D256 causal", "decode_attention_kernel", "attention_short_")
 # Shared memory that a block may have, in KiB.
 SHARED = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120a": 99}
 TENSOR_MEMORY = 512  # columns

@@ -31,14 +31,15 @@ Case = tuple[str, str, Callable[[], Any]]  # architecture, name, calls
 
 
 def attention(dtype: str, head_dim: int, mask: str, backward: bool = True, sizes: Sequence[int] = LARGE) -> None:
-    """mask: "causal" needs no tensor; "tensors" is a bool mask with key padding; in both, also "dropout", "bias" (or
-    "key bias", which all queries share) and "dlse", a gradient of lse. sizes: batch, heads, queries, keys."""
+    """mask: "causal" needs no tensor, "padding" is of keys, "tensors" adds a bool mask; in all, also "dropout", "bias"
+    (or "key bias", which all queries share) and "dlse", a gradient of lse. sizes: batch, heads, queries, keys."""
     B, H, Lq, Lk = sizes
     zeros = partial(torch.zeros, dtype=getattr(torch, dtype), requires_grad=backward)
     q, k, v = zeros(B, H, Lq, head_dim), zeros(B, H, Lk, head_dim), zeros(B, H, Lk, head_dim)
     given: dict[str, Any] = {}
     if "tensors" in mask:
         given["attn_mask"] = torch.ones(B, 1, Lq, Lk, dtype=torch.bool)
+    if "tensors" in mask or "padding" in mask:
         given["key_padding"] = torch.ones(B, Lk, dtype=torch.bool)
     if "bias" in mask:
         shape = (1, 1, 1, Lk) if "key bias" in mask else (1, H, Lq, Lk)
@@ -196,6 +197,25 @@ GROUPS: dict[str, list[Case]] = {
             )
         ),
         ("sm_90a", "bfloat16 D128 dropout", partial(attention, "bfloat16", 128, "causal, dropout", backward=False)),
+        *(
+            (
+                arch,
+                f"{dtype} D{head_dim} {keys} keys, {mask}",
+                partial(attention, dtype, head_dim, mask, sizes=(2, 4, queries, keys)),
+            )
+            for arch, dtype, head_dim, queries, keys, mask in (
+                ("sm_90a", "bfloat16", 64, 32, 32, "padding, dropout"),
+                ("sm_90a", "bfloat16", 64, 64, 64, "padding, dropout"),
+                ("sm_90a", "bfloat16", 64, 20, 50, "padding, dropout"),
+                ("sm_90a", "bfloat16", 64, 64, 64, "tensors, dropout, bias, dlse"),
+                ("sm_90a", "bfloat16", 128, 32, 32, "padding, dropout"),
+                ("sm_90a", "bfloat16", 128, 64, 64, "padding, dropout"),
+                ("sm_90a", "float32", 64, 32, 32, "padding, dropout"),
+                ("sm_90a", "float32", 128, 32, 32, "padding, dropout"),
+                ("sm_80", "float16", 64, 64, 64, "padding, dropout"),
+                ("sm_80", "bfloat16", 128, 64, 64, "padding, dropout"),
+            )
+        ),
         ("sm_80", "bfloat16 D128 bias", partial(attention, "bfloat16", 128, "tensors, bias", backward=False)),
     ],
     "mask": [

@@ -81,9 +81,11 @@ def test_triton_tile_by_the_rule(seed: int, offset: int, first_row: int, device:
     backend_call("triton", device)
     from dropout_tile import keep_tile
 
-    keep = keep_tile(torch.tensor([seed, offset], device=device), 20000, first_row, 24, rows=8, cols=16)
     rows, cols = range(first_row, first_row + 8), range(24, 40)
-    assert keep.tolist() == [[lane_by_the_rule(seed, offset, row, col) >= 20000 for col in cols] for row in rows]
+    lanes = [[lane_by_the_rule(seed, offset, row, col) for col in cols] for row in rows]
+    for threshold in (0, 1, 20000, 32768, 50000, lanes[3][5], lanes[3][5] + 1, 65536):
+        keep = keep_tile(torch.tensor([seed, offset], device=device), threshold, first_row, 24, rows=8, cols=16)
+        assert keep.tolist() == 2 * [[[lane >= threshold for lane in row] for row in lanes]]
 
 
 PROBLEMS: dict[str, dict[str, Any]] = {

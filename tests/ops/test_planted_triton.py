@@ -43,7 +43,8 @@ MATRIX = attention, attention.make(**SHAPE, mask="attn_mask", bias=(1, 2, 20, 14
 BAND = {"window": (70, 70), "align": "bottom_right"}
 WINDOW = attention, attention.make(B=1, H=1, Lq=140, Lk=300, D=16, mask=BAND)
 PADDED = attention, attention.make(**SHAPE, mask="key_padding_holes")
-GROUPED = attention, attention.make(B=1, H=4, Hk=2, Lq=13, Lk=18, D=16, mask="attn_mask", dtype=torch.bfloat16)
+GROUPED = attention, attention.make(B=1, H=4, Hk=2, Lq=13, Lk=40, D=16, mask="attn_mask", dtype=torch.bfloat16)
+SHORT = attention, attention.make(B=2, H=4, Hk=2, Lq=70, Lk=29, D=16, mask="key_padding_holes", dropout_p=0.3)
 LONG = attention, attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
 LONG = attention, LONG[1].but(v=LONG[1].v + 1)  # a sum that grows with every tile
 
@@ -52,6 +53,7 @@ EMBED, EMBED_BACKWARD = "embed_layer_norm.forward", "embed_layer_norm.backward"
 HIDDEN, HIDDEN_BACKWARD = "feed_forward.forward", "feed_forward.backward"
 ROWS = "linear_cross_entropy.rows"
 TILES, ATTENTION, ATTENTION_BACKWARD = "attention.masked_tiles", "attention.forward", "attention.backward"
+ONE_TILE = "attention.short"
 BUGS = [
     Bug("x_bias's gradient of the last turn", BACKWARD, "dx_sum += grad", "dx_sum = grad", TURNS, "dx_bias"),
     Bug("columns outside the row counted", NORM,
@@ -84,6 +86,14 @@ BUGS = [
     Bug("another row's dropout", ATTENTION_BACKWARD, "dropout.threshold, row0 + m, n0",
         "dropout.threshold, row0 + m + 1, n0", MATRIX, "dk"),
     Bug("one head of the group", ATTENTION_BACKWARD, "for g in range(group):", "for g in range(1):", GROUPED, "dk"),
+    Bug("dropout's factor left out", ONE_TILE, "dropout.scale / row_sum", "1.0 / row_sum", SHORT, "out"),
+    Bug("gradient of lse lost in one tile", ONE_TILE, "delta -= tl.load(dlse_ptr", "delta -= 0 * tl.load(dlse_ptr",
+        SHORT, "dq"),
+    Bug("delta without dropout", ONE_TILE, "dp = tl.where(kept, dp * dropout.scale, 0.0)", "dp *= 1.0", SHORT, "dq"),
+    Bug("one head of the group in one tile", ONE_TILE, "in range(group * num_tiles)", "in range(num_tiles)",
+        SHORT, "dq"),
+    Bug("the first queries again", ONE_TILE, "m0 = i % num_tiles * BLOCK_M", "m0 = i // num_tiles * BLOCK_M",
+        SHORT, "dq"),
     Bug("bias gradient of one sample", "attention.bias_gradient", "bias_b + i // (loop_m * loop_h)",
         "bias_b + 0 * (i // (loop_m * loop_h))", MATRIX, "dbias"),
 ]  # fmt: skip

@@ -1,0 +1,188 @@
+"""Attention of short sequences, where one tile holds all keys. Formulas: forward.py and backward.py
+
+The forward needs no running maximum and no rescaling, because a program has all scores of its rows. The backward makes
+dq, dk and dv in one launch: delta is the row sum of P * dP, so out is not read, S and dP are computed once, and there
+are 5 products where backward.py needs 7. tile_sizes.py says up to how many keys and queries, by dtype and head
+dimension. A mask has no lists of tiles here, and one layout for the whole backward.
+
+Grid: forward, one program per (batch, head, BLOCK_M queries). Backward, one program per (batch, key head), over the
+heads of its group and their query tiles.
+Registers: backward, dk and dv [BLOCK_N, BLOCK_D*], and a tile each of S, dP and dq, float32. P and dS go through shared
+memory to be transposed.
+Bytes: forward q, k, v, out; backward q, k, v, dout, dq, dk, dv; each once, k and v once for each query tile.
+
+Estimated from the machine code of triton 3.6, sm_90a, bfloat16 at D 64, key padding and dropout. Instructions are those
+of all warps of a program. "Before" is forward.py and backward.py with tiles of 64 x 64 for both lengths, 34 spills:
+    tokens            forward  registers, programs an SM   backward  registers, programs an SM  backward launches
+    32      before       8232  254,  2                        17920  255, 2                     2
+            now          2648   79, 12                         3208  244, 4                     1
+    64      now          6444   96,  5                         8280  255, 2                     1
+256 sentences of 32 tokens with 8 heads issue instructions for 13 us in both directions, before for 58 us. Memory is
+now slower, 31 us at 3 TB/s. At 128 tokens only the forward is here, with 3 programs of 4 warps an SM where there was
+one of 8. Nothing spills but with a bias and a bool matrix at 64 tokens, 12 accesses.
+Tried and dropped:
+    one warp for 32 x 32: the forward spills 6 and issues a quarter less, the backward spills 255;
+    four warps for 32 x 32: more than a quarter more instructions, 3 programs an SM;
+    the backward at 128 keys: 64 queries a turn spill 180; 32 a turn are one program of 8 warps an SM, about as many
+    instructions as two launches that skip tiles of padding;
+    two stages: nothing to overlap in one tile, 140 and 240 instructions more.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.masks import PreparedMask
+
+from ..common.launch import Launches, addresses
+from ..common.philox import dropout_keep_in_product
+from . import arguments
+from . import masked_tiles as tiles
+from .arguments import Dropout, Mask, Matrix, StridedTensor
+from .tile_sizes import Config
+
+
+@triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
+def attention_short_fwd_kernel(
+    # StridedTensors q, k, v, out; lse (B, H, Lq) float32, contiguous; bias Matrix or None, mask, dropout or None.
+    q, k, v, out, lse_ptr, bias, mask, dropout,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile, b, h = tiles.program_coords(tl.cdiv(seqlen_q, BLOCK_M), num_heads)
+    m0 = tile * BLOCK_M
+    m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
+    m, n = m0 + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    n0 = tl.full([], 0, tl.int32)  # in the interpreter a plain 0 is no number of Triton's
+    row = (b * num_heads + h) * seqlen_q + m
+    begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+    n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    inside = tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
+    q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+    k_tile = tiles.load_rows(k, b, h // group, 0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    v_tile = tiles.load_rows(v, b, h // group, 0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if not FOLD_SCALE:
+        scores *= softmax_scale
+    if bias is not None:
+        scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+    keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
+    scores = tl.where(keep, scores, float("-inf"))
+    unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
+    row_max = tl.max(scores, axis=1)
+    empty = row_max == float("-inf")
+    shift = tl.where(empty, 0.0, row_max)
+    p = tiles.exponential(scores, (shift * unit if FOLD_SCALE else shift)[:, None], unit, FOLD_SCALE)
+    row_sum = tl.where(empty, 1.0, tl.sum(p, axis=1))
+    factor = 1.0 / row_sum
+    if dropout is not None:
+        p = tl.where(dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, 0, BLOCK_N), p, 0.0)
+        factor = dropout.scale / row_sum
+    lse = tl.where(empty, float("-inf"), row_max * (unit * tiles.LN2) + tl.log(row_sum))
+    tl.store(lse_ptr + row, lse, mask=m < seqlen_q)
+    out_tile = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * factor[:, None]
+    out_tile = tl.where(empty[:, None], 0.0, out_tile)
+    tiles.store_rows(out, b, h, m0, m < seqlen_q, out_tile, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
+def attention_short_bwd_kernel(
+    # StridedTensors q, k, v, dout, dq, dk, dv; lse, dlse (or None), delta (or None) (B, H, Lq) float32, contiguous.
+    q, k, v, dout, dq, dk, dv, lse_ptr, dlse_ptr, delta_ptr, bias, mask, dropout,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    _, b, h_k = tiles.program_coords(1, num_heads // group)
+    n, n0 = tl.arange(0, BLOCK_N), tl.full([], 0, tl.int32)
+    n_begin = tl.maximum(band_lo, 0)  # of all queries
+    n_end = tl.minimum(seqlen_q + band_hi, seqlen_k)
+    inside = tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
+    k_tile = tiles.load_rows(k, b, h_k, 0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    v_tile = tiles.load_rows(v, b, h_k, 0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
+
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    for i in range(group * num_tiles):
+        h = h_k * group + i // num_tiles
+        m0 = i % num_tiles * BLOCK_M
+        m = m0 + tl.arange(0, BLOCK_M)
+        row = (b * num_heads + h) * seqlen_q + m
+        begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+        lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
+        seen = lse != float("-inf")  # the other queries have gradient 0, even if q, dout or dlse is NaN there
+        q_tile = tiles.load_rows(q, b, h, m0, seen, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+        dout_tile = tiles.load_rows(dout, b, h, m0, seen, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if not FOLD_SCALE:
+            scores *= softmax_scale
+        if bias is not None:
+            scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+        keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
+        p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE)
+        p = tl.where(keep, p, 0.0)
+        dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+        z = p
+        if dropout is not None:
+            kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, 0, BLOCK_N)
+            z = tl.where(kept, p * dropout.scale, 0.0)
+            dp = tl.where(kept, dp * dropout.scale, 0.0)
+        delta = tl.sum(p * dp, axis=1)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + row, mask=seen, other=0.0)
+        if delta_ptr is not None:
+            tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
+        ds = (p * (dp - delta[:, None])).to(q_tile.dtype)
+        dv_acc = tl.dot(tl.trans(z.to(dout_tile.dtype)), dout_tile, dv_acc, input_precision=PRECISION)
+        dk_acc = tl.dot(tl.trans(ds), q_tile, dk_acc, input_precision=PRECISION)
+        dq_tile = tl.dot(ds, k_tile, input_precision=PRECISION) * softmax_scale
+        tiles.store_rows(dq, b, h, m0, m < seqlen_q, dq_tile, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+
+    tiles.store_rows(dk, b, h_k, 0, n < seqlen_k, dk_acc * softmax_scale, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    tiles.store_rows(dv, b, h_k, 0, n < seqlen_k, dv_acc, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+
+
+SHORT_FORWARD = Launches(attention_short_fwd_kernel, *[StridedTensor] * 4, Tensor, Matrix, Mask, Dropout)
+_BACKWARD = Launches(attention_short_bwd_kernel, *[StridedTensor] * 7, *[Tensor] * 3, Matrix, Mask, Dropout)
+
+
+def short_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor | None,
+    bias: Tensor | None,
+    mask: PreparedMask,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    bound: dict[str, Any] | None,
+) -> None:
+    """Writes grads, and delta if given. The arguments are those of attention_bwd; dout's last dimension, lse, dlse (or
+    None) and delta are contiguous. bound: gets the launch as "short"."""
+    strided, strides = arguments.strided(q, k, v, dout, *grads)
+    found, alignment = addresses(lse, dlse, delta)
+    masking, mask_tensors, mask_key = arguments.masking(mask)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    tile, (B, Hk, Lk, Dv) = mask.layout.launch, v.shape
+    if B * Hk * Lk == 0:
+        return
+    key = problem, Dv, strides, alignment, dlse is None, delta is None, mask_key, tile
+    launch = _BACKWARD.get(key)
+    if launch is None:
+        constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+        launch = _BACKWARD.add(key, **constants)
+    rest = *sizes, *mask[:2], float(softmax_scale)
+    tensors = q, k, v, dout, *grads, lse, dlse, delta, bias, *mask_tensors, rng_state
+    launch.run(problem[0], B * Hk, (*strided, *found, biased, masking, dropout, *rest), tensors)
+    if bound is not None and bias is None and dlse is None and strides is True and alignment is True:
+        bound["short"] = arguments.bind(launch, B * Hk, strided, masking, mask_tensors, rest)
