@@ -10,6 +10,7 @@
 #              whose warps share data in shared memory; races of the same kernels, except the CUDA kernels of sm_90
 #   compare    the same shapes on the CPU through csrc/emulator and on the GPU
 #   doctor     every backend against float64: DIR/doctor.json
+#   choices    which of the CUDA kernels' open choices is faster: DIR/choices.json
 #   report     the benchmarks: DIR/report/
 #   tune       `python -m fastattn tune`, which measures the fastest backend for each call: DIR/record.json
 #
@@ -19,16 +20,17 @@
 #
 # The limits are for 16 cores and an empty Triton cache, with about 1,100 kernels to compile. build, precompile and
 # probes run together, 150 s at most; then tests, sanitizer, compare and doctor, 300 s (with FULL=1 570 s); then report,
-# 205 s, and tune, 60 s: 12 minutes in all. For a limit of ten minutes use two calls:
+# 205 s, tune, 60 s, and choices, 150 s: 15 minutes in all. For a limit of ten minutes use two calls:
 #   gpu_check.sh DIR build precompile probes tests sanitizer compare doctor
-#   gpu_check.sh DIR report tune
+#   gpu_check.sh DIR choices report tune
+# What decides about kernels, alone: gpu_check.sh DIR build probes choices
 #
 # PYTHON names the interpreter (python). PYTHONPATH is kept, so packages may come from a folder:
 #   python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
 #   PYTHONPATH=SITE tools/gpu_check.sh DIR
 set -uo pipefail
 
-ALL="build precompile probes tests sanitizer compare doctor report tune"
+ALL="build precompile probes tests sanitizer compare doctor choices report tune"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -106,11 +108,17 @@ compare() { "$PYTHON" tools/compare_emulator.py; }
 
 doctor() { "$PYTHON" -m fastattn doctor --json > "$DIR/doctor.json" && echo "every usable backend is within bounds"; }
 
+choices() {
+  needs_gpu
+  "$PYTHON" tools/measure_choices.py --out "$DIR/choices.json"
+}
+
 report() { "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes 3 $([ -n "$GPU" ] || echo --quick); }
 
 tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes $([ -n "$GPU" ] && echo 0.8 || echo 0.1); }
 
-export -f skip needs_gpu test_limit one_test_run one_tool build precompile probes tests sanitizer compare doctor report tune
+export -f skip needs_gpu test_limit one_test_run one_tool build precompile probes tests sanitizer compare doctor choices \
+  report tune
 
 # run STAGE SECONDS: its output goes to DIR/STAGE.log, its outcome to DIR/STAGE.outcome
 run() {
@@ -138,6 +146,7 @@ run sanitizer 300 &
 run compare 300 &
 run doctor 300 &
 wait
+run choices 150
 run report 205
 run tune 60
 
