@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       float s[kBlockM / 8][4], dp[kBlockM / 8][4];
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
       if (kStages > 1 && i + 1 < loop.count) store_rows(i + 1);  // by now they have come
-      make_probabilities<true>(s, exponent, p, b, h, n0 + warp_row, m0,
-                               [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
+      make_probabilities<T, true>(s, exponent, p, b, h, n0 + warp_row, m0,
+                                  [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
       if (i < loop.partial) {
         const auto bits = [&](int half) {
           return visible_bits<kBlockM>(mask, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q);

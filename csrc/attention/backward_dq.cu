@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
     float s[kBlockN / 8][4], dp[kBlockN / 8][4];
     multiply_rows<T, kHeadDim>(s, shared.q, warp_row, shared.k[stage]);
     multiply_rows<T, kHeadDim>(dp, shared.dout, warp_row, shared.v[stage]);
-    make_probabilities<false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; });
+    make_probabilities<T, false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; });
     if (i < loop.partial) {
       const auto bits = [&](int half) {
         return visible_bits<kBlockN>(mask, b, h, m0 + warp_row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k);

@@ -90,7 +90,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
     if (i + 1 < loop.count) load_keys(shared.k, p.k, p.shape.head_dim_k, i + 1);
 
     exponent.scale(s);
-    if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
+    if (p.bias.data != nullptr) add_bias<T>(s, p.bias, b, h, m, n0, Lq, Lk);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (i < loop.partial) mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));

@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
       multiply_rows<T, kHeadDim>(s, shared.q[i % 2], row, k_tile + key * kStride);
       multiply_rows<T, kHeadDim>(dp, shared.dout[i % 2], row, v_tile + key * kStride);
     }
-    make_probabilities<false>(s, exponent, p, b, h, m0 + row, key, [&](int, int e) { return shift[e / 2]; });
+    make_probabilities<T, false>(s, exponent, p, b, h, m0 + row, key, [&](int, int e) { return shift[e / 2]; });
     clear_masked(s, bits[0], bits[1]);
     const auto kept = [&](int j, int e) {
       return (shared.kept[row + g + e / 2 * 8][key / 8 + j] >> (2 * c + e % 2) & 1) != 0;

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) 
     const int h = first_head + i;
     const int64_t row = (static_cast<int64_t>(b) * p.shape.heads + h) * Lq + m;
     exponent.scale(s);
-    if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
+    if (p.bias.data != nullptr) add_bias<T>(s, p.bias, b, h, m, n0, Lq, Lk);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const bool inside = m + 8 * half < Lq;

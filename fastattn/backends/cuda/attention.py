@@ -90,7 +90,7 @@ def attention_fwd(
     out = _empty_like(q, v.shape[3])
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
     next_item = torch.empty(1, dtype=torch.int32, device=q.device) if mask.layout.launch == SM90 else None
-    tensors, dropout = (q, k, v, bias, mask, out, lse, next_item), (dropout_p, rng_state)
+    tensors, dropout = (q, k, v, _readable(bias, q), mask, out, lse, next_item), (dropout_p, rng_state)
     extension(q.is_cuda).attention_fwd(*tensors, softmax_scale, *dropout, _rounds_to_tf32(q))
     return out, lse
 
@@ -123,10 +123,8 @@ def attention_bwd(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
 
     dbias = key_sums = None
+    bias_dtype, bias = None if bias is None else bias.dtype, _readable(bias, q)
     if needs_dbias:
-        bias_dtype = bias.dtype
-        if bias_dtype not in (q.dtype, torch.float32):  # the kernels write these two types only
-            bias = bias.float()
         if bias.shape[3] == 1:
             # A bias that all keys share is added to lse and changes no probability: its gradient is that of lse.
             dlse_of_rows = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
@@ -230,9 +228,14 @@ def attention_weights(
     their mean over the heads, (B, Lq, Lk). mask: prepared by Layout()."""
     (B, H, Lq), Lk = q.shape[:3], k.shape[2]
     weights = torch.empty(B, *([] if mean else [H]), Lq, Lk, dtype=q.dtype, device=q.device)
-    tensors, dropout = (q, k, lse.contiguous(), bias, mask, weights), (dropout_p, rng_state)
+    tensors, dropout = (q, k, lse.contiguous(), _readable(bias, q), mask, weights), (dropout_p, rng_state)
     extension(q.is_cuda).attention_weights(*tensors, mean, softmax_scale, *dropout, _rounds_to_tf32(q))
     return weights
+
+
+def _readable(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """As the kernels read it, and write its gradient: in q's dtype or in float32."""
+    return bias if bias is None or bias.dtype in (q.dtype, torch.float32) else bias.float()
 
 
 def _empty_like(x: Tensor, head_dim: int) -> Tensor:
