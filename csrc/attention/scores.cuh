@@ -13,8 +13,14 @@ namespace fastattn::attention {
 template <class T, int kTiles>
 __device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& bias, int b, int h, int m, int n0, int Lq,
                                          int Lk) {
-  const uint32_t inside[2] = {bits_inside<8 * kTiles>(m, Lq, n0, Lk), bits_inside<8 * kTiles>(m + 8, Lq, n0, Lk)};
-  for_each_bias<T, 8 * kTiles>(bias, b, h, m, n0, inside, [&](int i, float term) { s[i / 4][i % 4] += term; });
+  constexpr int kPart = 32;  // keys whose bias is read at the same time
+#pragma unroll
+  for (int from = 0; from < 8 * kTiles; from += kPart) {
+    const uint32_t inside[2] = {bits_inside<kPart>(m, Lq, n0 + from, Lk), bits_inside<kPart>(m + 8, Lq, n0 + from, Lk)};
+    if ((inside[0] | inside[1]) != 0)
+      for_each_bias<T, kPart>(bias, b, h, m, n0 + from, inside,
+                              [&](int i, float term) { s[from / 8 + i / 4][i % 4] += term; });
+  }
 }
 
 // Sets masked scores to -inf. visible: from visible_bits().
