@@ -55,7 +55,8 @@ struct Mask {
 struct Bias {
   const void* data;  // null: none
   int64_t stride_b, stride_h, stride_m, stride_n;
-  DType dtype;
+  DType dtype;    // float32, or that of q
+  bool in_pairs;  // keys 2i and 2i + 1 of a query are next to each other, and aligned as one number; Lk is even
 };
 
 struct Forward {

@@ -49,9 +49,9 @@ struct ScoreExponent {
   __device__ __forceinline__ float shift(float lse) const {
     return lse == -kInfinity ? kInfinity : folded ? lse * kLog2e : lse;
   }
-  __device__ __forceinline__ float probability(float product, float bias, float shift) const {
+  __device__ __forceinline__ float probability(float product, float shift) const {
     if (folded) return exp2_approximate(product * scale - shift);
-    return exp2_approximate((product * scale + bias - shift) * kLog2e);
+    return exp2_approximate((product * scale - shift) * kLog2e);
   }
 };
 
@@ -63,26 +63,25 @@ __device__ __forceinline__ ScoreExponent make_exponent(const Backward& p) {
 
 // Turns a tile of products q k^T into probabilities. row, column: the tile's first, of this warp. shift: a function, of
 // the query of element (j, i).
-template <bool kByKey, int kTiles, class Shift>
+template <class T, bool kByKey, int kTiles, class Shift>
 __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent,
                                                    const Backward& p, int b, int h, int row, int column, Shift shift) {
   if (p.bias.data == nullptr) {
 #pragma unroll
     for (int j = 0; j < kTiles * 4; j++)
-      tile[j / 4][j % 4] = exponent.probability(tile[j / 4][j % 4], 0.0f, shift(j / 4, j % 4));
+      tile[j / 4][j % 4] = exponent.probability(tile[j / 4][j % 4], shift(j / 4, j % 4));
     return;
   }
-  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const BiasMatrix bias(p.bias, b, h);
+  const int first = row + threadIdx.x % 32 / 4;  // of the lane's two rows
+  const int rows = kByKey ? p.shape.seqlen_k : p.shape.seqlen_q, columns = kByKey ? p.shape.seqlen_q : p.shape.seqlen_k;
+  const uint32_t inside[2] = {bits_inside<8 * kTiles>(first, rows, column, columns),
+                              bits_inside<8 * kTiles>(first + 8, rows, column, columns)};
+  for_each_bias<T, 8 * kTiles, kByKey>(p.bias, b, h, first, column, inside, [&](int i, float term) {
+    tile[i / 4][i % 4] = fmaf(tile[i / 4][i % 4], exponent.scale, term);
+  });
 #pragma unroll
-  for (int j = 0; j < kTiles; j++) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int r = row + g + i / 2 * 8, at = column + 8 * j + 2 * c + i % 2, m = kByKey ? at : r, n = kByKey ? r : at;
-      const float added = m < p.shape.seqlen_q && n < p.shape.seqlen_k ? bias(m, n) : 0.0f;
-      tile[j][i] = exponent.probability(tile[j][i], added, shift(j, i));
-    }
-  }
+  for (int j = 0; j < kTiles * 4; j++)
+    tile[j / 4][j % 4] = exp2_approximate((tile[j / 4][j % 4] - shift(j / 4, j % 4)) * kLog2e);
 }
 
 // Sets masked elements of a lane's two rows to 0; bits: from visible_bits().

@@ -8,8 +8,8 @@
 // Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key
 //   tile.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
-//   head_dim 64    222 / 232 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
-//   head_dim 128   252 / 252            69 KiB                   2
+//   head_dim 64    253 / 253 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
+//   head_dim 128   249 / 249            69 KiB                   2
 //   head_dim 256   255 / 255            83 KiB                   1 on sm_80, 2 on sm_90
 // dbias_keys is one more row sum of dS^T: the gradient of a bias that all queries share costs very little here.
 #include "attention/backward_common.cuh"
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       float s[kBlockM / 8][4], dp[kBlockM / 8][4];
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
       if (kStages > 1 && i + 1 < loop.count) store_rows(i + 1);  // by now they have come
-      make_probabilities<true>(s, exponent, p, b, h, n0 + warp_row, m0,
-                               [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
+      make_probabilities<T, true>(s, exponent, p, b, h, n0 + warp_row, m0,
+                                  [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
       if (i < loop.partial) {
         const auto bits = [&](int half) {
           return visible_bits<kBlockM>(mask, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q);

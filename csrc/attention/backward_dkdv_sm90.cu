@@ -31,10 +31,15 @@
 //     5 products                     2560 clocks                       2560 clocks
 //   Before, dropout was drawn in the kernels of dq and of dk and dv, with 7 products and over 22 instructions a score
 //   in each: 5600 clocks and more at head dimension 64.
-// Dropped: one kernel with a branch for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes;
-//   dv's product overlapping the work on dS with 128 queries, for which P, S and dP would need 160 registers; dq in
-//   float32 by TMA in rows of 32 floats, whose stores to shared memory had bank conflicts; 80 queries a tile at head
-//   dimension 128, as the product of dq takes queries by 64; more registers for the senders, which serialised wgmma.
+// Bias at head dimension 64, a tile of 64 x 128 scores up to P^T: 64 loads a thread, 16 under way at a time, and 1000
+//   instructions; with a branch on the type at each element each load was waited for before the next, and it was 2300
+//   instructions. More loads under way spill registers.
+// Dropped: pairs of a bias. They are along keys, and a lane has neighbouring queries: each pair needs a shuffle, which
+//   uses the unit of the load that it saves, and as many lines of the cache are read; one kernel with a branch for dk
+//   and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's product overlapping the work on
+//   dS with 128 queries, for which P, S and dP would need 160 registers; dq in float32 by TMA in rows of 32 floats,
+//   whose stores to shared memory had bank conflicts; 80 queries a tile at head dimension 128, as the product of dq takes
+//   queries by 64; more registers for the senders, which serialised wgmma.
 #include "attention/backward_dkdv_sm90_pipeline.cuh"
 #include "common/check.h"
 
@@ -259,7 +264,7 @@ class Consumer {
 
   // s = exp(S - lse)
   template <bool kMasked>
-  __device__ __forceinline__ void make_probabilities(Tile& s, int h, int m0, uint32_t (&bits)[2]) const {
+  __device__ __forceinline__ void make_probabilities(Tile& s, int h, int m0, const uint32_t (&bits)[2]) const {
     if (kGeneral && a_.p.bias.data != nullptr) return make_biased_probabilities(s, h, m0, bits);
     const float unit = a_.p.softmax_scale * kLog2e;
 #pragma unroll
@@ -273,18 +278,21 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void make_biased_probabilities(Tile& s, int h, int m0, uint32_t (&bits)[2]) const {
-    const BiasMatrix bias(a_.p.bias, item_.b, h);
+  __device__ __forceinline__ void make_biased_probabilities(Tile& s, int h, int m0, const uint32_t (&bits)[2]) const {
+    constexpr int kPart = 32;  // queries whose bias is read at the same time: with more, registers are spilled
 #pragma unroll
-    for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 shift = query_pair(shared_.shift[places_.queries().stage], j);
+    for (int from = 0; from < kBlockM; from += kPart) {
+      const uint32_t visible[2] = {bits[0] >> from / 4, bits[1] >> from / 4};
+      if (((visible[0] | visible[1]) & first_bits(kPart / 4)) != 0) {
+        for_each_bias<T, kPart, true>(a_.p.bias, item_.b, h, first_key(), m0 + from, visible, [&](int i, float bias) {
+          const float2 shift = query_pair(shared_.shift[places_.queries().stage], from / 2 + i / 4 * 4);
+          float& score = s[from / 2 + i];
+          const float above = fmaf(score, a_.p.softmax_scale, bias) - (i % 2 == 0 ? shift.x : shift.y);
+          score = is_visible(visible, i / 4 * 4, i % 4) ? exp2_approximate(above * kLog2e) : 0.0f;
+        });
+      } else {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int m = m0 + 2 * j + thread_ % 4 * 2 + e % 2;
-        const float term = is_visible(bits, j, e) ? bias(m, first_key() + e / 2 * 8) : -kInfinity;
-        const float above = s[j + e] * a_.p.softmax_scale + term - (e % 2 == 0 ? shift.x : shift.y);
-        if (term == -kInfinity) bits[e / 2] &= ~(1u << (j / 2 + e % 2));  // without this 128 bytes are spilled
-        s[j + e] = term == -kInfinity ? 0.0f : exp2_approximate(above * kLog2e);
+        for (int i = 0; i < kPart / 2; i++) s[from / 2 + i] = 0.0f;
       }
     }
   }

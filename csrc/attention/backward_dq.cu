@@ -8,9 +8,9 @@
 // Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a
 //   query tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are uniform branches.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
-//   head_dim 64    226 / 231 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
-//   head_dim 128   183 / 185            68 KiB                   2
-//   head_dim 256   242 / 244            83 KiB                   1 on sm_80, 2 on sm_90
+//   head_dim 64    241 / 242 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
+//   head_dim 128   202 / 202            68 KiB                   2
+//   head_dim 256   241 / 242            83 KiB                   1 on sm_80, 2 on sm_90
 // At head_dim 64 the tile is that of the forward, so that both share their lists. 32 keys a tile would need 165
 // registers, three blocks; 64 with three blocks spill 4 to 64 bytes.
 #include "attention/backward_common.cuh"
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
     float s[kBlockN / 8][4], dp[kBlockN / 8][4];
     multiply_rows<T, kHeadDim>(s, shared.q, warp_row, shared.k[stage]);
     multiply_rows<T, kHeadDim>(dp, shared.dout, warp_row, shared.v[stage]);
-    make_probabilities<false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; });
+    make_probabilities<T, false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; });
     if (i < loop.partial) {
       const auto bits = [&](int half) {
         return visible_bits<kBlockN>(mask, b, h, m0 + warp_row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k);

@@ -22,7 +22,10 @@
 // Adding in order (backward_sum_sm90) is the default where it is built: without a bias, up to head dimension 128. This
 // kernel is for all other calls, until a record shows what its two more products cost.
 // Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts, and all
-// exponentials are between the wait for S and the wait for dP. kGeneral, with a bias or dropout, is also used for head
+// exponentials are between the wait for S and the wait for dP. With a bias, a tile of 64 x 128 scores up to P: 32 loads
+// of pairs a thread, 8 under way at a time, and 800 instructions; with a branch on the type at each element it was 64
+// loads, each waited for before the next, and 2600 instructions. With more loads under way registers are spilled.
+// kGeneral, with a bias or dropout, is also used for head
 // dimensions beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
 #include "attention/backward_scores_sm90.cuh"
 #include "common/check.h"
@@ -130,7 +133,7 @@ class Consumer {
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kGroupRows, shared_.v[values_.stage]);
     rows_.template load_mask<kMasked>(n0);
-    if (kMasked) find_excluded(n0);
+    if (kMasked && !kGeneral) find_excluded(n0);
     wgmma_wait<1>(s);
     rows_.template make_probabilities<kMasked>(s);
     shared_.full_q.arrive_if(are_negative_zeros(s));
@@ -141,25 +144,26 @@ class Consumer {
     uint32_t ds[kBlockN / 16][4];
 #pragma unroll
     for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
-    if (kMasked) clear_excluded();
+    if (kMasked && kGeneral) find_excluded(n0);  // not earlier: there are too few registers
+    if (kMasked) clear_excluded(n0);
     wgmma_fence(dq, ds);
     add_lines<T, kHeadDim>(dq, ds, shared_.k[keys_.stage]);
     wgmma_wait<0>(dq);
     release(shared_.empty_k, keys_);
   }
 
-  // Which keys of the tile from n0 on take no part. Read while products run.
+  // Whether keys of the tile from n0 on take no part.
   __device__ __forceinline__ void find_excluded(int n0) {
     const Mask& mask = a_.p.by_query;
     some_excluded_ = mask.columns != nullptr && !all_columns_take_part<kBlockN>(mask, item_.b, n0);
-    const int n = n0 + thread_;
-    is_excluded_ = some_excluded_ && thread_ < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item_.b, n);
   }
 
   // Sets them to zero: they may be NaN, and 0 * NaN is NaN.
-  __device__ __forceinline__ void clear_excluded() {
+  __device__ __forceinline__ void clear_excluded(int n0) {
     if (!some_excluded_) return;
-    if (is_excluded_) clear_line(shared_.k[keys_.stage], thread_);
+    const int n = n0 + thread_;
+    if (thread_ < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(a_.p.by_query, item_.b, n))
+      clear_line(shared_.k[keys_.stage], thread_);
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
   }
@@ -168,10 +172,10 @@ class Consumer {
   Shared<Tiles>& shared_;
   const WorkItem item_;
   const int group_, thread_;
-  QueryRows<Tiles::kBlockN, kGeneral> rows_;
+  QueryRows<T, Tiles::kBlockN, kGeneral> rows_;
   Ring keys_;
   RingOf<Tiles::kValueStages> values_;
-  bool some_excluded_, is_excluded_;  // of the tile's keys: any, and the one of the thread's number
+  bool some_excluded_;  // some of the tile's keys take no part
 };
 
 template <class T, class Tiles, bool kGeneral>

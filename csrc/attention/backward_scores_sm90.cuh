@@ -7,7 +7,7 @@ namespace fastattn::attention {
 namespace {
 
 // kGeneral: with a bias or dropout.
-template <int kBlockN, bool kGeneral>
+template <class T, int kBlockN, bool kGeneral>
 class QueryRows {
  public:
   using Tile = float[kBlockN / 2];
@@ -87,13 +87,21 @@ class QueryRows {
   }
 
   __device__ __forceinline__ void make_biased_probabilities(Tile& s) const {
-    const BiasMatrix bias(a_.p.bias, b_, h_);
+    constexpr int kPart = 32;  // keys whose bias is read at the same time: with more, registers are spilled
 #pragma unroll
-    for (int j = 0; j < kBlockN / 2; j++) {
-      const int r = row_of(j);
-      const float term = is_visible(j) ? bias(query(r), key(j)) : -kInfinity;
-      const float above = s[j] * a_.p.softmax_scale + term - shift_[r];
-      s[j] = term == -kInfinity ? 0.0f : exp2_approximate(above * kLog2e);
+    for (int from = 0; from < kBlockN; from += kPart) {
+      const uint32_t visible[2] = {bits_[0] >> from / 4, bits_[1] >> from / 4};
+      if (((visible[0] | visible[1]) & first_bits(kPart / 4)) != 0) {
+        for_each_bias<T, kPart>(a_.p.bias, b_, h_, query(0), n0_ + from, visible, [&](int i, float bias) {
+          s[from / 2 + i] = fmaf(s[from / 2 + i], a_.p.softmax_scale, bias);
+        });
+#pragma unroll
+        for (int j = from / 2; j < from / 2 + kPart / 2; j++)
+          s[j] = is_visible(j) ? exp2_approximate((s[j] - shift_[row_of(j)]) * kLog2e) : 0.0f;
+      } else {
+#pragma unroll
+        for (int j = from / 2; j < from / 2 + kPart / 2; j++) s[j] = 0.0f;
+      }
     }
   }
 

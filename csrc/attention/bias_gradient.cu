@@ -83,7 +83,7 @@ __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& s
 
   const ScoreExponent exponent = make_exponent<T>(p);
   const float shift[2] = {exponent.shift(lse[0]), exponent.shift(lse[1])};
-  make_probabilities<false>(s, exponent, p, b, h, row, n0, [&](int, int e) { return shift[e / 2]; });
+  make_probabilities<T, false>(s, exponent, p, b, h, row, n0, [&](int, int e) { return shift[e / 2]; });
   clear_masked(s, bits[0], bits[1]);
   const DropoutMask dropout(p.dropout);
   if (dropout.active()) {

@@ -159,7 +159,7 @@ class Consumer {
   Shared& shared_;
   const WorkItem item_;
   const int group_;
-  QueryRows<kBlock, true> rows_;
+  QueryRows<T, kBlock, true> rows_;
   unsigned part_ = 0;  // the next one
 };
 

@@ -113,7 +113,10 @@ Params common(const Matrix& q, const Matrix& k, const Matrix& v, DType dtype, co
   p.shape = {size(q, 0), size(q, 1), size(k, 1), size(q, 2), size(k, 2), size(q, 3), size(v, 3)};
   if (bias) {
     const auto [b, h, m, n] = bias.broadcast_strides<4>();
-    p.bias = {bias, b, h, m, n, bias.dtype()};
+    const void* const data = bias;
+    const bool is_even = (b | h | m | p.shape.seqlen_k) % 2 == 0, is_float = bias.dtype() == DType::float32;
+    const bool in_pairs = n == 1 && is_even && reinterpret_cast<uintptr_t>(data) % (is_float ? 8 : 4) == 0;
+    p.bias = {data, b, h, m, n, bias.dtype(), in_pairs};
   }
   if (rng_state) p.dropout = dropout(rng_state, dropout_p);
   p.dtype = dtype, p.softmax_scale = softmax_scale, p.tf32 = tf32;

@@ -21,13 +21,13 @@
 //   visited tiles cost. Whether a tile is partial, and whether there is a bias or dropout, are uniform branches: 14
 //   kernels are enough for every call.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (no GPU has timed it yet), nothing spills; blocks of a multiprocessor:
-//   bfloat16, head_dim 64     163 / 163 registers, 27.0 KiB of shared memory, 3 blocks
+//   bfloat16, head_dim 64     166 / 166 registers, 27.0 KiB of shared memory, 3 blocks
 //                 short       128 / 128            27.0 KiB of 128 queries,   2
-//             head_dim 128    202 / 204            51.0 KiB                   2; of 128 queries  68.0 KiB, 1
-//             head_dim 256    244 / 244            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
+//             head_dim 128    249 / 249            51.0 KiB                   2; of 128 queries  68.0 KiB, 1
+//             head_dim 256    250 / 250            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
 //   float32,  head_dim 64     up to 128            34.0 KiB                   4; of 128 queries  51.0 KiB, 2
-//             head_dim 128    168 to 179           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
-//             head_dim 256    232 to 240           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
+//             head_dim 128    165 to 176           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
+//             head_dim 256    234 to 240           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each
 //   type of bias still had its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
 //   compile; short sequences with 64 keys a tile in 128 registers: always 4 to 84 bytes spilled; a
@@ -97,7 +97,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
     if (i + 1 < loop.count) load_keys(shared.k, p.k, p.shape.head_dim_k, i + 1);
 
     exponent.scale(s);
-    if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
+    if (p.bias.data != nullptr) add_bias<T>(s, p.bias, b, h, m, n0, Lq, Lk);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (i < loop.partial) mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));

@@ -32,6 +32,10 @@
 //     with dropout           1018 (386)   1383 (622)   1729 (834) for every tile
 //   A full tile with dropout takes 15 issue slots and 12 cycles of the integer pipe a score, not 26 and 26: estimated
 //   1.7 times as fast, a partial one 1.3 times. An exponential takes 8 cycles.
+// Bias of 16 bits in pairs, a tile of 64 x 128 scores: 32 loads a thread, 16 under way at a time, and 320 instructions;
+//   elements that are not in pairs: 64 loads, 940 instructions. With a branch on the type at each element it was 64
+//   loads, each waited for before the next, and 1500 instructions. Estimated, from two latencies of L2 a tile where
+//   there were 64: over twice as fast. With 32 loads under way 2 to 10 registers are spilled.
 // Dropped: 240 registers for a consumer and 24 for the producer, which then spills 32 to 44 bytes; a template parameter
 //   for the kind of mask: once loaded, band, intervals and bits are one word a row, and full tiles have no mask code;
 //   dropout drawn before the softmax at 192 rows, or in kind general: 10 to 17 accesses of spilled registers.
@@ -248,15 +252,19 @@ class Consumer {
   // Scaled scores, the bias added.
   __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const WorkItem& item, int n0,
                                                  const RowState (&rows)[2]) const {
+    const float scale = a_.p.softmax_scale;
+    if (!Tiles::kBias || a_.p.bias.data == nullptr) {
 #pragma unroll
-    for (int j = 0; j < kBlockN / 2; j++) s[j] *= a_.p.softmax_scale;
-    if (a_.p.bias.data == nullptr) return;
-    const int first = n0 + thread_ % 4 * 2;
-    const BiasMatrix bias(a_.p.bias, item.b, item.h);
+      for (int j = 0; j < kBlockN / 2; j++) s[j] *= scale;
+    } else {
+      constexpr int kPart = 64;  // keys whose bias is read at the same time: with more, registers are spilled
 #pragma unroll
-    for (int j = 0; j < kBlockN / 2; j++) {
-      const RowState& row = rows[row_of(j)];
-      if ((row.visible >> (j / 4 * 2 + j % 2) & 1) != 0) s[j] += bias(row.m, first + j / 4 * 8 + j % 2);
+      for (int from = 0; from < kBlockN; from += kPart) {
+        const uint32_t visible[2] = {rows[0].visible >> from / 4, rows[1].visible >> from / 4};
+        if (((visible[0] | visible[1]) & first_bits(kPart / 4)) == 0) continue;
+        for_each_bias<T, kPart>(a_.p.bias, item.b, item.h, rows[0].m, n0 + from, visible,
+                                [&](int i, float bias) { s[from / 2 + i] = fmaf(s[from / 2 + i], scale, bias); });
+      }
     }
   }
 
@@ -379,6 +387,7 @@ __global__ void __launch_bounds__(Tiles::Registers::kThreads, 1)
 template <class T, class Tiles>
 void run(const Forward& p, int* next_item, cudaStream_t stream) {
   const Shape& s = p.shape;
+  if (p.bias.data != nullptr && !Tiles::kBias) throw std::invalid_argument("fastattn: a bias needs a narrow tile");
   const KeyRange keys = keys_in_band(s, p.mask.band_lo, p.mask.band_hi);
   const int64_t key_bytes = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
   int device, multiprocessors;

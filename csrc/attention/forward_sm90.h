@@ -9,7 +9,7 @@ constexpr int kNarrowRows = 128;
 TileSize forward_sm90_tile(int head_dim);
 
 // q, k, v and out have no empty dimension. They, their rows, heads and batches start at multiples of 16 bytes. mask:
-// with lists of a tile of tile_rows, or without. next_item: an int of scratch on the device.
+// with lists of a tile of tile_rows, or without. A bias needs kNarrowRows. next_item: an int of scratch on the device.
 void forward_sm90(const Forward& p, int tile_rows, int* next_item, cudaStream_t stream);
 
 }  // namespace fastattn::attention

@@ -14,6 +14,7 @@ struct Tiles {
   static constexpr int kBlockM = kGroupRows * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
   using Registers = RegisterSplit<kConsumers, kConsumers == 3 ? 32 : 40, kConsumers == 3 ? 160 : 232>;
   static constexpr bool kOutOverQueries = kHeadDim > 128;  // both do not fit into shared memory
+  static constexpr bool kBias = kConsumers < 3;            // three have too few registers for a bias
 };
 template <int kHeadDim>
 using TilesOf128 = Tiles<kHeadDim, 2>;  // queries

@@ -2,6 +2,9 @@
 #pragma once
 #include "attention/attention.h"
 #include "common/launch.cuh"
+#include "common/vec.cuh"
+
+#include <type_traits>
 
 namespace fastattn::attention {
 
@@ -71,24 +74,85 @@ __device__ __forceinline__ bool all_columns_take_part(const Mask& mask, int64_t 
   return (~(words.x & words.y & words.z & words.w) >> column % kBitBlock / 4 & first_bits(kColumns / 4)) == 0;
 }
 
-// The bias of one batch and head. The same code reads all types, as a kernel has many copies of it.
-struct BiasMatrix {
-  const unsigned char* data;
-  int64_t stride_m, stride_n;
-  bool is_float, is_half;
+// The bits of a lane's columns in a row, as of visible_bits(), that are inside a matrix of rows x columns.
+template <int kColumns>
+__device__ __forceinline__ uint32_t bits_inside(int row, int rows, int column, int columns) {
+  return row < rows ? word_before(min(max(columns - column, 0), kColumns), threadIdx.x % 4) : 0;
+}
 
-  __device__ __forceinline__ BiasMatrix(const Bias& bias, int64_t b, int64_t h)
-      : stride_m(bias.stride_m), stride_n(bias.stride_n), is_float(bias.dtype == DType::float32),
-        is_half(bias.dtype == DType::float16) {
-    data = static_cast<const unsigned char*>(bias.data) + (b * bias.stride_b + h * bias.stride_h) * (is_float ? 4 : 2);
-  }
+// The numbers of type T in a word, or in the low half of it.
+template <class T>
+__device__ __forceinline__ float2 as_pair(const uint32_t& word) {
+  T pair[2];
+  memcpy(static_cast<void*>(pair), &word, 4);
+  return {static_cast<float>(pair[0]), static_cast<float>(pair[1])};
+}
+template <>
+__device__ __forceinline__ float2 as_pair<float>(const uint32_t& word) {
+  float low;
+  memcpy(&low, &word, 4);
+  return {low, 0.0f};
+}
 
-  __device__ __forceinline__ float operator()(int m, int n) const {
-    const int64_t at = m * stride_m + n * stride_n;
-    if (is_float) return reinterpret_cast<const float*>(data)[at];
-    if (is_half) return __half2float(reinterpret_cast<const __half*>(data)[at]);
-    return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data)[at]);
+// Calls use(i, bias) for each element of a lane's accumulators in a tile of kColumns from `column` on: i = 4j + 2r + e
+// is row + 8r, column 8j + 2 (lane % 4) + e of the tile. Rows are queries and columns keys or, with kByKey, the other
+// way round. read: bits of the two rows' elements, as of visible_bits(). An element whose bit is 0 is not read, except
+// with its neighbour: bias is then 0 or that element. T: bias.dtype, if it is not float32.
+// The loops have no branches, so that their loads do not wait for each other. A caller whose registers that would
+// spill calls it for a part of its columns at a time.
+template <class T, int kColumns, bool kByKey = false, class Use>
+__device__ __forceinline__ void for_each_bias(const Bias& bias, int64_t b, int64_t h, int row, int column,
+                                              const uint32_t (&read)[2], Use&& use) {
+  using Element = std::conditional_t<sizeof(T) == 2, T, float>;
+  const bool is_float = sizeof(T) > 2 || bias.dtype == DType::float32;
+  const int64_t row_stride = kByKey ? bias.stride_n : bias.stride_m;
+  const int64_t stride = kByKey ? bias.stride_m : bias.stride_n;
+  const int64_t first = b * bias.stride_b + h * bias.stride_h + row * row_stride +
+                        (column + static_cast<int>(threadIdx.x % 4) * 2) * stride;
+  const auto in_pairs = [&](auto zero) {
+    using Number = decltype(zero);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; j++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const Number* const at = static_cast<const Number*>(bias.data) + first + 8 * r * row_stride + 8 * j;
+        const bool reads = (read[r] >> 2 * j & 3) != 0;
+        float2 pair;
+        if constexpr (sizeof(Number) == 4)
+          pair = reads ? *reinterpret_cast<const float2*>(at) : float2{};
+        else
+          pair = as_pair<Number>(reads ? *reinterpret_cast<const uint32_t*>(at) : 0);
+        use(4 * j + 2 * r, pair.x), use(4 * j + 2 * r + 1, pair.y);
+      }
+    }
+  };
+  if constexpr (!kByKey) {
+    if (bias.in_pairs && is_float) return in_pairs(float{});
+    if constexpr (sizeof(T) == 2) {
+      if (bias.in_pairs) return in_pairs(T{});
+    }
   }
-};
+  const int bytes = is_float ? 4 : 2;
+  const unsigned char* at[2];
+  at[0] = static_cast<const unsigned char*>(bias.data) + first * bytes;
+  at[1] = at[0] + 8 * row_stride * bytes;
+  const uint32_t floats[2] = {is_float ? read[0] : 0, is_float ? read[1] : 0};
+  const uint32_t others[2] = {is_float ? 0 : read[0], is_float ? 0 : read[1]};
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int r = i / 2, e = i % 2;
+      const unsigned char* const element = at[r] + e * stride * bytes;
+      uint32_t word = 0;
+      if ((floats[r] >> (2 * j + e) & 1) != 0) word = *reinterpret_cast<const uint32_t*>(element);
+      if constexpr (sizeof(T) == 2) {
+        if ((others[r] >> (2 * j + e) & 1) != 0) word = *reinterpret_cast<const uint16_t*>(element);
+      }
+      use(4 * j + i, is_float ? as_pair<float>(word).x : as_pair<Element>(word).x);
+      if (e == 1) at[r] += 8 * stride * bytes;
+    }
+  }
+}
 
 }  // namespace fastattn::attention

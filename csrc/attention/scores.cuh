@@ -9,18 +9,17 @@
 
 namespace fastattn::attention {
 
-// Adds the bias of queries m, m + 8 and keys n, n + 1, n + 8, ..
-template <int kTiles>
-__device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& given, int b, int h, int m, int n, int Lq,
+// Adds the bias of queries m, m + 8 and the lane's keys from n0 on.
+template <class T, int kTiles>
+__device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& bias, int b, int h, int m, int n0, int Lq,
                                          int Lk) {
-  const BiasMatrix bias(given, b, h);
+  constexpr int kPart = 32;  // keys whose bias is read at the same time
 #pragma unroll
-  for (int j = 0; j < kTiles; j++) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int query = m + e / 2 * 8, key = n + 8 * j + e % 2;
-      if (query < Lq && key < Lk) s[j][e] += bias(query, key);
-    }
+  for (int from = 0; from < 8 * kTiles; from += kPart) {
+    const uint32_t inside[2] = {bits_inside<kPart>(m, Lq, n0 + from, Lk), bits_inside<kPart>(m + 8, Lq, n0 + from, Lk)};
+    if ((inside[0] | inside[1]) != 0)
+      for_each_bias<T, kPart>(bias, b, h, m, n0 + from, inside,
+                              [&](int i, float term) { s[from / 8 + i / 4][i % 4] += term; });
   }
 }
 

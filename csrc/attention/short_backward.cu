@@ -10,22 +10,29 @@
 //   to dk and dv of keys 16 w .., with P^T and dS^T read transposed, and computes its columns of dq of queries 16 (w %
 //   2) .., which are then complete. If none of 32 keys is visible to 16 queries, (1) and (3) skip the products.
 // Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S and dP [16, 32].
-// Shared memory: k, v, two chunks of q and dout, P and dS of one, in KiB:
-//   keys                           64    128
-//   16 bits, head dimension 64     55     73
-//   16 bits, head dimension 128    87    121
-//   If this does not fit on a chip, the kernels of all lengths are used.
+// Shared memory: k, v, q and dout of a chunk, or of two if there are more, P and dS of one, in KiB:
+//   keys                           32    64    128
+//   16 bits, head dimension 64     24.5  46.5  72.5
+//   16 bits, head dimension 128    40.5  78.5  120.5
+//   with one chunk, at 32 keys, and with more at 64 and 128. If this does not fit on a chip, the kernels of all lengths
+//   are used.
 // Bytes: q, k, v and dout once, dq, dk and dv once.
 // dbias: for a bias (B, H, Lq, Lk) each element is dS of one block, which writes it unrounded. If batches or heads
 //   share the bias, dbias is a sum over blocks, which without atomics needs memory of the size of all dS and a second
 //   pass: bias_gradient.cu computes dS again instead, and this kernel writes delta for it. If queries share the bias,
 //   the chunks add up their columns of dS: dbias_keys.
 // Compiled offline with nvcc 13.0 (no GPU has timed it yet), nothing spills: up to 168 registers at head dimension 64,
-//   because __launch_bounds__ asks for more threads than there are: three blocks of 4 warps a multiprocessor, or one of
-//   8; 246 at 128. Tried and dropped: 128 registers, for two blocks of 8 warps: 72 to 276 bytes spilled; float32, which
-//   needed 103 to 137 KiB at head dimension 64 and would need 233 at 128, more than any chip has.
+//   because __launch_bounds__ asks for more threads than there are, and 254 at 128. Blocks of a Hopper multiprocessor
+//   at 64: six with 32 keys, three with 64, one with 128. With 32 keys there were four while shared memory was always
+//   that of 128 keys and two chunks. A warp has about 2100 instructions with dropout where it had 2600: a lane draws
+//   the dropout of its own scores and keeps it in two words, not in shared memory, and a ballot tests 16 rows before
+//   they are copied, where each copy waited for a test of its own. Estimated for 32 tokens: 30 to 40 % less time.
+// Tried and dropped: 128 registers, for two blocks of 8 warps: 128 to 276 bytes spilled; a template parameter for
+//   dropout: without it the kernel has three more branches, under 1 %; float32, which needed 103 to 137 KiB at head
+//   dimension 64 and would need 233 at 128, more than any chip has.
 #include "attention/short_backward.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "attention/backward_common.cuh"
@@ -36,30 +43,32 @@ namespace {
 
 constexpr int kChunkRows = 32, kMaxWarps = kMaxShort / 16;
 
-constexpr int kScoreStride = kMaxShort * 2 + 16;  // bytes of a row of P or dS, without bank conflicts
+// Bytes of a row of P or dS, without bank conflicts. keys: a multiple of 32.
+__host__ __device__ __forceinline__ int score_stride(int keys) { return keys * 2 + 16; }
 
 // Stores a warp's 16 x 8 kTiles scores, of queries from `row` and keys from `key` on, rounded to T.
 template <class T, int kTiles>
-__device__ __forceinline__ void store_scores(unsigned char* scores, int row, int key, const float (&s)[kTiles][4]) {
+__device__ __forceinline__ void store_scores(unsigned char* scores, int stride, int row, int key,
+                                             const float (&s)[kTiles][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < kTiles; j++) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      *reinterpret_cast<uint32_t*>(scores + (row + lane / 4 + 8 * half) * kScoreStride +
-                                   (key + 8 * j + lane % 4 * 2) * 2) = pack_word<T>(s[j][2 * half], s[j][2 * half + 1]);
+      *reinterpret_cast<uint32_t*>(scores + (row + lane / 4 + 8 * half) * stride + (key + 8 * j + lane % 4 * 2) * 2) =
+          pack_word<T>(s[j][2 * half], s[j][2 * half + 1]);
   }
 }
 
 // sum (16 x 8 kTiles) += 16 keys from `key` on of the transpose of scores, times the kChunkRows rows of tile b.
 template <class T, int kStride, int kTiles>
-__device__ __forceinline__ void add_transposed(float (&sum)[kTiles][4], const unsigned char* scores, int key,
-                                               const unsigned char* b) {
+__device__ __forceinline__ void add_transposed(float (&sum)[kTiles][4], const unsigned char* scores, int stride,
+                                               int key, const unsigned char* b) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int row = 0; row < kChunkRows; row += kMmaDepth<T>) {
     uint32_t words[4];
-    ldmatrix<true>(words, scores + (row + lane % 8 + lane / 16 * 8) * kScoreStride + (key + lane / 8 % 2 * 8) * 2);
+    ldmatrix<true>(words, scores + (row + lane % 8 + lane / 16 * 8) * stride + (key + lane / 8 % 2 * 8) * 2);
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
       uint32_t pair[2][2];
@@ -73,13 +82,14 @@ __device__ __forceinline__ void add_transposed(float (&sum)[kTiles][4], const un
 // sum (16 x 16) += 16 queries from `row` on of scores, times 16 columns from `column` on of tile b, whose rows are
 // keys. Products of keys for which visible(key) is false are skipped.
 template <class T, int kStride, class Visible>
-__device__ __forceinline__ void add_rows(float (&sum)[2][4], const unsigned char* scores, int row,
+__device__ __forceinline__ void add_rows(float (&sum)[2][4], const unsigned char* scores, int stride, int row,
                                          const unsigned char* b, int column, int keys, Visible visible) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll 2
   for (int key = 0; key < keys; key += kMmaDepth<T>) {
     if (!visible(key)) continue;
     uint32_t words[4], pair[2][2];
-    load_a<T, kScoreStride>(words, scores, row, key * 2);
+    ldmatrix<false>(words, scores + (row + lane % 16) * stride + key * 2 + lane / 16 * 16);
     load_b_columns<T, kStride>(pair, b, key, column);
     mma<T>(sum[0], words, pair[0]);
     mma<T>(sum[1], words, pair[1]);
@@ -135,59 +145,65 @@ __device__ __forceinline__ float column_sum(const float (&s)[kTiles][4], int j, 
   return sum;
 }
 
-template <class T, int kHeadDim>
-struct ShortShared {
-  using Chunk = unsigned char[kChunkRows * kTileStride<T, kHeadDim>];
-  alignas(16) Chunk q[2], dout[2];
-  alignas(16) unsigned char p[kChunkRows * kScoreStride], ds[kChunkRows * kScoreStride];
+struct alignas(16) ShortShared {
   float delta[kMaxWarps / 2][kChunkRows];  // the part of each 32 keys
   float key_sum[2][kMaxShort];             // of dS, over queries 16 i .. of the chunks
-  unsigned char kept[kChunkRows][kMaxShort / 8];
-  bool visible[kMaxWarps / 2][2];  // is any of these 32 keys visible to queries 16 i .. of the chunk
-  // After it: k and v, a row for each key.
+  bool visible[kMaxWarps / 2][2];          // is any of these 32 keys visible to queries 16 i .. of the chunk
+  // After it: k and v; P and dS of a chunk; q and dout of a chunk, or of two if there are more.
 };
 
 int warp_count(int seqlen_k) { return 2 * ceil_div(seqlen_k, 32); }
 
 template <class T, int kHeadDim>
-size_t shared_bytes(int seqlen_k) {
-  return sizeof(ShortShared<T, kHeadDim>) + 2 * 16 * warp_count(seqlen_k) * kTileStride<T, kHeadDim>;
+size_t shared_bytes(int seqlen_k, int chunks) {
+  const int keys = 16 * warp_count(seqlen_k), rows = 2 * keys + 2 * kChunkRows * std::min(chunks, 2);
+  return sizeof(ShortShared) + rows * kTileStride<T, kHeadDim> + 2 * kChunkRows * score_stride(keys);
 }
 
 template <class T, int kHeadDim>
 __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_kernel(const Backward p, void* dbias) {
   constexpr int kStride = kTileStride<T, kHeadDim>;
-  auto& shared = shared_memory<ShortShared<T, kHeadDim>>();
+  auto& shared = shared_memory<ShortShared>();
   const Shape& shape = p.shape;
   const Mask& mask = p.by_query;
   const int h_k = blockIdx.x % shape.key_heads, b = blockIdx.x / shape.key_heads, group = shape.heads / shape.key_heads;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int keys = 16 * warps, row = warp % 2 * 16, key = warp / 2 * 32, warp_key = warp * 16;
+  const int keys = 16 * warps, stride = score_stride(keys), row = warp % 2 * 16, key = warp / 2 * 32,
+            warp_key = warp * 16;
   unsigned char* const k_tile = reinterpret_cast<unsigned char*>(&shared + 1);
   unsigned char* const v_tile = k_tile + keys * kStride;
+  unsigned char* const p_tile = v_tile + keys * kStride;
+  unsigned char* const ds_tile = p_tile + kChunkRows * stride;
+  const auto q_tile = [&](int i) { return ds_tile + kChunkRows * stride + i % 2 * (2 * kChunkRows * kStride); };
+  const auto dout_tile = [&](int i) { return q_tile(i) + kChunkRows * kStride; };
   const DropoutMask dropout(p.dropout);
+  const float dropout_scale = dropout.active() ? dropout.scale() : 1.0f;
   const ScoreExponent exponent = make_exponent<T>(p);
 
-  // Keys that take no part, or that the band excludes from all queries, may hold anything: they are read as zeros.
-  const auto read = [&](int n) {
+  // Keys that take no part, or that the band excludes from all queries, may hold anything: they are read as zeros. A
+  // lane tests one of 16 rows, so that their copies do not wait one after the other.
+  const auto may_read = [&](int n) {
     return max(n - mask.band_hi, 0) <= min(n - mask.band_lo, shape.seqlen_q - 1) && takes_part(mask, b, n);
   };
+  const uint32_t read_keys = __ballot_sync(0xffffffffu, may_read(warp_key + lane % 16));
+  const auto read = [&](int n) { return (read_keys >> (n - warp_key) & 1) != 0; };
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
   load_tile<T, 16, kHeadDim, 32>(k_tile + warp_key * kStride, k, warp_key, read);
   load_tile<T, 16, kHeadDim, 32>(v_tile + warp_key * kStride, v, warp_key, read);
   const int chunks = ceil_div(shape.seqlen_q, kChunkRows), count = group * chunks;
   const auto load = [&](int i) {
     const int h = h_k * group + i / chunks, m0 = i % chunks * kChunkRows;
-    const float* lse = p.lse + (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
-    const auto has_visible_keys = [&](int m) { return lse[m] != -kInfinity; };
+    const int m = m0 + row + lane % 16;  // its gradient, and it, may hold anything if no key is visible to it
+    const bool has_visible_keys =
+        m < shape.seqlen_q && p.lse[(static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q + m] != -kInfinity;
+    const uint32_t read_rows = __ballot_sync(0xffffffffu, has_visible_keys);
     for (int part = warp; part < 4; part += warps) {  // 16 rows of one of the two for a warp
       const bool is_q = part < 2;
-      const int from = part % 2 * 16;
       const StridedMatrix rows = {is_q ? p.q.data : p.dout.data, is_q ? p.q.stride_b : p.dout.stride_b,
                                   is_q ? p.q.stride_h : p.dout.stride_h, is_q ? p.q.stride : p.dout.stride};
       const Matrix<T> x(rows, b, h, shape.seqlen_q, is_q ? shape.head_dim_k : shape.head_dim_v);
-      load_tile<T, 16, kHeadDim, 32>((is_q ? shared.q : shared.dout)[i % 2] + from * kStride, x, m0 + from,
-                                     has_visible_keys);
+      load_tile<T, 16, kHeadDim, 32>((is_q ? q_tile(i) : dout_tile(i)) + row * kStride, x, m0 + row,
+                                     [&](int m) { return (read_rows >> (m - m0 - row) & 1) != 0; });
     }
   };
 
@@ -200,16 +216,12 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
   for (int i = 0; i < count; i++) {
     const int h = h_k * group + i / chunks, m0 = i % chunks * kChunkRows;
     const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
-    if (dropout.active()) {
-      for (int j = threadIdx.x; j < kChunkRows * keys / 8; j += blockDim.x)
-        shared.kept[j % kChunkRows][j / kChunkRows] =
-            static_cast<unsigned char>(dropout.kept(row0 + m0 + j % kChunkRows, j / kChunkRows));
-    }
     float shift[2], delta[2] = {};
-    uint32_t bits[2];
+    uint32_t bits[2], kept[2] = {};  // kept: bit 8j + e is column 8j + 2c + e
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int m = m0 + row + g + 8 * half;
+      if (dropout.active()) kept[half] = dropout.kept_by_quad(row0 + m, key / 8) >> 2 * c;
       shift[half] = exponent.shift(m < shape.seqlen_q ? p.lse[row0 + m] : -kInfinity);
       bits[half] = visible_bits<32>(mask, b, h, m, shape.seqlen_q, key, shape.seqlen_k);
     }
@@ -220,21 +232,24 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
     const bool visible = __ballot_sync(0xffffffffu, ((bits[0] | bits[1]) & 0xff) != 0) != 0;
     if (lane == 0) shared.visible[warp / 2][warp % 2] = visible;
     if (visible) {
-      multiply_rows<T, kHeadDim>(s, shared.q[i % 2], row, k_tile + key * kStride);
-      multiply_rows<T, kHeadDim>(dp, shared.dout[i % 2], row, v_tile + key * kStride);
+      multiply_rows<T, kHeadDim>(s, q_tile(i), row, k_tile + key * kStride);
+      multiply_rows<T, kHeadDim>(dp, dout_tile(i), row, v_tile + key * kStride);
     }
-    make_probabilities<false>(s, exponent, p, b, h, m0 + row, key, [&](int, int e) { return shift[e / 2]; });
+    make_probabilities<T, false>(s, exponent, p, b, h, m0 + row, key, [&](int, int e) { return shift[e / 2]; });
     clear_masked(s, bits[0], bits[1]);
-    const auto kept = [&](int j, int e) {
-      return (shared.kept[row + g + e / 2 * 8][key / 8 + j] >> (2 * c + e % 2) & 1) != 0;
+    const auto drop = [&](float (&x)[4][4]) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if ((kept[e / 2] >> (8 * j + e % 2) & 1) == 0) x[j][e] = 0.0f;
+      }
     };
+    if (dropout.active()) drop(dp);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
-        delta[e / 2] += s[j][e] * dp[j][e];
-      }
+      for (int e = 0; e < 4; e++) delta[e / 2] += s[j][e] * dp[j][e];
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -247,23 +262,26 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
       cp_async_commit();
     }
 
+    uint32_t visible_keys = 0;  // bit w: any of keys 32 w .. to queries row .. row + 15
+    delta[0] = delta[1] = 0.0f;
+#pragma unroll 1
+    for (int w = 0; w < warps / 2; w++) {
+      delta[0] += shared.delta[w][row + g], delta[1] += shared.delta[w][row + g + 8];
+      visible_keys |= (shared.visible[w][row / 16] ? 1u : 0u) << w;
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int m = m0 + row + g + 8 * half;
-      delta[half] = 0.0f;
-#pragma unroll 1
-      for (int w = 0; w < warps / 2; w++) delta[half] += shared.delta[w][row + g + 8 * half];
+      delta[half] *= dropout_scale;
       if (p.dlse != nullptr && shift[half] != kInfinity) delta[half] -= p.dlse[row0 + m];
       if (p.delta != nullptr && warp < 2 && c == 0 && m < shape.seqlen_q) p.delta[row0 + m] = delta[half];
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        dp[j][e] = s[j][e] * (dp[j][e] - delta[e / 2]);
-        if (dropout.active()) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
-      }
+      for (int e = 0; e < 4; e++) dp[j][e] = s[j][e] * fmaf(dp[j][e], dropout_scale, -delta[e / 2]);
     }
+    if (dropout.active()) drop(s);
     if (dbias != nullptr)
       p.bias.dtype == DType::float32 ? write_dbias<float>(dbias, row0, m0 + row, key, shape, dp)
                                      : write_dbias<T>(dbias, row0, m0 + row, key, shape, dp);
@@ -275,19 +293,19 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
         if (g == 0) key_total = m0 == 0 ? sum : key_total + sum;
       }
     }
-    store_scores<T>(shared.p, row, key, s);
-    store_scores<T>(shared.ds, row, key, dp);
+    store_scores<T>(p_tile, stride, row, key, s);
+    store_scores<T>(ds_tile, stride, row, key, dp);
     __syncthreads();
 
     if (shared.visible[warp / 2][0] || shared.visible[warp / 2][1]) {
-      add_transposed<T, kStride>(dv, shared.p, warp_key, shared.dout[i % 2]);
-      add_transposed<T, kStride>(dk, shared.ds, warp_key, shared.q[i % 2]);
+      add_transposed<T, kStride>(dv, p_tile, stride, warp_key, dout_tile(i));
+      add_transposed<T, kStride>(dk, ds_tile, stride, warp_key, q_tile(i));
     }
     const Matrix<T> dq(p.dq, b, h, shape.seqlen_q, shape.head_dim_k);
     for (int column = warp / 2 * 16; column < shape.head_dim_k; column += 8 * warps) {
       float sum[2][4] = {};
-      add_rows<T, kStride>(sum, shared.ds, row, k_tile, column, keys,
-                           [&](int n) { return shared.visible[n / 32][row / 16]; });
+      add_rows<T, kStride>(sum, ds_tile, stride, row, k_tile, column, keys,
+                           [&](int n) { return (visible_keys >> n / 32 & 1) != 0; });
       store_accumulators(dq, m0 + row, column, sum, p.softmax_scale);
     }
     if (p.dbias_keys != nullptr && m0 + kChunkRows >= shape.seqlen_q && threadIdx.x < shape.seqlen_k)
@@ -299,7 +317,7 @@ __global__ void __launch_bounds__(kHeadDim <= 64 ? 384 : 256) short_backward_ker
   store_tile<T, kHeadDim>(Matrix<T>(p.dk, b, h_k, shape.seqlen_k, shape.head_dim_k), warp_key,
                           k_tile + warp_key * kStride, dk, p.softmax_scale);
   store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), warp_key,
-                          v_tile + warp_key * kStride, dv, dropout.active() ? dropout.scale() : 1.0f);
+                          v_tile + warp_key * kStride, dv, dropout_scale);
 }
 
 // Calls f(T, kHeadDim), if there is such a kernel; kHeadDim is an integral constant.
@@ -318,7 +336,7 @@ void with_short_kernel(int head_dim, DType dtype, Function&& f) {
 bool has_short_backward(int head_dim, DType dtype, int device) {
   size_t bytes = std::numeric_limits<size_t>::max();
   with_short_kernel(head_dim, dtype,
-                    [&](auto t, auto padded) { bytes = shared_bytes<decltype(t), padded()>(kMaxShort); });
+                    [&](auto t, auto padded) { bytes = shared_bytes<decltype(t), padded()>(kMaxShort, 2); });
   return bytes <= static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
 }
 
@@ -327,8 +345,10 @@ void short_backward(const Backward& p, void* dbias, cudaStream_t stream) {
   if (blocks == 0 || p.shape.seqlen_k == 0) return;
   with_short_kernel(head_dim(p.shape), p.dtype, [&](auto t, auto padded) {
     using T = decltype(t);
+    const int chunks = p.shape.heads / p.shape.key_heads * ceil_div(p.shape.seqlen_q, kChunkRows);
     launch(short_backward_kernel<T, padded()>, dim3(static_cast<unsigned>(blocks)),
-           dim3(32 * warp_count(p.shape.seqlen_k)), shared_bytes<T, padded()>(p.shape.seqlen_k), stream, p, dbias);
+           dim3(32 * warp_count(p.shape.seqlen_k)), shared_bytes<T, padded()>(p.shape.seqlen_k, chunks), stream, p,
+           dbias);
   });
 }
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) 
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kTiles = kBlockN / 8;
   constexpr int kStride = kTileStride<T, kHeadDim>;
   auto& shared = shared_memory<WeightsShared<T, kHeadDim>>();
-  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
+  const int lane = threadIdx.x % 32, g = lane / 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
   const int query_tiles = ceil_div(Lq, kBlockM), m0 = blockIdx.x % query_tiles * kBlockM, n0 = blockIdx.y * kBlockN;
   const int matrices = p.mean ? 1 : p.shape.heads, matrix = blockIdx.x / query_tiles % matrices;
   const int b = blockIdx.x / query_tiles / matrices;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) 
     const int h = first_head + i;
     const int64_t row = (static_cast<int64_t>(b) * p.shape.heads + h) * Lq + m;
     exponent.scale(s);
-    if (p.bias.data != nullptr) add_bias(s, p.bias, b, h, m, n0 + 2 * c, Lq, Lk);
+    if (p.bias.data != nullptr) add_bias<T>(s, p.bias, b, h, m, n0, Lq, Lk);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const bool inside = m + 8 * half < Lq;

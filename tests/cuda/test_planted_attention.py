@@ -68,6 +68,8 @@ BUGS = {
         Bug("keys that take no part are read", "poisoned", DQ, "takes_part(mask, b, n)", "true"),
         Bug("gradient of lse forgotten", "band", BACKWARD, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
         Bug("dropout of another key", "all", DKDV, ">> g & 1", ">> (BUG ? c : g) & 1"),
+        Bug("bias of another key", "all", MASK, "2 * r, pair.x)", "2 * r, BUG ? pair.y : pair.x)"),
+        Bug("one buffer for two chunks", "short", SHORT, "i % 2 * (2 * ", "(BUG ? 0 : i % 2) * (2 * "),
         Bug("part of a row's sum", "short", SHORT, "w < warps / 2; w++", "w < (BUG ? 1 : warps / 2); w++"),
     ],
     "90": [

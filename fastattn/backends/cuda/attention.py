@@ -58,8 +58,9 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
     rows, columns, *tiles, narrow_rows, max_short, has_short_backward = _plan(*place, q.dtype, max(Dk, Dv), uses_sm90)
     launch, longest = SM90 if uses_sm90 else SM80, max(Lq, Lk)
     if uses_sm90 and longest > _MOST_SM80:
-        # Of two tiles the larger reads keys less often and overlaps more, but should not pad by 1 row in 16 more.
-        if 16 * -(-Lq // narrow_rows) * narrow_rows <= 15 * -(-Lq // rows) * rows:
+        # Of two tiles the larger reads keys less often and overlaps more, but has too few registers for a bias, and
+        # should not pad by 1 row in 16 more.
+        if bias is not None or 16 * -(-Lq // narrow_rows) * narrow_rows <= 15 * -(-Lq // rows) * rows:
             rows = narrow_rows
         forward = Layout(False, rows, columns, (*SM90, rows))
     else:
@@ -110,7 +111,7 @@ def attention_fwd(
     B, H, Lq, _ = q.shape
     out = _empty_like(q, v.shape[3])
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
-    call = q, k, v, bias, mask, out, lse, *_route(mask, q.device)
+    call = q, k, v, _readable(bias, q), mask, out, lse, *_route(mask, q.device)
     extension(q.is_cuda).attention_fwd(*call, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(q))
     return out, lse
 
@@ -143,10 +144,8 @@ def attention_bwd(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
 
     dbias = key_sums = None
+    bias_dtype, bias = None if bias is None else bias.dtype, _readable(bias, q)
     if needs_dbias:
-        bias_dtype = bias.dtype
-        if bias_dtype not in (q.dtype, torch.float32):  # the kernels write these two types only
-            bias = bias.float()
         if bias.shape[3] == 1:
             # A bias that all keys share is added to lse and changes no probability: its gradient is that of lse.
             dlse_of_rows = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
@@ -272,9 +271,14 @@ def attention_weights(
     their mean over the heads, (B, Lq, Lk). mask: prepared by Layout()."""
     (B, H, Lq), Lk = q.shape[:3], k.shape[2]
     weights = torch.empty(B, *([] if mean else [H]), Lq, Lk, dtype=q.dtype, device=q.device)
-    tensors, dropout = (q, k, lse.contiguous(), bias, mask, weights), (dropout_p, rng_state)
+    tensors, dropout = (q, k, lse.contiguous(), _readable(bias, q), mask, weights), (dropout_p, rng_state)
     extension(q.is_cuda).attention_weights(*tensors, mean, softmax_scale, *dropout, _rounds_to_tf32(q))
     return weights
+
+
+def _readable(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """As the kernels read it, and write its gradient: in q's dtype or in float32."""
+    return bias if bias is None or bias.dtype in (q.dtype, torch.float32) else bias.float()
 
 
 def _empty_like(x: Tensor, head_dim: int) -> Tensor:
