@@ -38,8 +38,8 @@
 //   uses the unit of the load that it saves, and as many lines of the cache are read; one kernel with a branch for dk
 //   and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's product overlapping the work on
 //   dS with 128 queries, for which P, S and dP would need 160 registers; dq in float32 by TMA in rows of 32 floats,
-//   whose stores to shared memory had bank conflicts; 80 queries a tile at head dimension 128, as the product of dq takes
-//   queries by 64; more registers for the senders, which serialised wgmma.
+//   whose stores to shared memory had bank conflicts; 80 queries a tile at head dimension 128, as the product of dq
+//   takes queries by 64; more registers for the senders, which serialised wgmma.
 #include "attention/backward_dkdv_sm90_pipeline.cuh"
 #include "common/check.h"
 

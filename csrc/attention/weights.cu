@@ -8,8 +8,8 @@
 // Bytes: the weights once, and q and k once a tile of the other, from L2. Work: 2 * Dk FLOPs a score.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90, nothing spills:
 //   head_dim 64    128 / 128 registers, 36.0 KiB of shared memory, 4 blocks a multiprocessor
-//   head_dim 128   128 / 128            34.0 KiB                   4
-//   head_dim 256   148 / 154            49.5 KiB                   3
+//   head_dim 128   168 / 168            34.0 KiB                   3; with 4, 8 bytes are spilled
+//   head_dim 256   130 / 132            49.5 KiB                   3
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 
@@ -30,7 +30,7 @@ struct alignas(16) WeightsShared {
 
 template <class T, int kHeadDim>
 __global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) > 2    ? 2
-                                                                      : kHeadDim > 128 ? 3
+                                                                      : kHeadDim > 64 ? 3
                                                                                        : 4)
     weights_kernel(const Weights p) {
   using Tile = WeightsTile<T, kHeadDim>;
