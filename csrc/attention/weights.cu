@@ -30,7 +30,7 @@ struct alignas(16) WeightsShared {
 
 template <class T, int kHeadDim>
 __global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) > 2    ? 2
-                                                                      : kHeadDim > 64 ? 3
+                                                                      : kHeadDim > 64  ? 3
                                                                                        : 4)
     weights_kernel(const Weights p) {
   using Tile = WeightsTile<T, kHeadDim>;

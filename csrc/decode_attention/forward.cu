@@ -381,8 +381,7 @@ bool is_aligned(const Cached& t) {
          (t.stride_b | t.stride_m | t.stride_r | t.stride_h) % kChunk == 0;
 }
 
-// Blocks of a split.
-int64_t ceil_div(int batch, int queries, int heads, int key_heads, bool shared_keys) {
+int64_t blocks_of_split(int batch, int queries, int heads, int key_heads, bool shared_keys) {
   if (queries == 0) return 0;
   const int together = queries_together(shared_keys, queries), same = together * (heads / key_heads);
   return static_cast<int64_t>(batch) * key_heads * (queries / together) *
@@ -393,7 +392,7 @@ int64_t ceil_div(int batch, int queries, int heads, int key_heads, bool shared_k
 
 int decode_splits(int batch, int queries, int heads, int key_heads, int positions, bool shared_keys,
                   int multiprocessors) {
-  const int64_t blocks = ceil_div(batch, queries, heads, key_heads, shared_keys);
+  const int64_t blocks = blocks_of_split(batch, queries, heads, key_heads, shared_keys);
   const bool one = queries_together(shared_keys, queries) * (heads / key_heads) == 1;
   const int64_t at_once = int64_t{one ? kBlocks<1, true> : kBlocks<kQueries, true>} * multiprocessors;
   const int64_t possible = at_once / (blocks > 0 ? blocks : 1);
@@ -410,7 +409,7 @@ void decode_attention(const Decode& p, cudaStream_t stream) {
   int lanes = 1;
   while (lanes < chunks) lanes *= 2;
   const bool one = queries_together(shared_keys, p.queries) * (p.heads / p.key_heads) == 1;
-  const int64_t blocks = ceil_div(p.batch, p.queries, p.heads, p.key_heads, shared_keys) * p.splits;
+  const int64_t blocks = blocks_of_split(p.batch, p.queries, p.heads, p.key_heads, shared_keys) * p.splits;
   dtype_switch(p.dtype, [&](auto t) {
     using T = decltype(t);
     const auto start = [&](auto kernel, size_t shared) {
