@@ -25,7 +25,7 @@ SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
 EVERYDAY = ("attention/bias_gradient.cu", "feed_forward/product_sm90.cu", "linear_cross_entropy/rows.cu")
 # Kernels that multiply no matrices, or one query; all others use tensor cores for every type but exact float32.
 NO_PRODUCTS = (
-    r"decode_attention::(?!tensor)|layer_norm|cross_entropy|pointwise|add_partial|backward_rows_sm90|backward_round"
+    r"decode_attention::(?!tensor)|layer_norm|cross_entropy|pointwise|add_partial|backward_(rows|round|turns)_sm90"
 )
 # Kernels that may write over what they read. They must not read it by the read-only path, ld.global.nc.
 IN_PLACE = r"cross_entropy::rows_kernel|pointwise_kernel<\w+, true>"
