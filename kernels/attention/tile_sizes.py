@@ -23,8 +23,9 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# In the interpreter a visited tile costs milliseconds whatever its size.
-INTERPRETED_CONFIG, INTERPRETED_SHORT = Config(64, 64, 4, 1), Config(32, 32, 4, 1)
+# In the interpreter a visited tile costs milliseconds whatever its size. All kernels have the same one, as products of
+# another size are rounded otherwise: the weights would not fit lse. Kernels of short sequences have up to 32 keys.
+INTERPRETED_CONFIG, INTERPRETED_SHORT_KEYS = Config(64, 64, 4, 1), 32
 
 # Which column of the table a device reads. sm_86, 89, 120 and 121 have 99 KiB of shared memory a block, the other
 # devices from sm_80 on at least 163; sm_90 and 100 keep operands of products in shared memory, sm_80 in registers.
@@ -100,7 +101,7 @@ def short_config(
     if seqlen_k == 0 or (kernel == "backward" and seqlen_q > MAX_SHORT_QUERIES):
         return None
     if INTERPRETED:
-        return INTERPRETED_SHORT if seqlen_k <= INTERPRETED_SHORT.BLOCK_N else None
+        return INTERPRETED_CONFIG if seqlen_k <= INTERPRETED_SHORT_KEYS else None
     for keys, row in _SHORT.get((kernel, dtype.itemsize * 8, _columns(head_dim)), {}).items():
         if seqlen_k <= keys:
             c = _on_device(row, arch)
