@@ -93,8 +93,13 @@ def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
     options: further ones for the compiler. A source includes headers from its own csrc/, which may be a changed copy.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: _compile(source, folder, options), [*sources, *EMULATOR_SOURCES]))
+    sources = [*sources, *EMULATOR_SOURCES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the largest first, so that none is left for the end
+        started = {
+            source: pool.submit(_compile, source, folder, options)
+            for source in sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
+        }
+    objects = [started[source].result() for source in sources]
     library = folder / _digest(*map(str, objects)) / f"{name}.so"
     library.parent.mkdir(exist_ok=True)
     _make(library, [CXX, "-shared", "-Wl,-Bsymbolic", *map(str, objects)], folder)

@@ -58,7 +58,15 @@ def test_several_tiles(kind: str, kernels: torch.device) -> None:
     check(make(B=2, H=2, Hk=1, Lq=37, Lk=141, D=8, dtype=FLOAT16, **options), cuda_attention(kernels))
 
 
-@pytest.mark.parametrize("kind", ["none", "window", "key_padding_holes", "attn_mask", "decoder", "segments_causal"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(k, marks=full) for k in ("none", "window", "attn_mask")),
+        "key_padding_holes",
+        "decoder",
+        "segments_causal",
+    ],
+)
 def test_short_sequences(kind: str, kernels: torch.device) -> None:
     """Up to 128 queries and keys: kernels of their own in 16 bits; float32 and wide heads take the general ones."""
     options = dict(B=2, mask=kind, dropout_p=0.2, device=kernels)
@@ -138,7 +146,7 @@ def views(p: Problem) -> dict[str, Problem]:
     }
 
 
-@pytest.mark.parametrize("mask", ["causal", "attn_mask"])
+@pytest.mark.parametrize("mask", [pytest.param("causal", marks=full), "attn_mask"])
 def test_memory_orders(mask: str, kernels: torch.device) -> None:
     """Strided tensors are not copied. Those that Hopper's kernels cannot read are read by the other kernels."""
     p = make(B=2, H=2, Lq=150, Lk=150, D=16, dtype=BFLOAT16, mask=mask, device=kernels)
