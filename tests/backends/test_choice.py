@@ -176,6 +176,7 @@ def _in_new_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_torch_compile_of_a_model_before_its_first_call() -> None:
     """One graph, though every backend's module is imported while it is traced."""
     _in_new_process("""

@@ -171,6 +171,7 @@ def test_doctor_names_a_backend_that_is_wrong(
     assert "causal" in {check["case"] for check in bad}
 
 
+@pytest.mark.full
 def test_doctor_survives_a_backend_that_raises(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,7 +97,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=full)], ids=["", "biased"])
 @pytest.mark.parametrize(("backend", "variant", "autocast"), CASES)
 def test_same_as_op_by_op(backend, variant, autocast, biased, batch, taken, nodes, request, monkeypatch):
     """Under autocast with as large an error."""
