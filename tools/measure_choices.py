@@ -132,7 +132,7 @@ def _sm80_up_to(length: int) -> AbstractContextManager:
 
 
 def _forward_tile(rows: int) -> AbstractContextManager:
-    """The forward in tiles of so many queries."""
+    """The forward in tiles of `rows` queries."""
     mask_layouts = cuda.mask_layouts
     layout = Layout(False, rows, 128, (*cuda.SM90, rows))
     return mock.patch.object(cuda, "mask_layouts", lambda *call: (layout, *mask_layouts(*call)[1:]))

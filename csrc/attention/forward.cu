@@ -11,9 +11,9 @@
 //   head, 2 on sm_80, 4 on chips of 99 KiB. The kernels are those of long sequences, except for 16-bit types up to head
 //   dimension 64: their kernel has 32 keys a tile and needs 128 registers, so that 16 warps run, two blocks of 128
 //   queries; 64 keys allow one block.
-// On Hopper this kernel serves up to 64 queries and keys, where tiles of 128 keys would compute mostly padding: in
+// On Hopper this kernel is used up to 64 queries and keys, where tiles of 128 keys would compute mostly padding: in
 //   training with 256 sentences of 32 tokens, 8 heads of 64, dropout 0.1: 2048 blocks of 2 warps, 8 blocks a
-//   multiprocessor; at most 2400 instructions a warp, 10 us of issue slots, beside 34 MB, 11 us of memory: estimated 14
+//   multiprocessor; at most 2400 instructions a warp, 10 us of issue slots, next to 34 MB, 11 us of memory: estimated 14
 //   us. forward_sm90.cu reads the same bytes in 15.5 items a block, of which each computed a tile of 192 x 128:
 //   estimated 54 us before dropout had its own kernel there, about 30 us now. At 128 queries and keys with dropout it
 //   is the other way: 15 us of issue slots here, 6 us there, 11 us of memory.

@@ -8,8 +8,8 @@
 //   keys and values fit in the L2 cache.
 // Tiles at head dimension 64: 192 queries by 128 keys, or 128 by 128 where that pads fewer queries by 1 in 16 or more,
 //   as mask_layouts() of fastattn/backends/cuda/attention.py says: at 128, 256 and 512 queries. Up to 64 queries and
-//   keys the sm_80 kernel serves instead: forward.cu. A warpgroup whose queries are all past the end computes nothing.
-// Order: blocks take items from a counter, which a memset clears first. There is none where the items are alike, where
+//   keys the sm_80 kernel is used: forward.cu. A warpgroup whose queries are all past the end computes nothing.
+// Order: blocks take items from a counter, which a memset clears first. There is none where the items are equal, where
 //   all heads fit in L2, so that items only get shorter, or where blocks get at most two items: blocks then take theirs
 //   in turns of alternating direction. With several groups of heads in L2 and a causal mask that would cost 5 to 30 %.
 // Kinds: plain, with dropout, and general, which tests each score against the mask. The first two test only in partial

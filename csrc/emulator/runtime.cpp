@@ -78,7 +78,7 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
 
 }  // namespace fastattn::emulator
 
-// All devices are alike. They have two multiprocessors, so few that the kernels' loops over blocks run several times.
+// All devices are equal. They have two multiprocessors, so few that the kernels' loops over blocks run several times.
 // Their compute capability is 8.0, or FASTATTN_EMULATOR_CAPABILITY, such as 90.
 extern "C" {
 

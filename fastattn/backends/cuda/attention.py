@@ -26,7 +26,7 @@ IN_ORDER = "in order"  # the kernel of dk and dv, 5 products in all; its blocks 
 ANY_ORDER = "any order"  # the same, without waiting; never under torch.use_deterministic_algorithms(True)
 WAYS_TO_DQ = (IN_ORDER, OWN, ANY_ORDER)
 DQ = "dq by cuda"  # the ways in a record
-# Up to so many queries and keys the forward takes SM80 on Hopper, too: csrc/attention/forward.cu. At most the
+# Up to this many queries and keys the forward uses SM80 on Hopper, too: csrc/attention/forward.cu. At most the
 # extension's ATTENTION_MAX_SHORT, as SM80's tile is another one.
 _MOST_SM80 = 64
 _NO_MEMORY = None, None
