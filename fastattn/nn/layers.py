@@ -12,7 +12,7 @@ from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.residual import HiddenState
-from fastattn.nn.straight import Plan, run_layer
+from fastattn.nn.straight import Parts, Plan, attention_parts, feed_forward_parts, run_layer
 from fastattn.ops.feed_forward import Activation
 
 
@@ -45,7 +45,21 @@ class _Layer(nn.Module):
         heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
         for name in self.attentions:
             self.add_module(name, MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common))
+        self.norm_first = norm_first
         self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
+
+    def parts(self) -> list[Parts] | None:
+        """What the straight path reads, or None: something is modified. An attention after the first has a memory."""
+        parts: list[Parts] = []
+        for name in (*self.attentions, "pos_ffn"):
+            if name == "pos_ffn":
+                part = feed_forward_parts(self._modules[name], self.norm_first)
+            else:
+                part = attention_parts(self._modules[name], self.norm_first, bool(parts))
+            if part is None:
+                return None
+            parts.append(part)
+        return parts
 
 
 class EncoderLayer(_Layer):

@@ -79,9 +79,10 @@ class AttentionChoice(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """A call of a MultiHeadAttention.
+    """A call of an attention sublayer.
 
-    projections: w_qs, w_ks and w_vs, each (rows, d_model), or w_qs alone where keys and values come projected.
+    projections: of queries, keys and values, each (rows, d_model), or one of all their rows; where keys and values come
+        projected (reads_memory), of the queries alone.
     biases: theirs, each (rows,); none or all.     fc: (d_model, n_head * d_v).
     sizes: B, L, n_head, n_head_kv, d_k, d_v.
     """
@@ -94,11 +95,8 @@ class Attention(NamedTuple):
     sizes: tuple[int, ...]
     softmax_scale: float
     dropout_p: float
+    reads_memory: bool
     choice: AttentionChoice
-
-    @property
-    def reads_memory(self) -> bool:
-        return len(self.projections) == 1
 
     @property
     def parameters(self) -> Parameters:
@@ -120,11 +118,14 @@ class Attention(NamedTuple):
         projections, biases = (tuple(next(parameters) for _ in ts) for ts in (self.projections, self.biases))
         choice = AttentionChoice(_formula("attention", self.choice.chosen), self.choice.mask, None, {})
         fc, fc_bias, norm = next(parameters), next(parameters), self.norm.by_formula(parameters)
-        return Attention(projections, biases, fc, fc_bias, norm, *self[5:8], choice)
+        return Attention(projections, biases, fc, fc_bias, norm, *self[5:9], choice)
 
 
 class FeedForward(NamedTuple):
-    """A call of a PositionwiseFeedForward. weight1 (rows, d_model), weight2 (d_model, d_inner)."""
+    """A call of a feed-forward sublayer. weight1 (rows, d_model), weight2 (d_model, d_inner).
+
+    dropout_p: on the hidden units.
+    """
 
     weight1: Tensor
     bias1: Tensor | None
@@ -132,6 +133,7 @@ class FeedForward(NamedTuple):
     bias2: Tensor | None
     norm: Norm
     activation: str
+    dropout_p: float
     chosen: Implementation
 
     @property
@@ -149,10 +151,56 @@ class FeedForward(NamedTuple):
     def by_formula(self, parameters: Iterator[Tensor | None]) -> FeedForward:
         weights = [next(parameters) for _ in range(4)]
         chosen = _formula("feed_forward", self.chosen)
-        return FeedForward(*weights, self.norm.by_formula(parameters), self.activation, chosen)
+        return FeedForward(*weights, self.norm.by_formula(parameters), self.activation, self.dropout_p, chosen)
 
 
 Call = Attention | FeedForward
+
+
+class NormParts(NamedTuple):
+    """What the end of a sublayer is made of: a dropout with its current probability and a LayerNorm."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    dropout_p: float
+
+
+class AttentionParts(NamedTuple):
+    """What the straight path reads of an attention sublayer that nobody has modified.
+
+    weights, biases: of the projections of queries, keys and values, or of one projection with all their rows. Of those
+        that come with a memory, which is projected before, only the queries'. A projection without a bias has None.
+    fc, fc_bias: of the projection that follows the heads.
+    """
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    fc: Tensor
+    fc_bias: Tensor | None
+    norm: NormParts
+    n_head_kv: int
+    d_k: int
+    d_v: int
+    softmax_scale: float
+    dropout_p: float
+    backend: Backend | None
+
+
+class FeedForwardParts(NamedTuple):
+    """The same of a feed-forward sublayer. dropout_p: on the hidden units."""
+
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    norm: NormParts
+    activation: str
+    dropout_p: float
+    backend: Backend | None
+
+
+Parts = AttentionParts | FeedForwardParts
 
 
 def _formula(op_name: str, chosen: Implementation) -> Implementation:
@@ -229,6 +277,17 @@ def _state(x: Tensor | PendingResidual) -> tuple[Any, ...] | None:
     return t.device, dtype, autocast_dtype, torch.is_grad_enabled(), is_recomputing()
 
 
+def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
+    """A plan for a layer's call with this input, or None: the layer has to go op by op.
+
+    plan: that of the forward, which the layers share, or None. Where it was made for another kind of call, the layer
+    gets one of its own.
+    """
+    if plan is None or not plan.holds_for(x):
+        plan = Plan(x)
+    return plan if plan.is_open else None
+
+
 def run_layer(
     plan: Plan | None,
     layer: Any,
@@ -236,17 +295,29 @@ def run_layer(
     masks: Sequence[Tensor | AttentionMask | None],
     *memory: Tensor,
 ) -> Tensor | PendingResidual | None:
-    """The output of an EncoderLayer or DecoderLayer, of the type of its input x, or None: it has to go op by op.
+    """The output of an EncoderLayer or DecoderLayer, or None: it has to go op by op. See open_plan and run_parts."""
+    plan = open_plan(plan, x)
+    parts = None if plan is None else layer.parts()
+    return None if parts is None else run_parts(plan, parts, layer.norm_first, x, masks, *memory)
 
-    plan: None, or one that was made for another call: it is made here.
-    x: a tensor (B, L, d_model), or with norm_first a PendingResidual of such.     masks: of layer.attentions.
-    memory: of a decoder layer: the encoder's projected keys and values, (B, Lk, rows).
+
+def run_parts(
+    plan: Plan,
+    parts: Sequence[Parts],
+    norm_first: bool,
+    x: Tensor | PendingResidual,
+    masks: Sequence[Tensor | AttentionMask | None],
+    *memory: Tensor,
+) -> Tensor | PendingResidual | None:
+    """The output of a layer, of the type of its input x, or None: it has to go op by op.
+
+    plan: of open_plan.     parts: of the sublayers in their order.     masks: of those that are attention.
+    x: a tensor (B, L, d_model), or with norm_first also a PendingResidual of such.
+    memory: what the second attention attends to, projected to keys and values, (B, Lk, rows).
     """
-    if plan is None or not plan.holds_for(x):
-        plan = Plan(x)
-    stream, norm_first = (x, True) if isinstance(x, PendingResidual) else ((x,), False)
+    stream = x if isinstance(x, PendingResidual) else (x, None, None) if norm_first else (x,)
     first = stream[0]
-    if not plan.is_open or first.dim() != 3:
+    if first.dim() != 3 or (isinstance(x, PendingResidual) and not norm_first):
         return None
     if plan.is_under_autocast:  # the bias of a PendingResidual is a parameter, and stays as it is
         stream = *[t if t is None else t.to(plan.dtype) for t in stream[:2]], *stream[2:]
@@ -256,15 +327,17 @@ def run_layer(
     if memory and not first.shape[0] == memory[0].shape[0] == memory[1].shape[0]:
         return None
     calls: list[Call] = []
-    for name, mask, read in zip(layer.attentions, masks, ((), memory), strict=False):
-        call = _attention_call(plan, layer._modules[name], norm_first, stream[0], mask, read)
+    reads, is_sum = iter((((), masks[0]), (memory, masks[-1]))), norm_first and isinstance(x, Tensor)
+    for part in parts:
+        if is_sum and not calls:  # x is a sum already: its dropout has been
+            part = part._replace(norm=part.norm._replace(dropout_p=0.0))
+        if isinstance(part, AttentionParts):
+            call = _attention_call(plan, part, stream[0], *next(reads))
+        else:
+            call = _feed_forward_call(plan, part, stream[0])
         if call is None:
             return None
         calls.append(call)
-    call = _feed_forward_call(plan, layer._modules["pos_ffn"], norm_first, stream[0])
-    if call is None:
-        return None
-    calls.append(call)
     is_formula = call.chosen.differentiable
     for call in calls:
         for chosen in ((call.choice if isinstance(call, Attention) else call).chosen, call.norm.chosen):
@@ -279,11 +352,14 @@ def run_layer(
     with _autocast.no_autocast(plan.device) if plan.is_under_autocast else nullcontext():
         if plan.keeps and not (is_formula and _is_recorded(calls, stream, parameters)):
             given = plan, calls, rng_states, len(stream), len(memory)
-            out = _Layer.apply(given, *stream, *memory, *parameters)
-            return PendingResidual(*out[:2], _bias_for_norm(calls[-1])) if norm_first else out[0]
-        out = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, None)
-    x = out[0].view_as(first)
-    return PendingResidual(x, out[1].view_as(first)) if norm_first else x
+            out, bias = _Layer.apply(given, *stream, *memory, *parameters), _bias_for_norm(calls[-1])
+        else:
+            out, bias = _forward(plan, calls, iter(rng_states), _as_matrices(stream), memory, None), None
+            out = [t.view_as(first) for t in out]
+        if not norm_first:
+            return out[0]
+        pending = PendingResidual(*out[:2], bias)
+        return pending.sum(parts[-1].norm.dropout_p) if is_sum else pending
 
 
 def _is_recorded(calls: Sequence[Call], stream: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
@@ -310,69 +386,101 @@ def _as_matrices(stream: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [t if t is None or t.dim() == 1 else t.flatten(0, 1).contiguous() for t in stream]
 
 
-# The calls of a layer's sublayers, from its modules. None: something is modified, and the layer goes op by op.
+# What a layer of this package consists of. None: something is modified, and the layer goes op by op.
 
 
-def _attention_call(
-    plan: Plan, module: Any, norm_first: bool, x: Tensor, mask: Any, memory: Sequence[Tensor]
-) -> Attention | None:
-    """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
+def attention_parts(module: Any, norm_first: bool, reads_memory: bool) -> AttentionParts | None:
+    """Of a MultiHeadAttention; with reads_memory its keys and values come projected."""
     if not is_unmodified(module, MultiHeadAttention, READ_BY_OPS) or module.norm_first is not norm_first:
         return None
     children = module._modules
     core = children["attention"]
     if not is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
         return None
-    mask = mask if isinstance(mask, AttentionMask) else as_attention_mask(mask)
-    (B, L, d_model), d_k, d_v = x.shape, module.d_k, module.d_v
-    if d_model != module.d_model or (mask is not None and mask.bias is not None):
-        return None
-    w_qs, fc, norm = children["w_qs"]._parameters, children["fc"]._parameters, _norm_call(plan, module, x)
-    maps = (w_qs,) if memory else (w_qs, children["w_ks"]._parameters, children["w_vs"]._parameters)
-    projections = tuple([p["weight"] for p in maps])
-    biases = tuple([p["bias"] for p in maps if p["bias"] is not None])
-    if len(biases) not in (0, len(projections)):
-        return None
-    if not _fit(plan, norm, d_model, fc["weight"], fc["bias"], *projections, *biases):
-        return None
+    maps = [children[name]._parameters for name in (("w_qs",) if reads_memory else ("w_qs", "w_ks", "w_vs"))]
+    weights, biases = (tuple([p[name] for p in maps]) for name in ("weight", "bias"))
+    fc, dropout_p = children["fc"]._parameters, current_dropout_p(core._modules["dropout"])
     # Under tensor parallelism written by hand a process has some of the heads.
-    n_head, seqlen_k, layout = projections[0].shape[0] // d_k, L, None
-    if memory:
-        (_, seqlen_k, width), (_, same, value_width) = memory[0].shape, memory[1].shape
-        layout = memory[0].stride(), memory[1].stride()
-    else:
-        same, width, value_width = seqlen_k, projections[1].shape[0], projections[2].shape[0]
-    if same != seqlen_k or width * d_v != value_width * d_k:
-        return None
-    sizes, dropout_p = (n_head, width // d_k, d_k, d_v), current_dropout_p(core._modules["dropout"])
-    call = (B, L, seqlen_k, *sizes), dropout_p, 1 / core.temperature, layout
-    choice = plan.choose_attention(core.backend, mask, *call)
-    options = (B, L, *sizes), 1 / core.temperature, dropout_p, choice
-    return Attention(projections, biases, fc["weight"], fc["bias"], norm, *options)
+    n_head_kv = module.n_head_kv if reads_memory else weights[1].shape[0] // module.d_k
+    heads = n_head_kv, module.d_k, module.d_v, 1 / core.temperature
+    return AttentionParts(
+        weights, biases, fc["weight"], fc["bias"], _norm_parts(module), *heads, dropout_p, core.backend
+    )
 
 
-def _feed_forward_call(plan: Plan, module: Any, norm_first: bool, x: Tensor) -> FeedForward | None:
-    """x: (B, L, d_model)."""
+def feed_forward_parts(module: Any, norm_first: bool) -> FeedForwardParts | None:
+    """Of a PositionwiseFeedForward."""
     children = PositionwiseFeedForward.fused_children
     if not is_unmodified(module, PositionwiseFeedForward, children) or module.norm_first is not norm_first:
         return None
     w_1, w_2 = module._modules["w_1"]._parameters, module._modules["w_2"]._parameters
-    weights, norm = (w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]), _norm_call(plan, module, x)
-    if not _fit(plan, norm, x.shape[2], *weights[2:], *weights[:2]):
-        return None
-    if weights[1] is not None and weights[1].numel() != weights[0].shape[0]:
-        return None
-    key = x.shape, module.activation, weights[0].shape
-    chosen = plan.choose("feed_forward", module.backend, key, x, *weights, module.activation, 0.0)
-    return FeedForward(*weights, norm, module.activation, chosen)
+    weights = w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]
+    return FeedForwardParts(*weights, _norm_parts(module), module.activation, 0.0, module.backend)
 
 
-def _norm_call(plan: Plan, module: Any, x: Tensor) -> Norm:
-    norm, dropout_p = module._modules["layer_norm"], current_dropout_p(module._modules["dropout"])
+def _norm_parts(module: Any) -> NormParts:
+    norm = module._modules["layer_norm"]
     weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+    return NormParts(weight, bias, norm.eps, current_dropout_p(module._modules["dropout"]))
+
+
+# The calls of the sublayers. None: their tensors do not fit each other, and the layer goes op by op.
+
+
+def _attention_call(
+    plan: Plan, parts: AttentionParts, x: Tensor, memory: Sequence[Tensor], mask: Any
+) -> Attention | None:
+    """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
+    mask = mask if isinstance(mask, AttentionMask) else as_attention_mask(mask)
+    if mask is not None and mask.bias is not None:
+        return None
+    weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = parts
+    B, L, d_model = x.shape
+    missing = biases.count(None)
+    if missing == len(biases):
+        biases = ()
+    elif missing:  # zeros in its place; as a parameter, whose gradient nobody reads
+        pairs = zip(weights, biases, strict=True)
+        biases = tuple([w.new_zeros(w.shape[0]).requires_grad_() if b is None else b for w, b in pairs])
+    norm = _norm_call(plan, norm, x, backend)
+    if not _fit(plan, norm, d_model, fc, fc_bias, *weights, *biases) or weights[0].shape[1] != d_model:
+        return None
+    keys, values, seqlen_k, layout, queries = n_head_kv * d_k, n_head_kv * d_v, L, None, weights[0].shape[0]
+    if memory:
+        (_, seqlen_k, keys), (_, same, values) = memory[0].shape, memory[1].shape
+        layout = memory[0].stride(), memory[1].stride()
+        if same != seqlen_k or keys * d_v != values * d_k:
+            return None
+        n_head_kv = keys // d_k
+    elif len(weights) == 1:
+        queries -= keys + values
+    elif not (weights[1].shape[0] == keys and weights[2].shape[0] == values):
+        return None
+    n_head = queries // d_k
+    sizes = n_head, n_head_kv, d_k, d_v
+    choice = plan.choose_attention(backend, mask, (B, L, seqlen_k, *sizes), dropout_p, softmax_scale, layout)
+    options = (B, L, *sizes), softmax_scale, dropout_p, bool(memory), choice
+    return Attention(weights, biases, fc, fc_bias, norm, *options)
+
+
+def _feed_forward_call(plan: Plan, parts: FeedForwardParts, x: Tensor) -> FeedForward | None:
+    """x: (B, L, d_model)."""
+    weight1, bias1, weight2, bias2, norm, activation, dropout_p, backend = parts
+    norm = _norm_call(plan, norm, x, backend)
+    if not _fit(plan, norm, x.shape[2], weight2, bias2, weight1, bias1):
+        return None
+    if weight1.shape[1] != x.shape[2] or (bias1 is not None and bias1.numel() != weight1.shape[0]):
+        return None
+    key = x.shape, activation, weight1.shape, dropout_p
+    chosen = plan.choose("feed_forward", backend, key, x, weight1, bias1, weight2, bias2, activation, dropout_p)
+    return FeedForward(weight1, bias1, weight2, bias2, norm, activation, dropout_p, chosen)
+
+
+def _norm_call(plan: Plan, parts: NormParts, x: Tensor, backend: Backend | None) -> Norm:
+    weight, bias, eps, dropout_p = parts
     key = x.shape, weight.dtype, dropout_p
-    chosen = plan.choose("add_layer_norm", module.backend, key, x, None, weight, bias, dropout_p, None)
-    return Norm(weight, bias, norm.eps, dropout_p, chosen)
+    chosen = plan.choose("add_layer_norm", backend, key, x, None, weight, bias, dropout_p, None)
+    return Norm(weight, bias, eps, dropout_p, chosen)
 
 
 def _fit(
@@ -399,12 +507,11 @@ def _fit(
 
 
 def _draw_rng_states(plan: Plan, calls: Sequence[Call], norm_first: bool) -> list[Tensor | None]:
-    """What dropout draws from, in the order in which _forward needs it: twice for Attention, once for FeedForward."""
+    """What dropout draws from, in the order in which _forward needs it: twice for each call."""
     drops: list[bool] = []
     for call in calls:
-        drops.append(call.norm.dropout_p > 0)
-        if isinstance(call, Attention):
-            drops.insert(len(drops) if norm_first else -1, call.dropout_p > 0)
+        own = call.norm.dropout_p > 0, call.dropout_p > 0
+        drops += own if norm_first else reversed(own)
     count = sum(drops)
     drawn = draw_rng_states(plan.device, calls[0].norm.chosen.name, count) if count else ()
     if count == len(drops):
@@ -665,10 +772,11 @@ def _feed_forward(
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor | None]:
     (weight1, bias1, weight2, bias2), module, is_formula = weights, call.chosen.module, call.chosen.differentiable
+    options = call.activation, call.dropout_p, next(rng_states)
     if kept is None and is_formula:
-        return module.feed_forward(x, weight1, bias1, weight2, bias2, call.activation, 0.0, None), None
+        return module.feed_forward(x, weight1, bias1, weight2, bias2, *options), None
     bias = bias2 if kept is None or is_formula else None
-    out, saved = module.feed_forward_fwd(x, weight1, bias1, weight2, bias, call.activation, 0.0, None)
+    out, saved = module.feed_forward_fwd(x, weight1, bias1, weight2, bias, *options)
     if kept is None:
         return out, None
     kept.append((x, weight1, bias1, weight2, *(() if plan.is_recomputing else saved)))
@@ -686,7 +794,7 @@ def _feed_forward_backward(
     dbias: Tensor | None,
 ) -> tuple[Tensor, Parameters]:
     x, weight1, bias1, weight2, *saved = kept.pop()
-    module, options = call.chosen.module, (call.activation, 0.0, None)
+    module, options = call.chosen.module, (call.activation, call.dropout_p, rng_states.pop())
     if not saved:
         saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]
     weights = weight1, bias1, weight2, call.bias2 if call.chosen.differentiable else None

@@ -33,15 +33,7 @@ def add_layer_norm(
     """
     plain = x_bias is None and bias is not None and not eps_on_std
     if plain and x.dtype in _16_BITS and can_read_values(x):
-        if rng_state is None:
-            z = x if residual is None else residual + x
-        else:
-            keep = philox.keep_mask(rng_state, x.numel() // x.shape[-1], x.shape[-1], dropout_p, x.dtype).view(x.shape)
-            scale = dropout_scale(dropout_p)
-            if x.dtype == torch.float16:
-                z = _DroppedSum.apply(x, residual, keep, scale)
-            else:  # not addcmul, whose gradient rounds keep * scale
-                z = x * keep * scale if residual is None else torch.add(residual, x * keep, alpha=scale)
+        z = dropout_add(x, residual, dropout_p, rng_state)
         return F.layer_norm(z, (x.shape[-1],), weight, bias, eps), z
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype, hidden = x.dtype, x.shape[-1]
@@ -50,11 +42,7 @@ def add_layer_norm(
         residual, bias = (None if t is None else t.to(acc) for t in (residual, bias))
     if x_bias is not None:
         x = x + x_bias.to(acc)
-    if rng_state is None:
-        z = x if residual is None else residual + x
-    else:
-        factor = philox.keep_factor(rng_state, x.numel() // hidden, hidden, dropout_p, acc).view(x.shape)
-        z = x * factor if residual is None else torch.addcmul(residual, x, factor)
+    z = dropout_add(x, residual, dropout_p, rng_state)
     if eps_on_std:
         out = _layer_norm_by_std(z, weight, bias, eps)
     elif bias is None:
@@ -62,6 +50,21 @@ def add_layer_norm(
     else:
         out = F.layer_norm(z, (hidden,), weight, bias, eps)
     return (out, z) if dtype == acc else (out.to(dtype), z.to(dtype))
+
+
+def dropout_add(x: Tensor, residual: Tensor | None, dropout_p: float, rng_state: Tensor | None) -> Tensor:
+    """[residual +] dropout(x), in the dtype of x."""
+    if rng_state is None:
+        return x if residual is None else residual + x
+    matrix, scale = (x.numel() // max(x.shape[-1], 1), x.shape[-1]), dropout_scale(dropout_p)
+    if x.dtype not in _16_BITS:
+        factor = philox.keep_factor(rng_state, *matrix, dropout_p, x.dtype).view(x.shape)
+        return x * factor if residual is None else torch.addcmul(residual, x, factor)
+    keep = philox.keep_mask(rng_state, *matrix, dropout_p, x.dtype).view(x.shape)
+    if x.dtype == torch.float16:
+        return _DroppedSum.apply(x, residual, keep, scale)
+    # Not addcmul, whose gradient rounds keep * scale.
+    return x * keep * scale if residual is None else torch.add(residual, x * keep, alpha=scale)
 
 
 def add_layer_norm_fwd(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import may_write_in_place
+from fastattn.backends.constants import dropout_scale
 from fastattn.backends.cpu_matmul import linear, mm, product
 from fastattn.backends.reference import philox
 from fastattn.backends.reference.feed_forward import activate
@@ -63,10 +64,13 @@ def feed_forward_bwd(
     saved: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """Gradients of x, weight1, bias1, weight2 and bias2; None for an absent bias."""
-    hidden, dhidden = saved[0], philox.dropout(mm(dout, weight2), dropout_p, rng_state)
-    if activation == "relu":
+    hidden, dhidden = saved[0], mm(dout, weight2)
+    if activation == "relu":  # what was dropped is 0 too
         dz = torch.ops.aten.threshold_backward.default(dhidden, hidden, 0)
+        if rng_state is not None:
+            dz.mul_(dropout_scale(dropout_p))
     else:
+        dhidden = philox.dropout(dhidden, dropout_p, rng_state)
         with torch.enable_grad():
             z = saved[1].detach().requires_grad_()
             made = activate(z, activation)
