@@ -9,6 +9,7 @@ from fastattn import generate
 from fastattn.backends import use_backend
 from fastattn.check.explain import Explanation, ModelExplanation, explain
 from fastattn.graphs.training_step import GraphedStep
+from fastattn.integrations.accelerate import accelerate, restore
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
@@ -26,6 +27,7 @@ __all__ = [
     "FusedTransformer",
     "GraphedStep",
     "ModelExplanation",
+    "accelerate",
     "decode_attention",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
@@ -36,6 +38,7 @@ __all__ = [
     "get_pad_mask",
     "get_subsequent_mask",
     "linear_cross_entropy",
+    "restore",
     "scaled_dot_product_attention",
     "use_backend",
 ]

@@ -45,6 +45,9 @@ _REFUSED = {
     "head_mask": "fastattn does not mask heads",
 }
 
+# What changes a call of attention, next to its tensors and masks.
+CHANGES_ATTENTION = (*_REFUSED, "is_causal", "position_bias")
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -78,6 +81,16 @@ def use(model: Model) -> Model:
         if isinstance(config, PreTrainedConfig) and config._attn_implementation != NAME:
             config._attn_implementation = NAME
     return model
+
+
+def implementations(model: nn.Module) -> list[tuple[PreTrainedConfig, str]]:
+    """The attention of every config in a model, for restoring it."""
+    configs = {id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)}
+    for config in list(configs.values()):
+        for name in config.sub_configs:
+            if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
+                configs[id(inner)] = inner
+    return [(config, config._attn_implementation) for config in configs.values()]
 
 
 def attention_forward(

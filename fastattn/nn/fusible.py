@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
 
+from fastattn.nn.leaves import Dropout, Linear
 from fastattn.nn.position import PositionalEncoding
 
 # The classes that ops can replace, and what they read of such a module.
 _READ = {
     nn.Linear: ("weight",),
+    Linear: ("weight",),
     nn.Embedding: ("weight",),
     nn.LayerNorm: ("weight", "bias"),
     nn.Dropout: (),
+    Dropout: (),
     PositionalEncoding: ("pos_table",),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._tracing import can_read_values
-from fastattn.backends import Backend, load_backend, requested
-from fastattn.backends.reference.philox import draw_rng_state
+from fastattn.backends import Backend, requested
 from fastattn.nn.fusible import can_fuse
+from fastattn.nn.leaves import Dropout, dropout_add
 from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
@@ -49,9 +49,8 @@ class PendingResidual(NamedTuple):
             dropout = current_dropout_p(dropout)
         if isinstance(dropout, nn.Module):
             branch = dropout(branch)
-        elif dropout and can_read_values(branch) and not branch.is_cuda:  # a tenth of PyTorch's time
-            state = draw_rng_state(branch.device, "aten")
-            return load_backend("add_layer_norm", "aten").dropout_add(branch, residual, dropout, state)
+        elif dropout and can_read_values(branch):
+            return dropout_add(branch, residual, dropout)
         elif dropout:
             branch = F.dropout(branch, dropout)
         return branch if residual is None else residual + branch
@@ -63,12 +62,12 @@ HiddenState = TypeVar("HiddenState", Tensor, PendingResidual)
 
 def current_dropout_p(dropout: nn.Module) -> float:
     """The probability of dropping that applies now: 0 in eval mode, and of a module that is not an nn.Dropout."""
-    return dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+    return dropout.p if dropout.training and type(dropout) in (nn.Dropout, Dropout) else 0.0
 
 
 def add_norm(
     pending: PendingResidual,
-    dropout: nn.Module | None,
+    dropout: nn.Module | float | None,
     layer_norm: nn.Module,
     backend: Backend | None,
     *,
@@ -77,8 +76,8 @@ def add_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """layer_norm(z), or with return_sum (layer_norm(z), z), where z = residual + dropout(branch + bias).
 
-    dropout: None where there is none. fusible: whether can_fuse is known to be true of both modules. A module of which
-    it is false is called.
+    dropout: a module, its current probability of dropping, or None where there is none. fusible: whether can_fuse is
+    known to be true of both modules. A module of which it is false is called.
     Under torch.autocast all inputs and outputs are in its dtype, so the hidden states between sublayers are stored in
     low precision, as by the public implementation's in-place addition. LayerNorm's weight, bias and statistics stay
     float32.
@@ -88,7 +87,9 @@ def add_norm(
         return (layer_norm(z), z) if return_sum else layer_norm(z)
     branch, residual, bias = pending
     dropout_p = 0.0
-    if dropout is not None and (fusible or can_fuse(dropout)):
+    if isinstance(dropout, float):
+        dropout_p = dropout
+    elif dropout is not None and (fusible or can_fuse(dropout)):
         dropout_p = current_dropout_p(dropout)
     elif dropout is not None:
         branch, bias = dropout(branch if bias is None else branch + bias), None

@@ -16,7 +16,9 @@ pops. It is None where nothing is kept: without gradients, and where autograd re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -286,6 +288,29 @@ def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
     if plan is None or not plan.holds_for(x):
         plan = Plan(x)
     return plan if plan.is_open else None
+
+
+class _LastPlan(threading.local):
+    """What shared_plan gave last, and for which mask and requested backend."""
+
+    mask: Callable[[], AttentionMask | None] = staticmethod(lambda: None)
+    requested: Any = None
+    plan: Plan | None = None
+
+
+_last = _LastPlan()
+
+
+def shared_plan(mask: AttentionMask | None, x: Tensor) -> Plan | None:
+    """open_plan for layers that get no plan of their forward, of a model of another library.
+
+    The layers of a forward have their self-attention's mask in common, so the plan is kept as long as calls have it.
+    """
+    same = mask is not None and _last.mask() is mask and _last.requested == backends.requested(None)
+    plan = open_plan(_last.plan if same else None, x)
+    if mask is not None and plan is not _last.plan:
+        _last.mask, _last.requested, _last.plan = weakref.ref(mask), backends.requested(None), plan
+    return plan
 
 
 def run_layer(

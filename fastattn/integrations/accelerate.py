@@ -1,0 +1,172 @@
+"""accelerate(model): a model of torch.nn or of transformers on fastattn, in place. restore(model) undoes it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fastattn.backends import cpu_matmul
+from fastattn.integrations import torch_nn
+from fastattn.integrations.layers import Accelerated, accelerated_class
+from fastattn.nn.fusible import hook_reason
+from fastattn.nn.leaves import Dropout, Linear
+
+_LEAVES = {nn.Linear: Linear, nn.Dropout: Dropout}
+_LEAVES_BACK = {replaced: original for original, replaced in _LEAVES.items()}
+
+
+class Entry(NamedTuple):
+    """One module of the model. reason: why it was left; None of what was taken."""
+
+    path: str
+    kind: str
+    reason: str | None
+
+
+class Report:
+    """What accelerate did. str(report) is a table; report.loss computes a Hugging Face model's loss without logits."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+
+    @property
+    def taken(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.reason is None]
+
+    @property
+    def left(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.reason is not None]
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str | None], list[str]] = {}
+        for path, kind, reason in self.entries:
+            groups.setdefault((kind, reason), []).append(path)
+        rows = [("taken" if r is None else "left", str(len(p)), k, p[0], r or "") for (k, r), p in groups.items()]
+        rows = [("", "modules", "class", "the first", "why"), *sorted(rows, reverse=True)]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def loss(
+        self, model: nn.Module, *, label_smoothing: float = 0.0, num_items_in_batch: Any = None, **batch: Any
+    ) -> Tensor:
+        """See fastattn.integrations.huggingface_loss.loss."""
+        from fastattn.integrations.huggingface_loss import loss
+
+        return loss(model, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, **batch)
+
+
+def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True) -> Report:
+    """Give the modules of a model that fastattn knows fastattn's forward, in place.
+
+    attention: attention of torch.nn.MultiheadAttention, and of transformers' models through their AttentionInterface.
+    layers: what is around it: dropout, residual connections, norms, feed-forward, linear maps.
+    Parameters and their names, state_dict, hooks and save_pretrained stay as they are. What somebody has modified, now
+    or later, is called as before. On a processor where PyTorch's products are the fastest, linear maps stay PyTorch's.
+    Call it before fully_shard, which gives modules another class.
+    TypeError for what is no nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    entries = _take_attention(model) if attention else []
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    keep_linear = None if on_cpu and cpu_matmul.choice() == "oneDNN" else "PyTorch's product is the fastest here"
+    known = _known_layers() if layers else {}
+    for path, module in list(model.named_modules()):
+        kind, name = type(module), type(module).__qualname__
+        if isinstance(module, Accelerated) or kind in _LEAVES_BACK:
+            entries.append(Entry(path, name, None))
+            continue
+        key, replacement, reason = f"{kind.__module__}.{name}", None, None
+        if kind in torch_nn.REPLACEMENTS and (layers or kind is nn.MultiheadAttention):
+            replacement = torch_nn.REPLACEMENTS[kind]
+            if kind is nn.MultiheadAttention:
+                reason = _attention_reason(module, attention)
+        elif layers and key in known:
+            replacement = accelerated_class(kind, known[key])
+        elif layers and kind in _LEAVES and on_cpu:
+            replacement, reason = _LEAVES[kind], keep_linear if kind is nn.Linear else None
+        elif layers and (base := _known_base(kind, known)) is not None:
+            reason = f"is a subclass of {base}, whose forward may be another"
+        else:
+            continue
+        if reason is None and "forward" in module.__dict__:
+            reason = hook_reason(module)
+        if reason is None:
+            module.__class__ = replacement
+        entries.append(Entry(path, name, reason))
+    return Report(entries)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo accelerate: every module gets its own class back, and transformers its attention.
+
+    TypeError for what is no nn.Module, ValueError where another library, such as fully_shard, has changed the class of
+    a module since.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        if isinstance(module, Accelerated) and "original" not in vars(type(module)):
+            raise ValueError(f"{path} is a {type(module).__name__} now: its class was changed after accelerate")
+    for module in modules.values():
+        if isinstance(module, Accelerated):
+            module.__class__ = type(module).original
+        elif type(module) in _LEAVES_BACK:
+            module.__class__ = _LEAVES_BACK[type(module)]
+        for config, name in module.__dict__.pop(_BEFORE, ()):
+            config._attn_implementation = name
+
+
+_BEFORE = "_attention_before_fastattn"  # attribute of a model: the configs that changed, and what they said
+
+
+def _known_layers() -> dict[str, type[Accelerated]]:
+    if "transformers" not in sys.modules:
+        return {}
+    from fastattn.integrations.huggingface_layers import MIXINS
+
+    return MIXINS
+
+
+def _take_attention(model: nn.Module) -> list[Entry]:
+    """transformers' models in the model take fastattn's attention, where they ask for one."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    from fastattn.integrations import huggingface
+
+    entries = []
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            kind = f"{type(module).__name__}: attention"
+            if any(path.startswith(f"{entry.path}.") or not entry.path for entry in entries):
+                continue  # of a model that was asked
+            before = huggingface.implementations(module)
+            try:
+                huggingface.use(module)
+            except ValueError as error:
+                entries.append(Entry(path, kind, str(error)))
+            else:
+                entries.append(Entry(path, kind, None))
+                module.__dict__.setdefault(_BEFORE, before)
+    return entries
+
+
+def _attention_reason(module: Any, attention: bool) -> str | None:
+    if not attention:
+        return "attention=False"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "has add_bias_kv or add_zero_attn"
+    return None
+
+
+def _known_base(kind: type, known: dict[str, type[Accelerated]]) -> str | None:
+    """The class of a known layer that this class is made of."""
+    for base in kind.__mro__[1:]:
+        if base in torch_nn.REPLACEMENTS or f"{base.__module__}.{base.__qualname__}" in known:
+            return base.__qualname__
+    return None

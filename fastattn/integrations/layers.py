@@ -1,0 +1,150 @@
+"""What modules of other libraries become in accelerate(): the same objects, of a class that computes by fastattn.
+
+Such a class is made of a module's own class and a mixin that overrides its forward. Parameters, children, hooks and
+attributes stay as they are, and every call reads them. A layer that nobody has modified takes the straight path
+(fastattn.nn.straight). Another goes sublayer by sublayer: its own attention is called, and what is unmodified around it
+is fused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.masks import AttentionMask
+from fastattn.nn.fusible import can_fuse, hook_reason
+from fastattn.nn.residual import PendingResidual, add_norm, current_dropout_p
+from fastattn.nn.straight import NormParts, Parts, run_parts, shared_plan
+from fastattn.ops.feed_forward import feed_forward
+
+
+class Accelerated:
+    """Base of the mixins. original: the module's own class."""
+
+    original: type[nn.Module]
+
+
+@functools.cache
+def accelerated_class(original: type[nn.Module], mixin: type[Accelerated]) -> Any:
+    """The class that computes what the original does by the mixin's forward, under the original's name."""
+
+    def reduce(self: Any, protocol: Any) -> Any:  # the class has no name by which pickle would find it
+        return _new, (original, mixin), self.__dict__
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    names |= {"original": original, "__reduce_ex__": reduce}
+    return type(original.__name__, (mixin, original), names)
+
+
+def _new(original: type[nn.Module], mixin: type[Accelerated]) -> Any:
+    kind = accelerated_class(original, mixin)
+    return kind.__new__(kind)
+
+
+# Activations by their classes' names, torch's and transformers', and torch's functions.
+_ACTIVATIONS = {
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+}
+_FUNCTIONS = {
+    torch.relu: "relu",
+    nn.functional.relu: "relu",
+    nn.functional.gelu: "gelu",
+    nn.functional.silu: "silu",
+}
+
+
+def activation_name(activation: Any) -> Any:
+    """The name by which feed_forward knows an activation, a module or a function; None for another."""
+    if not isinstance(activation, nn.Module):
+        return _FUNCTIONS.get(activation)
+    name = _ACTIVATIONS.get(type(activation).__name__)
+    if name is None or hook_reason(activation) is not None:
+        return None
+    return "gelu_tanh" if name == "gelu" and getattr(activation, "approximate", "none") == "tanh" else name
+
+
+def norm_parts(norm: nn.Module, dropout_p: float) -> NormParts:
+    """Of an unmodified LayerNorm and the dropout before it."""
+    return NormParts(norm.weight, norm.bias, norm.eps, dropout_p)
+
+
+def run_straight(
+    layer: Any,
+    x: Tensor,
+    masks: Sequence[AttentionMask | None],
+    memory: Callable[[], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor | None:
+    """The layer's output, or None: something is modified, and the layer goes sublayer by sublayer.
+
+    layer: has norm_first, and parts(has_memory), which is None where something is modified.
+    x: (B, L, d_model).     memory: the keys and values of the second attention, (B, Lk, rows), computed when needed.
+    """
+    plan = shared_plan(masks[0], x)
+    parts: list[Parts] | None = None if plan is None else layer.parts(memory is not None)
+    if plan is None or parts is None:
+        return None
+    return run_parts(plan, parts, layer.norm_first, x, masks, *(() if memory is None else memory()))
+
+
+class Sublayer(NamedTuple):
+    """branch: what the sublayer computes of its input.     dropout: a module, or its current probability."""
+
+    branch: Callable[[Tensor], Tensor]
+    dropout: nn.Module | float
+    norm: nn.Module
+
+
+def run_sublayers(x: Tensor, sublayers: Sequence[Sublayer], norm_first: bool) -> Tensor:
+    """The layer's output for x (B, L, d_model): each residual connection fused with the norm that follows."""
+    if not norm_first:
+        for branch, dropout, norm in sublayers:
+            x = add_norm(PendingResidual(branch(x), x), dropout, norm, None)
+        return x
+    pending, before = PendingResidual(x, None), 0.0
+    for branch, dropout, norm in sublayers:
+        normed, z = add_norm(pending, before, norm, None, return_sum=True)
+        pending, before = PendingResidual(branch(normed), z), dropout
+    return pending.sum(before)
+
+
+def run_feed_forward(
+    x: Tensor, linear1: nn.Module, activation: Any, dropout: nn.Module | float, linear2: nn.Module
+) -> Tensor:
+    """linear2(dropout(activation(linear1(x)))), in one op where nothing of it is modified."""
+    name = activation_name(activation)
+    is_fusible = name is not None and can_fuse(linear1) and can_fuse(linear2)
+    if is_fusible and (isinstance(dropout, float) or can_fuse(dropout)):
+        dropout_p = dropout if isinstance(dropout, float) else current_dropout_p(dropout)
+        return feed_forward(x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, name, dropout_p)
+    return linear2(PendingResidual(activation(linear1(x)), None).sum(dropout))
+
+
+def run_gated(
+    x: Tensor, gate: nn.Module, up: nn.Module, activation: Any, dropout: nn.Module | float, down: nn.Module
+) -> Tensor:
+    """down(dropout(activation(gate(x)) * up(x))), in training in one op where nothing of it is modified.
+
+    The op reads gate and up in one weight. Joining them pays in training, not for the few tokens of decoding.
+    """
+    name = _GATED.get(activation_name(activation))
+    if name is not None and torch.is_grad_enabled() and all(map(can_fuse, (gate, up, down))):
+        if isinstance(dropout, float) or can_fuse(dropout):
+            dropout_p = dropout if isinstance(dropout, float) else current_dropout_p(dropout)
+            biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+            weights = torch.cat([gate.weight, up.weight]), biases, down.weight, down.bias
+            return feed_forward(x, *weights, name, dropout_p)
+    hidden = activation(gate(x)) * up(x)
+    return down(PendingResidual(hidden, None).sum(dropout))
+
+
+_GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}

@@ -1,0 +1,419 @@
+"""torch.nn's attention and Transformer layers, with its signatures, state_dicts, masks and errors, on fastattn.
+
+    from fastattn.integrations.torch_nn import TransformerEncoder, TransformerEncoderLayer
+
+or accelerate(model) for a model that is made of torch.nn's own. Masks as in torch.nn: True blocks, a floating-point
+mask is added to the scores. Masks of a stack are read once for all of its layers.
+
+Left to torch.nn, with its numbers: attention weights on request (need_weights=True, the default of a
+MultiheadAttention that is called by itself), add_bias_kv, add_zero_attn, nested tensors. A query that may attend to
+nothing gives 0, as in torch.nn without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.integrations.layers import (
+    Accelerated,
+    Sublayer,
+    activation_name,
+    norm_parts,
+    run_feed_forward,
+    run_straight,
+    run_sublayers,
+)
+from fastattn.masks import AttentionMask
+from fastattn.nn.fusible import all_can_fuse, is_unmodified
+from fastattn.nn.leaves import product
+from fastattn.nn.residual import current_dropout_p
+from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
+from fastattn.ops.attention import scaled_dot_product_attention
+
+Mask = Tensor | AttentionMask | None
+
+
+def attention_mask(
+    blocked: Mask, blocked_keys: Tensor | None, n_head: int, is_causal: bool = False
+) -> AttentionMask | None:
+    """torch.nn's masks as one.
+
+    blocked: (L, S) or (N * n_head, L, S), bool or floating point; an AttentionMask is returned as it is.
+    blocked_keys: (N, S) or (S,).     is_causal: as in torch.nn it promises that blocked is the causal mask.
+    """
+    if isinstance(blocked, AttentionMask):
+        return blocked
+    if blocked is None and blocked_keys is None:
+        return None
+    visible, bias, key_padding = None, None, None
+    if blocked is not None and not is_causal:
+        if blocked.dim() == 3:
+            blocked = blocked.unflatten(0, (-1, n_head))
+        visible, bias = (~blocked, None) if blocked.dtype == torch.bool else (None, blocked)
+    if blocked_keys is not None:
+        blocked_keys = blocked_keys[None] if blocked_keys.dim() == 1 else blocked_keys
+        if blocked_keys.dtype == torch.bool:
+            key_padding = ~blocked_keys
+        else:
+            added = blocked_keys[:, None, None]
+            bias = added if bias is None else bias + added
+    causal = is_causal and blocked is not None
+    return AttentionMask(visible, key_padding=key_padding, is_causal=causal, bias=bias)
+
+
+class MultiheadAttention(Accelerated, nn.MultiheadAttention):
+    original = nn.MultiheadAttention
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Mask = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch.nn.MultiheadAttention. attn_mask may be an AttentionMask, without key_padding_mask."""
+        tensors, own = (query, key, value), isinstance(attn_mask, AttentionMask)
+        is_plain = self.bias_k is None and not self.add_zero_attn
+        is_plain = is_plain and not any(t.is_nested or t.dim() != 3 for t in tensors)
+        if own and not (is_plain and key_padding_mask is None):
+            raise ValueError(
+                "an AttentionMask goes with batched query, key and value, without key_padding_mask, add_bias_kv and "
+                "add_zero_attn"
+            )
+        if not own and (
+            need_weights or not is_plain or not _masks_fit(self, query, key, attn_mask, key_padding_mask, is_causal)
+        ):
+            given = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return self.original.forward(self, *tensors, *given)
+        mask = attention_mask(attn_mask, key_padding_mask, self.num_heads, is_causal)
+        if not self.batch_first:
+            query, key, value = _transposed(query, key, value)
+        heads = [t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in _projected(self, query, key, value)]
+        dropout_p = self.dropout if self.training else 0.0
+        if need_weights:
+            out, weights = scaled_dot_product_attention(*heads, mask, dropout_p, return_weights=True)
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            out, weights = scaled_dot_product_attention(*heads, mask, dropout_p), None
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        return (out if self.batch_first else out.transpose(0, 1)), weights
+
+
+def _transposed(*tensors: Tensor) -> list[Tensor]:
+    """Each with its first two dimensions exchanged. What was one tensor stays one."""
+    made = {id(t): t.transpose(0, 1) for t in tensors}
+    return [made[id(t)] for t in tensors]
+
+
+def _masks_fit(
+    attention: Any, query: Tensor, key: Tensor, blocked: Tensor | None, blocked_keys: Tensor | None, is_causal: bool
+) -> bool:
+    """Whether shapes and dtypes are those of a valid call. torch.nn has the errors of others."""
+    batch, length = (0, 1) if attention.batch_first else (1, 0)
+    N, L, S, E = query.shape[batch], query.shape[length], key.shape[length], attention.embed_dim
+    if query.shape[2] != E or key.shape[batch] != N or (is_causal and blocked is None):
+        return False
+    for mask, shapes in (
+        (blocked, ((L, S), (N * attention.num_heads, L, S))),
+        (blocked_keys, ((N, S),)),
+    ):
+        if mask is not None and (tuple(mask.shape) not in shapes or not _is_mask(mask)):
+            return False
+    return True
+
+
+def _is_mask(t: Tensor) -> bool:
+    return t.dtype == torch.bool or t.is_floating_point()
+
+
+def _projected(attention: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, (N, L, E)."""
+    E, bias = attention.embed_dim, attention.in_proj_bias
+    if not attention._qkv_same_embed_dim:
+        weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    elif query is key is value:
+        return product(query, attention.in_proj_weight, bias).split(E, 2)
+    elif key is value:
+        return product(query, attention.in_proj_weight[:E], None if bias is None else bias[:E]), *_memory(
+            attention, key
+        )
+    else:
+        weights = attention.in_proj_weight.split(E)
+    biases = (None,) * 3 if bias is None else bias.split(E)
+    return tuple(product(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+
+def _memory(attention: Any, memory: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of a memory (N, S, E), by one product."""
+    E, bias = attention.embed_dim, attention.in_proj_bias
+    return product(memory, attention.in_proj_weight[E:], None if bias is None else bias[E:]).split(E, 2)
+
+
+def _attention_parts(attention: Any, norm: NormParts, has_memory: bool) -> AttentionParts | None:
+    if (
+        not is_unmodified(attention, MultiheadAttention, ())
+        or not attention._qkv_same_embed_dim
+        or attention.bias_k is not None
+    ):
+        return None
+    if attention.add_zero_attn or not _is_plain_projection(attention.out_proj):
+        return None
+    E, weight, bias, out = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias, attention.out_proj
+    if type(weight) not in _PLAIN:
+        return None
+    if has_memory:
+        weight, bias = weight[:E], None if bias is None else bias[:E]
+    heads = attention.num_heads, attention.head_dim, attention.head_dim, attention.head_dim**-0.5
+    dropout_p = float(attention.dropout) if attention.training else 0.0
+    return AttentionParts((weight,), (bias,), out.weight, out.bias, norm, *heads, dropout_p, None)
+
+
+def _is_plain_projection(module: nn.Module) -> bool:
+    """Whether a call of MultiheadAttention's out_proj, a subclass of Linear without a forward, is that of a Linear."""
+    return (
+        is_unmodified(module, nn.modules.linear.NonDynamicallyQuantizableLinear, ()) and type(module.weight) in _PLAIN
+    )
+
+
+_PLAIN = (nn.Parameter, Tensor)
+
+
+class _Layer(Accelerated):
+    """What TransformerEncoderLayer and TransformerDecoderLayer share."""
+
+    attentions: tuple[str, ...]
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        accelerate_children(self)
+
+    def _run(
+        self: Any, x: Tensor, memory: Tensor | None, masks: list[tuple[Mask, Tensor | None, bool]]
+    ) -> Tensor | None:
+        """The layer's output, or None: its call is torch.nn's.
+
+        masks: for each attention the mask, the blocked keys, and whether a hint says that the mask is causal.
+        """
+        attentions = [self._modules[name] for name in self.attentions]
+        sources, batch_first = [x] if memory is None else [x, memory], attentions[0].batch_first
+        if any(t.is_nested or t.dim() != 3 for t in sources):
+            return None
+        made = []
+        for attention, source, (mask, blocked_keys, is_causal) in zip(attentions, sources, masks, strict=True):
+            if type(attention) is not MultiheadAttention or attention.batch_first != batch_first:
+                return None
+            if attention.bias_k is not None or attention.add_zero_attn or not attention._qkv_same_embed_dim:
+                return None
+            if not isinstance(mask, AttentionMask) and not _masks_fit(attention, x, source, *masks[len(made)]):
+                return None
+            made.append(attention_mask(mask, blocked_keys, attention.num_heads, is_causal))
+        rows, *read = sources if batch_first else _transposed(*sources)
+        out = run_straight(self, rows, made, (lambda: _memory(attentions[1], *read)) if read else None)
+        if out is not None:
+            return out if batch_first else out.transpose(0, 1)
+        return run_sublayers(x, self._sublayers(memory, made), self.norm_first)
+
+    def _sublayers(self: Any, memory: Tensor | None, masks: list[AttentionMask | None]) -> list[Sublayer]:
+        (*dropouts, last), (*norms, last_norm) = self._ends()
+        attentions = zip(self.attentions, masks, (None, memory), dropouts, norms, strict=False)
+        sublayers = [
+            Sublayer(self._attend(name, mask, read), drop, norm) for name, mask, read, drop, norm in attentions
+        ]
+        return [*sublayers, Sublayer(self._feed_forward, last, last_norm)]
+
+    def _attend(self: Any, name: str, mask: AttentionMask | None, memory: Tensor | None) -> Callable[[Tensor], Tensor]:
+        attention = self._modules[name]
+
+        def attend(x: Tensor) -> Tensor:
+            source = x if memory is None else memory
+            return attention(x, source, source, attn_mask=mask, need_weights=False)[0]
+
+        return attend
+
+    def _feed_forward(self: Any, x: Tensor) -> Tensor:
+        return run_feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
+
+    def _ends(self: Any) -> tuple[list[Any], list[Any]]:
+        """The dropouts and the norms of the sublayers."""
+        numbers = range(1, len(self.attentions) + 2)
+        return [self._modules[f"dropout{n}"] for n in numbers], [self._modules[f"norm{n}"] for n in numbers]
+
+    def parts(self: Any, has_memory: bool) -> list[Parts] | None:
+        activation, (dropouts, norms) = activation_name(self.activation), self._ends()
+        if activation is None or not all_can_fuse(self, self._read):
+            return None
+        pairs = zip(norms, dropouts, strict=True)
+        *found, last = [norm_parts(norm, current_dropout_p(dropout)) for norm, dropout in pairs]
+        parts: list[Parts] = []
+        for name, norm in zip(self.attentions, found, strict=True):
+            part = _attention_parts(self._modules[name], norm, bool(parts))
+            if part is None:
+                return None
+            parts.append(part)
+        weights = self.linear1.weight, self.linear1.bias, self.linear2.weight, self.linear2.bias
+        return [*parts, FeedForwardParts(*weights, last, activation, current_dropout_p(self.dropout), None)]
+
+
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    original = nn.TransformerEncoderLayer
+    attentions = ("self_attn",)
+    _read = ("linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2")
+
+    def forward(
+        self: Any,
+        src: Tensor,
+        src_mask: Mask = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As torch.nn.TransformerEncoderLayer. src_mask may be an AttentionMask."""
+        out = self._run(src, None, [(src_mask, src_key_padding_mask, is_causal)])
+        return self.original.forward(self, src, src_mask, src_key_padding_mask, is_causal) if out is None else out
+
+
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+    original = nn.TransformerDecoderLayer
+    attentions = ("self_attn", "multihead_attn")
+    _read = (*TransformerEncoderLayer._read, "norm3", "dropout3")
+
+    def forward(
+        self: Any,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Mask = None,
+        memory_mask: Mask = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As torch.nn.TransformerDecoderLayer. tgt_mask and memory_mask may be AttentionMasks."""
+        masks = (
+            (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+            (memory_mask, memory_key_padding_mask, memory_is_causal),
+        )
+        if (out := self._run(tgt, memory, list(masks))) is not None:
+            return out
+        given = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal
+        return self.original.forward(self, tgt, memory, *given)
+
+
+def _stack_mask(
+    layers: nn.ModuleList, kind: type[nn.Module], x: Tensor, source: Tensor, given: Any, number: int
+) -> Any:
+    """The AttentionMask of all layers' attention `number`; None where they read torch.nn's masks one by one."""
+    mask, blocked_keys, is_causal = given
+    if isinstance(mask, AttentionMask) or (mask is None and blocked_keys is None):
+        return mask
+    for layer in layers:
+        if type(layer) is not kind:
+            return None
+    attention = layers[0]._modules[kind.attentions[number]]
+    if x.dim() != 3 or x.is_nested or type(attention) is not MultiheadAttention:
+        return None
+    if not _masks_fit(attention, x, source, mask, blocked_keys, is_causal and mask is not None):
+        return None
+    return attention_mask(mask, blocked_keys, attention.num_heads, is_causal)
+
+
+class TransformerEncoder(Accelerated, nn.TransformerEncoder):
+    original = nn.TransformerEncoder
+
+    def forward(
+        self: Any,
+        src: Tensor,
+        mask: Mask = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As torch.nn.TransformerEncoder. mask may be an AttentionMask."""
+        hint = _is_causal(mask, is_causal, src, self.layers)
+        made = _stack_mask(self.layers, TransformerEncoderLayer, src, src, (mask, src_key_padding_mask, hint), 0)
+        if made is None and (mask is not None or src_key_padding_mask is not None):
+            return self.original.forward(self, src, mask, src_key_padding_mask, is_causal)
+        for layer in self.layers:
+            src = layer(src, src_mask=made)
+        return src if self.norm is None else self.norm(src)
+
+
+class TransformerDecoder(Accelerated, nn.TransformerDecoder):
+    original = nn.TransformerDecoder
+
+    def forward(
+        self: Any,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Mask = None,
+        memory_mask: Mask = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As torch.nn.TransformerDecoder. tgt_mask and memory_mask may be AttentionMasks."""
+        hint = _is_causal(tgt_mask, tgt_is_causal, tgt, self.layers)
+        sources = (
+            (tgt, tgt_mask, tgt_key_padding_mask, hint),
+            (
+                memory,
+                memory_mask,
+                memory_key_padding_mask,
+                memory_is_causal,
+            ),
+        )
+        made = []
+        for number, (source, mask, blocked_keys, causal) in enumerate(sources):
+            given = mask, blocked_keys, causal
+            made.append(_stack_mask(self.layers, TransformerDecoderLayer, tgt, source, given, number))
+            if made[-1] is None and (mask is not None or blocked_keys is not None):
+                masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+                return self.original.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+        for layer in self.layers:
+            tgt = layer(tgt, memory, tgt_mask=made[0], memory_mask=made[1])
+        return tgt if self.norm is None else self.norm(tgt)
+
+
+def _is_causal(mask: Mask, hint: bool | None, x: Tensor, layers: nn.ModuleList) -> bool:
+    """Whether the mask is causal, as torch.nn's stacks find it out where no hint says so."""
+    if hint is not None or not isinstance(mask, Tensor):
+        return bool(hint)
+    length = x.shape[1 if layers[0].self_attn.batch_first else 0] if x.dim() == 3 else x.shape[0]
+    blocked = mask if mask.dtype == torch.bool else mask == float("-inf")
+    if mask.shape != (length, length) or (blocked is not mask and not bool((blocked | (mask == 0)).all())):
+        return False
+    return bool((blocked == torch.ones_like(blocked).triu_(1)).all())
+
+
+class Transformer(nn.Transformer):
+    """torch.nn.Transformer, of the layers of this file."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        accelerate_children(self)
+
+
+REPLACEMENTS: dict[type[nn.Module], type[Accelerated]] = {
+    kind.original: kind
+    for kind in (
+        MultiheadAttention,
+        TransformerEncoderLayer,
+        TransformerDecoderLayer,
+        TransformerEncoder,
+        TransformerDecoder,
+    )
+}
+
+
+def accelerate_children(module: nn.Module) -> None:
+    """Make torch.nn's modules inside this one those of this file."""
+    for child in module.modules():
+        if child is not module and type(child) in REPLACEMENTS:
+            child.__class__ = REPLACEMENTS[type(child)]
