@@ -192,6 +192,10 @@ class _Mask(AttentionMask):
     def __init__(self, shape: tuple[int, ...], attn_mask: Tensor | None = None, **options: Any) -> None:
         super().__init__(attn_mask, **options)
         self.shape = shape
+        # The real tokens and whether keys are causal, where the mask hides nothing else: see hidden_padding.
+        is_causal = options.get("is_causal", False)
+        hides_no_more = attn_mask is None and (shape[2] == shape[3] or not is_causal)
+        self.padding = (self.key_padding, is_causal) if hides_no_more and self.key_padding is not None else None
 
     def contiguous(self) -> _Mask:
         return self

@@ -107,8 +107,7 @@ class _PairLayer(Accelerated):
                 known = known and known_mask
                 masks.append(mask)
             if known:
-                memory = functools.partial(self._memory, encoder_hidden_states) if crosses else None
-                out = run_straight(self, hidden_states, masks, memory)
+                out = run_straight(self, hidden_states, masks, encoder_hidden_states)
         if out is None:
             sublayers = [self._attend("self_attn", attention_mask, options)]
             if crosses:
@@ -129,7 +128,7 @@ class _PairLayer(Accelerated):
     def _feed_forward(self: Any, x: Tensor) -> Tensor:
         return run_feed_forward(x, self.fc1, self.activation_fn, _current(self, self.activation_dropout), self.fc2)
 
-    def _memory(self: Any, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
+    def project(self: Any, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
         maps = self.encoder_attn.k_proj, self.encoder_attn.v_proj
         if (maps[0].bias is None) is not (maps[1].bias is None):  # Whisper's keys have none
             return tuple([module(encoder_hidden_states) for module in maps])

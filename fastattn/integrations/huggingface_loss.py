@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fastattn._tracing import can_read_values
+from fastattn.integrations.hidden_padding import padding_is_hidden
 from fastattn.nn.fusible import can_fuse
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -43,6 +46,9 @@ def loss(
         batch["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
     if inner.config.is_encoder_decoder:
         batch.setdefault("use_cache", False)
+        if "decoder_attention_mask" not in batch:  # after the last label that counts nothing counts
+            counts = (labels != IGNORED).long()
+            batch["decoder_attention_mask"] = counts.flip(1).cummax(1).values.flip(1)
     if type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     options = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
@@ -66,8 +72,17 @@ def loss(
 
         head.forward = compute_loss
         try:
-            model(**batch)
+            with padding_is_hidden() if _ignores_padding(inner, batch, labels) else nullcontext():
+                model(**batch)
         finally:
             del head.forward
         (total,) = found
     return total if num_items_in_batch is None else total / num_items_in_batch
+
+
+def _ignores_padding(model: PreTrainedModel, batch: dict[str, Any], labels: Tensor) -> bool:
+    """Whether the loss reads nothing of padding, which a CPU can tell without waiting."""
+    mask = batch.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    if mask is None or mask.shape != labels.shape or not can_read_values(labels):
+        return mask is None
+    return not bool(((mask == 0) & (labels != IGNORED)).any())

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastattn.integrations.hidden_padding import pack, restore_padding
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import can_fuse, hook_reason
 from fastattn.nn.residual import PendingResidual, add_norm, current_dropout_p
-from fastattn.nn.straight import NormParts, Parts, run_parts, shared_plan
+from fastattn.nn.straight import NormParts, Parts, open_plan, run_parts, shared_plan
 from fastattn.ops.feed_forward import feed_forward
 
 
@@ -82,18 +83,24 @@ def run_straight(
     layer: Any,
     x: Tensor,
     masks: Sequence[AttentionMask | None],
-    memory: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    memory: Tensor | None = None,
 ) -> Tensor | None:
     """The layer's output, or None: something is modified, and the layer goes sublayer by sublayer.
 
-    layer: has norm_first, and parts(has_memory), which is None where something is modified.
-    x: (B, L, d_model).     memory: the keys and values of the second attention, (B, Lk, rows), computed when needed.
+    layer: has norm_first, parts(has_memory), which is None where something is modified, and project(memory), the keys
+        and values of the second attention.
+    x: (B, L, d_model).     memory: (B, Lk, d_model), what that attention attends to.
     """
-    plan = shared_plan(masks[0], x)
-    parts: list[Parts] | None = None if plan is None else layer.parts(memory is not None)
-    if plan is None or parts is None:
+    parts: list[Parts] | None = None if open_plan(None, x) is None else layer.parts(memory is not None)
+    if parts is None:
         return None
-    return run_parts(plan, parts, layer.norm_first, x, masks, *(() if memory is None else memory()))
+    packed = pack(layer, x, masks, memory)
+    if packed is not None:
+        x, masks, memory, unpadded = packed
+    plan = shared_plan(masks[0], x)
+    projected = () if memory is None else layer.project(memory)
+    out = None if plan is None else run_parts(plan, parts, layer.norm_first, x, masks, *projected)
+    return out if packed is None or out is None else restore_padding(out, unpadded)
 
 
 class Sublayer(NamedTuple):

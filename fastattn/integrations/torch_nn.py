@@ -216,10 +216,13 @@ class _Layer(Accelerated):
                 return None
             made.append(attention_mask(mask, blocked_keys, attention.num_heads, is_causal))
         rows, *read = sources if batch_first else _transposed(*sources)
-        out = run_straight(self, rows, made, (lambda: _memory(attentions[1], *read)) if read else None)
+        out = run_straight(self, rows, made, *read)
         if out is not None:
             return out if batch_first else out.transpose(0, 1)
         return run_sublayers(x, self._sublayers(memory, made), self.norm_first)
+
+    def project(self: Any, memory: Tensor) -> tuple[Tensor, ...]:
+        return _memory(self.multihead_attn, memory)
 
     def _sublayers(self: Any, memory: Tensor | None, masks: list[AttentionMask | None]) -> list[Sublayer]:
         (*dropouts, last), (*norms, last_norm) = self._ends()
