@@ -103,6 +103,8 @@ def _tokens(x: Tensor, unpadded: Unpadded) -> Tensor:
 
 def _unpadded(mask: Any, x: Tensor) -> Unpadded | None:
     """The real tokens of x under a mask that hides padding, and nothing else but what comes later."""
+    if mask is None:
+        return None
     if "unpadded" not in mask.__dict__:
         mask.unpadded, padding = None, getattr(mask, "padding", None)
         if padding is not None and can_read_values(x) and x.numel() >= MIN_ELEMENTS:

@@ -40,10 +40,10 @@ def loss(
         raise ValueError("loss needs labels in the batch")
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     head = None if inner is None else inner.get_output_embeddings()
-    if not isinstance(head, nn.Module):
+    if not hasattr(head, "out_features"):  # some models' heads are embeddings
         raise TypeError(f"{type(model).__name__} has no head that gives logits of tokens")
     if inner.config.is_encoder_decoder and "decoder_input_ids" not in batch and "decoder_inputs_embeds" not in batch:
-        batch["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
+        batch["decoder_input_ids"] = _decoder_input_ids(inner, labels)
     if inner.config.is_encoder_decoder:
         batch.setdefault("use_cache", False)
         if "decoder_attention_mask" not in batch:  # after the last label that counts nothing counts
@@ -78,6 +78,14 @@ def loss(
             del head.forward
         (total,) = found
     return total if num_items_in_batch is None else total / num_items_in_batch
+
+
+def _decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
+    """The labels shifted to the right, as the model's own forward shifts them."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels=labels)
+    shifted = F.pad(labels[:, :-1], (1, 0), value=model.config.decoder_start_token_id)
+    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id)
 
 
 def _ignores_padding(model: PreTrainedModel, batch: dict[str, Any], labels: Tensor) -> bool:
