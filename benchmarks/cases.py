@@ -455,6 +455,27 @@ class SmallStepCase(StepCase):
 
 
 @dataclass(frozen=True)
+class AccelerateCase(StepCase):
+    """The same of another library's model. Lengths are even from half of the longest to the longest."""
+
+    model: str = "Marian"
+
+    formula = "tokens are those of the target"
+
+    def __str__(self) -> str:
+        return f"{self.model} {super().__str__()}"
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        drawn = torch.linspace(self.length / 2, self.length, self.batch).round().long()
+        return torch.stack((drawn, drawn))
+
+    @cached_property
+    def work(self) -> Work:
+        return {"step": {"token": self.lengths[1].sum().item()}}
+
+
+@dataclass(frozen=True)
 class HostTimeCase(ModelCase):
     """The host's part of a training step without its optimizer. The tensors are so small that hardly anything else is
     left."""

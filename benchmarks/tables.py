@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import bench_accelerate
 import bench_add_layer_norm
 import bench_attention
 import bench_attention_masks
@@ -23,6 +24,7 @@ import torch
 from cases import (
     LONG_TAIL,
     MASKS,
+    AccelerateCase,
     AttentionCase,
     Case,
     CrossEntropyCase,
@@ -90,9 +92,19 @@ QUICK = [
     MemoryCase(2, 12, 1, 32, 64, 2, 50),
     SmallStepCase(6, 12, 1, 32, 64, 2, 50),
     HostTimeCase(2, 8, 1, 32, 64, 2, 50),
+    AccelerateCase(4, 12, 1, 32, 64, 2, 50, model="Marian"),
+    AccelerateCase(4, 12, 1, 32, 64, 2, 50, BF16, model="nn.Transformer"),
     MaskCase("causal + padding", 64, tokens=192),
     MaskCase("packed causal", 64, BF16, tokens=192),
 ]
+
+
+_ACCELERATED = ("Marian", "BART", "T5", "BERT", "nn.Transformer")
+
+
+def _accelerated(*model: int, batches: tuple[tuple[int, int], ...]) -> list[Case]:
+    """Every model at every (sentences, length). model: n_layers, d_model, d_inner, n_head, n_vocab."""
+    return [AccelerateCase(*batch, *model, model=name) for batch in batches for name in _ACCELERATED]
 
 
 def _in_both(*cases: Case) -> list[Case]:
@@ -112,6 +124,7 @@ CPU = [
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "padding")),
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
     *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000, by_length=True), StepCase(2, 512, 2, 256, 1024, 4, 8000)),
+    *_in_both(*_accelerated(3, 256, 1024, 4, 8000, batches=((16, 32), (8, 128), (2, 512)))),
     *_decoding(3, 256, 1024, 4, 8000, F32),
     *_decoding(*BASE[:-1], 10000, F32, batches=_BATCHES[:2]),
     *_decode_attention(F32),
@@ -185,12 +198,14 @@ CUDA = [
     CrossEntropyCase(8192, 512, 32000, BF16, smoothing=0.0),
     CrossEntropyCase(8192, 1024, 32000, BF16),
     *_in_both(SmallStepCase(64, 20, 3, 128, 512, 4, 1000), HostTimeCase(*_HOST_TIME)),
+    *_in_both(*_accelerated(*BASE, batches=((128, 32), (32, 128)))),
 ]
 
 TABLES: dict[str, list[Case]] = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}
 
 
 BENCHMARKS: tuple[Benchmark, ...] = (
+    bench_accelerate.BENCHMARK,
     bench_transformer.BENCHMARK,
     bench_transformer.SMALL,
     bench_transformer.MEMORY,

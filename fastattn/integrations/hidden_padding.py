@@ -64,8 +64,6 @@ def pack(layer: Any, x: Tensor, masks: Any, memory: Tensor | None) -> Packed | N
     packed: list[AttentionMask | None] = [own.without_padding]
     if memory is not None:
         (other,) = others
-        if other is None:
-            return None
         if (cross := own.__dict__.setdefault("crosses", {}).get(id(other))) is None:
             keys = _unpadded(other, memory)
             if keys is None:

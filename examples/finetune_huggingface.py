@@ -1,0 +1,95 @@
+"""Train a Marian with transformers' Trainer on fastattn, on made-up pairs: "one two three" -> "three two one".
+
+    python examples/finetune_huggingface.py [--out DIR] [--steps N] [--model FOLDER --pairs FILE]
+
+--model: a folder with a saved encoder-decoder model and its tokenizer, in place of a new Marian. --pairs: lines of
+source, tab, target. The command continues from the last checkpoint in --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+from transformers.trainer_utils import get_last_checkpoint
+
+import fastattn
+
+
+class Digits:
+    """The tokenizer of the made-up pairs."""
+
+    words = ("<pad>", "</s>", "<s>", *"zero one two three four five six seven eight nine".split())
+
+    def encode(self, text: str) -> list[int]:
+        return [*map(self.words.index, text.split()), 1]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(self.words[i] for i in ids if i > 2)
+
+    def pairs(self, count: int) -> list[tuple[str, str]]:
+        drawn = [random.choices(self.words[3:], k=random.randint(2, 7)) for _ in range(count)]
+        return [(" ".join(words), " ".join(reversed(words))) for words in drawn]
+
+    def model(self) -> transformers.MarianMTModel:
+        sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 256}
+        options = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
+        options |= {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2, "forced_eos_token_id": 1}
+        return transformers.MarianMTModel(transformers.MarianConfig(vocab_size=len(self.words), d_model=64, **options))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="FOLDER")
+    parser.add_argument("--pairs", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, default=Path("finetuned"), metavar="DIR")
+    parser.add_argument("--steps", type=int, default=600, metavar="N")
+    options = parser.parse_args(argv)
+    if (options.model is None) is not (options.pairs is None):
+        parser.error("--model and --pairs go together")
+    if options.model:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(options.model)
+        pairs = [tuple(line.split("\t")) for line in options.pairs.read_text().splitlines()]
+    else:
+        tokenizer = Digits()
+        model, pairs = tokenizer.model(), tokenizer.pairs(10_000)
+
+    report = fastattn.accelerate(model)  # this makes the model fast
+    print(report)
+
+    class Trainer(transformers.Seq2SeqTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            def without_logits(**batch):  # and this its loss
+                return {"loss": report.loss(model, **batch)}
+
+            call = model if return_outputs else without_logits
+            return super().compute_loss(call, inputs, return_outputs, num_items_in_batch)
+
+    def collate(batch: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+        sources, targets = ([torch.tensor(tokenizer.encode(pair[i])) for pair in batch] for i in (0, 1))
+        input_ids = pad_sequence(sources, batch_first=True, padding_value=model.config.pad_token_id)
+        real = torch.arange(input_ids.shape[1]) < torch.tensor([len(ids) for ids in sources])[:, None]
+        labels = pad_sequence(targets, batch_first=True, padding_value=-100)
+        return {"input_ids": input_ids, "attention_mask": real.long(), "labels": labels}
+
+    settings = {"per_device_train_batch_size": 64, "learning_rate": 2e-3, "max_steps": options.steps}
+    settings |= {"save_steps": 200, "logging_steps": 50, "remove_unused_columns": False, "report_to": []}
+    settings["dataloader_pin_memory"] = torch.cuda.is_available()
+    arguments = transformers.Seq2SeqTrainingArguments(options.out, **settings)
+    trainer = Trainer(model, arguments, train_dataset=pairs, data_collator=collate)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.out) if options.out.is_dir() else None)
+    trainer.save_model()
+
+    batch = {name: t.to(model.device) for name, t in collate(pairs[:3]).items() if name != "labels"}
+    found = model.eval().generate(**batch, num_beams=4, max_new_tokens=32)
+    for (source, target), ids in zip(pairs, found.tolist(), strict=False):
+        print(f"{source} -> {tokenizer.decode(ids, skip_special_tokens=True)} (expected: {target})")
+
+
+if __name__ == "__main__":
+    main()
