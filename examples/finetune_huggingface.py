@@ -38,7 +38,14 @@ class Digits:
     def model(self) -> transformers.MarianMTModel:
         sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 256}
         options = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
-        options |= {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2, "forced_eos_token_id": 1}
+        options |= {
+            "init_std": 0.1,
+            "scale_embedding": True,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 2,
+            "forced_eos_token_id": 1,
+        }
         return transformers.MarianMTModel(transformers.MarianConfig(vocab_size=len(self.words), d_model=64, **options))
 
 
@@ -47,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, metavar="FOLDER")
     parser.add_argument("--pairs", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=Path("finetuned"), metavar="DIR")
-    parser.add_argument("--steps", type=int, default=600, metavar="N")
+    parser.add_argument("--steps", type=int, default=400, metavar="N")
     options = parser.parse_args(argv)
     if (options.model is None) is not (options.pairs is None):
         parser.error("--model and --pairs go together")

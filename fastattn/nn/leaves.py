@@ -15,6 +15,11 @@ from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast
 
 
+def uses_onednn() -> bool:
+    """Whether the products of a Linear on a CPU are other than PyTorch's on this processor."""
+    return cpu_matmul.choice() == "oneDNN"
+
+
 class Linear(nn.Linear):
     """By the product that is fastest, see fastattn.backends.cpu_matmul."""
 
