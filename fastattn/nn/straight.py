@@ -461,7 +461,7 @@ def _attention_call(
         return None
     weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = parts
     B, L, d_model = x.shape
-    missing = biases.count(None)
+    missing = sum([b is None for b in biases])  # count(None) would compare the tensors
     if missing == len(biases):
         biases = ()
     elif missing:  # zeros in its place; as a parameter, whose gradient nobody reads
