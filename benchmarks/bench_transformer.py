@@ -78,7 +78,9 @@ def step_run(
             logits = model(src, trg)[gold.flatten() != models.PAD]  # those of padding are undefined
             loss = compute_loss(model, src, trg, gold)
         loss.backward()
-        named = getattr(model, "gradients", lambda: {n: p.grad for n, p in model.named_parameters() if p.requires_grad})()
+        named = getattr(
+            model, "gradients", lambda: {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        )()
         gradients = torch.cat([named[name].flatten() for name in sorted(named)])
         optimizer.zero_grad()
         # The loss in the logits' dtype: the error of a single float32 number is chance. Gradients in bfloat16: one of

@@ -460,8 +460,6 @@ class AccelerateCase(StepCase):
 
     model: str = "Marian"
 
-    formula = "tokens are those of the target"
-
     def __str__(self) -> str:
         return f"{self.model} {super().__str__()}"
 
@@ -472,7 +470,14 @@ class AccelerateCase(StepCase):
 
     @cached_property
     def work(self) -> Work:
-        return {"step": {"token": self.lengths[1].sum().item()}}
+        """Of BERT, that has as many layers in one stack: what its layers and its head compute of the target."""
+        work = super().work
+        if self.model == "BERT":
+            target, layers = self.lengths[1].double(), 2 * self.n_layers
+            weights = layers * (4 * self.d_model**2 + 2 * self.d_model * self.d_inner) + self.d_model * self.n_vocab
+            flop = 6 * target.sum() * weights + 12 * self.d_model * layers * (target**2).sum()
+            work["step"] |= {"flop": flop.item(), "byte": 28.0 * weights}
+        return work
 
 
 @dataclass(frozen=True)

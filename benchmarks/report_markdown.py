@@ -35,7 +35,7 @@ An op's time is the GPU's alone, a whole model's is what its user waits for. In 
 training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 4
-HOST_TIME, MASKS = "host_time", "attention_masks"
+STEP, ACCELERATE, HOST_TIME, MASKS = "transformer", "accelerate", "host_time", "attention_masks"
 LAUNCH_US = 4  # what a launch adds to the host time, about
 
 
@@ -298,21 +298,56 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
-    """The README's table: the first training steps of the first record; then host time and masks, each of the first
-    record that has them."""
+    """The README's table: the first training steps of the first record that has them; then accelerate, host time and
+    masks likewise."""
     if not found:
         return NO_GPU + "\n"
-    path, record = found[0]
-    cases = [case for case in record["cases"] if "step" in case["work"] and case_rows(record, case)][:README_ROWS]
+
+    def steps(record: Record) -> list[Row]:
+        return [case for case in record["cases"] if case["op"] == STEP and case_rows(record, case)][:README_ROWS]
+
+    path, record = next((pair for pair in found if steps(pair[1])), found[0])
+    cases = steps(record)
     body = [[cells[column] for column in (0, 1, 2, 4, 5)] for cells in (_speed_cells(record, c, "step") for c in cases)]
     lines = [] if _on_gpu(record) else [NO_GPU, ""]
     lines += [f"On {machine(record)}, {record['environment']['date'][:10]}"]
     lines += [f"([record](benchmarks/results/{path.name})):", ""]
     header = ["one training step", "fastattn, ms", "speed-up over the best alternative", "without `model.loss`"]
     lines += table([*header, "share from skipping padding"], body)
-    for sentence in (_host_time_figures, _mask_figures):
+    for sentence in (_accelerate_figures, _host_time_figures, _mask_figures):
         lines += next((["", *said] for path, record in found if (said := sentence(path, record))), [])
     return "\n".join(lines) + "\n"
+
+
+def _accelerate_figures(path: Path, record: Record) -> list[str]:
+    """Other libraries' models against themselves, as lines; none where the record has none."""
+    speed_ups: dict[str, dict[str, list[float]]] = {}
+    for case in record["cases"]:
+        rows = case_rows(record, case) if case["op"] == ACCELERATE else []
+        other = fastest_other(rows, "step") if default_row(rows) else None
+        own_loss = slowdown(rows, provider_row(rows, LOSS_FROM_LOGITS), "step") if other else None
+        if other and own_loss:
+            found = speed_ups.setdefault(case["dtype"], {"default": [], "own loss": []})
+            found["default"].append(other[0])
+            found["own loss"].append(other[0] / own_loss)
+    if not speed_ups:
+        return []
+
+    def said(ratios: Sequence[float]) -> str:
+        return f"{geometric_mean(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    each = [
+        f"in {dtype} {said(found['default'])} with `report.loss`, {said(found['own loss'])} with the model's own loss"
+        for dtype, found in speed_ups.items()
+    ]
+    models = list(dict.fromkeys(case["case"].split()[0] for case in record["cases"] if case["op"] == ACCELERATE))
+    return textwrap.wrap(
+        f"`accelerate` on {machine(record)}: a training step of {', '.join(models[:-1])} and {models[-1]}, with a quarter "
+        "of padding, compared with the fastest alternative without fastattn, in the geometric mean (from the slowest "
+        f"case to the fastest): {'; '.join(each)} ([record](benchmarks/results/{path.name})).",
+        width=120,
+        break_on_hyphens=False,
+    )
 
 
 def _host_time_figures(path: Path, record: Record) -> list[str]:
