@@ -342,8 +342,8 @@ def _accelerate_figures(path: Path, record: Record) -> list[str]:
     ]
     models = list(dict.fromkeys(case["case"].split()[0] for case in record["cases"] if case["op"] == ACCELERATE))
     return textwrap.wrap(
-        f"`accelerate` on {machine(record)}: a training step of {', '.join(models[:-1])} and {models[-1]}, a quarter of "
-        "it padding, against the fastest without fastattn, in the geometric mean (from the slowest case to the fastest): "
+        f"`accelerate` on {machine(record)}: a training step of {', '.join(models[:-1])} and {models[-1]}, a quarter "
+        "padding, against the fastest without fastattn, in the geometric mean (and the slowest and the fastest case): "
         f"{'; '.join(each)} ([record](benchmarks/results/{path.name})).",
         width=120,
         break_on_hyphens=False,
