@@ -45,7 +45,7 @@ def _new(original: type[nn.Module], mixin: type[Accelerated]) -> Any:
     return kind.__new__(kind)
 
 
-# Activations by their classes' names, torch's and transformers', and torch's functions.
+# Activations by the names of their classes, torch's and transformers', and torch's functions.
 _ACTIVATIONS = {
     "ReLU": "relu",
     "GELU": "gelu",
@@ -67,7 +67,8 @@ def activation_name(activation: Any) -> Any:
     """The name by which feed_forward knows an activation, a module or a function; None for another."""
     if not isinstance(activation, nn.Module):
         return _FUNCTIONS.get(activation)
-    name = _ACTIVATIONS.get(type(activation).__name__)
+    kind = type(activation)
+    name = _ACTIVATIONS.get(kind.__name__) if kind.__module__.startswith(("torch.nn.", "transformers.")) else None
     if name is None or hook_reason(activation) is not None:
         return None
     return "gelu_tanh" if name == "gelu" and getattr(activation, "approximate", "none") == "tanh" else name
@@ -89,7 +90,7 @@ def run_straight(
     layer: has norm_first, and parts(has_memory), which is None where something is modified.
     x: (B, L, d_model).     memory: the keys and values of the second attention, (B, Lk, rows), computed when needed.
     """
-    plan = shared_plan(masks[0], x)
+    plan = shared_plan(masks, x)
     parts: list[Parts] | None = None if plan is None else layer.parts(memory is not None)
     if plan is None or parts is None:
         return None
