@@ -6,8 +6,11 @@ or accelerate(model) for a model that is made of torch.nn's own. Masks as in tor
 mask is added to the scores. Masks of a stack are read once for all of its layers.
 
 Left to torch.nn, with its numbers: attention weights on request (need_weights=True, the default of a
-MultiheadAttention that is called by itself), add_bias_kv, add_zero_attn, nested tensors. A query that may attend to
-nothing gives 0, as in torch.nn without weights.
+MultiheadAttention that is called by itself), add_bias_kv, add_zero_attn, nested tensors, unbatched inputs.
+
+What differs: a query that may attend to nothing gives 0, as in torch.nn without weights; its fast path, in eval mode
+without gradients, gives NaN. That path also gives 0 at the padding of a TransformerEncoder, and reads a float mask of a
+layer as a bool mask. Here every mode gives what training gives. Under torch.autocast a layer's output has its dtype.
 """
 
 from __future__ import annotations
@@ -225,14 +228,18 @@ def _fits_layer(layer: Any, sources: Sequence[Tensor], given: Sequence[Given]) -
     return True
 
 
-class _Layer(Accelerated):
-    """What TransformerEncoderLayer and TransformerDecoderLayer share."""
-
-    attentions: tuple[str, ...]
+class _Parent:
+    """A module whose constructor makes other modules of this file."""
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         accelerate_children(self)
+
+
+class _Layer(_Parent, Accelerated):
+    """What TransformerEncoderLayer and TransformerDecoderLayer share."""
+
+    attentions: tuple[str, ...]
 
     def _run(self: Any, x: Tensor, memory: Tensor | None, *given: Given) -> Tensor | None:
         """The layer's output, or None: its call is torch.nn's. given: for each attention."""
@@ -332,7 +339,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         return self.original.forward(self, tgt, memory, *given)
 
 
-class TransformerEncoder(Accelerated, nn.TransformerEncoder):
+class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
     original = nn.TransformerEncoder
 
     def forward(
@@ -351,7 +358,7 @@ class TransformerEncoder(Accelerated, nn.TransformerEncoder):
         return src if self.norm is None else self.norm(src)
 
 
-class TransformerDecoder(Accelerated, nn.TransformerDecoder):
+class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
     original = nn.TransformerDecoder
 
     def forward(
@@ -403,12 +410,8 @@ def _is_causal(mask: Mask, x: Tensor, batch_first: bool) -> bool:
     return bool((blocked == torch.ones_like(blocked).triu_(1)).all())
 
 
-class Transformer(nn.Transformer):
+class Transformer(_Parent, nn.Transformer):
     """torch.nn.Transformer, of the layers of this file."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        accelerate_children(self)
 
 
 REPLACEMENTS: dict[type[nn.Module], type[Accelerated]] = {
