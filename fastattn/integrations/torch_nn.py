@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn._tracing import can_read_values
+from fastattn.backends import cpu_matmul, requested
 from fastattn.integrations.layers import (
     Accelerated,
     Sublayer,
@@ -35,6 +37,7 @@ from fastattn.nn.fusible import all_can_fuse, is_unmodified
 from fastattn.nn.leaves import product
 from fastattn.nn.residual import current_dropout_p
 from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
+from fastattn.ops._autocast import autocast_dtype
 from fastattn.ops.attention import scaled_dot_product_attention
 
 Mask = Tensor | AttentionMask | None
@@ -308,8 +311,33 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """As torch.nn.TransformerEncoderLayer. src_mask may be an AttentionMask."""
-        out = self._run(src, None, (src_mask, src_key_padding_mask, is_causal))
-        return self.original.forward(self, src, src_mask, src_key_padding_mask, is_causal) if out is None else out
+        given = src_mask, src_key_padding_mask, is_causal
+        is_left = src_mask is None and src_key_padding_mask is None and _is_faster_in_torch(self, src)
+        out = None if is_left else self._run(src, None, given)
+        return self.original.forward(self, src, *given) if out is None else out
+
+
+MAX_LENGTH_IN_TORCH = 256
+
+
+def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
+    """Whether torch.nn's fast path computes a call without masks, and in less time.
+
+    Where products are PyTorch's, the fast path has less Python and one operator less. Measured on one core, torch 2.13,
+    width 256, three layers, the time of torch.nn by ours: 0.9 of 16 x 32 and 8 x 128, 1.05 of 2 x 512, 0.4 of 2 x 4 of
+    width 32.
+    """
+    if layer.training or torch.is_grad_enabled() or x.is_nested or x.dim() != 3 or x.shape[1] > MAX_LENGTH_IN_TORCH:
+        return False
+    if x.dtype is not torch.float32 or not can_read_values(x) or autocast_dtype(x.device) is not None:
+        return False
+    if requested(None)[0] is not None or cpu_matmul.choice() != "PyTorch":
+        return False
+    attention, activation = layer.self_attn, activation_name(layer.activation)
+    if activation not in ("relu", "gelu") or attention.in_proj_bias is None or attention.num_heads % 2:
+        return False
+    is_open = attention.batch_first and layer.norm1.eps == layer.norm2.eps and torch.backends.mha.get_fastpath_enabled()
+    return is_open and layer.parts(False) is not None
 
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):

@@ -112,8 +112,9 @@ class Attention(NamedTuple):
     @property
     def joined(self) -> Parameters:
         """The groups, where nothing has to be cast."""
-        weight = torch.cat(self.projections) if len(self.projections) > 1 else self.projections[0]
-        return weight, torch.cat(self.biases) if self.biases else None, self.fc, self.fc_bias
+        if len(self.projections) == 1:
+            return self.projections[0], self.biases[0] if self.biases else None, self.fc, self.fc_bias
+        return torch.cat(self.projections), torch.cat(self.biases) if self.biases else None, self.fc, self.fc_bias
 
     def by_formula(self, parameters: Iterator[Tensor | None]) -> Attention:
         """The same call by the plain formula, with other tensors for `parameters`."""
@@ -466,7 +467,7 @@ def _attention_call(
         return None
     weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = parts
     B, L, d_model = x.shape
-    missing = biases.count(None)
+    missing = sum([b is None for b in biases])  # biases.count(None) would compare tensors
     if missing == len(biases):
         biases = ()
     elif missing:  # zeros in its place; as a parameter, whose gradient nobody reads
