@@ -126,15 +126,16 @@ def _fits(
         return False
     if key.shape[batch] != N or value.shape[:2] != key.shape[:2]:
         return False
-    if isinstance(blocked, Tensor) and not (
-        blocked.shape in ((L, S), (N * attention.num_heads, L, S)) and _is_mask(blocked)
-    ):
+    shapes = (L, S), (N * attention.num_heads, L, S)
+    if not (blocked is None or isinstance(blocked, AttentionMask) or _is_mask(blocked, *shapes)):
         return False
-    return blocked_keys is None or (blocked_keys.shape == (N, S) and _is_mask(blocked_keys))
+    return blocked_keys is None or _is_mask(blocked_keys, (N, S))
 
 
-def _is_mask(t: Tensor) -> bool:
-    return t.dtype == torch.bool or t.is_floating_point()
+def _is_mask(mask: Any, *shapes: tuple[int, ...]) -> bool:
+    """Whether it is one of torch.nn's masks of one of these shapes."""
+    is_mask = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
+    return is_mask and mask.shape in shapes
 
 
 def _check_left(*masks: Mask) -> None:
@@ -427,13 +428,15 @@ def _stack_masks(
     return _masks(layers, x, memory, [(mask, blocked_keys, hint), *others])
 
 
-def _is_causal(mask: Mask, x: Tensor, batch_first: bool) -> bool:
+def _is_causal(mask: Any, x: Tensor, batch_first: bool) -> bool:
     """Whether the mask is causal. Under torch.compile, where values cannot be read, the mask is used as it is."""
-    if not isinstance(mask, Tensor) or not _is_mask(mask) or x.dim() != 3 or torch.compiler.is_compiling():
+    if x.is_nested or x.dim() != 3 or torch.compiler.is_compiling():
         return False
     length = x.shape[1 if batch_first else 0]
+    if not _is_mask(mask, (length, length)):
+        return False
     blocked = mask if mask.dtype == torch.bool else mask == float("-inf")
-    if mask.shape != (length, length) or (blocked is not mask and not bool((blocked | (mask == 0)).all())):
+    if blocked is not mask and not bool((blocked | (mask == 0)).all()):
         return False
     return bool((blocked == torch.ones_like(blocked).triu_(1)).all())
 

@@ -307,7 +307,7 @@ MASKS = [
 
 
 @pytest.mark.parametrize("kind", tiers(KINDS[1:], "decoder"))
-@pytest.mark.parametrize("masks", MASKS, ids=str)
+@pytest.mark.parametrize("masks", tiers(MASKS, *MASKS[1::3]))
 def test_layer_masks(kind, masks):
     dense, padded, is_3d = masks
     check_layers(kind, **masks_of(kind, (dense, padded), is_3d))
@@ -465,6 +465,8 @@ WRONG = {
     "hint for memory": ("decoder", lambda x, memory: ((x, memory), dict(memory_is_causal=True))),
     "batch of source": ("transformer", lambda x, y: ((x[:1], y), {})),
     "width of target": ("transformer", lambda x, y: ((x, y[..., :-1]), {})),
+    "a list as a mask": ("encoder layer", lambda x: ((x,), dict(src_mask=mask(L, L).tolist()))),
+    "a list as padding": ("encoder", lambda x: ((x,), dict(src_key_padding_mask=padding(L).tolist()))),
     "no tensor": ("encoder layer", lambda x: ((x.tolist(),), {})),
 }
 
