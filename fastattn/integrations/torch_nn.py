@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn._tracing import can_read_values
-from fastattn.backends import cpu_matmul, requested
 from fastattn.integrations.layers import (
     Accelerated,
     Sublayer,
@@ -34,10 +32,9 @@ from fastattn.integrations.layers import (
 )
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import all_can_fuse, is_unmodified
-from fastattn.nn.leaves import product
+from fastattn.nn.leaves import product, pytorch_may_compute
 from fastattn.nn.residual import current_dropout_p
 from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
-from fastattn.ops._autocast import autocast_dtype
 from fastattn.ops.attention import scaled_dot_product_attention
 
 Mask = Tensor | AttentionMask | None
@@ -330,9 +327,7 @@ def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
     """
     if layer.training or torch.is_grad_enabled() or x.is_nested or x.dim() != 3 or x.shape[1] > MAX_LENGTH_IN_TORCH:
         return False
-    if x.dtype is not torch.float32 or not can_read_values(x) or autocast_dtype(x.device) is not None:
-        return False
-    if requested(None)[0] is not None or cpu_matmul.choice() != "PyTorch":
+    if not pytorch_may_compute(x):
         return False
     attention, activation = layer.self_attn, activation_name(layer.activation)
     if activation not in ("relu", "gelu") or attention.in_proj_bias is None or attention.num_heads % 2:

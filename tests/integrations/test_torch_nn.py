@@ -15,6 +15,7 @@ from torch.testing._internal.common_modules import module_db
 
 import fastattn
 from fastattn import AttentionMask, use_backend
+from fastattn.backends import cpu_matmul
 from fastattn.integrations import torch_nn
 from fastattn.nn import straight
 
@@ -1040,7 +1041,7 @@ def test_without_the_fast_path_of_torch(enabled):
 
 def test_torch_computes_what_it_computes_sooner(paths, monkeypatch):
     """An encoder layer's fast path, without masks, for short inputs on a CPU where products are PyTorch's."""
-    monkeypatch.setattr(torch_nn.cpu_matmul, "choice", lambda: "PyTorch")
+    monkeypatch.setattr(cpu_matmul, "choice", lambda: "PyTorch")
     theirs, ours = pair(build("encoder").eval())
     compare(theirs, ours, inputs("encoder"), grad=False)
     assert paths.left == (2 if DEVICE == "cpu" else 0)
