@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.nn.fusible import hook_reason
-from fastattn.nn.leaves import Dropout, Linear, uses_onednn
+from fastattn.nn.leaves import Dropout, Linear, products_are_pytorch
 
 _LEAVES = {nn.Linear: Linear, nn.Dropout: Dropout}
 _LEAVES_BACK = {replaced: original for original, replaced in _LEAVES.items()}
@@ -60,7 +60,8 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
     """Give the modules of a model that fastattn knows fastattn's forward, in place.
 
     attention: attention of torch.nn.MultiheadAttention, and of transformers' models through their AttentionInterface.
-    layers: what is around it: dropout, residual connections, norms, feed-forward, linear maps.
+    layers: what is around it: dropout, residual connections, norms, feed-forward, linear maps. torch.nn's layers need
+        attention too.
     Parameters and their names, state_dict, hooks and save_pretrained stay as they are. What somebody has modified, now
     or later, is called as before. On a processor where PyTorch's products are the fastest, linear maps stay PyTorch's.
     Call it before fully_shard, which gives modules another class.
@@ -70,7 +71,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     entries = _take_attention(model) if attention else []
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    keep_linear = None if on_cpu and uses_onednn() else "PyTorch's product is the fastest here"
+    keep_linear = None if on_cpu and not products_are_pytorch() else "PyTorch's product is the fastest here"
     known = _known_layers() if layers else {}
     for path, module in list(model.named_modules()):
         kind, name = type(module), type(module).__qualname__
@@ -79,9 +80,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
             continue
         key, replacement, reason = f"{kind.__module__}.{name}", None, None
         if kind in torch_nn.REPLACEMENTS and (layers or kind is nn.MultiheadAttention):
-            replacement = torch_nn.REPLACEMENTS[kind]
-            if kind is nn.MultiheadAttention:
-                reason = _attention_reason(module, attention)
+            replacement, reason = torch_nn.REPLACEMENTS[kind], _attention_reason(module, attention)
         elif layers and key in known:
             replacement = accelerated_class(kind, known[key])
         elif layers and kind in _LEAVES and on_cpu:
@@ -158,7 +157,7 @@ def _take_attention(model: nn.Module) -> list[Entry]:
 def _attention_reason(module: Any, attention: bool) -> str | None:
     if not attention:
         return "attention=False"
-    if module.bias_k is not None or module.add_zero_attn:
+    if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         return "has add_bias_kv or add_zero_attn"
     return None
 

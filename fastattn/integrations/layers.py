@@ -46,7 +46,7 @@ def _new(original: type[nn.Module], mixin: type[Accelerated]) -> Any:
     return kind.__new__(kind)
 
 
-# Activations by their classes' names, torch's and transformers', and torch's functions.
+# Activations by the names of their classes, torch's and transformers', and torch's functions.
 _ACTIVATIONS = {
     "ReLU": "relu",
     "GELU": "gelu",
@@ -68,7 +68,8 @@ def activation_name(activation: Any) -> Any:
     """The name by which feed_forward knows an activation, a module or a function; None for another."""
     if not isinstance(activation, nn.Module):
         return _FUNCTIONS.get(activation)
-    name = _ACTIVATIONS.get(type(activation).__name__)
+    kind = type(activation)
+    name = _ACTIVATIONS.get(kind.__name__) if kind.__module__.startswith(("torch.nn.", "transformers.")) else None
     if name is None or hook_reason(activation) is not None:
         return None
     return "gelu_tanh" if name == "gelu" and getattr(activation, "approximate", "none") == "tanh" else name
@@ -97,7 +98,7 @@ def run_straight(
     packed = pack(layer, x, masks, memory)
     if packed is not None:
         x, masks, memory, unpadded = packed
-    plan = shared_plan(masks[0], x)
+    plan = shared_plan(masks, x)
     projected = () if memory is None else layer.project(memory)
     out = None if plan is None else run_parts(plan, parts, layer.norm_first, x, masks, *projected)
     return out if packed is None or out is None else restore_padding(out, unpadded)

@@ -360,6 +360,11 @@ class AttentionMask:
         offsets = (self.cu_seqlens_q, self.cu_seqlens_k)
         return Restriction(bands, *offsets, self.query_padding, self.key_padding, self.attn_mask)
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Numbers that change when one of the mask's tensors is changed in place."""
+        return tuple([_version(t) for t in self._tensors().values()])
+
     def cached(
         self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any], with_bias: bool = False
     ) -> Any:

@@ -6,18 +6,14 @@ transformed, they are PyTorch's.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._tracing import can_read_values
-from fastattn.backends import cpu_matmul, load_backend
+from fastattn.backends import cpu_matmul, load_backend, requested
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast
-
-
-def uses_onednn() -> bool:
-    """Whether the products of a Linear on a CPU are other than PyTorch's on this processor."""
-    return cpu_matmul.choice() == "oneDNN"
 
 
 class Linear(nn.Linear):
@@ -32,6 +28,19 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if can_read_values(x) and _autocast.autocast_dtype(x.device) is None:
         return cpu_matmul.linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def products_are_pytorch() -> bool:
+    """Whether PyTorch's own products are the fastest on this processor."""
+    return cpu_matmul.choice() == "PyTorch"
+
+
+def pytorch_may_compute(x: Tensor) -> bool:
+    """Whether PyTorch's own layers may be the fastest for x: in float32 on a CPU whose products are PyTorch's, where
+    nobody asks for a backend."""
+    if x.dtype is not torch.float32 or not can_read_values(x) or _autocast.autocast_dtype(x.device) is not None:
+        return False
+    return requested(None)[0] is None and products_are_pytorch()
 
 
 class Dropout(nn.Dropout):

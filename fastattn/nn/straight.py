@@ -112,8 +112,9 @@ class Attention(NamedTuple):
     @property
     def joined(self) -> Parameters:
         """The groups, where nothing has to be cast."""
-        weight = torch.cat(self.projections) if len(self.projections) > 1 else self.projections[0]
-        return weight, torch.cat(self.biases) if self.biases else None, self.fc, self.fc_bias
+        if len(self.projections) == 1:
+            return self.projections[0], self.biases[0] if self.biases else None, self.fc, self.fc_bias
+        return torch.cat(self.projections), torch.cat(self.biases) if self.biases else None, self.fc, self.fc_bias
 
     def by_formula(self, parameters: Iterator[Tensor | None]) -> Attention:
         """The same call by the plain formula, with other tensors for `parameters`."""
@@ -291,25 +292,30 @@ def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
 
 
 class _LastPlan(threading.local):
-    """What shared_plan gave last, and for which mask and requested backend."""
+    """What shared_plan gave last, for which masks, and for which of their values and requested backend."""
 
-    mask: Callable[[], AttentionMask | None] = staticmethod(lambda: None)
-    requested: Any = None
+    masks: Sequence[Callable[[], AttentionMask | None]] = ()
+    state: Any = None
     plan: Plan | None = None
 
 
 _last = _LastPlan()
 
 
-def shared_plan(mask: AttentionMask | None, x: Tensor) -> Plan | None:
+def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None:
     """open_plan for layers that get no plan of their forward, of a model of another library.
 
-    The layers of a forward have their self-attention's mask in common, so the plan is kept as long as calls have it.
+    The layers of a forward have their masks in common, so the plan is kept as long as calls have the same masks with
+    the same values. A forward with other sizes gets another plan.
     """
-    same = mask is not None and _last.mask() is mask and _last.requested == backends.requested(None)
+    given = [mask for mask in masks if mask is not None]
+    if not given or torch.compiler.is_compiling():
+        return open_plan(None, x)
+    state = backends.requested(None), x.shape, [mask.version for mask in given]
+    same = _last.state == state and [ref() for ref in _last.masks] == given
     plan = open_plan(_last.plan if same else None, x)
-    if mask is not None and plan is not _last.plan:
-        _last.mask, _last.requested, _last.plan = weakref.ref(mask), backends.requested(None), plan
+    if plan is not _last.plan:
+        _last.masks, _last.state, _last.plan = [weakref.ref(mask) for mask in given], state, plan
     return plan
 
 
