@@ -219,10 +219,9 @@ def _masks(
 def _fits_layer(layer: Any, sources: Sequence[Tensor], given: Sequence[Given]) -> bool:
     if not _BLOCKS.isdisjoint(layer.__dict__):
         return False
-    x, batch_first = sources[0], layer.self_attn.batch_first
-    for name, source, one in zip(layer.attentions, sources, given, strict=True):
-        attention = layer._modules[name]
-        if type(attention) is not MultiheadAttention or attention.batch_first != batch_first:
+    attentions, x = [layer._modules[name] for name in layer.attentions], sources[0]
+    for attention, source, one in zip(attentions, sources, given, strict=True):
+        if type(attention) is not MultiheadAttention or attention.batch_first != attentions[0].batch_first:
             return False
         if not attention._qkv_same_embed_dim or not _fits(attention, x, source, source, *one):
             return False
@@ -330,13 +329,12 @@ def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
     """
     if layer.training or torch.is_grad_enabled() or x.is_nested or x.dim() != 3 or x.shape[1] > MAX_LENGTH_IN_TORCH:
         return False
-    if not pytorch_may_compute(x):
+    if not pytorch_may_compute(x) or layer.parts(False) is None:
         return False
     attention, activation = layer.self_attn, activation_name(layer.activation)
     if activation not in ("relu", "gelu") or attention.in_proj_bias is None or attention.num_heads % 2:
         return False
-    is_open = attention.batch_first and layer.norm1.eps == layer.norm2.eps and torch.backends.mha.get_fastpath_enabled()
-    return is_open and layer.parts(False) is not None
+    return attention.batch_first and layer.norm1.eps == layer.norm2.eps and torch.backends.mha.get_fastpath_enabled()
 
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):

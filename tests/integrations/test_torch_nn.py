@@ -656,6 +656,26 @@ def test_blocks_that_are_replaced_on_a_layer():
     compare(theirs, ours, inputs("encoder"), mask=mask(L, L))
 
 
+@pytest.mark.parametrize("name", ["self_attn", "norm1"])
+def test_children_of_other_kinds(name):
+    """Without the attributes of torch.nn's. Its fast path asks for them, so it is off."""
+
+    class Other(nn.Linear):
+        def forward(self, x, *_, **_options):
+            out = super().forward(x)
+            return (out, None) if name == "self_attn" else out
+
+    theirs, ours = pair(build("encoder layer"))
+    for module in (theirs, ours):
+        torch.manual_seed(5)
+        setattr(module, name, Other(D, D).to(DEVICE))
+    compare(theirs, ours, inputs("encoder"))
+    with torch.no_grad():
+        expected = theirs(*inputs("encoder"))
+        if name == "norm1":
+            close(ours.eval()(*inputs("encoder")), expected)
+
+
 class Adapter(nn.Module):
     """A linear map, and next to it another: what LoRA makes of one."""
 
