@@ -2,7 +2,9 @@
 
 On the straight path without a cache: BART, Marian, BERT, RoBERTa (post-norm), mBART, M2M100, Pegasus, Whisper, ViT
 (pre-norm). With a cache, and where attention weights are asked for, their own attention is called, and what is around
-it is fused. So it is in every call of T5, whose attention has a learned bias, and of Llama and GPT-2.
+it is fused. So it is in every call of T5, whose attention has a learned bias, and of Llama and GPT-2. The first call
+with output_attentions=True makes transformers add hooks to the attention modules, which it never removes: from then on
+these layers do so in every call.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME
+from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.layers import (
     Accelerated,
     Sublayer,
@@ -26,7 +28,7 @@ from fastattn.integrations.layers import (
     run_sublayers,
 )
 from fastattn.masks import AttentionMask
-from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
+from fastattn.nn.fusible import all_can_fuse, can_fuse, hook_reason, is_unmodified
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
@@ -37,6 +39,11 @@ from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 def _sibling(original: type[nn.Module], suffix: str, name: str) -> Any:
     """The class in a layer's own file that is called as the layer is, with `name` in place of `suffix`."""
     return getattr(sys.modules[original.__module__], original.__name__.removesuffix(suffix) + name)
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module is of this class and only calls its children: nobody would notice if they were called here."""
+    return type(module) is kind and hook_reason(module) is None
 
 
 def _asks_for_nothing(options: dict[str, Any]) -> bool:
@@ -201,7 +208,7 @@ class _BertLayer(Accelerated):
             "Intermediate": self.intermediate,
             "Output": self.output,
         }
-        return all([is_unmodified(m, _sibling(self.original, "Layer", name), ()) for name, m in modules.items()])
+        return all([_is_plain(m, _sibling(self.original, "Layer", name)) for name, m in modules.items()])
 
     def parts(self: Any, has_memory: bool) -> list[Parts] | None:
         attention, first, last = self.attention, self.intermediate, self.output
@@ -221,7 +228,7 @@ class _ViTLayer(Accelerated):
     norm_first = True
 
     def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **options: Any) -> Tensor:
-        if args or not is_unmodified(self.mlp, _sibling(self.original, "Layer", "MLP"), ()):
+        if args or not _is_plain(self.mlp, _sibling(self.original, "Layer", "MLP")):
             return self.original.forward(self, hidden_states, attention_mask, *args, **options)
         if _asks_for_nothing(options):
             known, mask = _mask_of(self.attention, attention_mask, hidden_states.shape[1])
@@ -271,12 +278,14 @@ class _T5FeedForward(Accelerated):
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         inner, x = self.DenseReluDense, self.layer_norm(hidden_states)
-        if is_unmodified(inner, _sibling(self.original, "LayerFF", "DenseActDense"), ("dropout",)):
-            branch = run_feed_forward(x, inner.wi, inner.act, inner.dropout, inner.wo)
-        elif is_unmodified(inner, _sibling(self.original, "LayerFF", "DenseGatedActDense"), ("dropout",)):
-            branch = run_gated(x, inner.wi_0, inner.wi_1, inner.act, inner.dropout, inner.wo)
+        first = [module for name, module in inner.named_children() if name.startswith("wi")]
+        kind = _sibling(self.original, "LayerFF", "DenseActDense" if len(first) == 1 else "DenseGatedActDense")
+        if not _is_plain(inner, kind) or inner.wo.weight.dtype is not first[0].weight.dtype:
+            branch = inner(x)  # from_pretrained keeps wo in float32, and it casts what wo reads
+        elif len(first) == 1:
+            branch = run_feed_forward(x, *first, inner.act, inner.dropout, inner.wo)
         else:
-            branch = inner(x)
+            branch = run_gated(x, *first, inner.act, inner.dropout, inner.wo)
         return PendingResidual(branch, hidden_states).sum(self.dropout)
 
 
@@ -284,6 +293,8 @@ class _RMSNorm(Accelerated):
     """T5LayerNorm and LlamaRMSNorm."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if self.weight.dtype not in (hidden_states.dtype, torch.float32):
+            return self.original.forward(self, hidden_states)  # each of them has its own rule for the dtype
         return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
 
 
@@ -319,3 +330,5 @@ MIXINS: dict[str, type[Accelerated]] = {
     f"{_MODELS}llama.modeling_llama.LlamaMLP": _LlamaMLP,
     "transformers.activations.NewGELUActivation": _NewGELU,
 }
+
+register()  # also for models that are read from a pickle

@@ -1,8 +1,10 @@
 """accelerate(model) for tiny models of transformers, next to the same model with its eager attention."""
 
 import copy
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +50,7 @@ def random_model(name, **changes):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for n, p in [*model.named_parameters(), *model.named_buffers()]:
-            if p.dim() == 1 or n == "final_logits_bias":
+            if n == "final_logits_bias" or (p.dim() == 1 and p.requires_grad):
                 p.add_(0.3 * torch.randn(p.shape, generator=generator).to(DEVICE))
     return model
 
@@ -172,7 +174,10 @@ def test_both_paths_draw_the_same_dropout(name, hooked, straight):
         torch.manual_seed(7)
         with use_backend("aten"):
             found.append(solve(model))
-        ends = {"feed-forward": ("fc1", "intermediate.dense"), "attention": ("self_attn", "attention.self", "attention")}
+        ends = {
+            "feed-forward": ("fc1", "intermediate.dense"),
+            "attention": ("self_attn", "attention.self", "attention"),
+        }
         for n, m in model.named_modules():
             if n.endswith(ends[hooked]):
                 m.register_forward_hook(lambda *_: None)
@@ -294,7 +299,7 @@ def test_autocast(name):
             distances = [(grads[n] - g).norm() for n, g in expected_grads.items()]
             found.append(((logits - expected).norm(), torch.stack(distances).norm()))
     for ours_off, theirs_off in zip(*found, strict=True):
-        assert ours_off <= 1.6 * theirs_off + 1e-4
+        assert ours_off <= 2 * theirs_off + 1e-4
 
 
 # The model stays what it was.
@@ -412,7 +417,7 @@ def test_global_hooks_are_called(name):
     for model in (theirs, ours):
         calls, names = [], {m: n for n, m in model.named_modules()}
         handle = torch.nn.modules.module.register_module_forward_hook(
-            lambda m, *_, to=calls, names=names: to.append(names[m])
+            lambda m, *_, to=calls, names=names: to.append(names.get(m, ""))
         )
         try:
             found.append((solve(model), sorted(calls)))
@@ -617,15 +622,166 @@ def test_what_is_no_module():
 WITH_LOSS = [n for n in MODELS if n != "vit"]
 
 
+def both_losses(theirs, ours, batch, **options):
+    """What report.loss gives, after its gradients were compared with those of the expected loss."""
+    report = accelerate(ours)
+    expected = theirs(**batch).loss if not options else smoothed(theirs, batch, **options)
+    found = report.loss(ours, **batch, **options)
+    for model, loss in ((theirs, expected), (ours, found)):
+        model.zero_grad()
+        loss.backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    check_gradients(gradients(ours), gradients(theirs))
+    return found
+
+
+def smoothed(model, batch, label_smoothing=0.0, num_items_in_batch=None):
+    """As transformers' Trainer computes it."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    if num_items_in_batch is not None:
+        return model(**batch, num_items_in_batch=num_items_in_batch).loss
+    output = model(**batch)
+    shifts = type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+    return LabelSmoother(epsilon=label_smoothing)(output, batch["labels"], shift_labels=shifts)
+
+
 @pytest.mark.parametrize("name", tiers([*WITH_LOSS, "gated"]))
 def test_loss(name):
     """The model's own, with its gradients."""
     theirs, ours = pair(name)
-    report, batch = accelerate(ours), labels_for(theirs)
-    expected = theirs(**batch).loss
-    expected.backward()
-    found = report.loss(ours, **batch)
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    check_gradients(gradients(ours), gradients(theirs))
-    assert "forward" not in ours.get_output_embeddings().__dict__
+    both_losses(theirs, ours, labels_for(theirs))
+    assert "forward" not in ours.get_output_embeddings().__dict__ and not ours._forward_hooks
+
+
+@pytest.mark.parametrize("name", tiers([*WITH_LOSS, "gated"]))
+def test_label_smoothing(name):
+    """The loss of transformers' LabelSmoother."""
+    theirs, ours = pair(name)
+    both_losses(theirs, ours, labels_for(theirs), label_smoothing=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [int, torch.tensor])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_num_items_in_batch(name, number):
+    """As models compute it when Trainer accumulates gradients."""
+    theirs, ours = pair(name)
+    both_losses(theirs, ours, labels_for(theirs), num_items_in_batch=number(40))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["hook", "lora"])
+@pytest.mark.parametrize("name", WITH_LOSS)
+def test_loss_with_a_modified_head(name, change):
+    """Its logits are computed."""
+    models, calls = pair(name), []
+    if change == "lora":
+        peft = pytest.importorskip("peft")
+        heads = [n for n, m in models[0].named_modules() if m is models[0].get_output_embeddings()]
+        config = peft.LoraConfig(target_modules=heads, init_lora_weights=False)
+        models = [peft.get_peft_model(model, config) for model in models]
+        models[1].load_state_dict(models[0].state_dict())
+    else:
+        for model in models:
+            model.get_output_embeddings().register_forward_hook(lambda m, a, out: calls.append(m) or 2 * out)
+    both_losses(*models, labels_for(models[0]))
+    assert change == "lora" or len(calls) == 2
+
+
+@pytest.mark.full
+def test_loss_of_adapters():
+    """report.loss takes what peft makes of a model."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False, task_type="SEQ_2_SEQ_LM")
+    theirs = peft.get_peft_model(random_model("marian"), config)
+    both_losses(theirs, copy.deepcopy(theirs), labels_for(theirs))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bart", "marian", "bert", "roberta"])
+def test_loss_of_decoders_alone(name):
+    """BART's does not shift labels, BERT's does."""
+    pairs = {"bart": "BartForCausalLM", "marian": "MarianForCausalLM"}
+    kind = pairs.get(name) or {"bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM"}[name]
+    changes = {"is_decoder": True} | ({} if name in ("bert", "roberta") else {"is_encoder_decoder": False})
+    torch.manual_seed(0)
+    config = copy.deepcopy(build(name).config)
+    config.update(changes | {"dropout": 0.0, "attention_dropout": 0.0})
+    theirs = getattr(transformers, kind)(config).eval()
+    theirs.set_attn_implementation("eager")
+    both_losses(theirs, copy.deepcopy(theirs), labels_for(theirs))
+
+    class Mine(type(theirs)):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    theirs.__class__ = Mine
+    both_losses(theirs, copy.deepcopy(theirs), labels_for(theirs))
+
+
+@pytest.mark.full
+def test_loss_of_an_encoder_decoder_of_two_models():
+    model = transformers.EncoderDecoderModel(
+        encoder=build("bert").bert, decoder=build("gpt2", add_cross_attention=True)
+    )
+    model.config.decoder_start_token_id, model.config.pad_token_id = 0, 1
+    theirs = model.eval()
+    both_losses(theirs, copy.deepcopy(theirs), labels_for(build("bart")))
+
+
+def test_loss_errors():
+    """Without labels, for models without a head, and for those whose loss is another."""
+    _, model = pair("bert")
+    report, batch = accelerate(model), labels_for(model)
+    with pytest.raises(ValueError, match="loss needs labels in the batch"):
+        report.loss(model, input_ids=batch["input_ids"])
+    for other in (model.bert, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="has no head that gives logits of tokens"):
+            report.loss(other, **batch)
+    options = STACK | dict(num_key_value_heads=2, head_dim=8, attn_logit_softcapping=None)
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**options)).to(DEVICE)
+    with pytest.raises(TypeError, match="Gemma2ForCausalLM changes the logits that its head gives"):
+        report.loss(gemma, **batch)
+    assert "forward" not in gemma.lm_head.__dict__ and not gemma._forward_hooks
+    options = STACK | dict(num_key_value_heads=2, num_local_experts=2, output_router_logits=True)
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options)).to(DEVICE)
+    with pytest.raises(TypeError, match="MixtralForCausalLM adds another loss"):
+        report.loss(mixtral, **batch)
+
+
+DATA_PARALLEL = """
+import copy, sys, torch
+import torch.distributed as dist
+from test_accelerate import accelerate, check_gradients, gradients, labels_for, pair
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+for name in ("marian", "llama"):
+    theirs, ours = pair(name)
+    batch = labels_for(theirs)
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        parallel = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(ours), **options)
+        half = {n: t[dist.get_rank() :: 2] for n, t in batch.items()}
+        for _ in range(2):
+            parallel.zero_grad()
+            accelerate(parallel).loss(parallel, **half, num_items_in_batch=10).backward()
+        theirs.zero_grad()
+        for rank in range(2):
+            half = {n: t[rank::2] for n, t in batch.items()}
+            labels = half["labels"] if theirs.config.is_encoder_decoder else half["labels"][:, 1:]
+            (theirs(**half).loss * (labels != -100).sum() / 20).backward()
+        check_gradients(gradients(parallel.module), gradients(theirs))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_two_processes(tmp_path):
+    """DistributedDataParallel sums the gradients of report.loss."""
+    command = [sys.executable, "-c", DATA_PARALLEL, str(tmp_path / "rendezvous")]
+    folders = [str(Path(__file__).parent), *sys.path]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)}
+    options = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    processes = [subprocess.Popen([*command, str(rank)], **options) for rank in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output[-3000:]
