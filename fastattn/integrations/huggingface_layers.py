@@ -280,8 +280,9 @@ class _T5FeedForward(Accelerated):
         inner, x = self.DenseReluDense, self.layer_norm(hidden_states)
         first = [module for name, module in inner.named_children() if name.startswith("wi")]
         kind = _sibling(self.original, "LayerFF", "DenseActDense" if len(first) == 1 else "DenseGatedActDense")
-        if not _is_plain(inner, kind) or inner.wo.weight.dtype is not first[0].weight.dtype:
-            branch = inner(x)  # from_pretrained keeps wo in float32, and it casts what wo reads
+        dtypes = {getattr(getattr(module, "weight", None), "dtype", None) for module in (*first, inner.wo)}
+        if not _is_plain(inner, kind) or len(dtypes) > 1:
+            branch = inner(x)  # from_pretrained keeps wo in float32, and inner casts what wo reads
         elif len(first) == 1:
             branch = run_feed_forward(x, *first, inner.act, inner.dropout, inner.wo)
         else:

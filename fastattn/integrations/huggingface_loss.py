@@ -69,21 +69,21 @@ def _loss_at_head(
 
     def compute_loss(hidden: Tensor) -> Tensor:
         losses.append(linear_cross_entropy(hidden.flatten(0, -2), head.weight, labels.flatten(), bias, **options))
-        # They depend on the loss, so that DistributedDataParallel finds the parameters in use.
         logits.append(losses[-1].expand(0, head.weight.shape[0]))
         return logits[-1]
 
     head.forward = compute_loss
     hook = inner.register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
-        model(**batch)
+        output = model(**batch)
     finally:
         del head.forward
         hook.remove()
     _check_for_other_losses(inner, outputs[-1])
     if final_bias is None and outputs[-1].logits is not logits[-1]:
         raise TypeError(f"{type(inner).__name__} changes the logits that its head gives: its loss needs them")
-    return losses[-1]
+    # The sum of nothing, so that the backward passes the model's outputs, where DistributedDataParallel watches it.
+    return losses[-1] + output.logits.sum()
 
 
 def _check_for_other_losses(inner: PreTrainedModel, output: Any) -> None:

@@ -54,8 +54,15 @@ def build(name, **changes):
         for n, p in model.named_parameters():
             if p.dim() > 1 and "position" not in n and "norm" not in n:
                 p.mul_(3.0)
-    model.config._attn_implementation = "eager"
+    return eager(model)
+
+
+def eager(model):
+    """The model in eval mode, its attention transformers' eager one."""
     model.set_attn_implementation("eager")
+    for module in model.modules():  # in transformers 5.15 T5's stacks have configs of their own
+        if isinstance(getattr(module, "config", None), transformers.PreTrainedConfig):
+            module.config._attn_implementation = "eager"
     return model.to(DEVICE).eval()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import prune
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,6 +21,7 @@ from huggingface_models import (  # noqa: E402
     PAIR,
     STACK,
     build,
+    eager,
     inputs_for,
 )
 
@@ -94,8 +96,8 @@ def check_gradients(found, expected, tol=1e-3):
         assert (found[n] - grad).abs().max() <= tol * grad.abs().max() + 1e-6, n
 
 
-def check(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-4)
+def check(found, expected, atol=1e-4):
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=atol)
     check_gradients(found[1], expected[1])
 
 
@@ -279,18 +281,18 @@ def test_half_precision(name, dtype):
         found = ours(**inputs).logits[real]
         error = eager_error(ours, inputs, real, expected)
     assert found.isfinite().all() and found.dtype is (torch.float32 if found.dtype is torch.float32 else dtype)
-    assert (found.float() - expected).norm() <= 1.5 * error + 1e-3 * expected.norm()
+    assert (found.float() - expected).norm() <= 3 * error + 1e-3 * expected.norm()
 
 
 def eager_error(model, inputs, real, expected):
-    eager = copy.deepcopy(model)
-    restore(eager)
-    return (eager(**inputs).logits[real].float() - expected).norm()
+    model = copy.deepcopy(model)
+    restore(model)
+    return (model(**inputs).logits[real].float() - expected).norm()
 
 
 @pytest.mark.parametrize("name", tiers([*MODELS, "gated"], ("marian",)))
 def test_autocast(name):
-    """As near to float32 as eager attention under autocast."""
+    """About as near to float32 as eager attention, although hidden states are stored in 16 bits."""
     theirs, ours = pair(name)
     (expected, expected_grads), found = solve(theirs), []
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -299,7 +301,43 @@ def test_autocast(name):
             distances = [(grads[n] - g).norm() for n, g in expected_grads.items()]
             found.append(((logits - expected).norm(), torch.stack(distances).norm()))
     for ours_off, theirs_off in zip(*found, strict=True):
-        assert ours_off <= 2 * theirs_off + 1e-4
+        assert ours_off <= 2.5 * theirs_off + 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["reference", "aten", "triton"])
+@pytest.mark.parametrize("name", [*MODELS, "gated"])
+def test_backends(name, backend):
+    theirs, ours = pair(name)
+    expected = solve(theirs)
+    with use_backend(backend):
+        check(solve(ours), expected, atol=5e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bart", "marian", "mbart", "m2m100", "pegasus", "bert", "roberta", "gpt2"])
+def test_double(name):
+    """Of models that compute nothing in float32."""
+    found, expected = (solve(model.double()) for model in reversed(pair(name)))
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-9)
+    check_gradients(found[1], expected[1], 1e-8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*MODELS, "gated"])
+def test_torch_func(name):
+    """Gradients by torch.func."""
+    theirs, ours = pair(name)
+    expected = solve(theirs)
+    inputs, real = inputs_for(ours)
+    inputs |= {} if name == "vit" else {"use_cache": False}
+
+    def loss(parameters):
+        logits = torch.func.functional_call(ours, parameters, (), inputs).logits[real]
+        return F.cross_entropy(logits, torch.arange(len(logits), device=DEVICE) % 99)
+
+    grads = torch.func.grad(loss)({n: p.detach() for n, p in ours.named_parameters()})
+    check_gradients({n: grads[n] for n in expected[1]}, expected[1])
 
 
 # The model stays what it was.
@@ -331,7 +369,7 @@ def test_save_pretrained(name, tmp_path):
     """What is saved is the library's own model."""
     theirs, ours = pair(name)
     ours.save_pretrained(tmp_path)
-    loaded = type(theirs).from_pretrained(tmp_path, attn_implementation="eager").eval().to(DEVICE)
+    loaded = eager(type(theirs).from_pretrained(tmp_path))
     assert [type(m) for m in loaded.modules()] == [type(m) for m in theirs.modules()]
     inputs, _ = inputs_for(theirs)
     with torch.no_grad():
@@ -425,6 +463,66 @@ def test_global_hooks_are_called(name):
             handle.remove()
     check(found[1][0], found[0][0])
     assert found[0][1] == found[1][1]
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return 2 * self.module(*args)
+
+
+def double_output(parent, name):
+    child = parent._modules[name]
+    setattr(parent, name, torch.nn.Sequential(child, Doubled(torch.nn.Identity())))
+
+
+def subclass(parent, name):
+    child = parent._modules[name]
+    child.__class__ = type("Mine", (type(child),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)})
+
+
+def patch_forward(parent, name):
+    child = parent._modules[name]
+    child.forward = lambda x, forward=child.forward: 2 * forward(x)
+
+
+def parametrise(parent, name):
+    if getattr(parent._modules[name], "weight", None) is not None:
+        torch.nn.utils.parametrize.register_parametrization(
+            parent._modules[name], "weight", Doubled(torch.nn.Identity())
+        )
+
+
+def prune_weight(parent, name):
+    if getattr(parent._modules[name], "weight", None) is not None:
+        prune.random_unstructured(parent._modules[name], "weight", amount=0.3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", [double_output, subclass, patch_forward, parametrise, prune_weight])
+@pytest.mark.parametrize("name", ["marian", "mbart", "whisper", "bert", "vit", "t5", "gated", "llama", "gpt2"])
+def test_a_child_that_is_changed(name, change):
+    """Each child without children of a model's layers, one after the other, after accelerate."""
+    inputs, real = inputs_for(build("t5" if name == "gated" else name))
+    theirs, ours = pair(name)
+    kinds = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout)
+    paths = [
+        n for n, m in theirs.named_modules() if not [*m.children()] and ("0" in n.split(".") or isinstance(m, kinds))
+    ]
+    if change is double_output:  # T5 reads wo.weight
+        paths = [n for n in paths if not n.endswith(".wo")]
+    assert len(paths) > 6
+    with torch.no_grad():
+        for path in paths:
+            for model in (changed := [copy.deepcopy(theirs), copy.deepcopy(ours)]):
+                torch.manual_seed(4)
+                parent, _, child = path.rpartition(".")
+                change(model.get_submodule(parent), child)
+            expected, found = (model(**inputs).logits[real] for model in changed)
+            assert (found - expected).norm() <= 1e-4 * expected.norm(), path
 
 
 TARGETS = {
@@ -663,11 +761,16 @@ def test_label_smoothing(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [int, torch.tensor])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["marian", "bert", "gpt2", "llama"])
 def test_num_items_in_batch(name, number):
-    """As models compute it when Trainer accumulates gradients."""
+    """As decoder-only models compute it when Trainer accumulates gradients. Others' own losses do not look at it."""
     theirs, ours = pair(name)
-    both_losses(theirs, ours, labels_for(theirs), num_items_in_batch=number(40))
+    batch = labels_for(theirs)
+    if name in ("gpt2", "llama"):
+        both_losses(theirs, ours, batch, num_items_in_batch=number(40))
+    else:
+        found = accelerate(ours).loss(ours, **batch, num_items_in_batch=number(40))
+        torch.testing.assert_close(found, theirs(**batch).loss * (batch["labels"] != -100).sum() / 40)
 
 
 @pytest.mark.full
@@ -708,8 +811,7 @@ def test_loss_of_decoders_alone(name):
     torch.manual_seed(0)
     config = copy.deepcopy(build(name).config)
     config.update(changes | {"dropout": 0.0, "attention_dropout": 0.0})
-    theirs = getattr(transformers, kind)(config).eval()
-    theirs.set_attn_implementation("eager")
+    theirs = eager(getattr(transformers, kind)(config))
     both_losses(theirs, copy.deepcopy(theirs), labels_for(theirs))
 
     class Mine(type(theirs)):
@@ -726,8 +828,26 @@ def test_loss_of_an_encoder_decoder_of_two_models():
         encoder=build("bert").bert, decoder=build("gpt2", add_cross_attention=True)
     )
     model.config.decoder_start_token_id, model.config.pad_token_id = 0, 1
-    theirs = model.eval()
+    theirs = eager(model)
     both_losses(theirs, copy.deepcopy(theirs), labels_for(build("bart")))
+
+
+@pytest.mark.full
+def test_generation_by_bert():
+    """Its layers attend to an encoder's states, and to a cache."""
+    decoder = build("bert", is_decoder=True, add_cross_attention=True).config
+    torch.manual_seed(0)
+    decoder = transformers.BertLMHeadModel(decoder)
+    theirs = eager(transformers.EncoderDecoderModel(encoder=build("bert").bert, decoder=decoder))
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert sum(entry.kind == "BertLayer" for entry in report.taken) == 4
+    batch = {n: t for n, t in labels_for(build("bert")).items() if n != "labels"}
+    with torch.no_grad():
+        logits = [model(**batch, decoder_input_ids=batch["input_ids"]).logits for model in (theirs, ours)]
+        torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+    options = dict(max_new_tokens=9, min_new_tokens=9, num_beams=2, decoder_start_token_id=0, pad_token_id=1)
+    assert torch.equal(ours.generate(**batch, **options), theirs.generate(**batch, **options))
 
 
 def test_loss_errors():
@@ -766,7 +886,7 @@ for name in ("marian", "llama"):
             accelerate(parallel).loss(parallel, **half, num_items_in_batch=10).backward()
         theirs.zero_grad()
         for rank in range(2):
-            half = {n: t[rank::2] for n, t in batch.items()}
+            half = {n: t[rank::2].contiguous() for n, t in batch.items()}
             labels = half["labels"] if theirs.config.is_encoder_decoder else half["labels"][:, 1:]
             (theirs(**half).loss * (labels != -100).sum() / 20).backward()
         check_gradients(gradients(parallel.module), gradients(theirs))
