@@ -324,6 +324,27 @@ def test_double(name):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("name", ["marian", "mbart", "whisper", "bert", "vit"])
+def test_second_derivatives(name, backend):
+    """A gradient penalty."""
+    found = []
+    for model in reversed(pair(name)):
+        inputs, real = inputs_for(model)
+        with use_backend(backend):
+            loss = model(**inputs).logits[real].square().mean()
+            parameters = [p for n, p in model.named_parameters() if "layers.0" in n or "layer.0" in n]
+            parameters = [p for p in parameters if p.dim() > 1]
+            grads = torch.autograd.grad(loss, parameters, create_graph=True)
+            model.zero_grad()
+            sum(g.square().sum() for g in grads).backward()
+        found.append(gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for n, expected in found[1].items():
+        assert (found[0][n] - expected).norm() <= 1e-3 * expected.norm() + 1e-5, n
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*MODELS, "gated"])
 def test_torch_func(name):
     """Gradients by torch.func."""
@@ -712,6 +733,41 @@ def test_what_is_no_module():
     for function in (accelerate, restore):
         with pytest.raises(TypeError, match="must be a torch.nn.Module, got int"):
             function(3)
+
+
+def test_restore_refuses_a_changed_class():
+    """As fully_shard changes it; nothing is restored then."""
+    _, model = pair("bert")
+    layer = model.bert.encoder.layer[1]
+    layer.__class__ = type("FSDPBertLayer", (type(layer),), {})
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="bert.encoder.layer.1 is a FSDPBertLayer now"):
+        restore(model)
+    assert [type(m) for m in model.modules()] == kinds and model.config._attn_implementation == "fastattn"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", [*MODELS, "gated"])
+def test_another_attention_is_set_later(name, implementation, straight):
+    """It is called, and restore still undoes everything."""
+    theirs, ours = pair(name)
+    ours.set_attn_implementation(implementation)
+    check(solve(ours), solve(theirs))
+    assert not any(straight)
+    restore(ours)
+    assert ours.config._attn_implementation == "eager"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "vit"])
+def test_a_larger_vocabulary(name):
+    found = []
+    for model in reversed(pair(name)):
+        torch.manual_seed(6)
+        model.resize_token_embeddings(120)
+        found.append(solve(model))
+    check(*found)
 
 
 # The loss without logits.
