@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fastattn.backends import cpu_matmul
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.nn.fusible import hook_reason
-from fastattn.nn.leaves import Dropout, Linear
+from fastattn.nn.leaves import Dropout, Linear, linear_is_faster
 
 _LEAVES = {nn.Linear: Linear, nn.Dropout: Dropout}
 _LEAVES_BACK = {replaced: original for original, replaced in _LEAVES.items()}
@@ -71,7 +70,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     entries = _take_attention(model) if attention else []
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    keep_linear = None if on_cpu and cpu_matmul.choice() == "oneDNN" else "PyTorch's product is the fastest here"
+    keep_linear = None if on_cpu and linear_is_faster() else "PyTorch's product is the fastest here"
     known = _known_layers() if layers else {}
     for path, module in list(model.named_modules()):
         kind, name = type(module), type(module).__qualname__

@@ -28,7 +28,7 @@ from fastattn.integrations.layers import (
     run_sublayers,
 )
 from fastattn.masks import AttentionMask
-from fastattn.nn.fusible import all_can_fuse, can_fuse, hook_reason, is_unmodified
+from fastattn.nn.fusible import all_can_fuse, hook_reason, is_unmodified
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
@@ -58,7 +58,8 @@ def _has_no_cache(options: dict[str, Any]) -> bool:
 def _mask_of(attention: Any, mask: Any, length: int) -> tuple[bool, AttentionMask | None]:
     """Whether the straight path knows the mask, and the mask, as huggingface.attention_forward reads it."""
     if mask is None:
-        return True, AttentionMask(is_causal=True) if length > 1 and attention.is_causal else None
+        is_causal = length > 1 and getattr(attention, "is_causal", False)
+        return True, AttentionMask(is_causal=True) if is_causal else None
     return isinstance(mask, AttentionMask), mask
 
 
@@ -153,7 +154,7 @@ class _PairLayer(Accelerated):
         for name, norm in zip(names, norms, strict=True):
             attention, norm = getattr(self, name), norm_parts(getattr(self, norm), dropout_p)
             maps, is_memory = ("q_proj", "k_proj", "v_proj"), bool(parts)
-            if not can_fuse(attention.out_proj):
+            if not all_can_fuse(attention, ("out_proj",)):
                 return None
             part = _attention_parts(attention, kind, maps, attention.out_proj, norm, is_memory)
             if part is None:
@@ -202,12 +203,9 @@ class _BertLayer(Accelerated):
 
     def _has_own_structure(self: Any) -> bool:
         """Whether the modules between this one and those that it calls are as the library made them."""
-        modules = {
-            "Attention": self.attention,
-            "SelfOutput": self.attention.output,
-            "Intermediate": self.intermediate,
-            "Output": self.output,
-        }
+        if not _is_plain(self.attention, _sibling(self.original, "Layer", "Attention")):
+            return False
+        modules = {"SelfOutput": self.attention.output, "Intermediate": self.intermediate, "Output": self.output}
         return all([_is_plain(m, _sibling(self.original, "Layer", name)) for name, m in modules.items()])
 
     def parts(self: Any, has_memory: bool) -> list[Parts] | None:
@@ -249,7 +247,7 @@ class _ViTLayer(Accelerated):
         activation = activation_name(mlp.activation_fn)
         if activation is None or not all_can_fuse(self, ("layernorm_before", "layernorm_after", "dropout")):
             return None
-        if not all_can_fuse(mlp, ("fc1", "fc2")) or not can_fuse(attention.o_proj):
+        if not all_can_fuse(mlp, ("fc1", "fc2")) or not all_can_fuse(attention, ("o_proj",)):
             return None
         dropout_p = current_dropout_p(self.dropout)
         norms = [norm_parts(norm, dropout_p) for norm in (self.layernorm_before, self.layernorm_after)]
@@ -273,20 +271,23 @@ class _T5Attention(Accelerated):
         return PendingResidual(branch, hidden_states).sum(self.dropout), position_bias, weights
 
 
+def _have_one_dtype(*maps: nn.Module) -> bool:
+    """Not so where from_pretrained keeps T5's wo in float32. The module that calls the maps casts then."""
+    return len({getattr(getattr(module, "weight", None), "dtype", None) for module in maps}) == 1
+
+
 class _T5FeedForward(Accelerated):
     """T5LayerFF: norm, feed-forward, dropout and the addition."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         inner, x = self.DenseReluDense, self.layer_norm(hidden_states)
-        first = [module for name, module in inner.named_children() if name.startswith("wi")]
-        kind = _sibling(self.original, "LayerFF", "DenseActDense" if len(first) == 1 else "DenseGatedActDense")
-        dtypes = {getattr(getattr(module, "weight", None), "dtype", None) for module in (*first, inner.wo)}
-        if not _is_plain(inner, kind) or len(dtypes) > 1:
-            branch = inner(x)  # from_pretrained keeps wo in float32, and inner casts what wo reads
-        elif len(first) == 1:
-            branch = run_feed_forward(x, *first, inner.act, inner.dropout, inner.wo)
+        plain, gated = [_sibling(self.original, "LayerFF", name) for name in ("DenseActDense", "DenseGatedActDense")]
+        if _is_plain(inner, plain) and _have_one_dtype(inner.wi, inner.wo):
+            branch = run_feed_forward(x, inner.wi, inner.act, inner.dropout, inner.wo)
+        elif _is_plain(inner, gated) and _have_one_dtype(inner.wi_0, inner.wi_1, inner.wo):
+            branch = run_gated(x, inner.wi_0, inner.wi_1, inner.act, inner.dropout, inner.wo)
         else:
-            branch = run_gated(x, *first, inner.act, inner.dropout, inner.wo)
+            branch = inner(x)
         return PendingResidual(branch, hidden_states).sum(self.dropout)
 
 

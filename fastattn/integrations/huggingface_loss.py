@@ -31,8 +31,8 @@ def loss(
     num_items_in_batch: the sum over all tokens is divided by it; unless given, by the tokens that count.
     The hidden states are multiplied with the head in chunks, in one op with the loss. Where the head is modified, as by
     an adapter, the logits are computed.
-    ValueError without labels. TypeError for a model without such a head, and for one that changes the logits after it,
-    as Gemma 2 does, or adds another loss.
+    ValueError without labels. TypeError for a model without such a head, for one that changes the logits after it, as
+    Gemma 2 does, and for one that adds another loss.
     """
     labels = batch.pop("labels", None)
     if labels is None:
@@ -80,7 +80,7 @@ def _loss_at_head(
         del head.forward
         hook.remove()
     _check_for_other_losses(inner, outputs[-1])
-    if final_bias is None and outputs[-1].logits is not logits[-1]:
+    if not losses or (final_bias is None and outputs[-1].logits is not logits[-1]):
         raise TypeError(f"{type(inner).__name__} changes the logits that its head gives: its loss needs them")
     # The sum of nothing, so that the backward passes the model's outputs, where DistributedDataParallel watches it.
     return losses[-1] + output.logits.sum()

@@ -546,6 +546,38 @@ def test_a_child_that_is_changed(name, change):
             assert (found - expected).norm() <= 1e-4 * expected.norm(), path
 
 
+class Wrapped(torch.nn.Module):
+    """Calls a module, and has none of its attributes."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.calls = 0
+
+    def forward(self, *args, **options):
+        self.calls += 1
+        return self.module(*args, **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*MODELS, "gated"])
+def test_a_block_that_is_replaced(name):
+    """Each module with children of a model's layers, one after the other."""
+    theirs, ours = pair(name)
+    expected = solve(theirs)
+    paths = [n for n, m in theirs.named_modules() if [*m.children()] and any(part.isdigit() for part in n.split("."))]
+    paths = [n for n in paths if not n.rpartition(".")[2].isdigit() and not n.endswith("layer")]
+    assert paths
+    for path in paths:
+        model = copy.deepcopy(ours)
+        parent, _, child = path.rpartition(".")
+        wrapped = Wrapped(model.get_submodule(path))
+        setattr(model.get_submodule(parent), child, wrapped)
+        logits, grads = solve(model)
+        check((logits, {n.replace(f"{path}.module.", f"{path}."): t for n, t in grads.items()}), expected)
+        assert wrapped.calls == 1, path
+
+
 TARGETS = {
     "bert": ["query", "value", "intermediate.dense"],
     "roberta": ["query", "value", "intermediate.dense"],
