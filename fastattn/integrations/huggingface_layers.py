@@ -2,7 +2,9 @@
 
 On the straight path without a cache: BART, Marian, BERT, RoBERTa (post-norm), mBART, M2M100, Pegasus, Whisper, ViT
 (pre-norm). With a cache, and where attention weights are asked for, their own attention is called, and what is around
-it is fused. So it is in every call of T5, whose attention has a learned bias, and of Llama and GPT-2.
+it is fused. So it is in every call of T5, whose attention has a learned bias, and of Llama and GPT-2. The first call
+with output_attentions=True makes transformers add hooks to the attention modules, which it never removes: from then on
+these layers do so in every call.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME
+from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.layers import (
     Accelerated,
     Sublayer,
@@ -26,7 +28,7 @@ from fastattn.integrations.layers import (
     run_sublayers,
 )
 from fastattn.masks import AttentionMask
-from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
+from fastattn.nn.fusible import all_can_fuse, hook_reason, is_unmodified
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
@@ -37,6 +39,11 @@ from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 def _sibling(original: type[nn.Module], suffix: str, name: str) -> Any:
     """The class in a layer's own file that is called as the layer is, with `name` in place of `suffix`."""
     return getattr(sys.modules[original.__module__], original.__name__.removesuffix(suffix) + name)
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module is of this class and only calls its children: nobody would notice if they were called here."""
+    return type(module) is kind and hook_reason(module) is None
 
 
 def _asks_for_nothing(options: dict[str, Any]) -> bool:
@@ -51,7 +58,8 @@ def _has_no_cache(options: dict[str, Any]) -> bool:
 def _mask_of(attention: Any, mask: Any, length: int) -> tuple[bool, AttentionMask | None]:
     """Whether the straight path knows the mask, and the mask, as huggingface.attention_forward reads it."""
     if mask is None:
-        return True, AttentionMask(is_causal=True) if length > 1 and attention.is_causal else None
+        is_causal = length > 1 and getattr(attention, "is_causal", False)
+        return True, AttentionMask(is_causal=True) if is_causal else None
     return isinstance(mask, AttentionMask), mask
 
 
@@ -145,7 +153,7 @@ class _PairLayer(Accelerated):
         for name, norm in zip(names, norms, strict=True):
             attention, norm = getattr(self, name), norm_parts(getattr(self, norm), dropout_p)
             maps, is_memory = ("q_proj", "k_proj", "v_proj"), bool(parts)
-            if not can_fuse(attention.out_proj):
+            if not all_can_fuse(attention, ("out_proj",)):
                 return None
             part = _attention_parts(attention, kind, maps, attention.out_proj, norm, is_memory)
             if part is None:
@@ -194,13 +202,10 @@ class _BertLayer(Accelerated):
 
     def _has_own_structure(self: Any) -> bool:
         """Whether the modules between this one and those that it calls are as the library made them."""
-        modules = {
-            "Attention": self.attention,
-            "SelfOutput": self.attention.output,
-            "Intermediate": self.intermediate,
-            "Output": self.output,
-        }
-        return all([is_unmodified(m, _sibling(self.original, "Layer", name), ()) for name, m in modules.items()])
+        if not _is_plain(self.attention, _sibling(self.original, "Layer", "Attention")):
+            return False
+        modules = {"SelfOutput": self.attention.output, "Intermediate": self.intermediate, "Output": self.output}
+        return all([_is_plain(m, _sibling(self.original, "Layer", name)) for name, m in modules.items()])
 
     def parts(self: Any, has_memory: bool) -> list[Parts] | None:
         attention, first, last = self.attention, self.intermediate, self.output
@@ -220,7 +225,7 @@ class _ViTLayer(Accelerated):
     norm_first = True
 
     def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **options: Any) -> Tensor:
-        if args or not is_unmodified(self.mlp, _sibling(self.original, "Layer", "MLP"), ()):
+        if args or not _is_plain(self.mlp, _sibling(self.original, "Layer", "MLP")):
             return self.original.forward(self, hidden_states, attention_mask, *args, **options)
         if _asks_for_nothing(options):
             known, mask = _mask_of(self.attention, attention_mask, hidden_states.shape[1])
@@ -241,7 +246,7 @@ class _ViTLayer(Accelerated):
         activation = activation_name(mlp.activation_fn)
         if activation is None or not all_can_fuse(self, ("layernorm_before", "layernorm_after", "dropout")):
             return None
-        if not all_can_fuse(mlp, ("fc1", "fc2")) or not can_fuse(attention.o_proj):
+        if not all_can_fuse(mlp, ("fc1", "fc2")) or not all_can_fuse(attention, ("o_proj",)):
             return None
         dropout_p = current_dropout_p(self.dropout)
         norms = [norm_parts(norm, dropout_p) for norm in (self.layernorm_before, self.layernorm_after)]
@@ -265,14 +270,20 @@ class _T5Attention(Accelerated):
         return PendingResidual(branch, hidden_states).sum(self.dropout), position_bias, weights
 
 
+def _have_one_dtype(*maps: nn.Module) -> bool:
+    """Not so where from_pretrained keeps T5's wo in float32. The module that calls the maps casts then."""
+    return len({getattr(getattr(module, "weight", None), "dtype", None) for module in maps}) == 1
+
+
 class _T5FeedForward(Accelerated):
     """T5LayerFF: norm, feed-forward, dropout and the addition."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         inner, x = self.DenseReluDense, self.layer_norm(hidden_states)
-        if is_unmodified(inner, _sibling(self.original, "LayerFF", "DenseActDense"), ("dropout",)):
+        plain, gated = [_sibling(self.original, "LayerFF", name) for name in ("DenseActDense", "DenseGatedActDense")]
+        if _is_plain(inner, plain) and _have_one_dtype(inner.wi, inner.wo):
             branch = run_feed_forward(x, inner.wi, inner.act, inner.dropout, inner.wo)
-        elif is_unmodified(inner, _sibling(self.original, "LayerFF", "DenseGatedActDense"), ("dropout",)):
+        elif _is_plain(inner, gated) and _have_one_dtype(inner.wi_0, inner.wi_1, inner.wo):
             branch = run_gated(x, inner.wi_0, inner.wi_1, inner.act, inner.dropout, inner.wo)
         else:
             branch = inner(x)
@@ -283,7 +294,12 @@ class _RMSNorm(Accelerated):
     """T5LayerNorm and LlamaRMSNorm."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
+        if self.weight.dtype not in (hidden_states.dtype, torch.float32):
+            return self.original.forward(self, hidden_states)  # each of them has its own rule for the dtype
+        with torch.autocast(
+            hidden_states.device.type, enabled=False
+        ):  # as its own formula, which autocast leaves alone
+            return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
 
 
 class _LlamaMLP(Accelerated):
@@ -318,3 +334,5 @@ MIXINS: dict[str, type[Accelerated]] = {
     f"{_MODELS}llama.modeling_llama.LlamaMLP": _LlamaMLP,
     "transformers.activations.NewGELUActivation": _NewGELU,
 }
+
+register()  # also for models that are read from a pickle

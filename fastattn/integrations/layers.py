@@ -86,7 +86,7 @@ def run_straight(
     masks: Sequence[AttentionMask | None],
     memory: Tensor | None = None,
 ) -> Tensor | None:
-    """The layer's output, or None: something is modified, and the layer goes sublayer by sublayer.
+    """The layer's output, in the dtype of x, or None: something is modified, and the layer goes sublayer by sublayer.
 
     layer: has norm_first, parts(has_memory), which is None where something is modified, and project(memory), the keys
         and values of the second attention.
@@ -101,7 +101,10 @@ def run_straight(
     plan = shared_plan(masks, x)
     projected = () if memory is None else layer.project(memory)
     out = None if plan is None else run_parts(plan, parts, layer.norm_first, x, masks, *projected)
-    return out if packed is None or out is None else restore_padding(out, unpadded)
+    if out is None:
+        return None
+    out = out.to(x.dtype)  # under autocast it has another
+    return out if packed is None else restore_padding(out, unpadded)
 
 
 class Sublayer(NamedTuple):
@@ -113,16 +116,17 @@ class Sublayer(NamedTuple):
 
 
 def run_sublayers(x: Tensor, sublayers: Sequence[Sublayer], norm_first: bool) -> Tensor:
-    """The layer's output for x (B, L, d_model): each residual connection fused with the norm that follows."""
+    """The layer's output for x (B, L, d_model), in its dtype: each residual connection fused with the norm after it."""
     if not norm_first:
+        out = x
         for branch, dropout, norm in sublayers:
-            x = add_norm(PendingResidual(branch(x), x), dropout, norm, None)
-        return x
+            out = add_norm(PendingResidual(branch(out), out), dropout, norm, None)
+        return out.to(x.dtype)
     pending, before = PendingResidual(x, None), 0.0
     for branch, dropout, norm in sublayers:
         normed, z = add_norm(pending, before, norm, None, return_sum=True)
         pending, before = PendingResidual(branch(normed), z), dropout
-    return pending.sum(before)
+    return pending.sum(before).to(x.dtype)
 
 
 def run_feed_forward(

@@ -10,7 +10,7 @@ MultiheadAttention that is called by itself), add_bias_kv, add_zero_attn, nested
 
 What differs: a query that may attend to nothing gives 0, as in torch.nn without weights; its fast path, in eval mode
 without gradients, gives NaN. That path also gives 0 at the padding of a TransformerEncoder, and reads a float mask of a
-layer as a bool mask. Here every mode gives what training gives. Under torch.autocast a layer's output has its dtype.
+layer as a bool mask. Here every mode gives what training gives.
 """
 
 from __future__ import annotations
