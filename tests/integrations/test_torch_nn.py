@@ -789,7 +789,7 @@ def test_checkpoint(reentrant):
 @pytest.mark.parametrize("kind", tiers(KINDS, "attention", "decoder layer", "encoder"))
 @pytest.mark.parametrize("grad", [True, False])
 def test_autocast(kind, grad):
-    """Nearly as close to float32 as torch.nn's, which keeps hidden states between sublayers in float32; of its dtype."""
+    """Of torch.nn's dtype, and nearly as close to float32: hidden states between its sublayers are float32."""
     options = {} if kind == "attention" else dict(activation="gelu")  # small errors do not flip a gradient
     theirs, ours = pair(build(kind, scale=1.0, **options))
     expected = solve(theirs, inputs(kind), grad)
