@@ -1,8 +1,10 @@
 """Padding that nobody sees is not computed.
 
-A loss does not depend on padding: it is hidden as keys, and ignored as labels. So within padding_is_hidden() a layer on
-the straight path computes its real tokens alone, as one long sequence, on a CPU, where counting them needs no
-synchronisation. It returns 0 for padding. Its output remembers the sequence, which the next layer reads.
+A loss does not depend on padding: it is hidden as keys, and ignored as labels. So masks that are made within
+padding_is_hidden() let a layer on the straight path compute its real tokens alone, as one long sequence. This is done
+on a CPU, where counting tokens needs no synchronisation. The layer returns 0 for padding; its output remembers the
+sequence, which the next layer reads. The decision is the mask's, since activation checkpointing calls a layer again
+outside of the context.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ _state = _State()
 
 @contextmanager
 def padding_is_hidden() -> Iterator[None]:
-    """Nobody reads what the model computes of padding."""
+    """Nobody reads what the model computes of padding, where masks are made within it."""
     before, _state.is_hidden = _state.is_hidden, True
     try:
         yield
     finally:
         _state.is_hidden = before
+
+
+def may_leave_out_padding() -> bool:
+    """Whether a mask is made within padding_is_hidden()."""
+    return _state.is_hidden
 
 
 class Packed(NamedTuple):
@@ -55,9 +62,9 @@ def pack(layer: Any, x: Tensor, masks: Any, memory: Tensor | None) -> Packed | N
 
     x (B, L, d_model); masks: of its attentions, which huggingface.attention_mask has made; memory (B, Lk, d_model).
     """
-    if not _state.is_hidden or hook_reason(layer) is not None:
-        return None
     own, *others = masks
+    if getattr(own, "padding", None) is None or hook_reason(layer) is not None:
+        return None
     unpadded = _unpadded(own, x)
     if unpadded is None:
         return None

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn.integrations.hidden_padding import may_leave_out_padding
 from fastattn.masks import AttentionMask
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -192,10 +193,11 @@ class _Mask(AttentionMask):
     def __init__(self, shape: tuple[int, ...], attn_mask: Tensor | None = None, **options: Any) -> None:
         super().__init__(attn_mask, **options)
         self.shape = shape
-        # The real tokens and whether keys are causal, where the mask hides nothing else: see hidden_padding.
+        # The real tokens and whether keys are causal, where the mask hides nothing else and padding may be left out.
         is_causal = options.get("is_causal", False)
         hides_no_more = attn_mask is None and (shape[2] == shape[3] or not is_causal)
-        self.padding = (self.key_padding, is_causal) if hides_no_more and self.key_padding is not None else None
+        knows_padding = may_leave_out_padding() and hides_no_more and self.key_padding is not None
+        self.padding = (self.key_padding, is_causal) if knows_padding else None
 
     def contiguous(self) -> _Mask:
         return self
