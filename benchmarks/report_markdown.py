@@ -337,13 +337,14 @@ def _accelerate_figures(path: Path, record: Record) -> list[str]:
         return f"{geometric_mean(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
 
     each = [
-        f"in {dtype} {said(found['default'])} with `report.loss`, {said(found['own loss'])} with the model's own loss"
+        f"in {dtype} {said(found['default'])}, and {said(found['own loss'])} with the model's own loss"
         for dtype, found in speed_ups.items()
     ]
     models = list(dict.fromkeys(case["case"].split()[0] for case in record["cases"] if case["op"] == ACCELERATE))
     return textwrap.wrap(
         f"`accelerate` on {machine(record)}: a training step of {', '.join(models[:-1])} and {models[-1]}, a quarter "
-        "padding, against the fastest without fastattn, in the geometric mean (and the slowest and the fastest case): "
+        "padding, with `report.loss` where there is one, against the fastest without fastattn, in the geometric mean "
+        "(and the slowest and the fastest case): "
         f"{'; '.join(each)} ([record](benchmarks/results/{path.name})).",
         width=120,
         break_on_hyphens=False,
