@@ -93,6 +93,14 @@ def restore_padding(out: Tensor, unpadded: Unpadded) -> Tensor:
     return padded
 
 
+def pack_tokens(module: Any, x: Tensor, mask: Any) -> tuple[Tensor, Unpadded] | None:
+    """The real tokens (1, T, d_model) of the input of a module that computes each token by itself, or None."""
+    if getattr(mask, "padding", None) is None or hook_reason(module) is not None:
+        return None
+    unpadded = _unpadded(mask, x)
+    return None if unpadded is None else (_tokens(x, unpadded), unpadded)
+
+
 def _tokens(x: Tensor, unpadded: Unpadded) -> Tensor:
     known = getattr(x, "real_tokens", None)
     # Reentrant checkpointing gives a layer's output another graph, and somebody may have written to it.

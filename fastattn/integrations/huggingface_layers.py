@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.integrations.hidden_padding import pack_tokens, restore_padding
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.layers import (
     Accelerated,
@@ -257,6 +258,20 @@ class _ViTLayer(Accelerated):
         return None if part is None else [part, FeedForwardParts(*weights, norms[1], activation, 0.0, None)]
 
 
+class _T5Block(Accelerated):
+    """The library's own, which tells its feed-forward the mask, where that knows which tokens are padding."""
+
+    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **options: Any) -> Any:
+        if getattr(attention_mask, "padding", None) is None:
+            return self.original.forward(self, hidden_states, attention_mask, *args, **options)
+        last = self.layer[-1].__dict__
+        last["mask"] = attention_mask
+        try:
+            return self.original.forward(self, hidden_states, attention_mask, *args, **options)
+        finally:
+            del last["mask"]
+
+
 class _T5Attention(Accelerated):
     """T5LayerSelfAttention and T5LayerCrossAttention: norm, attention, dropout and the addition."""
 
@@ -280,6 +295,13 @@ class _T5FeedForward(Accelerated):
     """T5LayerFF: norm, feed-forward, dropout and the addition."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        packed = pack_tokens(self, hidden_states, self.__dict__.get("mask"))
+        if packed is None:
+            return self._feed_forward(hidden_states)
+        tokens, unpadded = packed
+        return restore_padding(self._feed_forward(tokens), unpadded)
+
+    def _feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
         inner, x = self.DenseReluDense, self.layer_norm(hidden_states)
         plain, gated = [_sibling(self.original, "LayerFF", name) for name in ("DenseActDense", "DenseGatedActDense")]
         if _is_plain(inner, plain) and _have_one_dtype(inner.wi, inner.wo):
@@ -325,6 +347,7 @@ MIXINS: dict[str, type[Accelerated]] = {
     f"{_MODELS}bert.modeling_bert.BertLayer": _BertLayer,
     f"{_MODELS}roberta.modeling_roberta.RobertaLayer": _BertLayer,
     f"{_MODELS}vit.modeling_vit.ViTLayer": _ViTLayer,
+    f"{_MODELS}t5.modeling_t5.T5Block": _T5Block,
     f"{_MODELS}t5.modeling_t5.T5LayerSelfAttention": _T5Attention,
     f"{_MODELS}t5.modeling_t5.T5LayerCrossAttention": _T5Attention,
     f"{_MODELS}t5.modeling_t5.T5LayerFF": _T5FeedForward,

@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import fastattn  # noqa: E402
-from fastattn.integrations import layers  # noqa: E402
+from fastattn.integrations import hidden_padding, huggingface_layers, layers  # noqa: E402
 from fastattn.integrations.hidden_padding import MIN_ELEMENTS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="padding is left out on a CPU")
@@ -19,10 +19,12 @@ PAIR |= dict(d_model=WIDTH, decoder_start_token_id=2, forced_eos_token_id=None, 
 SPECIAL = dict(vocab_size=99, pad_token_id=1, bos_token_id=0, eos_token_id=2, max_position_embeddings=LENGTH + 2)
 BERT = dict(hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
 BERT |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+T5 = dict(d_model=WIDTH, d_kv=16, d_ff=96, num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=1)
 # The model's class, the config's, its arguments, and how many of its layers leave padding out.
 MODELS = {
     "bart": ("BartForConditionalGeneration", "BartConfig", PAIR, 2),
     "mbart": ("MBartForConditionalGeneration", "MBartConfig", PAIR, 2),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5, 2),
     "bert": ("BertForMaskedLM", "BertConfig", BERT, 2),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", BERT, 2),
 }
@@ -31,13 +33,14 @@ MODELS = {
 @pytest.fixture
 def packed(monkeypatch):
     """The shapes of what layers computed without padding."""
-    shapes, restore = [], layers.restore_padding
+    shapes, restore = [], hidden_padding.restore_padding
 
     def restore_and_note(out, unpadded):
         shapes.append(tuple(out.shape))
         return restore(out, unpadded)
 
-    monkeypatch.setattr(layers, "restore_padding", restore_and_note)
+    for module in (layers, huggingface_layers):
+        monkeypatch.setattr(module, "restore_padding", restore_and_note)
     return shapes
 
 
