@@ -84,7 +84,6 @@ CASES = [
     *(("aten", variant, False) for variant in VARIANTS),
     ("aten", "public", True),
     ("aten", "small, gated", True),
-    ("triton", "public", False),
     ("triton", "beyond", True),
     ("cuda", "public", True),
     ("cuda", "beyond", False),
@@ -134,7 +133,8 @@ def test_same_as_op_by_op(backend, variant, autocast, biased, batch, taken, node
     ("backend", "variant"),
     [
         *product(["aten"], ["small", "small, gated"]),
-        *product(["triton"], ["public", "beyond"]),
+        ("triton", "public"),
+        pytest.param("triton", "beyond", marks=full),
         *(pytest.param("cuda", variant, marks=full) for variant in ("public", "beyond")),
     ],
 )
@@ -164,7 +164,11 @@ def test_second_derivatives(backend, variant, batch, taken, request):
 
 @pytest.mark.parametrize(
     ("backend", "variant"),
-    [*product(["aten"], ["small", "small, gated"]), *product(["triton"], ["public", "beyond", "recompute"])],
+    [
+        *product(["aten"], ["small", "small, gated"]),
+        ("triton", "beyond"),
+        *(pytest.param("triton", variant, marks=full) for variant in ("public", "recompute")),
+    ],
 )
 def test_no_more_is_saved(backend, variant, triton, batch, monkeypatch):
     """For the backward, than op by op."""
@@ -226,8 +230,10 @@ def test_a_parameter_that_changes_before_the_backward_is_an_error(backend, trito
         loss.backward()
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "use_reentrant"),
+    [("aten", False), ("aten", True), ("triton", False), pytest.param("triton", True, marks=full)],
+)
 def test_checkpointed_layers(use_reentrant, backend, batch, taken, triton):
     """A plan that was made with gradients is not used in a call without them."""
     model = fused(**TINY | VARIANTS["small"] | DROPOUT, backend=backend)
