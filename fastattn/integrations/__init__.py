@@ -1,1 +1,1 @@
-"""fastattn inside other libraries. Each module needs its library, and an extra of that name installs it."""
+"""Other libraries on fastattn: accelerate() for models of torch.nn and transformers. The latter needs its extra."""
