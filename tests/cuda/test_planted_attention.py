@@ -77,7 +77,6 @@ BUGS = {
             "(kind)::value;\n      shared_.full_k", "(kind)::value;\n      if (!BUG) shared_.full_k"),
         Bug("stage released before its product", "full", FORWARD_90,
             "      wgmma_wait<1>(s);\n      release_keys();\n", "      release_keys();\n      wgmma_wait<1>(s);\n"),
-        Bug("lists of another tile", "packed", FORWARD_90, "tile_rows == kNarrowRows", "tile_rows != kNarrowRows"),
         Bug("keys kept by a warpgroup without queries", "causal", FORWARD_90,
             "__syncwarp();\n      release_keys();", "__syncwarp();\n      if (!BUG) release_keys();"),
         Bug("dropout without the scale", "dropout", FORWARD_90,

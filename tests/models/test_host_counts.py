@@ -34,12 +34,12 @@ class Counts(NamedTuple):
 
 # What may be needed. Of a training step, and of one more token for one sentence, greedily, by 3 + 3 layers.
 BOUNDS = {
-    "aten, float32": Counts(6010, 2420, 6530),
-    "aten, bfloat16": Counts(7100, 2500, 6670),
-    "triton, float32": Counts(2550, 1265, 6400, 149),
-    "triton, bfloat16": Counts(3325, 1375, 6690, 149),
-    "cuda, float32": Counts(3375, 1655, 5460, 157),
-    "cuda, bfloat16": Counts(3340, 1725, 5620, 139),
+    "aten, float32": Counts(6010, 2540, 6545),
+    "aten, bfloat16": Counts(7100, 2620, 6685),
+    "triton, float32": Counts(2550, 1355, 6400, 149),
+    "triton, bfloat16": Counts(3325, 1465, 6690, 149),
+    "cuda, float32": Counts(3375, 1785, 5515, 157),
+    "cuda, bfloat16": Counts(3340, 1855, 5665, 139),
     "a token, float32": Counts(389, 59, 79),
 }
 
