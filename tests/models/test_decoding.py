@@ -42,8 +42,9 @@ def sentences():
     return src.to(DEVICE), torch.randint(3, VOCAB, (4, 20), generator=generator).to(DEVICE)
 
 
+EVERYDAY = "beyond", torch.bfloat16
 CASES = [
-    pytest.param(backend, dtype, variant, marks=pytest.mark.full if slow and variant != "beyond" else ())
+    pytest.param(backend, dtype, variant, marks=pytest.mark.full if slow and (variant, dtype) != EVERYDAY else ())
     for backend, slow in (("reference", False), ("aten", False), ("triton", True), ("cuda", True))
     for dtype in (torch.float32, torch.bfloat16)
     for variant in VARIANTS

@@ -166,8 +166,7 @@ def test_second_derivatives(backend, variant, batch, taken, request):
     ("backend", "variant"),
     [
         *product(["aten"], ["small", "small, gated"]),
-        ("triton", "beyond"),
-        *(pytest.param("triton", variant, marks=full) for variant in ("public", "recompute")),
+        *(pytest.param("triton", variant, marks=full) for variant in ("public", "beyond", "recompute")),
     ],
 )
 def test_no_more_is_saved(backend, variant, triton, batch, monkeypatch):
@@ -205,7 +204,7 @@ def test_batches_of_gradients(backend, dropout, triton, batch, taken):
     assert taken == [True] * 2
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("backend", ["aten", pytest.param("triton", marks=full)])
 def test_frozen_parameters_get_no_gradient(backend, triton, batch, taken):
     model = fused(**TINY | VARIANTS["small"] | DROPOUT, backend=backend)
     _, everything = step(model, batch)

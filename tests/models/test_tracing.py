@@ -28,7 +28,7 @@ class Loss(nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("what", ["logits", "loss"])
+@pytest.mark.parametrize("what", ["logits", pytest.param("loss", marks=pytest.mark.full)])
 def test_export_with_a_free_batch_and_free_lengths(what, strict):
     model = fused(**TINY).cpu().eval()
     module, inputs = (model, 2) if what == "logits" else (Loss(model), 3)
