@@ -88,3 +88,13 @@ def inputs_for(model, rows=slice(None), left=False):
         if not left:  # targets are padded at their end
             inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": real.long()}
     return inputs, real
+
+
+def check_padded_batch(model):
+    """The logits of a padded batch are those of its sentences alone."""
+    with torch.no_grad():
+        inputs, real = inputs_for(model)
+        logits = model(**inputs).logits
+        for n in range(3):
+            alone, there = inputs_for(model, slice(n, n + 1))
+            torch.testing.assert_close(logits[n][real[n]], model(**alone).logits[there], rtol=0, atol=1e-4)

@@ -6,7 +6,17 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from huggingface_models import DEVICE, LENGTHS, MODELS, NOT_GENERATING, PAIR, STACK, build, inputs_for  # noqa: E402
+from huggingface_models import (  # noqa: E402
+    DEVICE,
+    LENGTHS,
+    MODELS,
+    NOT_GENERATING,
+    PAIR,
+    STACK,
+    build,
+    check_padded_batch,
+    inputs_for,
+)
 
 from fastattn import use_backend  # noqa: E402
 from fastattn.integrations import huggingface  # noqa: E402
@@ -47,13 +57,7 @@ def test_logits_and_gradients(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_equals_its_sentences_alone(name):
-    model = huggingface.use(build(name))
-    with torch.no_grad():
-        inputs, real = inputs_for(model)
-        logits = model(**inputs).logits
-        for n in range(3):
-            alone, there = inputs_for(model, slice(n, n + 1))
-            torch.testing.assert_close(logits[n][real[n]], model(**alone).logits[there], rtol=0, atol=1e-4)
+    check_padded_batch(huggingface.use(build(name)))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
