@@ -70,7 +70,7 @@ def _loss_at_head(
     """The loss, computed where the model calls its head, which then gives empty logits."""
     final_bias, losses, logits, outputs = getattr(inner, "final_logits_bias", None), [], [], []
     bias = head.bias
-    if final_bias is not None:
+    if final_bias is not None and not _is_zero(final_bias):
         bias = final_bias.flatten() if bias is None else bias + final_bias.flatten()
 
     def compute_loss(hidden: Tensor) -> Tensor:
@@ -91,6 +91,11 @@ def _loss_at_head(
         raise TypeError(f"{type(inner).__name__} changes the logits that its head gives: its loss needs them")
     # The sum of nothing, so that the backward passes the model's outputs, where DistributedDataParallel watches it.
     return losses[-1] + output.logits.sum()
+
+
+def _is_zero(bias: Tensor) -> bool:
+    """Whether a CPU can tell without waiting that it adds nothing, as in most checkpoints: a pass over the logits."""
+    return can_read_values(bias) and not bias.requires_grad and not bool(bias.any())
 
 
 def _check_for_other_losses(inner: PreTrainedModel, output: Any) -> None:

@@ -40,19 +40,52 @@ class PackedAxis(NamedTuple):
         """(n, H, longest, D) -> (1, H, T, D)."""
         return _Packed.apply(x, self)
 
+    # The same without gradients, for several tensors in one, into new memory or into out.
+
+    def unpack_rows(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """(A, H, T, D) -> (A, n, H, longest, D), contiguous."""
+        A, H, _, D = x.shape
+        rows, (tensor, head, position) = _rows(x)
+
+        def place_rows() -> Tensor:  # (A, n, H, longest)
+            first = torch.arange(A)[:, None] * tensor + torch.arange(H) * head
+            return self.gather_index[:, None] * position + first[:, None, :, None]
+
+        row = self.table(("unpack", A, H, tensor, head, position), place_rows)
+        return _selected(rows, row, out)
+
+    def pack_rows(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """(A, n, H, longest, D) -> (T, A, H, D), contiguous: the order in memory of what a projection reads."""
+        A, _, H, _, D = x.shape
+        rows, (tensor, sequence, head, position) = _rows(x)
+
+        def position_rows() -> Tensor:  # (T, A, H)
+            first = torch.arange(A)[:, None] * tensor + torch.arange(H) * head
+            return (self.sequence * sequence + self.offset * position)[:, None, None] + first
+
+        row = self.table(("pack", A, H, tensor, sequence, head, position), position_rows)
+        return _selected(rows, row, out)
+
+    def clear_beyond_end(self, x: Tensor) -> Tensor:
+        """x (n, H, longest, D), contiguous, with 0 past the ends; in place unless gradients are recorded."""
+        if self.beyond_end is None:
+            return x
+        _, H, longest, D = x.shape
+
+        def rows_beyond_end() -> Tensor:
+            sequence, offset = self.beyond_end.nonzero(as_tuple=True)
+            return ((sequence * H + torch.arange(H)[:, None]) * longest + offset).flatten()
+
+        row = self.table(("beyond_end", H), rows_beyond_end)
+        rows = x.view(-1, D)  # filled in an eighth of the time of masked_fill
+        return (rows.index_fill if torch.is_grad_enabled() else rows.index_fill_)(0, row, 0).view(x.shape)
+
 
 class _Unpacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: PackedAxis) -> Tensor:
         ctx.axis = axis
-        _, H, _, D = x.shape
-        rows, (_, head, position) = _rows(x)
-
-        def place_rows() -> Tensor:  # (n, H, longest)
-            return axis.gather_index[:, None] * position + torch.arange(H)[:, None] * head
-
-        row = axis.table(("unpack", H, head, position), place_rows)
-        return rows.index_select(0, row.flatten()).view(*row.shape, D)
+        return axis.unpack_rows(x)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
@@ -63,38 +96,28 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: PackedAxis) -> Tensor:
         ctx.axis = axis
-        _, H, _, D = x.shape
-        rows, (sequence, head, position) = _rows(x)
-
-        def position_rows() -> Tensor:  # (T, H), the order in memory of what a projection reads
-            return (axis.sequence * sequence + axis.offset * position)[:, None] + torch.arange(H) * head
-
-        row = axis.table(("pack", H, sequence, head, position), position_rows)
-        return rows.index_select(0, row.flatten()).view(1, *row.shape, D).transpose(1, 2)
+        return axis.pack_rows(x[None]).permute(1, 2, 0, 3)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        dx, beyond_end = ctx.axis.unpack(dout), ctx.axis.beyond_end
-        _, H, longest, D = dx.shape
+        return ctx.axis.clear_beyond_end(ctx.axis.unpack(dout)), None
 
-        def rows_beyond_end() -> Tensor:
-            sequence, offset = beyond_end.nonzero(as_tuple=True)
-            return ((sequence * H + torch.arange(H)[:, None]) * longest + offset).flatten()
 
-        if beyond_end is not None:
-            row = ctx.axis.table(("beyond_end", H), rows_beyond_end)
-            rows = dx.view(-1, D)  # filled in an eighth of the time of masked_fill
-            dx = (rows.index_fill if torch.is_grad_enabled() else rows.index_fill_)(0, row, 0).view(dx.shape)
-        return dx, None
+def _selected(rows: Tensor, row: Tensor, out: Tensor | None) -> Tensor:
+    """The rows (.., D) of these numbers (..), contiguous."""
+    D = rows.shape[1]
+    if out is not None:
+        out = out.view(-1, D)
+    return torch.index_select(rows, 0, row.flatten(), out=out).view(*row.shape, D)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, list[int]]:
-    """x (A, B, C, D) as a matrix (.., D), without a copy if possible, and the steps of A, B and C in rows of it."""
-    D = x.shape[3]
-    if x.stride(3) != 1 or any(stride % D for stride in x.stride()[:3]):
+    """x (.., D) as a matrix (.., D), without a copy if possible, and the steps of its other axes in rows of it."""
+    D = x.shape[-1]
+    if x.stride(-1) != 1 or any(stride % D for stride in x.stride()[:-1]):
         x = x.contiguous()
-    steps = [stride // D for stride in x.stride()[:3]]
-    count = 1 + sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True))
+    steps = [stride // D for stride in x.stride()[:-1]]
+    count = 1 + sum((size - 1) * step for size, step in zip(x.shape[:-1], steps, strict=True))
     return x.as_strided((count, D), (D, 1)), steps
 
 

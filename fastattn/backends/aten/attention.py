@@ -20,7 +20,7 @@ from fastattn.backends import timings
 from fastattn.backends.aten import _at_once, _fused
 from fastattn.backends.aten._at_once import AtOnceMask, AttentionAtOnce, add_score_mask, plain_scores, repeat_heads
 from fastattn.backends.aten._blocks import BLOCK_BYTES, MAX_SAVED_BYTES, BlockedAttention
-from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
+from fastattn.backends.aten._sequences import PackedAxis, UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
 from fastattn.backends.reference import philox
 from fastattn.masks import AttentionMask
@@ -248,17 +248,31 @@ class RowsMask(NamedTuple):
     """A mask as attention_rows_fwd reads it, made once for all layers.
 
     unseen: as of Visible, of the rows of K and V together, (2 * B * H * Lk, D).     products: see _block_dtypes.
+    queries, keys: of packed sequences, which are computed as a batch, as mask describes it.
     """
 
     mask: AtOnceMask
     unseen: Tensor | None
     products: torch.dtype
+    queries: PackedAxis | None = None
+    keys: PackedAxis | None = None
 
 
 def rows_mask(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, softmax_scale: float, dropout_p: float
 ) -> RowsMask | None:
     """None: attention_rows_fwd does not compute such a call. The values of q, k and v are not read."""
+    if mask is not None and mask.cu_seqlens_q is not None:
+        plan = plan_unpacking(mask, q, k) if can_read_values(q) else None
+        if plan is None or not _unpacks(q, k, v, mask, plan, dropout_p):
+            return None
+        axes = plan.queries, plan.keys, plan.keys
+        batch = (
+            t.new_empty(()).expand(len(a.gather_index), t.shape[1], a.gather_index.shape[1], t.shape[3])
+            for t, a in zip((q, k, v), axes, strict=True)
+        )
+        found = rows_mask(*batch, plan.mask, softmax_scale, dropout_p)
+        return None if found is None else found._replace(queries=plan.queries, keys=plan.keys)
     shape = B, H, Lq, Lk = *q.shape[:3], k.shape[2]
     if (
         softmax_scale == 0
@@ -271,7 +285,7 @@ def rows_mask(
     acc, at_once, products = _block_dtypes(*shape, q.dtype)
     if mask is None or not at_once:
         return RowsMask(AtOnceMask(shape, None), None, products) if at_once else None
-    if mask.bias is not None or mask.cu_seqlens_q is not None:
+    if mask.bias is not None:
         return None
 
     def build() -> RowsMask | None:
@@ -299,15 +313,16 @@ def attention_rows_fwd(
     """out (B * Lq, H * D), and for the backward the weights and the heads that were made of projected.
 
     projected: queries, keys and values (B * L, 3 * H * D), or where these are in memory, (B, Lk, H * D) each, queries.
+    Of packed sequences B is 1, and L the number of tokens.
     """
-    B, H, Lq, _ = mask.mask.scores_shape
+    B, H, _, _ = mask.mask.scores_shape
     if memory:
-        heads = (projected.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1).to(mask.products),)
+        heads = (_split(projected, 1, B, H, mask.queries).flatten(0, 2).to(mask.products),)
     else:
-        heads = _heads(projected.view(B, Lq, 3, H, -1).permute(2, 0, 3, 1, 4).contiguous(), mask)
+        heads = _heads(_split(projected, 3, B, H, mask.queries), mask)
     q, k, v = (*heads, *_memory_heads(memory, mask)) if memory else heads
     out, weights = _at_once.forward(q, k, v, mask.mask, softmax_scale, dropout_p, rng_state, saves=True)
-    return _as_rows(out, B, H, projected.dtype), weights, *heads
+    return _joined(out[None], B, H, mask.queries).to(projected.dtype), weights, *heads
 
 
 def attention_rows_bwd(
@@ -320,17 +335,38 @@ def attention_rows_bwd(
     *options: Any,
 ) -> Tensor:
     """dprojected. Writes the gradient of the memory into dmemory. options: softmax_scale, dropout_p, rng_state."""
-    B, H, Lq, Lk = mask.mask.scores_shape
+    B, H, _, _ = mask.mask.scores_shape
     dtype, (q, k, v) = dout.dtype, (*heads, *_memory_heads(memory, mask)) if memory else heads
-    dout = dout.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1).to(q.dtype)
+    (dout,) = _split(dout, 1, B, H, mask.queries)
+    if mask.queries is not None:
+        dout = mask.queries.clear_beyond_end(dout)
+    dout = dout.flatten(0, 1).to(q.dtype)
     if memory:
         dq, *found = _at_once.backward(dout, q, k, v, weights, *options, [torch.empty_like(t) for t in (q, k, v)])
         for grad, t in zip(dmemory, found, strict=True):
-            grad.view(B, Lk, H, -1).copy_(t.view(B, H, Lk, -1).transpose(1, 2))
-        return _as_rows(dq, B, H, dtype)
+            if mask.keys is not None:
+                mask.keys.pack_rows(t.view(1, B, H, *t.shape[1:]), out=grad)
+            else:
+                grad.view(B, grad.shape[1], H, -1).copy_(t.view(B, H, *t.shape[1:]).transpose(1, 2))
+        return _joined(dq[None], B, H, mask.queries).to(dtype)
     grads = q.new_empty(3, *q.shape)
     _at_once.backward(dout, q, k, v, weights, *options, grads.unbind())
-    return grads.view(3, B, H, Lq, -1).permute(1, 3, 0, 2, 4).reshape(B * Lq, -1).to(dtype)
+    return _joined(grads, B, H, mask.queries).to(dtype)
+
+
+def _split(rows: Tensor, n: int, B: int, H: int, axis: PackedAxis | None) -> Tensor:
+    """What products give, (B * L, n * H * D), as n batches of heads, (n, B, H, L, D), contiguous."""
+    D = rows.shape[1] // (n * H)
+    if axis is None:
+        return rows.view(B, -1, n, H, D).permute(2, 0, 3, 1, 4).contiguous()
+    return axis.unpack_rows(rows.view(-1, n, H, D).permute(1, 2, 0, 3))
+
+
+def _joined(heads: Tensor, B: int, H: int, axis: PackedAxis | None) -> Tensor:
+    """The way back, of heads (n, B * H, L, D): (B * L, n * H * D), contiguous."""
+    n, _, L, D = heads.shape
+    heads = heads.view(n, B, H, L, D)
+    return (heads.permute(1, 3, 0, 2, 4).contiguous() if axis is None else axis.pack_rows(heads)).view(-1, n * H * D)
 
 
 def _heads(split: Tensor, mask: RowsMask) -> tuple[Tensor, ...]:
@@ -342,12 +378,13 @@ def _heads(split: Tensor, mask: RowsMask) -> tuple[Tensor, ...]:
 
 def _memory_heads(memory: Sequence[Tensor], mask: RowsMask) -> tuple[Tensor, ...]:
     B, H, _, Lk = mask.mask.scores_shape
-    return _heads(torch.stack([t.view(B, Lk, H, -1).transpose(1, 2) for t in memory]), mask)
-
-
-def _as_rows(t: Tensor, B: int, H: int, dtype: torch.dtype) -> Tensor:
-    """(B * H, L, D) -> (B * L, H * D)"""
-    return t.view(B, H, t.shape[1], -1).transpose(1, 2).reshape(B * t.shape[1], -1).to(dtype)
+    views = [t.view(*t.shape[:2], H, -1).transpose(1, 2) for t in memory]
+    if mask.keys is None:
+        return _heads(torch.stack(views), mask)
+    split = memory[0].new_empty(2, B, H, Lk, views[0].shape[3])
+    for view, part in zip(views, split, strict=True):
+        mask.keys.unpack_rows(view, out=part)
+    return _heads(split, mask)
 
 
 def _without_rows(t: Tensor, rows: Tensor, copies: bool) -> Tensor:
