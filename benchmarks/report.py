@@ -3,7 +3,7 @@
     python benchmarks/report.py --out DIR [--minutes N] [--only OP ...] [--device cuda]
     python benchmarks/report.py --render RECORD      write report.md and plots again, also on another machine
     python benchmarks/report.py --compare A B        compare two records, and name what got slower
-    python benchmarks/report.py --readme             write RESULTS.md and the README's figures from results/
+    python benchmarks/report.py --readme             write docs/results.md and the README's figures
 
 DIR gets rows.jsonl (each result), and at the end record.json, report.md and plots; worker.log has the output of the
 measuring process. The most valuable cases come first. Each provider runs in another process, within a time limit: if it

@@ -1,6 +1,6 @@
-"""Records as Markdown: the report of one run, RESULTS.md of all committed records, and the README's figures.
+"""Records as Markdown: the report of one run, docs/results.md of all committed records, and the README's figures.
 
-`report.py --readme` writes RESULTS.md and the README's figures from benchmarks/results/report_*.json.
+`report.py --readme` writes docs/results.md and the README's figures from benchmarks/results/report_*.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from result_files import (
     slowdown,
 )
 
-README, RESULTS = result_files.ROOT / "README.md", result_files.ROOT / "benchmarks" / "RESULTS.md"
+README, RESULTS = result_files.ROOT / "README.md", result_files.ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
 PLAIN = "plain PyTorch"
 NAMED_RIVAL = {"step": PLAIN, "decode": "Hugging Face Marian"}  # it has a column, also where another one is faster
@@ -36,6 +36,12 @@ training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 4
 STEP, ACCELERATE, HOST_TIME, MASKS = "transformer", "accelerate", "host_time", "attention_masks"
+PICTURES = {  # of docs/pictures.py: what each shows
+    "step_speed": "Speed of a training step compared with the fastest alternative",
+    "memory_length": "Peak memory over the length",
+    "host_time": "Host time of a training step",
+    "decoding": "Decoding next to CTranslate2 and Hugging Face",
+}
 LAUNCH_US = 4  # what a launch adds to the host time, about
 
 
@@ -112,6 +118,19 @@ def summary(record: Record) -> Iterator[str]:
             body = [_memory_cells(record, case) for case in cases]
         yield from ("", f"**{name}**, {done}", "")
         yield from table(header, body)
+        yield from _without_figures(record, cases)
+
+
+def _without_figures(record: Record, cases: Sequence[Row]) -> Iterator[str]:
+    """Why cells of a table are empty: fastattn's default and each rival without a figure, in how many cases and why."""
+    found: dict[tuple[str, str], int] = {}
+    for row in (row for case in cases for row in case_rows(record, case)):
+        if row["status"] != "ok" and (row.get("default") or not row["ours"]):
+            key = row["provider"], ": ".join(row[k] for k in ("status", "reason") if k in row)
+            found[key] = found.get(key, 0) + 1
+    if found:
+        yield from ("", "Without a figure:", "")
+        yield from (f"- {name}, {count} of {len(cases)} cases: {why}" for (name, why), count in found.items())
 
 
 def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
@@ -189,7 +208,8 @@ def how_to_read() -> str:
         "Fastest other: the fastest of what a user would use instead. With their own loss: the gain of a user who\n"
         "only changes the import and computes the loss from the logits. By dropping padding: how much longer\n"
         "fastattn needs when it computes the padding too, which is that part of its gain. Of the bound: the least\n"
-        "time that the FLOPs and bytes of the case need at this machine's ceilings, as a share of the measured time.\n"
+        "time that the FLOPs and bytes of the case need at this machine's ceilings, as a share of the measured time;\n"
+        "above 100% where a record's ceiling was measured with a slower matrix product than the one used.\n"
         "The reference path is the specification, not a rival. Host time: what Python and PyTorch do around launches,\n"
         f"in one thread, also as a share of what {PLAIN} needs. PyTorch's operators do run, on 16 target tokens."
     )
@@ -283,23 +303,26 @@ def _on_gpu(record: Record) -> bool:
 
 
 def results(found: Sequence[tuple[Path, Record]]) -> str:
-    """RESULTS.md: the tables of every record."""
+    """docs/results.md: the records in words and pictures, and the tables of every record."""
     lines = [
         "# Results",
         "",
-        "Written by `python benchmarks/report.py --readme` from the records named below.",
-        how_to_read(),
+        "Written by `python benchmarks/report.py --readme` from the records that are named below.",
+        "",
     ]
-    lines += [] if any(_on_gpu(record) for _, record in found) else [NO_GPU]
+    lines += [] if any(_on_gpu(record) for _, record in found) else [NO_GPU, ""]
+    for sentence in (_accelerate_figures, _host_time_figures, _mask_figures):
+        lines += next(([*said, ""] for path, record in found if (said := sentence(path, record))), [])
+    lines += [f"![{text}](pictures/{name}.svg)\n" for name, text in PICTURES.items()]
+    lines += ["## How to read the tables", "", how_to_read()]
     for path, record in found:
-        lines += ["", f"## [{path.name}](results/{path.name})", "", *provenance(record)]
+        lines += ["", f"## {path.name}", "", f"Record: `benchmarks/results/{path.name}`.", *provenance(record)]
         lines += summary(record)
     return "\n".join(lines) + "\n"
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
-    """The README's table: the first training steps of the first record that has them; then accelerate, host time and
-    masks likewise."""
+    """The README's table: the first training steps of the first record that has them; then accelerate likewise."""
     if not found:
         return NO_GPU + "\n"
 
@@ -310,12 +333,10 @@ def figures(found: Sequence[tuple[Path, Record]]) -> str:
     cases = steps(record)
     body = [[cells[column] for column in (0, 1, 2, 4, 5)] for cells in (_speed_cells(record, c, "step") for c in cases)]
     lines = [] if _on_gpu(record) else [NO_GPU, ""]
-    lines += [f"On {machine(record)}, {record['environment']['date'][:10]}"]
-    lines += [f"([record](benchmarks/results/{path.name})):", ""]
+    lines += [f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`):", ""]
     header = ["one training step", "fastattn, ms", "speed-up over the best alternative", "without `model.loss`"]
     lines += table([*header, "share from skipping padding"], body)
-    for sentence in (_accelerate_figures, _host_time_figures, _mask_figures):
-        lines += next((["", *said] for path, record in found if (said := sentence(path, record))), [])
+    lines += next((["", *said] for path, record in found if (said := _accelerate_figures(path, record))), [])
     return "\n".join(lines) + "\n"
 
 
@@ -345,7 +366,7 @@ def _accelerate_figures(path: Path, record: Record) -> list[str]:
         f"`accelerate` on {machine(record)}: a training step of {', '.join(models[:-1])} and {models[-1]}, a quarter "
         "padding, with `report.loss` where there is one, against the fastest without fastattn, in the geometric mean "
         "(and the slowest and the fastest case): "
-        f"{'; '.join(each)} ([record](benchmarks/results/{path.name})).",
+        f"{'; '.join(each)} (`benchmarks/results/{path.name}`).",
         width=120,
         break_on_hyphens=False,
     )
@@ -365,7 +386,7 @@ def _host_time_figures(path: Path, record: Record) -> list[str]:
     return [
         f"Host time of a training step of {layers}, without launches, as a share of what the public model needs:",
         "; ".join(f"`{backend}` {', '.join(found)}" for backend, found in shares.items()),
-        f"([record](benchmarks/results/{path.name})).",
+        f"(`benchmarks/results/{path.name}`).",
     ]
 
 
@@ -383,7 +404,7 @@ def _mask_figures(path: Path, record: Record) -> list[str]:
         f"`scaled_dot_product_attention` is {geometric_mean(ratios):.2f} times as fast as torch's operator in the "
         f"geometric mean, from {min(ratios):.2f} to {max(ratios):.2f}; by over 5 % faster in {faster} calls and slower "
         f"in {slower}. By mask: {', '.join(f'{mask} {mean:.2f}' for mean, mask in means)} "
-        f"([record](benchmarks/results/{path.name})).",
+        f"(`benchmarks/results/{path.name}`).",
         width=120,
         break_on_hyphens=False,
     )
@@ -398,7 +419,7 @@ def with_figures(readme: str, text: str) -> str:
 
 
 def write_results() -> None:
-    """RESULTS.md and the README's figures, from benchmarks/results/."""
-    found = committed(RESULTS.parent / "results")
+    """docs/results.md and the README's figures, from benchmarks/results/."""
+    found = committed(result_files.ROOT / "benchmarks" / "results")
     RESULTS.write_text(results(found))
     README.write_text(with_figures(README.read_text(), figures(found)))

@@ -83,7 +83,8 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     source = f"{source} asks for {name}" if asked else source
     remarks = _remarks(found, device, arguments)
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
-        remarks.insert(0, backends.load_backend("attention", "aten").describe(*arguments))
+        results = {key: kwargs[key] for key in ("return_lse", "return_weights") if key in kwargs}
+        remarks.insert(0, backends.load_backend("attention", "aten").describe(*arguments, **results))
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)
 
 

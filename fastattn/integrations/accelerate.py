@@ -100,15 +100,16 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
 def restore(model: nn.Module) -> None:
     """Undo accelerate: every module gets its own class back, and transformers its attention.
 
-    TypeError for what is no nn.Module, ValueError where another library, such as fully_shard, has changed the class of
-    a module since.
+    TypeError for what is no nn.Module. ValueError for a subclass of an accelerated class: one that another library, as
+    fully_shard, has made since, or your own of a class of fastattn.integrations.torch_nn.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     modules = dict(model.named_modules())
     for path, module in modules.items():
         if isinstance(module, Accelerated) and "original" not in vars(type(module)):
-            raise ValueError(f"{path} is a {type(module).__name__} now: its class was changed after accelerate")
+            kind = type(module).__name__
+            raise ValueError(f"{path} is a {kind}, a subclass of an accelerated class, and restore knows no other")
     for module in modules.values():
         if isinstance(module, Accelerated):
             module.__class__ = type(module).original

@@ -264,9 +264,9 @@ def test_host_time_is_a_table_and_a_sentence(record: dict[str, Any], tmp_path: P
     assert "| 6+6 layers d64/128 fp32 | triton | 4 | 4 | 8 | 50% | 150 | 54% |\n" in text
     assert "| 6+6 layers d64/128 fp32 | cuda: not yet | - | - | - | - | - | - |\n" in text
     both = [(Path("report_a.json"), record), (Path("report_b.json"), hosts)]
-    said = report_markdown.figures(both)
+    said = report_markdown.results(both)
     assert "| a step | 40 |" in said and "of 6+6 layers" in said and "\n`triton` 50% in fp32\n" in said
-    assert "results/report_b.json" in said and "`triton`" not in report_markdown.figures(both[:1])
+    assert "results/report_b.json" in said and "`triton`" not in report_markdown.results(both[:1])
 
 
 def test_masks_are_a_table_and_a_sentence(record: dict[str, Any], tmp_path: Path) -> None:
@@ -285,9 +285,9 @@ def test_masks_are_a_table_and_a_sentence(record: dict[str, Any], tmp_path: Path
     text = report_markdown.write_report(masks, tmp_path).read_text()
     assert "| mask | 1x128 fp32 | 1x512 fp32 |\n" in text and "| full | 1.00 / 1.00 | - |\n" in text
     assert "| packed | 4.00 / 1.00 | 2.00 / 1.00 |\n| geometric mean | 2.00 / 1.00 | 2.00 / 1.00 |\n" in text
-    said = " ".join(report_markdown.figures([(Path("report_masks.json"), masks)]).split())
+    said = " ".join(report_markdown.results([(Path("report_masks.json"), masks)]).split())
     assert "is 1.41 times as fast as torch's operator in the geometric mean, from 1.00 to 4.00;" in said
-    assert "by over 5 % faster in 2 calls and slower in 0. By mask: packed 1.68, full 1.00 ([record]" in said
+    assert "by over 5 % faster in 2 calls and slower in 0. By mask: packed 1.68, full 1.00 (`benchmarks/" in said
 
 
 def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ def out_of(p: Problem, *arguments: Any, **options: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_as_of_torch(backend: str, device: torch.device) -> None:
     """The same arguments as torch.nn.functional.scaled_dot_product_attention, judged by the formula and not by torch;
-    and is_causal together with a mask or a bias, which torch refuses."""
+    and is_causal together with a mask or a bias, which torch documents as an error."""
     backend_call(backend, device)
     p = make(H=4, Hk=2, D=16, mask={"is_causal": True}, device=device)
     options = {"scale": p.scale, "enable_gqa": True}

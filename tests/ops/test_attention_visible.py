@@ -182,10 +182,12 @@ def test_what_is_hidden_costs_nothing(length: int, kwargs: dict[str, Any], most:
 
 def test_explain_names_the_way() -> None:
     q = torch.zeros(1, 8, 2048, 64)
-    said = str(explain("attention", q, q, q, AttentionMask(window=(64, 64))))
+    window = AttentionMask(window=(64, 64))
+    said = str(explain("attention", q, q, q, window))
     assert "9% of the scores are computed, in 32 blocks of the mask, by " in said
     learned_bias = torch.zeros(2048, 2048, requires_grad=True)
     assert "all scores in memory" in str(explain("attention", q, q, q, learned_bias))
+    assert "all scores in memory" in str(explain("attention", q, q, q, window, return_lse=True))
     packed = AttentionMask(cu_seqlens_q=torch.arange(0, 2049, 64))
     assert "a batch of 32 x 64 keys" in str(explain("attention", q, q, q, packed, 0.1))
 

@@ -141,15 +141,24 @@ def _attend(
     return out, lse, weights if return_weights == "all" else weights.mean(1)
 
 
-def describe(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
-    """How `attention` computes out on a CPU, for explain()."""
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    dropout_p: float,
+    return_lse: bool = False,
+    return_weights: bool | str = False,
+) -> str:
+    """How `attention` computes a call on a CPU, for explain()."""
     if mask is not None and mask.key_padding is not None:
         mask = _drop_noop_padding(mask)
     plan = None if mask is None or mask.cu_seqlens_q is None else plan_unpacking(mask, q, k)
-    if plan is not None and _unpacks(q, k, v, mask, plan, dropout_p):
+    if plan is not None and not return_weights and (return_lse or _unpacks(q, k, v, mask, plan, dropout_p)):
         sequences, longest = plan.keys.gather_index.shape
         return f"packed sequences are copied to a batch of {sequences} x {longest} keys"
-    way = None if _learns_bias(mask) or k.shape[2] == 0 else _way(q, k, v, mask, 1.0, dropout_p)
+    is_whole = return_lse or return_weights or _learns_bias(mask) or k.shape[2] == 0
+    way = None if is_whole else _way(q, k, v, mask, 1.0, dropout_p)
     if way is None:
         return "it is computed by matmul, softmax, matmul, with all scores in memory"
     by = "products of a few heads at a time" if way == BLOCKED else "PyTorch's fused operator"

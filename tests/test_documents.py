@@ -1,0 +1,66 @@
+"""What the README and the documentation say can be done, and the site that is made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").rglob("*.md"))
+MOST_LINES = 150  # of the README
+
+
+def blocks(page: Path) -> list[str]:
+    """The page's blocks that are marked as python; one that cannot run here is marked as py."""
+    found = re.findall(r"^( *)```python\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, block in found]
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *PAGES], ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # without code
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing and (links or page != README)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize(
+    "page",
+    [README, *(pytest.param(page, marks=pytest.mark.full) for page in PAGES if blocks(page))],
+    ids=name,
+)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom, as a reader would: a block may use what those above it made."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks(page):
+        for package in re.findall(r"^(?:from|import) (transformers|peft|safetensors)\b", block, re.MULTILINE):
+            pytest.importorskip(package)
+        exec(compile(block, name(page), "exec"), names)
+
+
+@pytest.mark.full
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Every page is in the navigation, every link and name is found: warnings are errors."""
+    pytest.importorskip("material", reason="mkdocs-material is not installed: .[docs]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = [path.read_text() for path in tmp_path.rglob("*.html")]
+    assert len(built) > len(PAGES)  # and 404.html
+    loaded = [tag for text in built for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", text)]
+    elsewhere = re.compile(r"""\b(?:src|href)=["']?(?:https?:)?//""")
+    assert loaded and not [tag for tag in loaded if elsewhere.search(tag) and 'rel="canonical"' not in tag]
