@@ -38,6 +38,7 @@ README_ROWS = 4
 STEP, ACCELERATE, HOST_TIME, MASKS = "transformer", "accelerate", "host_time", "attention_masks"
 PICTURES = {  # of docs/pictures.py: what each shows
     "step_speed": "Speed of a training step compared with the fastest alternative",
+    "accelerate_speed": "Speed of accelerated models compared with the fastest alternative",
     "memory_length": "Peak memory over the length",
     "host_time": "Host time of a training step",
     "decoding": "Decoding next to CTranslate2 and Hugging Face",

@@ -123,6 +123,8 @@ def use_backend(name: Backend | None) -> Iterator[None]:
     It holds for the calling thread and async task alone; what torch.compile has compiled follows the thread. PyTorch
     runs a GPU's backward, and DataParallel its replicas, in threads of their own: for activation checkpointing on a GPU
     and for DataParallel give the model ``backend=`` instead, or set FASTATTN_BACKEND.
+    ValueError for another name, on entering. An op called inside raises RuntimeError where the backend does not support
+    the call.
     """
     name = None if name is None else _known(name, "use_backend()")
     before, token = _thread_state.name, None if torch.compiler.is_compiling() else _task_override.set(name)

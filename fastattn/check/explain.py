@@ -59,6 +59,10 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
 
     op: a public function of fastattn, its name, or the op's name ("attention"). Or a module, such as FusedTransformer,
         alone: which of its submodules are called instead of being computed by a fused op, and why.
+    Returns an Explanation, of a module a ModelExplanation. If a backend was asked for by name and does not support the
+    call, nothing is raised: ``chosen`` is None.
+    Raises ValueError if op is no op of fastattn, TypeError for further arguments after a module, and TypeError or
+    ValueError where the call itself would.
     """
     if isinstance(op, nn.Module):
         if args or kwargs:

@@ -46,11 +46,14 @@ class GraphedStep:
         sentences, and `rows` says how many. Or batch_size: the number of sentences in every bucket. Empty sentences
         fill up smaller batches.
     label_smoothing, smooth_over: as in ``FusedTransformer.loss``.
-    max_grad_norm: clips the gradients' norm to this; `grad_norm` is the norm before, of the last update.
+    max_grad_norm: clips the gradients' norm to this.
     accumulate: calls for each update of the weights. The gradient is that of the mean over all their tokens, as of one
         batch.
     autocast: torch.bfloat16 runs forward and loss under torch.autocast. Do not open torch.autocast around a step.
     capture: False runs the same padded step eagerly, also on a CPU, for debugging.
+
+    Attributes: each argument under its name, with buckets as a rising tuple; and `grad_norm`, the gradients' norm
+    before clipping in the last update, a tensor () on the model's device, or None without max_grad_norm.
 
     All buckets share one memory pool, about as large as the largest bucket needs. Gradients are None between steps;
     with accumulate > 1 they are buffers that the step owns.

@@ -32,10 +32,12 @@ class Report:
 
     @property
     def taken(self) -> list[Entry]:
+        """The modules that use fastattn now, as tuples (path, kind, reason), reason None."""
         return [entry for entry in self.entries if entry.reason is None]
 
     @property
     def left(self) -> list[Entry]:
+        """The modules that stayed as they were, as tuples (path, kind, reason)."""
         return [entry for entry in self.entries if entry.reason is not None]
 
     def __str__(self) -> str:
@@ -50,7 +52,15 @@ class Report:
     def loss(
         self, model: nn.Module, *, label_smoothing: float = 0.0, num_items_in_batch: Any = None, **batch: Any
     ) -> Tensor:
-        """See fastattn.integrations.huggingface_loss.loss."""
+        """What model(**batch).loss is, a scalar with its gradients, without keeping the logits.
+
+        model: a transformers model with a language model's head, or what DistributedDataParallel or peft makes of one.
+        label_smoothing: as transformers' Trainer computes it.
+        num_items_in_batch: the sum over all tokens is divided by it; unless given, by the tokens that count.
+        batch: the model's arguments, with labels (B, L).
+        ValueError without labels. TypeError for a model whose loss cannot be computed from its head alone.
+        See fastattn.integrations.huggingface_loss.loss.
+        """
         from fastattn.integrations.huggingface_loss import loss
 
         return loss(model, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, **batch)

@@ -69,6 +69,11 @@ def attention_mask(
 
 
 class MultiheadAttention(Accelerated, nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention by fastattn's attention. attn_mask may be an AttentionMask.
+
+    With need_weights=True, the default, a call is torch.nn's own unless attn_mask is an AttentionMask.
+    """
+
     original = nn.MultiheadAttention
 
     def forward(
@@ -299,6 +304,11 @@ class _Layer(_Parent, Accelerated):
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    """torch.nn.TransformerEncoderLayer by fused ops. src_mask may be an AttentionMask.
+
+    A call without masks uses torch.nn's fast path for inference where that is faster, on some CPUs.
+    """
+
     original = nn.TransformerEncoderLayer
     attentions = ("self_attn",)
     _read = ("linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2")
@@ -338,6 +348,8 @@ def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
 
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+    """torch.nn.TransformerDecoderLayer by fused ops. tgt_mask and memory_mask may be AttentionMasks."""
+
     original = nn.TransformerDecoderLayer
     attentions = ("self_attn", "multihead_attn")
     _read = (*TransformerEncoderLayer._read, "norm3", "dropout3")
@@ -365,6 +377,11 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
 
 class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
+    """torch.nn.TransformerEncoder that reads the masks once for all layers. mask may be an AttentionMask.
+
+    Outputs at padding are in every mode those of training, not 0 as from torch.nn's fast path.
+    """
+
     original = nn.TransformerEncoder
 
     def forward(
@@ -384,6 +401,8 @@ class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
 
 
 class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
+    """torch.nn.TransformerDecoder that reads the masks once for all layers. They may be AttentionMasks."""
+
     original = nn.TransformerDecoder
 
     def forward(
@@ -438,7 +457,7 @@ def _is_causal(mask: Any, x: Tensor, batch_first: bool) -> bool:
 
 
 class Transformer(_Parent, nn.Transformer):
-    """torch.nn.Transformer, of the layers of this file."""
+    """torch.nn.Transformer made of the classes above. src_mask, tgt_mask and memory_mask may be AttentionMasks."""
 
 
 REPLACEMENTS: dict[type[nn.Module], type[Accelerated]] = {

@@ -35,8 +35,8 @@ class AttentionMask:
     window: (left, right): i - left <= j <= i + right, counted likewise; None for a side without limit.
     align: "top_left" counts from the first query and key, as torch does; "bottom_right" from the last:
 
-        top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
-                          1 1 . .                              1 1 1 1
+            top_left, 2 x 4:  1 . . .        bottom_right, 2 x 4:  1 1 1 .
+                              1 1 . .                              1 1 1 1
 
     cu_seqlens_q, cu_seqlens_k: int32 or int64 (n + 1,), cumulative lengths of n sequences packed along Lq and Lk, from
         0 to Lq and Lk: ``F.pad(lengths.cumsum(0), (1, 0))``. A query attends to keys of its own sequence only, and

@@ -111,7 +111,23 @@ class _Stack(nn.Module):
 
 
 class Encoder(_Stack):
-    """Embedding, positions and n_layers EncoderLayers. scale_emb: embeddings are multiplied by sqrt(d_model)."""
+    """Embedding, positions and n_layers EncoderLayers.
+
+    n_src_vocab: rows of the embedding.
+    d_word_vec: width of the embedding. It must equal d_model.
+    n_layers: how many layers.
+    n_head, d_k, d_v, d_model, d_inner: sizes of each layer, see EncoderLayer.
+    pad_idx: the index of padding, whose embedding gets no gradient.
+    dropout: after the embeddings and after every sublayer.
+    n_position: the longest sequence.
+    scale_emb: multiply the embeddings by sqrt(d_model).
+    attn_dropout, n_head_kv, activation: of each layer, see EncoderLayer.
+    norm_first: as there. layer_norm then follows the last layer, not the embeddings.
+    backend: given to every op.
+    device, dtype: of parameters and buffers, as in torch.nn.
+    ValueError for sizes and probabilities that make no such module. Decoder has dropout and n_position in the other
+    order, as in the public implementation: give them by name.
+    """
 
     def __init__(
         self,
@@ -171,7 +187,23 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """Embedding, positions and n_layers DecoderLayers. scale_emb: embeddings are multiplied by sqrt(d_model)."""
+    """Embedding, positions and n_layers DecoderLayers.
+
+    n_trg_vocab: rows of the embedding.
+    d_word_vec: width of the embedding. It must equal d_model.
+    n_layers: how many layers.
+    n_head, d_k, d_v, d_model, d_inner: sizes of each layer, see DecoderLayer.
+    pad_idx: the index of padding, whose embedding gets no gradient.
+    n_position: the longest sequence.
+    dropout: after the embeddings and after every sublayer.
+    scale_emb: multiply the embeddings by sqrt(d_model).
+    attn_dropout, n_head_kv, activation: of each layer, see EncoderLayer.
+    norm_first: as there. layer_norm then follows the last layer, not the embeddings.
+    backend: given to every op.
+    device, dtype: of parameters and buffers, as in torch.nn.
+    ValueError for sizes and probabilities that make no such module. Encoder has dropout and n_position in the other
+    order, as in the public implementation: give them by name.
+    """
 
     def __init__(
         self,
@@ -277,8 +309,9 @@ class Decoder(_Stack):
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """The decoder's output (B, W, d_model) for one new token a beam, from what the cache holds of those before.
 
-        tokens: integer (B, W). cache: with `memory(..)` as its first memory; the step is added to it. The same as the
-        last position of forward on all tokens of the beam so far, with a causal mask. In eval mode only.
+        tokens: integer (B, W).
+        cache: with `memory(..)` as its first memory; the step is added to it.
+        The same as the last position of forward on all tokens of the beam so far, with a causal mask. For eval mode.
         Raises ValueError where the cache is full or of other sizes.
         """
         if self.training:

@@ -63,11 +63,20 @@ class _Layer(nn.Module):
 
 
 class EncoderLayer(_Layer):
-    """Self-attention, then feed-forward. The arguments are those of the two sublayers.
+    """Self-attention, then feed-forward.
 
+    d_model: width of the input and of the output.
+    d_inner: width of the feed-forward's hidden layer.
+    n_head, d_k, d_v: attention heads, the width of each for queries and keys, and for values.
+    dropout: after each sublayer.
     attn_dropout: on the attention weights. 0.1 whatever dropout is, as in the public implementation.
+    n_head_kv: see MultiHeadAttention.
+    activation: see PositionwiseFeedForward.
     norm_first: a layer gives the sum of its last residual connection, without a norm, as
         torch.nn.TransformerEncoderLayer(norm_first=True) does. PendingResidual says how a stack is built and ended.
+    backend: given to every op.
+    device, dtype: of the parameters, as in torch.nn.
+    ValueError for an argument that makes no such module.
     Source: Vaswani et al. 2017, section 3.1.
     """
 
@@ -93,7 +102,12 @@ class EncoderLayer(_Layer):
 
 
 class DecoderLayer(_Layer):
-    """Self-attention, attention to the encoder's output, then feed-forward. Arguments as in EncoderLayer.
+    """Self-attention, attention to the encoder's output, then feed-forward.
+
+    d_model: width of the input, of the encoder's output and of the output.
+    d_inner: width of the feed-forward's hidden layer.
+    n_head, d_k, d_v: heads of each attention, the width of each head for queries and keys, and for values.
+    The other arguments are those of EncoderLayer.
 
     A subclass that overrides forward has to override step too, for decoding.
     Source: Vaswani et al. 2017, section 3.1.

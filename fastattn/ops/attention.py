@@ -185,8 +185,8 @@ def scaled_dot_product_attention(
     is_causal: query i attends to key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
     scale: default Dk ** -0.5.
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
-    return_lse: also return lse (B, H, Lq), float32, the natural logarithm of the softmax's sum, -inf where a query may
-        attend to nothing; differentiable.
+    return_lse: also return lse (B, H, Lq), float32 (float64 for float64 inputs), the natural logarithm of the softmax's
+        sum, -inf where a query may attend to nothing; differentiable.
     return_weights: True: also return the weights after dropout, (B, H, Lq, Lk). "mean": their mean over the heads,
         (B, Lq, Lk). Differentiable in the backends reference and aten; the kernels recompute them from lse, without a
         gradient, and write nothing of the size of all heads' scores for a mean.
@@ -196,9 +196,10 @@ def scaled_dot_product_attention(
     only attn_mask or a bias hides must be finite, as in PyTorch. A bias of -inf masks. A finite one that moves a whole
     row to where float32 is coarse, such as finfo.min on all keys of a query, leaves the gradients of that row inexact.
 
-    Returns out (B, H, Lq, Dv) in query's dtype, or a tuple (out[, lse][, weights]); without the leading dimensions that
-    were not there. A query that may attend to nothing gives 0. Nested tensors are left to torch's function.
-    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
+    Returns out (B, H, Lq, Dv) in query's dtype, or a tuple ``(out[, lse][, weights])``; without the leading dimensions
+    that were not there. A query that may attend to nothing gives 0. Nested tensors are left to torch's function.
+    Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it. The
+    errors about arguments of torch's function are also RuntimeErrors, which that function raises.
     Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
     """
     if isinstance(query, Tensor) and query.is_nested and not (return_lse or return_weights or backend):

@@ -97,6 +97,7 @@ def decode_attention(
 
     Returns out (B, W, H, Dv), contiguous. A query without a visible position gives 0. There is no gradient.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
+    ValueError if query, key or value requires a gradient, unless under torch.no_grad().
     Source: Vaswani et al. 2017, section 3.2.1; kernels split the keys as Dao et al. 2023, "Flash-Decoding for
     long-context inference".
     """

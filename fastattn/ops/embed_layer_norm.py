@@ -100,8 +100,8 @@ def embed_layer_norm(
 ) -> Tensor:
     """out = layer_norm(dropout(embedding[tokens] * scale + position_table[position])) * weight + bias, in one pass.
 
-    tokens (..., L): int64 or int32, rows of embedding. One out of range is a ValueError on a CPU; on a GPU its row of
-        the result is NaN.
+    tokens (..., L): int64 or int32, rows of embedding. One out of range is a ValueError on a CPU. On a GPU triton and
+        cuda make its row of the result NaN; in aten and reference an assertion of PyTorch stops the process.
     embedding (V, d): float32, bfloat16, float16 (float64 in the backends reference and aten).
     position_table (n_position, d): float32 or embedding's dtype; without a gradient.
     weight, bias (d,): of the normalisation, float32 or embedding's dtype.      eps: added to the variance.

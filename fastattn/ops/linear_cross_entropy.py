@@ -128,6 +128,7 @@ def linear_cross_entropy(
         smooth_over "all": all classes, as torch does, or
         smooth_over "others": all but the target, as the public implementation of the Transformer does.
     ignore_index: rows with this target take no part: their loss and gradients are 0, whatever x holds there.
+    logit_scale: a finite number that multiplies the logits, the bias included.
     reduction: "none", "sum", or "mean" over the rows that are not ignored: NaN if all are, as in torch, with
         gradients 0.
     backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
@@ -136,6 +137,8 @@ def linear_cross_entropy(
     A reduced loss makes its gradients in the forward, where the logits are; "none", and float16, whose gradients must
     not be rounded before a loss scale has multiplied them, compute the logits a second time in the backward.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
+    Source: Szegedy et al. 2016, arXiv:1512.00567, section 7 (label smoothing). Chunks of logits that their gradient
+    replaces in the forward: Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989.
     """
     device, inputs = _validate(
         x,

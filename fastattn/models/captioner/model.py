@@ -166,7 +166,7 @@ class Decoder(nn.Module):
 class ABDTransformer(nn.Module):
     """Captions of videos, decoded right to left, and then left to right with attention to the first result.
 
-    vocab: has n_vocabs, word2idx with '<PAD>' and '<S>', which begins and ends a caption, and idx2word.
+    vocab: has n_vocabs, word2idx with ``<PAD>`` and ``<S>``, which begins and ends a caption, and idx2word.
     d_feat: numbers a frame; with several features a sequence of as many.     d_model: even.
     n_heads: must divide d_model, and so must n_heads_big, the heads of encoder_big.
     dropout: of attention weights, embeddings and sublayers; the feed-forwards have their own, 0.1.
@@ -176,6 +176,8 @@ class ABDTransformer(nn.Module):
     ValueError for arguments that make no model.
 
     src: (B, Ls, d_feat), or a tuple of such with as many frames. Masks are bool or integer, nonzero = attend.
+
+    Source: the public ABDTransformer for video captioning. A state_dict of one loads strictly into the other.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class ABDTransformer(nn.Module):
         """Log-probabilities (B, L, n_vocabs) of what follows each of r2l_trg (B, Lr) and of trg (B, L).
 
         mask: (src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask), as `src_trg_mask` makes them. r2l_trg: the caption
-        backwards. Both begin with '<S>' and lack the last one.
+            backwards. Both begin with ``<S>`` and lack the last one.
         """
         src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask = mask
         with seeds_drawn_ahead():
@@ -274,9 +276,9 @@ class ABDTransformer(nn.Module):
     def greedy_decode(
         self, batch_size: int, src_mask: Tensor | None, memory: Tensor, max_len: int
     ) -> tuple[Tensor, Tensor]:
-        """max_len + 1 steps of the right-to-left decoder, the likeliest word at each, also after the last '<S>'.
+        """max_len + 1 steps of the right-to-left decoder, the likeliest word at each, also after the last ``<S>``.
 
-        Returns its states (B, max_len + 1, d_model) and the tokens (B, max_len + 2), '<S>' first.
+        Returns its states (B, max_len + 1, d_model) and the tokens (B, max_len + 2), ``<S>`` first.
         """
         check_limits(max_len=max_len)
         if batch_size != len(memory):
@@ -297,7 +299,7 @@ class ABDTransformer(nn.Module):
         """For each source the beam_size best captions of up to max_len words, right to left and left to right.
 
         The search is fastattn.generate.beam_search's, with the log-probability as score. The left-to-right decoder
-        attends to the right-to-left decoder's states for its best caption. Captions without a last '<S>' come last.
+        attends to the right-to-left decoder's states for its best caption. Captions without a last ``<S>`` come last.
         """
         check_limits(max_len=max_len)
         with inference(self):
@@ -372,9 +374,9 @@ class _Direction(nn.Module):
 def src_trg_mask(src: Any, r2l_trg: Tensor | None, trg: Tensor | None, pad_idx: int) -> Any:
     """The masks of ABDTransformer.forward: (src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask), bool, True = attend.
 
-    src: (B, Ls, d_feat) or a tuple of such; a frame whose first feature is pad_idx is padding. src_mask: (B, 1, Ls), or
-    of a tuple ((of each feature), of image and motion together). r2l_pad_mask: (B, 1, Lr). r2l_trg_mask, trg_mask:
-    (B, L, L), real tokens up to each itself. Where trg is None src_mask alone is returned.
+    src: (B, Ls, d_feat) or a tuple of such; a frame whose first feature is pad_idx is padding.
+    Returns src_mask: (B, 1, Ls), or of a tuple ((of each feature), of image and motion together); r2l_pad_mask:
+    (B, 1, Lr); r2l_trg_mask, trg_mask: (B, L, L), real tokens up to each itself. Where trg is None src_mask alone.
     """
     if isinstance(src, (tuple, list)):
         masks = tuple((features[:, :, 0] != pad_idx)[:, None] for features in src)
