@@ -91,7 +91,7 @@ def feed_forward(
         x's dtype. Under torch.autocast all are cast to its dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu", with weight1 (d_ff, d) and bias1 (d_ff,); or, gated, "reglu",
         "geglu", "geglu_tanh", "swiglu", with weight1 (2 * d_ff, d): act(first half) * second half.
-    weight2 (d_out, d_ff), bias2 (d_out,). Biases may be None.
+    weight2 (d_out, d_ff), bias2 (d_out,): of the second linear map. Biases may be None.
     dropout_p: the probability of dropping a hidden unit; 0.0 in eval. The rule: fastattn/backends/reference/philox.py.
     recompute: keep nothing of the hidden layer for the backward, which makes it once more from x: a product more, for
         d_ff numbers a token less in memory (gated forms twice as many). Results are the same.
