@@ -294,8 +294,9 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
 
 
 def committed(folder: Path) -> list[tuple[Path, Record]]:
-    """The records report_*.json of a folder, those of GPUs first."""
+    """The records report_*.json of a folder: those of GPUs first, then the newest first."""
     found = [(path, result_files.load(path)) for path in sorted(folder.glob("report_*.json"))]
+    found.sort(key=lambda pair: pair[1]["environment"]["date"], reverse=True)
     return sorted(found, key=lambda pair: not _on_gpu(pair[1]))
 
 
@@ -323,7 +324,8 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
-    """The README's table: the first training steps of the first record that has them; then accelerate likewise."""
+    """The README's table: the first training steps of the first record that has them, and what others have for these;
+    then accelerate likewise."""
     if not found:
         return NO_GPU + "\n"
 
@@ -337,6 +339,13 @@ def figures(found: Sequence[tuple[Path, Record]]) -> str:
     lines += [f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`):", ""]
     header = ["one training step", "fastattn, ms", "speed-up over the best alternative", "without `model.loss`"]
     lines += table([*header, "share from skipping padding"], body)
+    names = [case["case"] for case in cases]
+    for other_path, other in found:
+        same = [case for case in steps(other) if case["case"] in names] if other is not record else []
+        gains = [fastest_other(case_rows(other, case), "step") for case in same]
+        if gains and all(gains):
+            lines += ["", f"The same cases on {machine(other)} (`benchmarks/results/{other_path.name}`):"]
+            lines += [", ".join(format_times(gain[0]) for gain in gains) + "."]
     lines += next((["", *said] for path, record in found if (said := _accelerate_figures(path, record))), [])
     return "\n".join(lines) + "\n"
 

@@ -26,7 +26,7 @@ def as_list(docstring: str, names: set[str]) -> str:
     """
     lines: list[str] = []
     is_item = is_code = False
-    for line in (part for line in docstring.splitlines() for part in _arguments(line, names)):
+    for line in [part for whole in docstring.splitlines() for part in _arguments(whole, names)]:
         is_code = line.startswith("    ") and not is_item and (is_code or not lines or not lines[-1])
         found = None if is_code else HEAD.match(line)
         if found and found[1] in names:
