@@ -29,12 +29,11 @@ def dropout_constants(dropout_p: float) -> tuple[int, float]:
     return dropout_threshold(dropout_p), dropout_scale(dropout_p)
 
 
-_MATMUL = torch.backends.cuda.matmul
-# torch >= 2.9 refuses to answer the old question once the new one was used; older torch has only the old one. The new
-# one is asked without the attribute, which takes ten times as long: every launch in float32 asks.
-_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+# torch.backends.cuda.matmul.fp32_precision, without the attribute, which takes ten times as long: every launch in
+# float32 asks.
+_precision = torch._C._get_fp32_precision_getter
 
 
 def uses_tf32() -> bool:
     """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. The default is exact."""
-    return _MATMUL.allow_tf32 if _precision is None else _precision("cuda", "matmul") == "tf32"
+    return _precision("cuda", "matmul") == "tf32"

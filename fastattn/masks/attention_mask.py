@@ -252,7 +252,7 @@ class AttentionMask:
         conditions: list[Tensor] = []
         if self.has_band or self.cu_seqlens_q is not None:
             i, j = torch.arange(Lq, device=device)[rows, None], torch.arange(Lk, device=device)[None, keys]
-            conditions += self._positional(i, j, Lk - Lq)
+            conditions.extend(self._positional(i, j, Lk - Lq))
         places = (batch, _ALL, rows, keys)
         for t, dims in ((self.key_padding, (1, 1)), (self.query_padding, (1, 3)), (self.attn_mask, ())):
             if t is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _NOTHING = nullcontext()
-# Asked once: before torch 2.9 torch.compile cannot trace the question.
+# Asked once, not in each op.
 _WITH_AUTOCAST = tuple(t for t in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(t))
 
 

@@ -136,7 +136,8 @@ class _LibraryOperator:
     def __call__(self, *op_args: Any) -> tuple[Tensor, ...]:
         *given, backend = op_args
         if self.masks is not None:
-            given[self.masks : self.masks + 1] = to_operator_args(given[self.masks])
+            before, masks, after = given[: self.masks], given[self.masks], given[self.masks + 1 :]
+            given = [*before, *to_operator_args(masks), *after]  # in torch 2.9's traces *given is a tuple
         return self.operator(*given, backend.name)
 
     def op_args(self, given: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Repairs of Triton's CPU interpreter (triton 3.4 to 3.9). With them it computes what a GPU computes.
+"""Repairs of Triton's CPU interpreter (triton 3.5 to 3.9). With them it computes what a GPU computes.
 
 The interpreter keeps bfloat16 as the raw bits in a numpy uint16 array. Without repairs, it
   1. multiplies those bit patterns as integers in tl.dot: the result is silently wrong by orders of magnitude;

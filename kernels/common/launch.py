@@ -1,7 +1,7 @@
 """How kernels are launched, and what a launch must know of its device and tensors. Nothing waits for the device.
 
 `kernel[grid](...)` binds and specialises its arguments in Python, 11 to 20 us. Here only the first call of a class uses
-it. The next ones go to the C launcher of the compiled kernel that it returned (triton 3.4 to 3.9), with addresses in
+it. The next ones go to the C launcher of the compiled kernel that it returned (triton 3.5 to 3.9), with addresses in
 place of tensors, which saves the launcher a question to the driver for each. They use the current stream, and a CUDA
 graph captures them. Triton's interpreter, and calls while a profiler has hooks in Triton, always use `kernel[grid]`.
 """
@@ -26,8 +26,8 @@ DTYPES = constants.DTYPES
 LIMIT = 1 << 31  # from here on Triton passes an integer in 64 bits
 
 _runtime = triton.knobs.runtime
-_CHAINS = _runtime.launch_enter_hook, _runtime.launch_exit_hook  # triton 3.4: None, until a profiler sets them
-_ENTER_CALLS, _EXIT_CALLS = (getattr(chain, "calls", [] if chain is None else [chain]) for chain in _CHAINS)
+_CHAINS = _runtime.launch_enter_hook, _runtime.launch_exit_hook  # or what a profiler put there
+_ENTER_CALLS, _EXIT_CALLS = (getattr(chain, "calls", [chain]) for chain in _CHAINS)
 
 
 def _has_hooks() -> bool:

@@ -52,8 +52,6 @@ class NotCompiled(CompiledKernel):
     def __init__(self, src: Any, **_: Any) -> None:
         self.src, self.name, self._run = src, src.fn.__name__, self._record
         self.module, self.function, self.packed_metadata = self, object(), object()
-        if not hasattr(CompiledKernel, "run"):  # triton 3.4
-            self.run = self._record
 
     def _record(
         self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, metadata: Any, enter: Any, leave: Any,
@@ -306,15 +304,9 @@ def hooks() -> None:
     for knob in ("launch_enter_hook", "launch_exit_hook"):
         chain = getattr(runtime, knob)
         note = lambda metadata, knob=knob: seen.append((knob, metadata and metadata.get()["name"]))  # noqa: E731
-        if chain is None:  # triton 3.4
-            setattr(runtime, knob, note)
-        else:
-            chain.add(note)
+        chain.add(note)
         found = used()
-        if chain is None:
-            setattr(runtime, knob, None)
-        else:
-            chain.remove(note)
+        chain.remove(note)
         assert [each[0] for each in found] == [knob], f"{knob}: {found}"
         assert knob == "launch_exit_hook" or found[0][1] == name
         assert used() == []

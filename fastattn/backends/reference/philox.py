@@ -178,10 +178,11 @@ def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
             c2.bitwise_xor_(k1).bitwise_and_(_LOW)
         c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    words = c0.new_empty(*c0.shape, 4, dtype=torch.int32)
+    # The halves of each word are stored one by one, because vmap has no view(dtype) before torch 2.13.
+    lanes = c0.new_empty(*c0.shape, 4, 2, dtype=torch.int16)
     for n, c in enumerate((c0, c1, c2, c3)):
-        words[..., n] = c  # the low half
-    return words.view(torch.int16).flatten(-2)  # little-endian: lane = 2 * word + half
+        lanes[..., n, 0], lanes[..., n, 1] = c, c >> 16
+    return lanes.flatten(-3)  # lane = 2 * word + half
 
 
 def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype = torch.bool) -> Tensor:
