@@ -324,14 +324,18 @@ def attention_rows_fwd(
     projected: queries, keys and values (B * L, 3 * H * D), or where these are in memory, (B, Lk, H * D) each, queries.
     Of packed sequences B is 1, and L the number of tokens.
     """
-    B, H, _, _ = mask.mask.scores_shape
-    if memory:
-        heads = (_split(projected, 1, B, H, mask.queries).flatten(0, 2).to(mask.products),)
+    B, H, Lq, _ = mask.mask.scores_shape
+    if mask.queries is not None:
+        n = 1 if memory else 3
+        split = mask.queries.unpack_rows(projected.view(len(projected), n, H, -1).permute(1, 2, 0, 3))
+        heads = (split[0].flatten(0, 1).to(mask.products),) if memory else _heads(split, mask)
+    elif memory:
+        heads = (projected.view(B, Lq, H, -1).transpose(1, 2).contiguous().flatten(0, 1).to(mask.products),)
     else:
-        heads = _heads(_split(projected, 3, B, H, mask.queries), mask)
+        heads = _heads(projected.view(B, Lq, 3, H, -1).permute(2, 0, 3, 1, 4).contiguous(), mask)
     q, k, v = (*heads, *_memory_heads(memory, mask)) if memory else heads
     out, weights = _at_once.forward(q, k, v, mask.mask, softmax_scale, dropout_p, rng_state, saves=True)
-    return _joined(out[None], B, H, mask.queries).to(projected.dtype), weights, *heads
+    return _as_rows(out, mask, projected.dtype), weights, *heads
 
 
 def attention_rows_bwd(
@@ -344,38 +348,28 @@ def attention_rows_bwd(
     *options: Any,
 ) -> Tensor:
     """dprojected. Writes the gradient of the memory into dmemory. options: softmax_scale, dropout_p, rng_state."""
-    B, H, _, _ = mask.mask.scores_shape
+    B, H, Lq, Lk = mask.mask.scores_shape
     dtype, (q, k, v) = dout.dtype, (*heads, *_memory_heads(memory, mask)) if memory else heads
-    (dout,) = _split(dout, 1, B, H, mask.queries)
-    if mask.queries is not None:
+    if mask.queries is None:
+        dout = dout.view(B, Lq, H, -1).transpose(1, 2).contiguous()
+    else:
+        (dout,) = mask.queries.unpack_rows(dout.view(1, len(dout), H, -1).transpose(1, 2))
         dout = mask.queries.clear_beyond_end(dout)
     dout = dout.flatten(0, 1).to(q.dtype)
     if memory:
         dq, *found = _at_once.backward(dout, q, k, v, weights, *options, [torch.empty_like(t) for t in (q, k, v)])
         for grad, t in zip(dmemory, found, strict=True):
-            if mask.keys is not None:
-                mask.keys.pack_rows(t.view(1, B, H, *t.shape[1:]), out=grad)
+            if mask.keys is None:
+                grad.view(B, Lk, H, -1).copy_(t.view(B, H, Lk, -1).transpose(1, 2))
             else:
-                grad.view(B, grad.shape[1], H, -1).copy_(t.view(B, H, *t.shape[1:]).transpose(1, 2))
-        return _joined(dq[None], B, H, mask.queries).to(dtype)
+                mask.keys.pack_rows(t.view(1, B, H, Lk, -1), out=grad)
+        return _as_rows(dq, mask, dtype)
     grads = q.new_empty(3, *q.shape)
     _at_once.backward(dout, q, k, v, weights, *options, grads.unbind())
-    return _joined(grads, B, H, mask.queries).to(dtype)
-
-
-def _split(rows: Tensor, n: int, B: int, H: int, axis: PackedAxis | None) -> Tensor:
-    """What products give, (B * L, n * H * D), as n batches of heads, (n, B, H, L, D), contiguous."""
-    D = rows.shape[1] // (n * H)
-    if axis is None:
-        return rows.view(B, -1, n, H, D).permute(2, 0, 3, 1, 4).contiguous()
-    return axis.unpack_rows(rows.view(-1, n, H, D).permute(1, 2, 0, 3))
-
-
-def _joined(heads: Tensor, B: int, H: int, axis: PackedAxis | None) -> Tensor:
-    """The way back, of heads (n, B * H, L, D): (B * L, n * H * D), contiguous."""
-    n, _, L, D = heads.shape
-    heads = heads.view(n, B, H, L, D)
-    return (heads.permute(1, 3, 0, 2, 4).contiguous() if axis is None else axis.pack_rows(heads)).view(-1, n * H * D)
+    grads = grads.view(3, B, H, Lq, -1)
+    if mask.queries is None:
+        return grads.permute(1, 3, 0, 2, 4).reshape(B * Lq, -1).to(dtype)
+    return mask.queries.pack_rows(grads).flatten(1).to(dtype)
 
 
 def _heads(split: Tensor, mask: RowsMask) -> tuple[Tensor, ...]:
@@ -387,13 +381,20 @@ def _heads(split: Tensor, mask: RowsMask) -> tuple[Tensor, ...]:
 
 def _memory_heads(memory: Sequence[Tensor], mask: RowsMask) -> tuple[Tensor, ...]:
     B, H, _, Lk = mask.mask.scores_shape
-    views = [t.view(*t.shape[:2], H, -1).transpose(1, 2) for t in memory]
     if mask.keys is None:
-        return _heads(torch.stack(views), mask)
-    split = memory[0].new_empty(2, B, H, Lk, views[0].shape[3])
-    for view, part in zip(views, split, strict=True):
-        mask.keys.unpack_rows(view, out=part)
+        return _heads(torch.stack([t.view(B, Lk, H, -1).transpose(1, 2) for t in memory]), mask)
+    split = memory[0].new_empty(2, B, H, Lk, memory[0].shape[2] // H)
+    for t, part in zip(memory, split, strict=True):
+        mask.keys.unpack_rows(t.view(1, -1, H, part.shape[3]).transpose(1, 2), out=part)
     return _heads(split, mask)
+
+
+def _as_rows(t: Tensor, mask: RowsMask, dtype: torch.dtype) -> Tensor:
+    """Heads of queries (B * H, L, D) -> (rows, H * D)"""
+    B, H, L, _ = mask.mask.scores_shape
+    if mask.queries is None:
+        return t.view(B, H, L, -1).transpose(1, 2).reshape(B * L, -1).to(dtype)
+    return mask.queries.pack_rows(t.view(1, B, H, L, -1)).flatten(1).to(dtype)
 
 
 def _without_rows(t: Tensor, rows: Tensor, copies: bool) -> Tensor:
