@@ -37,6 +37,7 @@ def run_cases(*error: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_bound_launches_are_tritons() -> None:
     done = run_cases()
     assert done.returncode == 0, done.stderr[-6000:]

@@ -45,6 +45,7 @@ def losses_of(out: Path) -> list[float]:
     return torch.load(out / "last.pt", weights_only=True)["progress"]["losses"]
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """Six steps in one process; and in two, with batches in two parts each."""
     alone = train(tmp_path / "one", 1, "--steps", "6")

@@ -85,7 +85,7 @@ CASES = [
     *(("aten", variant, False) for variant in VARIANTS),
     ("aten", "public", True),
     ("aten", "small, gated", True),
-    ("triton", "beyond", True),
+    pytest.param("triton", "beyond", True, marks=full),
     ("cuda", "public", True),
     ("cuda", "beyond", False),
     *(pytest.param(backend, variant, False, marks=full) for backend in ("triton", "cuda") for variant in VARIANTS),
@@ -237,7 +237,7 @@ def test_a_parameter_that_changes_before_the_backward_is_an_error(backend, trito
 
 @pytest.mark.parametrize(
     ("backend", "use_reentrant"),
-    [("aten", False), ("aten", True), ("triton", False), pytest.param("triton", True, marks=full)],
+    [("aten", False), ("aten", True), *(pytest.param("triton", reentrant, marks=full) for reentrant in (False, True))],
 )
 def test_checkpointed_layers(use_reentrant, backend, batch, taken, triton):
     """A plan that was made with gradients is not used in a call without them."""

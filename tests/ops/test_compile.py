@@ -155,7 +155,7 @@ def every_op(*given: Tensor, dropout_p: float = DROPOUT) -> list[Tensor]:
 @pytest.mark.parametrize(
     "call, shapes, backend",
     [
-        (layer, LAYER, "triton"),
+        pytest.param(layer, LAYER, "triton", marks=full),
         *(pytest.param(every_op, sum((s for _, s in ALL.values()), ()), b, marks=full) for b in (*KERNELS, "aten")),
     ],
 )
@@ -215,10 +215,13 @@ def decoding(x: Tensor, weight: Tensor) -> Tensor:
     return x + out.squeeze(2)
 
 
+SHORT = (plain_attention, norm, feed_forward, embeddings, loss)  # seconds in the emulator, without the others
+
+
 @pytest.mark.parametrize(
     "op, backend",
     [
-        pytest.param(op, backend, marks=() if backend == "aten" or (backend == "cuda" and op is not decoding) else full)
+        pytest.param(op, backend, marks=() if backend == "aten" or (backend == "cuda" and op in SHORT) else full)
         for op in (attention, plain_attention, norm, feed_forward, embeddings, loss, decoding)
         for backend in BACKENDS
     ],
