@@ -79,7 +79,7 @@ mask = AttentionMask(
     key_padding=real,
     query_padding=real,
 )"""
-BESIDE = 384  # where the code begins
+CODE_LEFT = 384  # where the code begins
 
 
 def record_with(records: Records, op: str, provider: str) -> Record:
@@ -113,7 +113,7 @@ def mask_frame(title: str, subtitle: str, code: str, size: int) -> tuple[Picture
     picture = Picture(434, title, subtitle)
     picture.text(220, 92, "keys", color=MUTED, ha="center")
     picture.text(38, 266, "queries", color=MUTED, rotation=90, rotation_mode="anchor", ha="center")
-    picture.code(BESIDE, 134, code)
+    picture.code(CODE_LEFT, 134, code)
     return picture, picture.grid(76, 122, 288, 288, size, size)
 
 
@@ -136,7 +136,7 @@ def mask(records: Records, title: str, subtitle: str, code: str) -> Picture:
     for colour, cells in kinds.values():
         squares(axes, np.argwhere(cells), colour)
     for number, name in enumerate(reversed(keys)):
-        picture.key(BESIDE, 404 - 24 * number, kinds[name][0], name)
+        picture.key(CODE_LEFT, 404 - 24 * number, kinds[name][0], name)
     return picture
 
 
@@ -158,7 +158,7 @@ def tiles(records: Records) -> Picture:
     names = ("skipped", "full: no test of the mask", "partial: each score tested")
     for kind, (colour, name) in enumerate(zip((EMPTY, BLUE, ORANGE), names, strict=True)):
         squares(axes, np.argwhere(kinds == kind), colour)
-        picture.key(BESIDE, 356 + 24 * kind, colour, f"{np.sum(kinds == kind)} {name}")
+        picture.key(CODE_LEFT, 356 + 24 * kind, colour, f"{np.sum(kinds == kind)} {name}")
     visible = made.dense(1, 1, TILED, TILED, "cpu")[0, 0].numpy()
     rows = np.flatnonzero(visible.any(1))
     begin, end = visible[rows].argmax(1), TILED - visible[rows, ::-1].argmax(1)
