@@ -61,6 +61,19 @@ def test_poison_does_not_spread() -> None:
     same_when_poisoned(packed("of another"), backend_call("aten", torch.device("cpu")))
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_nan_stays_in_its_sequence(dropout_p: float) -> None:
+    """Of the third of four sequences; the second one is shorter, so that its place in the batch has room past its end."""
+    bounds, bad = torch.tensor([0, 11, 20, 29, 41], dtype=torch.int32), slice(20, 29)
+    q, k, v = (torch.randn(1, 4, 41, 16) for _ in range(3))
+    for t in (q, k, v):
+        t[:, :, bad] = torch.nan
+        t.requires_grad_()
+    out = scaled_dot_product_attention(q, k, v, AttentionMask(cu_seqlens_q=bounds), dropout_p, backend="aten")
+    for t in (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))):
+        assert t[:, :, bad].isnan().all() and t[:, :, :20].isfinite().all() and t[:, :, 29:].isfinite().all()
+
+
 def test_what_is_not_separated() -> None:
     """One sequence as long as all others together, another packing counted from the end, and anything on top."""
     q, k = torch.randn(1, 1, 41, 8), torch.randn(1, 1, 33, 8)

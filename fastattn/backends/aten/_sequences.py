@@ -15,7 +15,7 @@ from fastattn.masks import AttentionMask
 class PackedAxis(NamedTuple):
     """Queries or keys: which packed position each place (sequence, position in it) holds, and the way back.
 
-    gather_index (n, longest): any position for the places past a sequence's end.
+    gather_index (n, longest): for the places past a sequence's end its last position, so that NaN stays in a sequence.
     beyond_end (n, longest) bool: these places; None if there are none.
     sequence, offset (T,): the place of each packed position. tables: rows of heads, made once for each layout in memory
     and read by all layers.
@@ -33,7 +33,7 @@ class PackedAxis(NamedTuple):
         return self.tables[key]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(1, H, T, D) -> (n, H, longest, D), contiguous. Past the end are numbers of other sequences."""
+        """(1, H, T, D) -> (n, H, longest, D), contiguous. Past the end is the last position again."""
         return _Unpacked.apply(x, self)
 
     def pack(self, x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _packed_axis(cu_seqlens: Tensor, longest: int, T: int) -> PackedAxis:
     position = torch.arange(T)
     sequence = torch.searchsorted(end, position, right=True)
     return PackedAxis(
-        gather_index.clamp(max=T - 1),
+        torch.minimum(gather_index, (end - 1).clamp(min=0)[:, None]),
         beyond_end if beyond_end.any() else None,
         sequence,
         position - start[sequence],
