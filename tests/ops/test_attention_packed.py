@@ -63,7 +63,7 @@ def test_poison_does_not_spread() -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_nan_stays_in_its_sequence(dropout_p: float) -> None:
-    """Of the third of four sequences; the second one is shorter, so that its place in the batch has room past its end."""
+    """Of the third of four. The second is short: its place in the batch has room past its end."""
     bounds, bad = torch.tensor([0, 11, 20, 29, 41], dtype=torch.int32), slice(20, 29)
     q, k, v = (torch.randn(1, 4, 41, 16) for _ in range(3))
     for t in (q, k, v):
