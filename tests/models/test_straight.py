@@ -85,6 +85,7 @@ CASES = [
     *(("aten", variant, False) for variant in VARIANTS),
     ("aten", "public", True),
     ("aten", "small, gated", True),
+    ("aten", "small, packed", True),
     pytest.param("triton", "beyond", True, marks=full),
     ("cuda", "public", True),
     ("cuda", "beyond", False),

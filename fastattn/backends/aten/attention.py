@@ -362,7 +362,7 @@ def attention_rows_bwd(
             if mask.keys is None:
                 grad.view(B, Lk, H, -1).copy_(t.view(B, H, Lk, -1).transpose(1, 2))
             else:
-                mask.keys.pack_rows(t.view(1, B, H, Lk, -1), out=grad)
+                mask.keys.pack_rows(t.view(1, B, H, Lk, -1).to(grad.dtype), out=grad)
         return _as_rows(dq, mask, dtype)
     grads = q.new_empty(3, *q.shape)
     _at_once.backward(dout, q, k, v, weights, *options, grads.unbind())
