@@ -158,7 +158,9 @@ def machine(record: Record) -> str:
     """One line: the device, and the versions."""
     environment, device = record["environment"], record["environment"]["device"]
     if device["device"] == "cpu":
-        device = f"{device['name']} (CPU), {environment['threads']} thread{'s' * (environment['threads'] != 1)}"
+        products = " with oneDNN's products" if device.get("float32_products") == "oneDNN" else ""
+        threads = f"{environment['threads']} thread{'s' * (environment['threads'] != 1)}"
+        device = f"{device['name']} (CPU{products}), {threads}"
     else:
         device = f"{device['name']}, {device['memory_gib']} GiB"
     given = environment["versions"]

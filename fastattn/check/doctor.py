@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import fastattn
-from fastattn.backends import BACKENDS, cuda, requested, timings
+from fastattn.backends import BACKENDS, cpu_matmul, cuda, requested, timings
 from fastattn.backends.reference import philox
 from fastattn.check.cases import Problem, expected_results, problems, solve
 from fastattn.check.tolerance import ErrorCheck, check_error
@@ -123,7 +123,7 @@ def versions() -> dict[str, Any]:
 def devices() -> list[dict[str, Any]]:
     """The CPU, then every GPU that torch finds."""
     cpu = {"device": "cpu", "name": timings.device_name("cpu"), "threads": torch.get_num_threads()}
-    found: list[dict[str, Any]] = [cpu]
+    found: list[dict[str, Any]] = [cpu | {"float32_products": cpu_matmul.choice()}]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append(
