@@ -313,12 +313,14 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
         "",
     ]
     lines += [] if any(_on_gpu(record) for _, record in found) else [NO_GPU, ""]
-    for sentence in (_accelerate_figures, _host_time_figures, _mask_figures):
+    lines += [*said, ""] if (said := _accelerate_table(found)) else []
+    for sentence in (_host_time_figures, _mask_figures):
         lines += next(([*said, ""] for path, record in found if (said := sentence(path, record))), [])
     lines += [f"![{text}](pictures/{name}.svg)\n" for name, text in PICTURES.items()]
     lines += ["## How to read the tables", "", how_to_read()]
     for path, record in found:
-        lines += ["", f"## {path.name}", "", f"Record: `benchmarks/results/{path.name}`.", *provenance(record)]
+        device, date = machine(record).partition(";")[0], record["environment"]["date"][:10]
+        lines += ["", f"## {device}, {date}", "", f"Record: `benchmarks/results/{path.name}`.", *provenance(record)]
         lines += summary(record)
     return "\n".join(lines) + "\n"
 
@@ -346,40 +348,38 @@ def figures(found: Sequence[tuple[Path, Record]]) -> str:
         if gains and all(gains):
             lines += ["", f"The same cases on {machine(other)} (`benchmarks/results/{other_path.name}`):"]
             lines += [", ".join(format_times(gain[0]) for gain in gains) + "."]
-    lines += next((["", *said] for path, record in found if (said := _accelerate_figures(path, record))), [])
+    lines += ["", *said] if (said := _accelerate_table(found)) else []
     return "\n".join(lines) + "\n"
 
 
-def _accelerate_figures(path: Path, record: Record) -> list[str]:
-    """Other libraries' models against themselves, as lines; none where the record has none."""
-    speed_ups: dict[str, dict[str, list[float]]] = {}
-    for case in record["cases"]:
-        rows = case_rows(record, case) if case["op"] == ACCELERATE else []
-        other = fastest_other(rows, "step") if default_row(rows) else None
-        own_loss = slowdown(rows, provider_row(rows, LOSS_FROM_LOGITS), "step") if other else None
-        if other and own_loss:
-            found = speed_ups.setdefault(case["dtype"], {"default": [], "own loss": []})
-            found["default"].append(other[0])
-            found["own loss"].append(other[0] / own_loss)
-    if not speed_ups:
+def _accelerate_table(found: Sequence[tuple[Path, Record]]) -> list[str]:
+    """Other libraries' models against themselves, in words and a table of all records; nothing if none has them."""
+    body, paths, models = [], [], []
+    for path, record in found:
+        speed_ups: dict[str, tuple[list[float], list[float]]] = {}
+        for case in (case for case in record["cases"] if case["op"] == ACCELERATE):
+            rows = case_rows(record, case)
+            other = fastest_other(rows, "step") if default_row(rows) else None
+            own_loss = slowdown(rows, provider_row(rows, LOSS_FROM_LOGITS), "step") if other else None
+            if other and own_loss:
+                lists = speed_ups.setdefault(case["dtype"], ([], []))
+                lists[0].append(other[0])
+                lists[1].append(other[0] / own_loss)
+                models.append(case["case"].split()[0])
+        paths += [f"`benchmarks/results/{path.name}`"] if speed_ups else []
+        for dtype, lists in speed_ups.items():
+            cells = (f"{geometric_mean(r):.2f}x ({min(r):.2f}x to {max(r):.2f}x)" for r in lists)
+            body.append([machine(record).partition(";")[0], dtype, *cells])
+    if not body:
         return []
-
-    def said(ratios: Sequence[float]) -> str:
-        return f"{geometric_mean(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
-
-    each = [
-        f"in {dtype} {said(found['default'])}, and {said(found['own loss'])} with the model's own loss"
-        for dtype, found in speed_ups.items()
-    ]
-    models = list(dict.fromkeys(case["case"].split()[0] for case in record["cases"] if case["op"] == ACCELERATE))
-    return textwrap.wrap(
-        f"`accelerate` on {machine(record)}: a training step of {', '.join(models[:-1])} and {models[-1]}, a quarter "
-        "padding, with `report.loss` where there is one, against the fastest without fastattn, in the geometric mean "
-        "(and the slowest and the fastest case): "
-        f"{'; '.join(each)} (`benchmarks/results/{path.name}`).",
-        width=120,
-        break_on_hyphens=False,
+    *others, last = dict.fromkeys(models)
+    words = (
+        f"`accelerate`, one training step of {', '.join(others)}{' and ' * bool(others)}{last}, a quarter padding: the "
+        "speed-up over the fastest without fastattn, in the geometric mean (and of the slowest and the fastest case; "
+        f"{', '.join(paths)}):"
     )
+    header = ["processor", "dtype", "with `report.loss`, where there is one", "with the model's own loss"]
+    return [*textwrap.wrap(words, width=120, break_on_hyphens=False), "", *table(header, body)]
 
 
 def _host_time_figures(path: Path, record: Record) -> list[str]:
