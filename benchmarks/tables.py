@@ -1,7 +1,7 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
-quick: seconds on one core, for tests. cpu: about an hour on two cores. Most of it is torch.compile, which comes last:
-13 minutes are enough for the rest. Then come the kinds of mask: some 7 minutes more. cuda: a data-centre GPU.
+quick: seconds on one core, for tests. cpu: some 100 minutes on two cores. The last 40 are torch.compile and the kinds of
+mask. cuda: a data-centre GPU.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ CPU = [
     NormCase(4096, 1024),
     # The memory of the paper's base model with two layers each, at 2048 tokens.
     *(MemoryCase(2048 // length, length, 2, *BASE[1:-1], 8000) for length in (128, 256, 512, 1024)),
-    *_in_both(StepCase(4, 1024, 2, 512, 2048, 8, 8000)),
     *(MaskCase(mask, length, dtype) for dtype in (F32, BF16) for length in (128, 512, 2048) for mask in MASKS),
 ]
 
