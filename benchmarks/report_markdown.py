@@ -209,8 +209,7 @@ def how_to_read() -> str:
         "Fastest other: the fastest of what a user would use instead. With their own loss: the gain of a user who\n"
         "only changes the import and computes the loss from the logits. By dropping padding: how much longer\n"
         "fastattn needs when it computes the padding too, which is that part of its gain. Of the bound: the least\n"
-        "time that the FLOPs and bytes of the case need at this machine's ceilings, as a share of the measured time;\n"
-        "above 100% where a record's ceiling was measured with a slower matrix product than the one used.\n"
+        "time that the FLOPs and bytes of the case need at this machine's ceilings, as a share of the measured time.\n"
         "The reference path is the specification, not a rival. Host time: what Python and PyTorch do around launches,\n"
         f"in one thread, also as a share of what {PLAIN} needs. PyTorch's operators do run, on 16 target tokens."
     )
