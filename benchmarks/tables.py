@@ -1,7 +1,7 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
-quick: seconds on one core, for tests. cpu: some 100 minutes on two cores. The last 40 are torch.compile and the kinds of
-mask. cuda: a data-centre GPU.
+quick: seconds on one core, for tests. cpu: some 100 minutes on two cores, the last 40 of them for torch.compile and the
+kinds of mask. cuda: a data-centre GPU.
 """
 
 from __future__ import annotations
