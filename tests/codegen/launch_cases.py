@@ -192,6 +192,7 @@ def attentions() -> None:
         (2, 4, 2, 16, 32, 16),
         (2, 4, 2, 13, 32, 16),
         (1, 2, 1, 130, 140, 64),
+        (1, 2, 1, 144, 140, 64),
         (2, 1, 1, 80, 80, 8),
     )
     for dtype, (B, H, Hk, Lq, Lk, D), in_rows in itertools.product(DTYPES, sizes, (True, False)):

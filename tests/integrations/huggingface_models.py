@@ -77,10 +77,10 @@ def inputs_for(model, rows=slice(None), left=False):
     if left:
         ids, real = ids.flip(1), real.flip(1)
     if model.config.model_type == "vit":
-        images = torch.randn(3, 3, 16, 16, generator=generator)[rows].to(DEVICE)
+        images = torch.randn(3, 3, 16, 16, generator=generator)[rows].to(DEVICE, model.dtype)
         return {"pixel_values": images}, real.any(1)
     if model.config.model_type == "whisper":
-        features = torch.randn(3, 8, 24, generator=generator)[rows].to(DEVICE)
+        features = torch.randn(3, 8, 24, generator=generator)[rows].to(DEVICE, model.dtype)
         return {"input_features": features, "decoder_input_ids": ids}, real  # padding follows the targets
     inputs = {"input_ids": ids, "attention_mask": real.long()}
     if model.config.is_encoder_decoder:

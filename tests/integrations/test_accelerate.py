@@ -102,6 +102,11 @@ def check(found, expected, atol=1e-4):
     check_gradients(found[1], expected[1])
 
 
+def rounding(model):
+    """How far the model's logits are from those in float64: of a gated T5 more than 1e-4."""
+    return (solve(model)[0] - solve(copy.deepcopy(model).double())[0]).abs().max().item()
+
+
 @pytest.fixture
 def straight(monkeypatch):
     """Whether each layer that asked for the straight path took it."""
@@ -622,7 +627,8 @@ def test_frozen_parameters(name, part):
             p.requires_grad_(not frozen[part])
     if not any(p.requires_grad for p in models[0].parameters()):
         return
-    check(*(solve(model.train()) for model in reversed(models)))
+    expected, found = (solve(model.train()) for model in models)
+    check(found, expected, atol=1e-4 + 2 * rounding(models[0]))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -635,7 +641,7 @@ def test_gradient_checkpointing(name, reentrant):
     ours.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if reentrant:
         ours.enable_input_require_grads()
-    check(solve(ours), expected)
+    check(solve(ours), expected, atol=1e-4 + 2 * rounding(theirs))
     with_dropout(ours)
     found = []
     for checkpointed in (True, False):
