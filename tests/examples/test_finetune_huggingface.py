@@ -16,7 +16,7 @@ import finetune_huggingface  # noqa: E402
 
 @pytest.mark.full
 def test_it_trains_and_continues(tmp_path: Path) -> None:
-    def run(steps: str) -> str:  # in a process of its own, because Trainer sets the precision of the whole process
+    def run(steps: str) -> str:  # in another process, because Trainer sets the precision of the whole process
         command = [sys.executable, finetune_huggingface.__file__, "--out", str(tmp_path), "--steps", steps]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
