@@ -81,31 +81,27 @@ def with_biases(model):
     return model
 
 
-CASES = [
+WITH_BIASES = ("public", "beyond", "small", "small, gated")
+EVERY_DAY = [  # backend, variant, autocast; without biases
     *(("aten", variant, False) for variant in VARIANTS),
     ("aten", "public", True),
     ("aten", "small, gated", True),
     ("aten", "small, packed", True),
-    pytest.param("triton", "beyond", True, marks=full),
     ("cuda", "public", True),
     ("cuda", "beyond", False),
-    *(pytest.param(backend, variant, False, marks=full) for backend in ("triton", "cuda") for variant in VARIANTS),
-    *(
-        pytest.param(backend, variant, True, marks=full)
-        for backend in ("aten", "triton", "cuda")
-        for variant in VARIANTS
-    ),
+]
+CASES = [
+    pytest.param(*case, biased, marks=() if tuple(case) in EVERY_DAY and not biased else full)
+    for *case, biased in product(("aten", "triton", "cuda"), VARIANTS, (False, True), (False, True))
+    if not biased or case[1] in WITH_BIASES
 ]
 
 
-@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=full)], ids=["", "biased"])
-@pytest.mark.parametrize(("backend", "variant", "autocast"), CASES)
+@pytest.mark.parametrize(("backend", "variant", "autocast", "biased"), CASES)
 def test_same_as_op_by_op(backend, variant, autocast, biased, batch, taken, nodes, request, monkeypatch):
     """Under autocast with as large an error."""
     if backend != "aten":
         request.getfixturevalue(backend)
-    if biased and variant not in ("public", "beyond", "small", "small, gated"):
-        pytest.skip("biases are tested in some variants")
     n_layers = 2 if backend == "triton" else 1  # the second layer's launches are bound by the first
     # Rounding moves a relu near 0 across it: a large error, and chance.
     given = TINY | DROPOUT | dict(activation="gelu" if autocast else "relu") | VARIANTS[variant]
