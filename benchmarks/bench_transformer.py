@@ -138,7 +138,8 @@ def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
         raise Refused(str(error)) from error
 
     def results() -> dict[str, torch.Tensor]:
-        found = step_run(model, case, inputs, models.fused_loss, None).results()
+        eager = step_run(model, case, inputs, models.fused_loss, None)
+        found = {name: t.detach() for name, t in eager.results().items()}  # alive, its graph would make a capture fail
         optimizer.param_groups[0]["lr"] = 0.0
         for _ in range(4):  # two eager steps, one captured, one replayed
             loss = step(src_seq[:COMPARED], trg_seq[:COMPARED, :-1], trg_seq[:COMPARED, 1:])

@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fastattn.graphs import training_step
+from fastattn.graphs.training_step import GraphedStep
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
@@ -38,7 +42,7 @@ class RecordedGraphs:
             with _disable_current_modes():
                 graph.remember((args, kwargs))
                 run(kernel, *args, **kwargs)
-            graph.calls.append((lambda *a, **k: run(kernel, *a, **k), args, kwargs, None))
+                graph.calls.append((lambda *a, **k: run(kernel, *a, **k), *_detached((args, kwargs, None))))
 
         try:
             with patch.object(InterpretedFunction, "run", launch), graph:
@@ -47,6 +51,20 @@ class RecordedGraphs:
             torch.set_rng_state(generator)
             graph.undo()
         return graph.replay
+
+
+def recorded_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphedStep]:
+    """GraphedStep with recorded graphs, and PyTorch as before 2.13: a capture fails if an earlier result is alive."""
+    monkeypatch.setattr(training_step, "CudaGraphs", RecordedGraphs)
+    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream", raising=False)
+
+    def make(*arguments: Any, **options: Any) -> GraphedStep:
+        step = GraphedStep(*arguments, **options, capture=False)  # with True it asks for a GPU
+        step.capture = True
+        step.reset()
+        return step
+
+    return make
 
 
 class _Recorder(TorchDispatchMode):
@@ -67,9 +85,9 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         for t in _tensors(out):
             if t.untyped_storage().data_ptr() not in self.before:
-                self.allocated[t.untyped_storage().data_ptr()] = t
+                self.allocated[t.untyped_storage().data_ptr()] = t.detach()
         if not func.is_view and not name.startswith(("empty", "new_empty")):
-            self.calls.append((func, args, kwargs, out))
+            self.calls.append((func, *_detached((args, kwargs, out))))
         return out
 
     def remember(self, arguments: Any) -> None:
@@ -96,6 +114,11 @@ class _Recorder(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def _detached(values: Any) -> Any:
+    """The same memory. Autograd makes the tensors themselves part of its graph, and a CUDA graph keeps none alive."""
+    return tree_map_only(Tensor, Tensor.detach, values)
 
 
 def _checks_arguments() -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 # Work runs this many times eagerly before it is captured. The first run compiles kernels and creates the tensors that
 # later ones change in place; the second runs as every later one will.
@@ -90,6 +91,11 @@ class CapturedWork:
         self.runs = 0
         self.replay: Callable[[], None] | None = None
 
+    @property
+    def captures_next(self) -> bool:
+        """Whether the next call is the one that captures."""
+        return self.replay is None and self.runs >= WARM_UP
+
     def __call__(self) -> None:
         if self.replay is None and self.runs < WARM_UP:
             self.graphs.warm_up(self.work)
@@ -120,14 +126,36 @@ def _without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+def stream_override() -> Callable[[bool], None] | None:
+    """PyTorch's setting that gradients are accumulated on the stream of a capture, even if an earlier step's loss is
+    still alive. None before torch 2.13.
+
+    Such a loss keeps each parameter's AccumulateGrad node alive, which remembers the stream of that step. Without the
+    setting the capture would wait for that stream, which makes the capture invalid.
+    """
+    return getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+
+
+def held_parameters(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of the parameters whose AccumulateGrad node something keeps alive, such as a loss or logits."""
+
+    def accumulate_grad(p: Tensor) -> Any:  # p's node if it is alive, else a new one
+        with torch.enable_grad():
+            return p.expand_as(p).grad_fn.next_functions[0][0]
+
+    held, mark = [], object()
+    for name, p in named:
+        if p.requires_grad:
+            accumulate_grad(p).metadata["looked at"] = mark  # it is lost with a node that nothing else holds
+            if accumulate_grad(p).metadata.get("looked at") is mark:
+                held.append(name)
+    return held
+
+
 @contextmanager
 def _autograd_on_capturing_stream() -> Iterator[None]:
-    """Gradients are accumulated on the stream of the capture, even if an earlier step's loss is still alive.
-
-    Such a loss keeps each parameter's AccumulateGrad node alive, which remembers the stream of that step. PyTorch has
-    this setting, for the whole process, from 2.13 on. Before, such a capture fails.
-    """
-    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    """With PyTorch's setting, where there is one. It is a setting of the whole process."""
+    override = stream_override()
     if override is None:
         yield
         return

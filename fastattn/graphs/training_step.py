@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fastattn.backends import requested
 from fastattn.generate.loop import check_limits
-from fastattn.graphs.capture import CapturedWork, CudaGraphs
+from fastattn.graphs.capture import CapturedWork, CudaGraphs, held_parameters, stream_override
 from fastattn.models import FusedTransformer
 from fastattn.models.transformer import check_batch, check_gold
 from fastattn.ops._checks import check_number
@@ -57,7 +57,8 @@ class GraphedStep:
 
     All buckets share one memory pool, about as large as the largest bucket needs. Gradients are None between steps;
     with accumulate > 1 they are buffers that the step owns.
-    Raises ValueError or TypeError naming what cannot be captured, at construction or at a step.
+    Raises ValueError or TypeError naming what cannot be captured, at construction or at a step. Before torch 2.13 a step
+    raises RuntimeError instead of capturing while a result of an earlier step is alive that has a gradient.
     """
 
     def __init__(
@@ -144,13 +145,21 @@ class GraphedStep:
             work()
             return
         if key not in self._captured_work:
-            hint = (
-                "GraphedStep(..., capture=False) runs the same step eagerly, for a debugger. Before torch 2.13 a "
-                "capture also fails while the loss of an eager step, or another result with a gradient, is alive: "
-                "del loss"
-            )
+            hint = "GraphedStep(..., capture=False) runs the same step eagerly, for a debugger"
             self._captured_work[key] = CapturedWork(work, self._graphs, "the training step", hint)
+        if self._captured_work[key].captures_next and stream_override() is None:
+            self._check_nothing_is_held()
         self._captured_work[key]()
+
+    def _check_nothing_is_held(self) -> None:
+        """Without PyTorch's setting such a capture would fail, without a word about why, and spoil the stream."""
+        if held := held_parameters(self.model.named_parameters()):
+            more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+            raise RuntimeError(
+                "the training step cannot be captured while a result of an earlier step is alive that has a gradient: "
+                f"a loss or logits, for example. It holds {held[0]}{more}. Delete it or detach() it and call the step "
+                "again, or use torch 2.13 or newer, which allows it"
+            )
 
     # --- the step itself, which graphs capture ------------------------------------------------------------------------
 
