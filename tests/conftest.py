@@ -31,6 +31,7 @@ import fastattn.backends.cuda
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every combination, planted bugs, fuzzing, wheels")
+    parser.addoption("--only-gpu", action="store_true", help="without the tests that run CUDA kernels in csrc/emulator")
     parser.addoption("--part", metavar="I/N", default="1/1", help="only the I-th of N equal parts of the tests")
 
 
@@ -41,10 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --full, the everyday tier; of that, one part."""
     chosen = [item for item in items if config.getoption("--full") or not item.get_closest_marker("full")]
+    if config.getoption("--only-gpu"):
+        chosen = [item for item in chosen if not _needs_emulator(item)]
     part, parts = map(int, config.getoption("--part").split("/"))
     chosen = chosen[len(chosen) * (part - 1) // parts : len(chosen) * part // parts]
     config.hook.pytest_deselected(items=list({*items} - {*chosen}))
     items[:] = chosen
+
+
+def _needs_emulator(item: pytest.Item) -> bool:
+    """Whether a test builds csrc/ for the CPU, by a fixture or as the place where it runs."""
+    places = {"cpu", "as here", "as elsewhere"}  # of tests/cuda
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    fixtures = {"build_folder", "emulator_library", "emulator"}
+    return bool(fixtures.intersection(item.fixturenames)) or any(v in places for v in values if isinstance(v, str))
 
 
 @pytest.fixture(scope="session")

@@ -1,36 +1,38 @@
 #!/usr/bin/env bash
 # gpu_check.sh DIR [STAGE ...] - check and measure this checkout on a machine with a GPU; needs no network.
 #
+#   hello      what is installed, and one Triton kernel against float64; if this fails, no other stage runs
 #   build      the CUDA extension, in place
 #   precompile the doctor's Triton kernels, in one process for each core
 #   probes     on Hopper, the building blocks of its kernels: TMA, barriers, the layouts of wgmma
-#   tests      every other test file (the everyday tier; with FULL=1 the full one), each in its own process, because a
-#              crash leaves a process without its GPU; the tests of the ops, which compile most, in 32 (96) parts
-#   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel, and of the Triton kernels
-#              whose warps share data in shared memory; races of the same kernels, except the CUDA kernels of sm_90
-#   compare    the same shapes on the CPU through csrc/emulator and on the GPU
-#   doctor     every backend against float64: DIR/doctor.json
+#   doctor     every backend against float64, each in its own process: DIR/doctor_BACKEND.json
+#   tests      the test files that a GPU can change (the everyday tier; with FULL=1 the full one), each in its own
+#              process, because a crash leaves a process without its GPU; the tests of the ops in 16 (96) parts
 #   choices    which of the CUDA kernels' open choices is faster: DIR/choices.json
 #   report     the benchmarks: DIR/report/
 #   tune       `python -m fastattn tune`, which measures the fastest backend for each call: DIR/record.json
+#   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel, and of the Triton kernels
+#              whose warps share data in shared memory; races of the same kernels, except the CUDA kernels of sm_90
+#   compare    the same shapes on the CPU through csrc/emulator and on the GPU
+#   rest       all other test files
 #
-# Default: all stages. Each has a time limit and a log in DIR, and runs even if another failed. The summary comes last,
-# also as DIR/summary.txt. Exit status 1 if a stage failed. Without a GPU this is a rehearsal: stages that need one are
-# skipped, the others have four times the time.
+# Default: all stages, in this order. Each has a log in DIR and a time limit for 16 cores and an empty Triton cache, and
+# runs even if another failed. The summary comes last, also as DIR/summary.txt. Exit status 1 if a stage failed. Without
+# a GPU this is a rehearsal: stages that need one are skipped, the others have four times the time.
 #
-# The limits are for 16 cores and an empty Triton cache, with about 1,100 kernels to compile. build, precompile and
-# probes run together, 150 s at most; then tests, sanitizer, compare and doctor, 300 s (with FULL=1 570 s); then report,
-# 205 s, tune, 60 s, and choices, 150 s: 15 minutes in all. For a limit of ten minutes use two calls:
-#   gpu_check.sh DIR build precompile probes tests sanitizer compare doctor
-#   gpu_check.sh DIR choices report tune
-# What decides about kernels, alone: gpu_check.sh DIR build probes choices
+# LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
+# (DIR.tar.gz), so a run that is cut off loses one stage at most. Three calls of less than ten minutes:
+#   LIMIT=540 gpu_check.sh DIR1 hello build precompile probes doctor tests
+#   LIMIT=540 gpu_check.sh DIR2 hello build choices report tune
+#   LIMIT=540 gpu_check.sh DIR3 hello build sanitizer compare rest
+# FULL=1 needs half an hour for the tests alone.
 #
-# PYTHON names the interpreter (python). PYTHONPATH is kept, so packages may come from a folder:
+# PYTHON names the interpreter (python, or python3). PYTHONPATH is kept, so packages may come from a folder:
 #   python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
 #   PYTHONPATH=SITE tools/gpu_check.sh DIR
 set -uo pipefail
 
-ALL="build precompile probes tests sanitizer compare doctor choices report tune"
+ALL="hello build precompile probes doctor tests choices report tune sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -40,15 +42,28 @@ STAGES=${*:-$ALL}
 for name in $STAGES; do
   [[ " $ALL " == *" $name "* ]] || { echo "no such stage: $name" >&2; usage; }
 done
-export PYTHON=${PYTHON:-python} PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} DIR
+ARCHIVE=$(realpath "${ARCHIVE:-$DIR.tar.gz}")
+PYTHON=${PYTHON:-$(command -v python || command -v python3)}
+export PYTHON PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} DIR
 export PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin
+unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # with them, float32 on the GPU is not float32
 cd "$ROOT" || exit 2
 GPU=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')") || exit 2
 PATIENCE=$([ -n "$GPU" ] && echo 1 || echo 4)
-export GPU
+DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
+export COLUMNS=200 # pytest cuts the messages of its summary to this
+# Matplotlib lists the fonts of a machine at its first plot, in 10 to 20 s that the report does not have.
+export GPU MPLCONFIGDIR=${TMPDIR:-/tmp}/fastattn-matplotlib
+[[ " $STAGES " != *" report "* ]] || "$PYTHON" -c "import matplotlib.pyplot" > /dev/null 2>&1 &
 
 skip() { echo "skipped: $1"; exit 77; }
 needs_gpu() { [ -n "$GPU" ] || skip "needs a GPU"; }
+seconds_left() { echo $((STAGE_END - EPOCHSECONDS - $1)); } # until the stage ends, without its last $1 seconds
+minutes_left() { awk "BEGIN { print $(seconds_left "$1") / 60 }"; }
+
+hello() {
+  if [ -n "$GPU" ]; then "$PYTHON" tools/hello_gpu.py; else TRITON_INTERPRET=1 "$PYTHON" tools/hello_gpu.py; fi
+}
 
 build() { # without nvcc the build leaves the extension out; on a machine with a GPU that is a failure
   [ -z "$GPU" ] || export FASTATTN_FORCE_CUDA=1
@@ -57,107 +72,181 @@ build() { # without nvcc the build leaves the extension out; on a machine with a
 
 precompile() {
   needs_gpu
-  "$PYTHON" tools/precompile.py --seconds 110
+  nice -n 10 "$PYTHON" tools/precompile.py --seconds "$(seconds_left 10)"
 }
 
-test_limit() { [ -z "${FULL:-}" ] && echo 300 || echo 570; }
+doctor() {
+  printf '%s\n' triton cuda aten reference | xargs -P 4 -I{} bash -c 'one_backend {} || exit 1'
+}
 
-one_test_run() { # FILE or FOLDER, I/N; a test that runs for 100 seconds prints its stack
-  local log=$DIR/tests/${1//\//_}.${2/\//_of_}.log status
-  mkdir -p "$DIR/tests"
-  local pytest=("$PYTHON" -m pytest -q -o faulthandler_timeout=100 ${FULL:+--full} --part "$2")
-  timeout --foreground --kill-after=5 $(($(test_limit) - 10)) "${pytest[@]}" "$1" > "$log" 2>&1
+one_backend() {
+  "$PYTHON" -m fastattn doctor --backend "$1" --json > "$DIR/doctor_$1.json" 2> "$DIR/doctor_$1.log"
+  echo "exit $?  $1: $(tail -n 1 "$DIR/doctor_$1.log")" | tee "$DIR/doctor_$1.exit"
+  grep -q "^exit 0 " "$DIR/doctor_$1.exit"
+}
+
+test_log() { echo "$DIR/tests/${1//\//_}.${2/\//_of_}.log"; }
+
+# FILE or FOLDER, I/N. INT, so that pytest prints the failures that it has found. A test that runs for 100 seconds prints
+# its stack.
+one_test_run() {
+  local log status limit
+  log=$(test_log "$@") limit=$(seconds_left 20)
+  [ "$limit" -gt 0 ] || return 1 # the summary names it
+  local pytest=("$PYTHON" -m pytest -q --only-gpu -o faulthandler_timeout=100 ${FULL:+--full} --part "$2")
+  timeout --foreground --signal=INT --kill-after=15 "$limit" "${pytest[@]}" "$1" > "$log" 2>&1
   status=$?
   echo "exit $status  $1 $2: $(tail -n 1 "$log")"
   [ $status -eq 0 ] || [ $status -eq 5 ] # 5: no test
 }
 
+run_tests() { # STAGE: the runs in standard input, one for each core
+  mkdir -p "$DIR/tests"
+  tee "$DIR/$1.list" | xargs -P "$(nproc)" -L 1 bash -c 'one_test_run "$@" || exit 1' run
+}
+
 probes() {
   needs_gpu
-  one_test_run tests/cuda/test_hopper.py 1/1
+  export OMP_NUM_THREADS=1
+  echo tests/cuda/test_hopper.py 1/1 | nice -n 10 bash -c "run_tests probes"
 }
+
+FOLDERS="graphs generate cuda ops masks nn models integrations" # what a GPU can change; first what never ran at all
 
 tests() {
   needs_gpu
-  local parts=$([ -z "${FULL:-}" ] && echo 32 || echo 96)
-  {
-    seq -f "tests/ops %g/$parts" "$parts"
-    find tests -name "test_*.py" ! -path "tests/ops/*" ! -name test_gpu_check.py ! -name test_hopper.py | sort |
-      sed "s|$| 1/1|"
-  } | xargs -P "$(($(nproc) < 16 ? $(nproc) : 16))" -L 1 bash -c 'one_test_run "$@" || exit 1' run
+  local parts=$([ -z "${FULL:-}" ] && echo 16 || echo 96)
+  for folder in $FOLDERS; do
+    if [ "$folder" = ops ]; then
+      seq -f "tests/ops %g/$parts" "$parts"
+    else
+      find "tests/$folder" -name "test_*.py" ! -name test_hopper.py | sort | sed "s|$| 1/1|"
+    fi
+  done | run_tests tests
 }
 
-one_tool() {
-  local log=$DIR/sanitizer_$1.log status
-  local kernels=("$PYTHON" tools/compare_emulator.py --only device --backend cuda triton)
-  [ "$1" != racecheck ] || kernels+=(--without-sm90) # it does not see what wgmma and TMA read
-  compute-sanitizer --tool "$1" --error-exitcode 86 "${kernels[@]}" > "$log" 2>&1
-  status=$?
-  echo "exit $status  $1: $(tail -n 1 "$log")"
-  [ $status -eq 0 ]
-}
-
-sanitizer() {
+rest() {
   needs_gpu
-  command -v compute-sanitizer > /dev/null || skip "compute-sanitizer is not installed"
-  export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor has its own allocation, so an access outside is found
-  printf '%s\n' memcheck racecheck synccheck | xargs -P 3 -I{} bash -c 'one_tool {} || exit 1'
+  find tests -name "test_*.py" ! -name test_gpu_check.py | grep -vE "^tests/(${FOLDERS// /|})/" | sort |
+    sed "s|$| 1/1|" | run_tests rest
 }
-
-compare() { "$PYTHON" tools/compare_emulator.py; }
-
-doctor() { "$PYTHON" -m fastattn doctor --json > "$DIR/doctor.json" && echo "every usable backend is within bounds"; }
 
 choices() {
   needs_gpu
   "$PYTHON" tools/measure_choices.py --out "$DIR/choices.json"
 }
 
-report() { "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes 3 $([ -n "$GPU" ] || echo --quick); }
+report() {
+  "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$(minutes_left 25)" $([ -n "$GPU" ] || echo --quick)
+}
 
-tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes $([ -n "$GPU" ] && echo 0.8 || echo 0.1); }
+tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes "$([ -n "$GPU" ] && minutes_left 12 || echo 0.1)"; }
 
-export -f skip needs_gpu test_limit one_test_run one_tool build precompile probes tests sanitizer compare doctor choices \
-  report tune
+sanitizer() { # one tool at a time, the most telling first
+  needs_gpu
+  command -v compute-sanitizer > /dev/null || skip "compute-sanitizer is not installed"
+  # Only fastattn's kernels, by their mangled names: those in C++, and Triton's.
+  export SANITIZER="compute-sanitizer --error-exitcode 86 --kernel-name regex=fastattn|^[a-z_]+_kernel$"
+  $SANITIZER "$PYTHON" -c "import torch; torch.ones(9, device='cuda').cumsum(0).tolist()" > "$DIR/sanitizer.log" 2>&1 ||
+    skip "compute-sanitizer does not work here: $(grep -m 1 -iE "error|not supported" "$DIR/sanitizer.log")"
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor has its own allocation, so an access outside is found
+  local bad=0
+  for tool in memcheck synccheck racecheck; do
+    one_tool $tool || bad=1
+  done
+  return $bad
+}
 
-# run STAGE SECONDS: its output goes to DIR/STAGE.log, its outcome to DIR/STAGE.outcome
+one_tool() {
+  local log=$DIR/sanitizer_$1.log status limit
+  limit=$(seconds_left 10)
+  [ "$limit" -gt 0 ] || { echo "exit 124  $1: not started"; return 1; }
+  local kernels=("$PYTHON" tools/compare_emulator.py --only device --backend cuda triton)
+  [ "$1" != racecheck ] || kernels+=(--without-sm90) # it does not see what wgmma and TMA read
+  timeout --foreground --signal=INT --kill-after=5 "$limit" $SANITIZER --tool "$1" "${kernels[@]}" > "$log" 2>&1
+  status=$?
+  echo "exit $status  $1: $(tail -n 1 "$log")"
+  [ $status -eq 0 ]
+}
+
+compare() { "$PYTHON" tools/compare_emulator.py; }
+
+export FOLDERS
+export -f skip needs_gpu seconds_left minutes_left test_log one_test_run run_tests one_backend one_tool $ALL
+
+archive() { # a file that changes meanwhile is packed as it was
+  tar -C "$(dirname "$DIR")" -czf "$ARCHIVE.$BASHPID" "$(basename "$DIR")" 2> /dev/null
+  mv "$ARCHIVE.$BASHPID" "$ARCHIVE"
+}
+
+# run STAGE SECONDS: its output goes to DIR/STAGE.log, its outcome to DIR/STAGE.outcome. INT ends it, because pytest, the
+# doctor, report and tune then keep what they have found.
 run() {
   [[ " $STAGES " == *" $1 "* ]] || return 0
-  local start=$SECONDS outcome limit=$(($2 * PATIENCE))
-  timeout --kill-after=5 "$limit" bash -c "$1" > "$DIR/$1.log" 2>&1
-  case $? in
-    0) outcome="passed" ;;
-    77) outcome=$(tail -n 1 "$DIR/$1.log") ;;
-    124 | 137) outcome="FAILED: over its limit of $limit s" ;;
-    *) outcome="FAILED" ;;
-  esac
+  local start=$SECONDS outcome limit=$(($2 * PATIENCE)) left=$((DEADLINE - EPOCHSECONDS))
+  [ "$left" -ge "$limit" ] || limit=$left
+  if [ "$limit" -lt 5 ]; then
+    outcome="FAILED: not started, because no time was left"
+  else
+    STAGE_END=$((EPOCHSECONDS + limit)) timeout --signal=INT --kill-after=10 "$limit" bash -c "$1" > "$DIR/$1.log" 2>&1
+    case $? in
+      0) outcome="passed" ;;
+      77) outcome=$(tail -n 1 "$DIR/$1.log") ;;
+      124 | 137) outcome="FAILED: over its limit of $limit s" ;;
+      *) outcome="FAILED" ;;
+    esac
+  fi
   echo "$outcome ($((SECONDS - start)) s; $1.log)" > "$DIR/$1.outcome"
   echo "$1: $(cat "$DIR/$1.outcome")"
+  archive
 }
 
 echo "fastattn on ${GPU:-a machine without a GPU}: $STAGES -> $DIR"
-# First what needs cores and hardly a GPU. Then the stages that share both. The report has the machine to itself.
-run build 150 &
-run precompile 120 &
-run probes 120 &
-wait
-run tests "$(test_limit)" &
-run sanitizer 300 &
-run compare 300 &
-run doctor 300 &
-wait
-run choices 150
-run report 205
-run tune 60
+for name in $STAGES; do rm -f "$DIR/$name".{outcome,list}; done
+run hello 60
+if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
+  # First what needs cores and hardly a GPU. What is measured has the machine to itself.
+  run build 150 &
+  run precompile 120 &
+  run probes 120 &
+  wait
+  run doctor 300 &
+  run tests "$([ -z "${FULL:-}" ] && echo 400 || echo 1500)" &
+  wait
+  run choices 150
+  run report 205
+  run tune 60
+  run sanitizer 300
+  run compare 150 &
+  run rest 300 &
+  wait
+fi
+
+not_done() { # STAGE: the runs of its list that have no exit status
+  [ -f "$DIR/$1.list" ] || return 0
+  while read -r file part; do
+    if ! grep -q "^exit [0-9]* *$file $part:" "$DIR/$1.log"; then
+      [ -f "$(test_log "$file" "$part")" ] && echo "not finished  $file $part" || echo "not started  $file $part"
+    fi
+  done < "$DIR/$1.list"
+}
+
+failures() { # STAGE: its runs with a bad exit status, each with the tests that failed in it
+  grep -s "^exit" "$DIR/$1.log" | grep -v "^exit [05] " | while IFS= read -r line; do
+    echo "$line"
+    read -r _ _ file part _ <<< "$line"
+    grep -hsE "^(FAILED|ERROR) " "$(test_log "$file" "${part%:}")" | head -n 20 | cut -c 1-200 | sed "s/^/    /"
+  done
+}
 
 summary() {
   printf '\n%s\n' "Summary: ${GPU:-no GPU}"
   for name in $STAGES; do
-    printf '%-10s %s\n' "$name" "$(cat "$DIR/$name.outcome")"
-    case $name in probes | tests | sanitizer)
-      grep -hs "^exit" "$DIR/$name.log" | grep -v "^exit [05] " ;; # what failed
-    esac
+    printf '%-10s %s\n' "$name" "$(cat "$DIR/$name.outcome" 2> /dev/null || echo "not run, because hello failed")"
+    failures "$name"
+    not_done "$name"
   done
 }
 summary | tee "$DIR/summary.txt"
+archive
 ! grep -q "^[a-z]* *FAILED" "$DIR/summary.txt"

@@ -58,29 +58,38 @@ def _check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Ite
 
 
 def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[str, Any]:
-    """The whole report as one JSON-able dict; its key "ok" is False when any usable backend is out of bounds."""
+    """The whole report as one JSON-able dict. Its key "ok" is False when any usable backend is out of bounds, and after
+    Ctrl-C, which keeps what was compared before."""
     start = time.perf_counter()
     report: dict[str, Any] = {"versions": versions(), "devices": devices(), "device": str(device)}
-    report["cases"], report["checks"] = [], []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for problem in problems(device):
-            for dtype in DTYPES:
-                case: dict[str, Any] = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
-                tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
-                try:
-                    explanation = fastattn.explain(problem.function, **tensors, **problem.options)
-                except Exception as error:  # a backend that cannot even be imported: the other ops are still examined
-                    report["checks"].append(case | {"backend": "any", "failed": _format_error(error), "ok": False})
-                    continue
-                case["default"] = explanation.chosen
-                refusals = {backend: explanation.refusals[backend] for backend in backends}
-                report["cases"].append(case | {"refusals": refusals, "notes": explanation.notes})
-                usable = [backend for backend, reason in refusals.items() if reason is None]
-                if usable:
-                    report["checks"] += check(problem, dtype, usable)
-    report["ok"] = all(record["ok"] for record in report["checks"])
+    report |= {"cases": [], "checks": [], "stopped": False}
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for problem in problems(device):
+                for dtype in DTYPES:
+                    _examine(problem, dtype, backends, report)
+    except KeyboardInterrupt:  # what was found so far is worth reading
+        report["stopped"] = True
+    report["ok"] = not report["stopped"] and all(record["ok"] for record in report["checks"])
     report["seconds"] = round(time.perf_counter() - start, 1)
     return report
+
+
+def _examine(problem: Problem, dtype: torch.dtype, backends: Sequence[str], report: dict[str, Any]) -> None:
+    """Adds what is found to the report's lists `cases` and `checks`."""
+    case: dict[str, Any] = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
+    tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
+    try:
+        explanation = fastattn.explain(problem.function, **tensors, **problem.options)
+    except Exception as error:  # a backend that cannot even be imported: the other ops are still examined
+        report["checks"].append(case | {"backend": "any", "failed": _format_error(error), "ok": False})
+        return
+    case["default"] = explanation.chosen
+    refusals = {backend: explanation.refusals[backend] for backend in backends}
+    report["cases"].append(case | {"refusals": refusals, "notes": explanation.notes})
+    usable = [backend for backend, reason in refusals.items() if reason is None]
+    if usable:
+        report["checks"] += check(problem, dtype, usable)
 
 
 def _format_error(error: Exception) -> str:
@@ -152,6 +161,7 @@ def render(report: dict[str, Any]) -> str:
         "\nLargest error against float64 and, in brackets, its share of the bound (1 is the limit)",
         *_render_checks(report),
         "",
+        *["stopped before the end"] * report["stopped"],
         *(f"{'FAILED' if 'failed' in record else 'OUT OF BOUNDS'}  {_where(record)}" for record in bad),
         f"{len(bad)} of {len(report['checks'])} comparisons failed or out of bounds ({report['seconds']} s)"
         if report["checks"]

@@ -57,8 +57,8 @@ class GraphedStep:
 
     All buckets share one memory pool, about as large as the largest bucket needs. Gradients are None between steps;
     with accumulate > 1 they are buffers that the step owns.
-    Raises ValueError or TypeError naming what cannot be captured, at construction or at a step. Before torch 2.13 a step
-    raises RuntimeError instead of capturing while a result of an earlier step is alive that has a gradient.
+    Raises ValueError or TypeError naming what cannot be captured, at construction or at a step. Before torch 2.13 the
+    step that would capture raises RuntimeError while a result of an earlier step is alive that has a gradient.
     """
 
     def __init__(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,21 @@ def test_doctor_names_a_backend_that_is_wrong(
     bad = [check for check in report["checks"] if not check["ok"]]
     assert {(check["op"], check["backend"]) for check in bad} == {("attention", "aten")}
     assert "causal" in {check["case"] for check in bad}
+
+
+def test_doctor_keeps_what_it_has_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C, or INT at a time limit."""
+    check = doctor.check
+
+    def interrupted(problem: Any, dtype: torch.dtype, backends: Any) -> Iterator[dict[str, Any]]:
+        if dtype == torch.bfloat16:
+            raise KeyboardInterrupt
+        return check(problem, dtype, backends)
+
+    monkeypatch.setattr(doctor, "check", interrupted)
+    assert main(ON_CPU) == 1
+    text = capsys.readouterr().out
+    assert "\nstopped before the end\n0 of " in text and "0 of 0" not in text
 
 
 @pytest.mark.full

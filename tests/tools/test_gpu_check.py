@@ -6,15 +6,19 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import compare_emulator
 import emulator_build
+import hello_gpu
 import pytest
 import torch
+from helpers import skip_without_triton
 
 import fastattn.backends.cuda
+from fastattn.check.cases import problems
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,49 +36,120 @@ def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 def test_says_what_it_skips_and_fails_with_a_stage(tmp_path: Path) -> None:
-    """Without a GPU, and with a doctor that must fail: the other stages still run, and the summary is last."""
-    stages = ("doctor", "precompile", "tests", "sanitizer")
-    done = gpu_check(tmp_path, *stages, CUDA_VISIBLE_DEVICES="", FASTATTN_BACKEND="abacus")
+    """Without a GPU, and with a `tune` that must fail: the other stages still run, and the summary is last."""
+    stages = ("precompile", "tests", "tune", "sanitizer")
+    done = gpu_check(tmp_path / "out", *stages, CUDA_VISIBLE_DEVICES="", FASTATTN_BACKEND="abacus")
     assert done.returncode == 1, done.stdout + done.stderr
     skipped = dict.fromkeys(("precompile", "tests", "sanitizer"), "skipped: needs a GPU")
-    assert outcomes(done) == {"doctor": "FAILED"} | skipped
-    assert "abacus" in (tmp_path / "doctor.log").read_text()
-    assert (tmp_path / "summary.txt").read_text().strip() in done.stdout
+    assert outcomes(done) == {"tune": "FAILED"} | skipped
+    assert "abacus" in (tmp_path / "out" / "tune.log").read_text()
     done = gpu_check(tmp_path, "bulid")
     assert done.returncode == 2 and "bulid" in done.stderr and "gpu_check.sh DIR [STAGE ...]" in done.stderr
 
 
-def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
-    """`python` claims a GPU and only notes its arguments; one stage and one test file fail."""
+def pretended_gpu(tmp_path: Path, *, fails: str = "nothing", real: tuple[str, Path] | None = None) -> dict[str, str]:
+    """An environment in which `python` claims a GPU and notes its arguments in tmp_path/asked, and nothing else.
+
+    fails: a pattern of the arguments with which it fails. real: a test file of the project and the one that pytest runs
+    in its place.
+    """
     tools, asked = tmp_path / "tools", tmp_path / "asked"
     tools.mkdir()
-    broken = "tests/masks/test_attention_mask.py"
+    pytest_of = f'[[ "$*" != *{real[0]}* ]] || exec {sys.executable} -m pytest -q {real[1]}' if real else ""
     (tools / "python").write_text(f"""#!/bin/bash
         [ "$1" != -c ] || {{ echo "Abacus 9000"; exit; }}
         echo "$*" >> {asked}
+        {pytest_of}
         echo "1 passed"
-        [[ "$*" != *{broken} && "$*" != tools/compare_emulator.py ]]
+        [[ ! "$*" =~ {fails} ]]
     """)
     (tools / "compute-sanitizer").write_text(f'#!/bin/bash\necho "sanitizer $*" >> {asked}\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    done = gpu_check(tmp_path / "out", PYTHON=str(tools / "python"), PATH=f"{tools}:{os.environ['PATH']}", FULL="1")
+    return {"PYTHON": str(tools / "python"), "PATH": f"{tools}:{os.environ['PATH']}"}
+
+
+def packed(archive: Path) -> dict[str, str]:
+    """What gpu_check.sh has packed: file -> text."""
+    with tarfile.open(archive) as tar:
+        return {m.name: tar.extractfile(m).read().decode() for m in tar.getmembers() if m.isfile()}
+
+
+def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
+    """One stage, one backend of the doctor and one test file fail."""
+    broken = "tests/masks/test_attention_mask.py"
+    gpu = pretended_gpu(tmp_path, fails=f"{broken}|^tools/compare_emulator.py$|doctor.*cuda")
+    done = gpu_check(tmp_path / "out", **gpu, FULL="1")
     outcome = outcomes(done)
     assert done.returncode == 1
-    assert {stage for stage, said in outcome.items() if said == "FAILED"} == {"tests", "compare"}
-    assert {said for stage, said in outcome.items() if stage not in ("tests", "compare")} == {"passed"}
-    assert re.findall(r"^exit .*", done.stdout, re.MULTILINE) == [f"exit 1  {broken} 1/1: 1 passed"]
-    lines = asked.read_text().splitlines()
-    runs = [line.split("--part ")[1] for line in lines if line.startswith("-m pytest -q ") and " --full " in line]
+    assert {stage for stage, said in outcome.items() if said == "FAILED"} == {"doctor", "tests", "compare"}
+    assert {said for stage, said in outcome.items() if stage not in ("doctor", "tests", "compare")} == {"passed"}
+    assert re.findall(r"^exit .*", done.stdout, re.MULTILINE) == ["exit 1  cuda: ", f"exit 1  {broken} 1/1: 1 passed"]
+    files = packed(tmp_path / "out.tar.gz")
+    assert files["out/summary.txt"].strip() in done.stdout and "1 passed" in files["out/doctor_cuda.json"]
+
+    lines = (tmp_path / "asked").read_text().splitlines()
+    runs = [line.split("--part ")[1] for line in lines if line.startswith("-m pytest -q --only-gpu ")]
     here = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     whole = {f"1/1 {path}" for path in here if path.parent != Path("tests/ops")} - {"1/1 tests/tools/test_gpu_check.py"}
     assert sorted(runs) == sorted(whole | {f"{part}/96 tests/ops" for part in range(1, 97)})
-    for tool in ("memcheck", "racecheck", "synccheck"):
-        (line,) = (line for line in lines if line.startswith(f"sanitizer --tool {tool} "))
-        assert "compare_emulator.py --only device --backend cuda triton" in line
-        assert line.endswith(" --without-sm90") == (tool == "racecheck")
-    assert "setup.py build_ext --inplace" in lines
-    assert f"benchmarks/report.py --out {tmp_path}/out/report --minutes 3" in lines
+    assert runs[0] == "1/1 tests/cuda/test_hopper.py" and files["out/tests.list"].startswith("tests/graphs/")
+    (tried, *tools) = (line for line in lines if line.startswith("sanitizer "))
+    chosen = "sanitizer --error-exitcode 86 --kernel-name regex=fastattn|^[a-z_]+_kernel$"
+    assert tried.startswith(chosen) and "torch.ones" in tried
+    kernels = f"{gpu['PYTHON']} tools/compare_emulator.py --only device --backend cuda triton"
+    for line, tool in zip(tools, ("memcheck", "synccheck", "racecheck"), strict=True):
+        assert line == f"{chosen} --tool {tool} {kernels}" + " --without-sm90" * (tool == "racecheck")
+    assert lines[0] == "tools/hello_gpu.py" and "setup.py build_ext --inplace" in lines
+    assert {f"-m fastattn doctor --backend {b} --json" for b in ("reference", "aten", "triton", "cuda")} < {*lines}
+    (report,) = (line for line in lines if line.startswith(f"benchmarks/report.py --out {tmp_path}/out/report"))
+    assert 2.9 < float(report.split("--minutes ")[1]) <= 3
+
+
+def test_what_is_cut_off_keeps_its_failures(tmp_path: Path) -> None:
+    """A test process that is ended has printed its failures before, and the summary repeats them."""
+    slow = tmp_path / "test_slow.py"
+    slow.write_text("import time\ndef test_fails(): assert 1 == 2\ndef test_sleeps(): time.sleep(600)\n")
+    cut = "tests/nn/test_linear.py"
+    done = gpu_check(tmp_path / "out", "tests", **pretended_gpu(tmp_path, real=(cut, slow)), LIMIT="39")
+    assert done.returncode == 1 and outcomes(done) == {"tests": "FAILED"}
+    named = re.findall(r"^(?:exit|not|   ) .*", done.stdout.split("Summary: ")[1], re.MULTILINE)
+    assert named[0].startswith(f"exit 124  {cut} 1/1: ") and "::test_fails - assert 1 == 2" in named[1], done.stdout
+    assert len(named) == 2
+    assert "assert 1 == 2" in packed(tmp_path / "out.tar.gz")["out/tests/tests_nn_test_linear.py.1_of_1.log"]
+
+
+def test_without_time_nothing_is_called_passed(tmp_path: Path) -> None:
+    """Runs that did not begin are named, and so is a stage."""
+    gpu = pretended_gpu(tmp_path)
+    done = gpu_check(tmp_path / "out", "tests", **gpu, LIMIT="27", ARCHIVE=str(tmp_path / "all.tgz"))
+    runs = (tmp_path / "out" / "tests.list").read_text().splitlines()
+    assert done.returncode == 1 and len(runs) > 50
+    assert re.findall(r"^not started  (.*)", done.stdout, re.MULTILINE) == runs
+    assert packed(tmp_path / "all.tgz")["out/summary.txt"].count("not started") == len(runs)
+    done = gpu_check(tmp_path / "out", "choices", **gpu, LIMIT="15")
+    assert done.returncode == 1 and outcomes(done) == {"choices": "FAILED: not started, because no time was left"}
+
+
+def test_nothing_runs_after_a_bad_hello(tmp_path: Path) -> None:
+    done = gpu_check(tmp_path / "out", "hello", "build", **pretended_gpu(tmp_path, fails="hello_gpu"))
+    assert done.returncode == 1 and outcomes(done) == {"hello": "FAILED"}
+    assert "build      not run, because hello failed" in done.stdout
+    assert (tmp_path / "asked").read_text() == "tools/hello_gpu.py\n"
+
+
+def test_hello(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel at each kind of address and stream; a wrong result is found. What is missing only counts on a GPU."""
+    skip_without_triton()
+    monkeypatch.setattr(hello_gpu, "PACKAGES", ("torch", "abacus"))
+    monkeypatch.setattr(hello_gpu, "HAS_GPU", False)
+    moved = hello_gpu.moved(next(problems(torch.device("cpu"))))
+    assert {t.data_ptr() % 16 for t in moved.tensors.values()} == {4}
+    assert hello_gpu.main() == 0
+    said = capsys.readouterr().out
+    assert "missing: abacus" in said and said.count(": right (") == 4
+    monkeypatch.setattr(hello_gpu, "check", lambda *_: [{"ok": False, "result": "out"}])
+    assert hello_gpu.main() == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="uses Triton's interpreter")

@@ -1,0 +1,100 @@
+"""The first minute on a machine with a GPU: what is installed, and whether one Triton kernel of the project runs.
+
+    python tools/hello_gpu.py
+
+dropout_add_layer_norm, forward and backward in float32, is compared with float64: in its first call, which goes through
+Triton's own launch; in the next, which is bound to the compiled kernel; with every tensor moved by one element, so that
+16 does not divide its address; and on another stream. Without a GPU, set TRITON_INTERPRET=1: Triton's interpreter runs
+the kernel. Exit status 1 if a result is wrong or, on a GPU, something is missing that tools/gpu_check.sh needs.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from fastattn.check.cases import Problem, problems
+from fastattn.check.doctor import check
+
+HAS_GPU = torch.cuda.is_available()
+PACKAGES = ("torch", "triton", "numpy", "pytest", "setuptools", "pybind11", "ninja")
+COMMANDS = ("gcc", "nvcc")
+OLDEST_SETUPTOOLS = 77  # as in pyproject.toml
+
+
+def missing() -> Iterator[str]:
+    """Prints what there is; yields what is missing."""
+    print(f"{time.ctime()}, Python {sys.version.split()[0]} at {sys.executable}")
+    for name in PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name
+            continue
+        print(f"{name} {version}")
+        if name == "setuptools" and int(version.split(".")[0]) < OLDEST_SETUPTOOLS:
+            yield f"setuptools {OLDEST_SETUPTOOLS} or newer"
+    for name in COMMANDS:
+        print(f"{name}: {shutil.which(name)}")
+        if shutil.which(name) is None:
+            yield name
+    # Without the next two the kernel fails below; not every way of finding them is tried here.
+    print(f"Python.h: {[*map(str, Path(sysconfig.get_path('include')).glob('Python.h'))]}")
+    print(f"libcuda: {ctypes.util.find_library('cuda')}")
+    print(f"compute-sanitizer: {shutil.which('compute-sanitizer')}")
+    if HAS_GPU:
+        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability()
+        print(f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    products = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    print(f"CUDA of torch {torch.version.cuda}; products of float32 are computed in {products}")
+
+
+def moved(problem: Problem) -> Problem:
+    """With each tensor one element behind the start of its memory."""
+
+    def move(t: torch.Tensor) -> torch.Tensor:
+        return t.new_empty(t.numel() + 1, dtype=torch.float32)[1:].view(t.shape).copy_(t)
+
+    return problem._replace(tensors={name: move(t) for name, t in problem.tensors.items()})
+
+
+def bound_launches() -> int:
+    from fastattn.kernels.common.launch import Launches
+
+    return sum(launch.launcher is not None for launches in Launches.all for launch in launches.values())
+
+
+def is_right(what: str, problem: Problem) -> bool:
+    start = time.perf_counter()
+    bad = [record for record in check(problem, torch.float32, ["triton"]) if not record["ok"]]
+    print(f"{what}: {bad or 'right'} ({time.perf_counter() - start:.1f} s)", flush=True)
+    return not bad
+
+
+def main() -> int:
+    absent = list(missing())
+    print(f"missing: {', '.join(absent) or 'nothing'}", flush=True)
+    device = torch.device("cuda" if HAS_GPU else "cpu")
+    problem = next(p for p in problems(device) if p.op == "add_layer_norm")
+    right = [is_right("the first launches", problem)]
+    if HAS_GPU and not bound_launches():
+        print("no launch was bound")
+        right.append(False)
+    right += [is_right("bound launches", problem), is_right("moved by one element", moved(problem))]
+    with torch.cuda.stream(torch.cuda.Stream()) if HAS_GPU else nullcontext():
+        right.append(is_right("on another stream", problem))
+    return int(not all(right) or HAS_GPU and bool(absent))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
