@@ -202,7 +202,7 @@ run() {
 }
 
 echo "fastattn on ${GPU:-a machine without a GPU}: $STAGES -> $DIR"
-for name in $STAGES; do rm -f "$DIR/$name".{outcome,list}; done
+rm -f "$DIR"/*.outcome "$DIR"/*.list # of an earlier call
 run hello 60
 if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   # First what needs cores and hardly a GPU. What is measured has the machine to itself.

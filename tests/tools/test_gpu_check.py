@@ -132,10 +132,12 @@ def test_without_time_nothing_is_called_passed(tmp_path: Path) -> None:
 
 
 def test_nothing_runs_after_a_bad_hello(tmp_path: Path) -> None:
-    done = gpu_check(tmp_path / "out", "hello", "build", **pretended_gpu(tmp_path, fails="hello_gpu"))
+    gpu = pretended_gpu(tmp_path, fails="hello_gpu")
+    done = gpu_check(tmp_path / "out", "hello", "build", **gpu)
     assert done.returncode == 1 and outcomes(done) == {"hello": "FAILED"}
     assert "build      not run, because hello failed" in done.stdout
     assert (tmp_path / "asked").read_text() == "tools/hello_gpu.py\n"
+    assert outcomes(gpu_check(tmp_path / "out", "build", **gpu)) == {"build": "passed"}, "a call without it"
 
 
 def test_hello(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
