@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -21,6 +23,18 @@ def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
     """The backends that implement this op. Its unsupported_reason says whether it runs on this machine."""
     there = (b for b in BACKENDS if not (import_failure(op_name, b) or "").startswith("there is no"))
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
+
+
+def has_second_derivative(backend: str, device: str) -> bool:
+    """Whether an attention without lse has one, with or without dropout. aten's on a GPU is PyTorch's fused one."""
+    return (backend, device) != ("aten", "cuda")
+
+
+def import_torch_tests(name: str) -> ModuleType:
+    """torch.testing._internal's module of this name, which has samples of PyTorch's functions or modules. Skips the
+    test without expecttest, which these modules import."""
+    pytest.importorskip("expecttest")
+    return importlib.import_module(f"torch.testing._internal.{name}")
 
 
 def assert_close_as_torch(

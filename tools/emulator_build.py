@@ -110,8 +110,9 @@ def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     csrc = next((path for path in source.parents if (path / "common" / "launch.cuh").is_file()), CSRC)
     contents = [path.read_bytes() for path in _headers(source, csrc)]
     options = [*FLAGS, "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
-    target = folder / f"{source.name}-{_digest(CXX, *options, source.read_bytes(), *contents)}.o"
-    include = [csrc, pybind11.get_include(), sysconfig.get_path("include")]
+    python = sysconfig.get_path("include")
+    target = folder / f"{source.name}-{_digest(python, CXX, *options, source.read_bytes(), *contents)}.o"
+    include = [csrc, pybind11.get_include(), python]
     system = [f"-isystem{path}" for path in cuda_include()]
     command = [CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source)]
     _make(target, [CCACHE, *command] if CCACHE else command, csrc.parent)

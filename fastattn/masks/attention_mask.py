@@ -341,7 +341,7 @@ class AttentionMask:
         """`prepare` in several layouts, with what they have in common decided once."""
         restriction, prepared = self._restriction(), []
         band_only = self.band_only
-        stamp = None if band_only else self._stamp(device)
+        stamp = None if band_only else self.stamp(device)
         for layout in layouts:
             by_key, block_rows, block_columns, _ = layout
             rows, columns, restricted = (Lk, Lq, restriction.transposed()) if by_key else (Lq, Lk, restriction)
@@ -360,11 +360,6 @@ class AttentionMask:
         offsets = (self.cu_seqlens_q, self.cu_seqlens_k)
         return Restriction(bands, *offsets, self.query_padding, self.key_padding, self.attn_mask)
 
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Numbers that change when one of the mask's tensors is changed in place."""
-        return tuple([_version(t) for t in self._tensors().values()])
-
     def cached(
         self, key: tuple[Any, ...], device: torch.device | str, build: Callable[[], Any], with_bias: bool = False
     ) -> Any:
@@ -376,18 +371,16 @@ class AttentionMask:
         is cached inside a transform of torch.func.
         """
         device = torch.device(device)
-        if with_bias and self.bias is not None:
-            stamp = self._stamp(device)
-            stamp = None if stamp is None else (*stamp, _version(self.bias))
-            return self._cached((*key, device), stamp, build, self._bias_cache)
-        return self._cached((*key, device), self._stamp(device), build, self._cache)
+        cache = self._bias_cache if with_bias and self.bias is not None else self._cache
+        return self._cached((*key, device), self.stamp(device, with_bias), build, cache)
 
-    def _stamp(self, device: torch.device) -> tuple[int, ...] | None:
-        """What a result depends on next to its key: the versions of the tensors, and the stream. None: it is not
-        cached."""
+    def stamp(self, device: torch.device, with_bias: bool = False) -> tuple[int, ...] | None:
+        """What the results of `cached` depend on next to the key: the versions of the tensors, and the stream. Returns
+        None where nothing is cached."""
         if _recording(device) != self._made_while or is_transformed():
             return None
-        return *[_version(t) for t in self._structure() if t is not None], _current_stream(device)
+        tensors = (*self._structure(), self.bias) if with_bias else self._structure()
+        return *[_version(t) for t in tensors if t is not None], _current_stream(device)
 
     def _cached(
         self,

@@ -292,7 +292,7 @@ def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
 
 
 class _LastPlan(threading.local):
-    """What shared_plan gave last, for which masks, and for which of their values and requested backend."""
+    """What shared_plan gave last, for which masks, and for which of their stamps, requested backend and shape."""
 
     masks: Sequence[Callable[[], AttentionMask | None]] = ()
     state: Any = None
@@ -306,13 +306,15 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
     """open_plan for layers that get no plan of their forward, of a model of another library.
 
     The layers of a forward have their masks in common, so the plan is kept as long as calls have the same masks with
-    the same values. A forward with other sizes gets another plan.
+    the same values, on the same stream. A forward with other sizes gets another plan, and so does each layer where a
+    mask keeps nothing that is prepared, as in the capture of a CUDA graph.
     """
     given = [mask for mask in masks if mask is not None]
     if not given or torch.compiler.is_compiling():
         return open_plan(None, x)
-    state = backends.requested(None), x.shape, [mask.version for mask in given]
-    same = _last.state == state and [ref() for ref in _last.masks] == given
+    stamps = [mask.stamp(x.device, with_bias=True) for mask in given]
+    state = backends.requested(None), x.shape, stamps
+    same = None not in stamps and _last.state == state and [ref() for ref in _last.masks] == given
     plan = open_plan(_last.plan if same else None, x)
     if plan is not _last.plan:
         _last.masks, _last.state, _last.plan = [weakref.ref(mask) for mask in given], state, plan

@@ -134,7 +134,7 @@ def bias_gradient(
     if launch is None:
         constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | tile._asdict()
         launch = _LAUNCHES.add(key, **constants, SUM_ROWS=bias.shape[2] == 1)
-    given = *strided, result, *found, biased, masking, dropout, *own, *sizes, *mask[:2], softmax_scale
+    given = *strided, result, *found, biased, masking, dropout, *own, *sizes, *mask[:2], float(softmax_scale)
     tensors = q, k, v, dout, dbias, lse, delta, bias, *mask_tensors, rng_state
     launch.run(problem[0], programs, given, tensors)
     return dbias

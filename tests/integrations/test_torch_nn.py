@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
+from helpers import import_torch_tests
 from torch import nn
-from torch.testing._internal.common_modules import module_db
 
 import fastattn
 from fastattn import AttentionMask, use_backend
 from fastattn.backends import cpu_matmul
 from fastattn.integrations import torch_nn
+from fastattn.masks import attention_mask
 from fastattn.nn import straight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -400,32 +401,38 @@ def test_use_backend():
 # torch's own samples.
 
 
-def samples(info, training, dtype):
-    return info.module_inputs_func(info, device=DEVICE, dtype=dtype, requires_grad=True, training=training)
+SAMPLED = (
+    *(nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+    *(nn.Transformer, nn.MultiheadAttention),
+)
 
 
-INFOS = [info for info in module_db if info.module_cls in torch_nn.REPLACEMENTS or info.module_cls is nn.Transformer]
+def infos():
+    """By class, what torch says of its modules."""
+    ours = {*torch_nn.REPLACEMENTS, nn.Transformer}
+    return {info.module_cls: info for info in import_torch_tests("common_modules").module_db if info.module_cls in ours}
 
 
-@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)
+@pytest.mark.parametrize("kind", SAMPLED, ids=lambda kind: f"nn.{kind.__name__}")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", tiers([torch.float32, torch.float64], torch.float32))
-def test_torch_samples(info, training, dtype, request):
+def test_torch_samples(kind, training, dtype, request):
     """module_db's, against torch.nn's module, and against their reference functions. Every tenth in everyday tests.
 
     torch.nn's fast path gives 0 at padding. Samples of nn.Transformer have a memory whose padding is attended to.
     """
-    made = samples(info, training, dtype)
+    info = infos()[kind]
+    made = info.module_inputs_func(info, device=DEVICE, dtype=dtype, requires_grad=True, training=training)
     assert len(made) >= 19
     for sample in made if request.config.getoption("--full") else made[::10]:
         torch.manual_seed(0)
         args, options = sample.constructor_input.args, dict(sample.constructor_input.kwargs)
-        if info.module_cls is not nn.TransformerEncoder:
+        if kind is not nn.TransformerEncoder:
             options |= dict(device=DEVICE, dtype=dtype)
-        theirs, ours = pair(info.module_cls(*args, **options).train(training))
+        theirs, ours = pair(kind(*args, **options).train(training))
         given, call = sample.forward_input.args, sample.forward_input.kwargs
         compare(theirs, ours, given, **call)
-        with fast_path(info.module_cls is not nn.Transformer):
+        with fast_path(kind is not nn.Transformer):
             compare(theirs, ours, given, grad=False, **call)
         if sample.reference_fn:
             found, right = ours(*given, **call), sample.reference_fn(ours, *given, **call)
@@ -433,8 +440,9 @@ def test_torch_samples(info, training, dtype, request):
                 close(a, b)
 
 
-def test_torch_has_no_error_samples():
-    assert all(info.module_error_inputs_func is None for info in INFOS)
+def test_torch_has_no_other_samples():
+    found = infos()
+    assert found.keys() == {*SAMPLED} and all(info.module_error_inputs_func is None for info in found.values())
 
 
 WRONG = {
@@ -1040,6 +1048,22 @@ def test_a_plan_does_not_grow():
         ours(x, x, tgt_mask=own_mask)
         sizes.add(len(straight._last.plan._choices))
     assert len(sizes) == 1
+
+
+def test_a_plan_belongs_to_a_stream(monkeypatch):
+    """Its masks were prepared there. Where they are prepared in each call, as in a capture, no plan is kept."""
+    own_mask, x = AttentionMask(key_padding=~padding(L)), inputs("encoder")[0]
+
+    def plans():
+        return [straight.shared_plan([own_mask], x) for _ in range(2)]
+
+    first, again = plans()
+    assert first is again
+    monkeypatch.setattr(attention_mask, "_current_stream", lambda device: 7)
+    other, again = plans()
+    assert other is again is not first
+    monkeypatch.setattr(attention_mask, "_recording", lambda device: (False, True))
+    assert len({*map(id, [other, *(captured := plans())])}) == len(captured) + 1
 
 
 def test_nested_tensors():

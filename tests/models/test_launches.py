@@ -6,7 +6,8 @@ allocations and reads of a number by the host are none.
 
 from collections import Counter
 from contextlib import contextmanager
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ class Launches(TorchDispatchMode):
         self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.embedding_dense_backward.default:  # on a GPU it would write out of bounds
+            assert 0 <= args[1].min() and args[1].max() < args[2], "an index out of range"
         out = func(*args, **(kwargs or {}))
         name, returns = func.overloadpacket.__name__, func._schema.returns
         is_view = func.is_view or (
@@ -45,7 +48,8 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def triton(self, run_them=True):
-        """run_them: whether Triton's kernels run, or are counted only."""
+        """run_them: whether Triton's kernels run, or are counted only. Then integers that they would write are 0:
+        PyTorch's operators may use them as indices."""
         run = Launch.run
 
         def counting_run(launch, *args):
@@ -53,6 +57,12 @@ class Launches(TorchDispatchMode):
             if run_them:
                 with _disable_current_modes():  # the interpreter itself uses PyTorch's operators
                     run(launch, *args)
+                return
+            _, _, _, tensors, *_ = args
+            with _disable_current_modes():
+                for t in tensors:
+                    if t is not None and t.dtype in (torch.int32, torch.int64):
+                        t.data.masked_fill_(t == torch.iinfo(t.dtype).max, 0)  # see poisoned_memory
 
         with patch.object(Launch, "run", counting_run):
             yield
@@ -109,3 +119,19 @@ def test_a_mask_takes_one_launch_for_each_layout(triton):
         kernels = found.pop("triton prepare_mask_kernel")
         assert found == {"ne": 2}, f"{lengths}: compare tokens with padding, twice"
         assert kernels <= 9, lengths
+
+
+def test_the_launcher_is_stored_last():
+    """Launch.run asks for it alone, perhaps in another thread."""
+    stored = []
+
+    class Recorded(Launch):
+        def __setattr__(self, name, value):
+            stored.append(name)
+            super().__setattr__(name, value)
+
+    kernel = MagicMock(pre_run_hooks=[], arg_names=[])
+    launch = Recorded(SimpleNamespace(kernel=kernel, kinds=()), None, {})
+    stored.clear()
+    launch._run_by_triton((1, 1), (), ())
+    assert len(stored) == 4 and stored[-1] == "launcher"

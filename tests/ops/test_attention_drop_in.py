@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_as_torch
+from helpers import assert_close_as_torch, import_torch_tests
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -54,10 +54,8 @@ def check_as_torch(tensors: list[Tensor], options: dict[str, Any]) -> None:
 
 
 def opinfo() -> Any:
-    """torch's own description of the function, with samples; needs what torch's test modules import."""
-    pytest.importorskip("expecttest")
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    """torch's own description of the function, with samples."""
+    op_db = import_torch_tests("common_methods_invocations").op_db
     (op,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
     return op
 

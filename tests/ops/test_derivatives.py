@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from small_calls import EVERY_OP, OPS, PADDING, inputs_of, rms_norm, run, scalar
+from helpers import has_second_derivative
+from small_calls import EVERY_OP, EVERYDAY, OPS, PADDING, inputs_of, rms_norm, run, scalar
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
@@ -15,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn import AttentionMask, explain, use_backend
 from fastattn.backends import BACKENDS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def called(
@@ -33,11 +37,16 @@ def second_derivatives(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tup
     return first, *(torch.autograd.grad(s, inputs, allow_unused=True, retain_graph=True) for s in sums)
 
 
-@EVERY_OP
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, marks=() if name in EVERYDAY else pytest.mark.full)
+        for name, backend in product(OPS, BACKENDS)
+        if backend != "reference"
+        and (has_second_derivative(backend, DEVICE) or not name.startswith("attention") or "lse" in name)
+    ],
+)
 def test_second_derivatives(backend: str, name: str, device: torch.device) -> None:
-    if device.type == "cuda" and backend == "aten" and name.startswith("attention") and "lse" not in name:
-        pytest.skip("PyTorch's fused attention has no second derivative on a GPU")
     results, inputs = called(name, backend, device)
     found = second_derivatives(results, inputs)
     truth = second_derivatives(*called(name, "reference", device, torch.float64))

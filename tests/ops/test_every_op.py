@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,12 @@ def random_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.type == "cuda" else [])]
 
 
-@pytest.mark.parametrize("op", PROBLEMS)
-@EVERY_BACKEND
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [case for case in product(BACKENDS, PROBLEMS) if not torch.cuda.is_available() or case != ("aten", "attention")],
+)
 def test_equal_bits_run_to_run(backend: str, op: str, device: torch.device) -> None:
-    """Results and gradients."""
+    """Results and gradients. PyTorch's fused attention may add atomically in its backward on a GPU."""
     p = PROBLEMS[op]
     p = p._replace(tensors=on(device, p.tensors), options=on(device, p.options))
     if (reason := explain(p.function, **on_float32(p.tensors), **p.options).refusals[backend]) is not None:
