@@ -1,7 +1,8 @@
 """Compiles Triton kernels into Triton's cache, in one process for each core. Nothing runs.
 
 A launch on a CPU tensor, under `compiling`, compiles the same kernel as a launch on the GPU: Triton only reads dtypes,
-numbers and the alignment of pointers. As a program this compiles the kernels of the doctor:
+numbers and the alignment of pointers. As a program this compiles the kernels of the doctor, and their launchers where
+there is a libcuda:
 
     python tools/precompile.py [--capability 90] [--seconds N]
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -24,9 +26,14 @@ from fastattn.backends import OPS
 from fastattn.check.cases import problems, solve
 from fastattn.check.doctor import DTYPES, positive_number
 
+# Of an H100. Whether decoding is split follows from it, and how many sums the backward of a norm adds up.
+MULTIPROCESSORS = 132
+
 
 class _NoDriver:
-    """What Triton's launcher asks a driver before it compiles."""
+    """What Triton's launcher asks a driver before it compiles, and what launches ask in place of a GPU's properties."""
+
+    multiprocessors = MULTIPROCESSORS
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -41,6 +48,12 @@ class _NoDriver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+    @functools.cached_property
+    def utils(self) -> Any:  # triton 3.9 launches all kernels from this module
+        from triton.backends.nvidia.driver import CudaUtils
+
+        return CudaUtils()
 
 
 @contextlib.contextmanager
@@ -77,9 +90,24 @@ def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: No
         yield
 
 
+def build_launcher(compiled: Any) -> Any:
+    """What launches a compiled kernel from C. Triton builds it with gcc, or finds it in its cache. Needs libcuda."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    return CudaLauncher(compiled.src, compiled.metadata)
+
+
 def compile_slice(jobs: Sequence[Callable[[], Any]], first: int, step: int, capability: int) -> None:
-    """Compile the kernels of every step-th of these calls. A kernel that cannot be compiled fails when it is run."""
-    with compiling(capability):
+    """Compile the kernels of every step-th of these calls, and their launchers where there is a libcuda.
+
+    What cannot be compiled fails when it is run.
+    """
+
+    def each(compiled: Any) -> None:
+        with contextlib.suppress(Exception):
+            build_launcher(compiled)
+
+    with compiling(capability, each):
         for job in jobs[first::step]:
             with contextlib.suppress(Exception):
                 job()
@@ -89,6 +117,7 @@ def over_cores(command: Iterable[str], seconds: float) -> None:
     """Run `command --slice NUMBER SLICES` in one process for each core, and end them after these seconds."""
     slices, deadline = os.cpu_count() or 1, time.monotonic() + seconds
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"  # the processes are as many as the cores
     processes = [
         subprocess.Popen([*command, "--slice", str(number), str(slices)], env=environment) for number in range(slices)
     ]

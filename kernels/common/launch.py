@@ -113,7 +113,8 @@ class Launch:
         if compiled is None or self.hooks or _has_hooks():  # interpreted, or perhaps compiled with a profiler's probes
             return
         self.constants = tuple(self.named[name] for name in self.kernel.arg_names[len(arguments) :])
-        self.launcher, self.function, self.metadata = c_launcher(compiled)
+        launcher, self.function, self.metadata = c_launcher(compiled)
+        self.launcher = launcher  # the last: with it, run() in another thread uses all of them
 
 
 def _with_tensors(kinds: Iterable[type], arguments: tuple[Any, ...], tensors: Iterator[Tensor]) -> list[Any]:
@@ -216,7 +217,9 @@ def _capability(index: int) -> int:
 
 def multiprocessors(x: Tensor) -> int:
     """Streaming multiprocessors of x's device; 1 in the interpreter, so that persistent loops run several times."""
-    return _properties(x.device.index).multi_processor_count if x.is_cuda else 1
+    if INTERPRETED:
+        return 1
+    return _properties(x.device.index).multi_processor_count if x.is_cuda else driver.active.multiprocessors
 
 
 @functools.cache

@@ -1,20 +1,29 @@
 """Launches of all Triton kernels in two ways: as bound before, and through Triton's own path. Nothing is compiled.
 
 Triton's binder, its specialisation and its caches run as they are. Its compiler is replaced: a compiled kernel is only
-a name here, and its C launcher records what it is given. So this needs no GPU. It cannot run in an interpreted session,
+a name here, and its launcher records what it is given. So this needs no GPU. It cannot run in an interpreted session,
 and is a program, which prints the kernels that were launched as bound before, and fails at a difference:
 
     PYTHONPATH=.:tools python tests/codegen/launch_cases.py [planted error]
+
+With --stub the launchers are Triton's own, in C, and libcuda is a stub, through which the bytes of every parameter are
+recorded. Before triton 3.9 this compiles some 500 launchers, but no kernels. DIR is a folder for the stub:
+
+    gcc -shared -fPIC -o DIR/libcuda.so.1 tests/codegen/stub_libcuda.c
+    TRITON_LIBCUDA_PATH=DIR LD_LIBRARY_PATH=DIR PYTHONPATH=.:tools python tests/codegen/launch_cases.py --stub
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +37,7 @@ from fastattn.kernels.embed_layer_norm import embed_layer_norm_bwd, embed_layer_
 from fastattn.kernels.feed_forward import feed_forward_bwd, feed_forward_hidden
 from fastattn.kernels.linear_cross_entropy.rows import cross_entropy_rows, empty_logits
 from torch import Tensor
-from triton.compiler import CompiledKernel
+from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.driver import driver
 
 from fastattn import AttentionMask
@@ -41,6 +50,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 RUN, ADD = launch.Launch.run, launch.Launches.add
 OTHER = "a kernel that was compiled for other arguments"
 records: list[tuple[Any, ...]] = []
+by_handle: dict[int, LaunchedByC] = {}
 bound: Counter[str] = Counter()
 stream = itertools.count(1)
 current = 0
@@ -48,6 +58,8 @@ current = 0
 
 class NotCompiled(CompiledKernel):
     """What Triton keeps for a class of arguments. Its launcher records, and calls hooks as the one in C does."""
+
+    _module_pid = None  # triton 3.9 unloads what this process has loaded
 
     def __init__(self, src: Any, **_: Any) -> None:
         self.src, self.name, self._run = src, src.fn.__name__, self._record
@@ -69,6 +81,38 @@ def as_launched(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr()
     return tuple(map(as_launched, value)) if isinstance(value, tuple) else value
+
+
+class LaunchedByC(NotCompiled):
+    """The same with Triton's launcher in C. The kernel's handle is this object's address."""
+
+    def __init__(self, src: Any, target: Any, options: dict[str, Any]) -> None:
+        super().__init__(src)
+        scratch = {f"{kind}_scratch_{of}": 0 for kind in ("global", "profile") for of in ("size", "align")}
+        self.metadata = SimpleNamespace(**options, **scratch, shared=len(by_handle))  # another for each kernel
+        self.packed_metadata = make_backend(target).pack_metadata(self.metadata)
+        self._run, self.function = precompile.build_launcher(self), id(self)
+        self.sizes = [*parameter_sizes(tuple(src.signature.values())), 8, 8]  # and the addresses of scratch memory
+        by_handle[self.function] = self
+
+
+def parameter_sizes(signature: tuple[Any, ...]) -> Iterator[int]:
+    """Bytes of the parameters that a launch passes to a kernel with this signature."""
+    for kind in signature:
+        if isinstance(kind, tuple):
+            yield from parameter_sizes(kind)
+        elif kind != "constexpr":
+            yield 8 if kind[0] == "*" else {"i1": 1, "u1": 1, "i32": 4, "fp32": 4, "i64": 8}[kind]
+
+
+@ctypes.CFUNCTYPE(
+    None, ctypes.POINTER(ctypes.c_uint), ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.POINTER(ctypes.c_void_p)
+)
+def record_launch(numbers: Any, stream: int, handle: int, parameters: Any) -> None:
+    """Record what libcuda is given, as NotCompiled._record does. numbers: the grid, the block and the shared memory."""
+    kernel = by_handle[handle]
+    values = (ctypes.string_at(parameters[i], size) for i, size in enumerate(kernel.sizes))
+    records.append((kernel, *numbers[:7], stream, *values))
 
 
 def checked_add(self: launch.Launches, key: tuple[Any, ...], tile: Any = None, **named: Any) -> launch.Launch:
@@ -95,7 +139,7 @@ def checked_run(self: launch.Launch, *call: Any) -> None:
 
 
 @contextmanager
-def without_gpu() -> Iterator[None]:
+def without_gpu(kernel_class: type[NotCompiled]) -> Iterator[None]:
     class Driver(precompile._NoDriver):
         def get_current_stream(self, device: int) -> int:
             return current
@@ -103,7 +147,7 @@ def without_gpu() -> Iterator[None]:
     driver.set_active(Driver(90))
     with ExitStack() as stack:
         for place, name, value in (
-            (triton.compiler, "compile", NotCompiled),
+            (triton.compiler, "compile", kernel_class),
             (launch, "current_stream", lambda device: current),
             (launch.Launch, "run", checked_run),
             (launch.Launches, "get", lambda self, key: None),
@@ -363,6 +407,13 @@ def planted(name: str) -> AbstractContextManager[Any]:
 
         return mock.patch.object(launch.Launches, "add", add)
 
+    def launched_with(c_launcher: Any) -> AbstractContextManager[Any]:
+        return mock.patch.object(launch, "c_launcher", c_launcher)
+
+    def swapped(run: Any) -> Any:
+        """A launcher with the first two arguments in a wrong order."""
+        return lambda *call: run(*call[:9], call[10], call[9], *call[11:])
+
     return {
         "alignment": lambda: everywhere("addresses", lambda *t: (addresses(*t)[0], True)),
         "integers": lambda: everywhere("specialization", lambda *n: ()),
@@ -378,12 +429,23 @@ def planted(name: str) -> AbstractContextManager[Any]:
         "queries": lambda: without("attention_dkv_kernel", 4),
         "stream": lambda: mock.patch.object(launch, "current_stream", lambda device: 0),
         "no hooks": lambda: mock.patch.object(launch, "_has_hooks", lambda: False),
-        "wrong handle": lambda: mock.patch.object(launch, "c_launcher", lambda c: (c.run, None, c.packed_metadata)),
+        "wrong handle": lambda: launched_with(lambda c: (c.run, None, c.packed_metadata)),
+        "order": lambda: launched_with(lambda c: (swapped(c.run), c.function, c.packed_metadata)),
+        "warps": lambda: launched_with(lambda c: (c.run, c.function, (32, *c.packed_metadata[1:]))),
     }[name]()
 
 
-def main(error: str | None = None) -> None:
-    with without_gpu(), planted(error) if error else ExitStack():
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stub", action="store_true")
+    parser.add_argument("error", nargs="?")
+    arguments = parser.parse_args()
+    if arguments.stub:
+        ctypes.CDLL("libcuda.so.1").call_at_launches(record_launch)
+    with (
+        without_gpu(LaunchedByC if arguments.stub else NotCompiled),
+        planted(arguments.error) if arguments.error else ExitStack(),
+    ):
         for case in (norms, products, attentions, masks, decoding, hooks, devices):
             case()
     for each in launch.Launches.all:
@@ -392,4 +454,4 @@ def main(error: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
