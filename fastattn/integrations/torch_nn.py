@@ -203,7 +203,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 # Of an attention's call: the mask, the blocked keys, and whether a hint says that the mask is causal.
 Given = tuple[Mask, Tensor | None, bool]
-_BLOCKS = {"_sa_block", "_mha_block", "_ff_block"}  # methods of torch.nn's layers; one may be set on the object
+_BLOCKS = ("_sa_block", "_mha_block", "_ff_block")  # methods of torch.nn's layers; one may be set on the object
 
 
 def _masks(
@@ -222,7 +222,7 @@ def _masks(
 
 
 def _fits_layer(layer: Any, sources: Sequence[Tensor], given: Sequence[Given]) -> bool:
-    if not _BLOCKS.isdisjoint(layer.__dict__):
+    if any([name in layer.__dict__ for name in _BLOCKS]):
         return False
     attentions, x = [layer._modules[name] for name in layer.attentions], sources[0]
     for attention, source, one in zip(attentions, sources, given, strict=True):
