@@ -32,6 +32,7 @@
 #   PYTHONPATH=SITE tools/gpu_check.sh DIR
 set -uo pipefail
 
+DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
 ALL="hello build precompile probes doctor tests choices report tune sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
@@ -50,7 +51,6 @@ unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # with them, float32
 cd "$ROOT" || exit 2
 GPU=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')") || exit 2
 PATIENCE=$([ -n "$GPU" ] && echo 1 || echo 4)
-DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
 export COLUMNS=200 # pytest cuts the messages of its summary to this
 # Matplotlib lists the fonts of a machine at its first plot, in 10 to 20 s that the report does not have.
 export GPU MPLCONFIGDIR=${TMPDIR:-/tmp}/fastattn-matplotlib
@@ -203,7 +203,7 @@ run() {
 
 echo "fastattn on ${GPU:-a machine without a GPU}: $STAGES -> $DIR"
 rm -f "$DIR"/*.outcome "$DIR"/*.list # of an earlier call
-run hello 60
+run hello 90
 if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   # First what needs cores and hardly a GPU. What is measured has the machine to itself.
   run build 150 &
