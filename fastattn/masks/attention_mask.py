@@ -175,7 +175,9 @@ class AttentionMask:
     def _copy(self, cache: list[tuple[Any, ...]]) -> AttentionMask:
         """This mask with another cache. The constructor is not called: it would check the same tensors again."""
         other = object.__new__(AttentionMask)
-        other.__dict__.update(self.__dict__, _cache=cache, _bias_cache=[])
+        for name in ("_bands", "_made_while", *_CHECKS):  # torch.compile traces no other way in 2.11
+            setattr(other, name, getattr(self, name))
+        other._cache, other._bias_cache = cache, []
         return other
 
     def __repr__(self) -> str:

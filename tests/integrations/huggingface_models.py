@@ -98,3 +98,14 @@ def check_padded_batch(model):
         for n in range(3):
             alone, there = inputs_for(model, slice(n, n + 1))
             torch.testing.assert_close(logits[n][real[n]], model(**alone).logits[there], rtol=0, atol=1e-4)
+
+
+def skip_unless_traced(model, inputs):
+    """Skips where PyTorch cannot trace the untouched model in one graph: 2.11 has no copy.deepcopy, which
+    encoder-decoders call."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+    except torch._dynamo.exc.Unsupported as error:
+        pytest.skip(f"the untouched model is not traced: {str(error).splitlines()[0]}")
+    torch._dynamo.reset()
