@@ -206,10 +206,13 @@ def pack_bits(keep: Tensor) -> Tensor:
     """Bool (..., columns) -> int32 (..., ceil(columns / 128), 4), contiguous, in the order described at BIT_BLOCK."""
     keep = F.pad(keep, (0, -keep.shape[-1] % BIT_BLOCK)).contiguous()
     words = keep.unflatten(-1, (-1, BIT_BLOCK // 8, BIT_WORDS, 2)).transpose(-3, -2)  # (.., block, word, j, e)
-    byte_bits = words.flatten(-2).unflatten(-1, (4, 8))
-    in_bytes = (byte_bits * (1 << torch.arange(8, dtype=torch.uint8, device=keep.device))).sum(-1, dtype=torch.uint8)
-    # No view as another dtype: torch.compile does not take it here before torch 2.13.
-    return (in_bytes.int() << torch.arange(0, 32, 8, dtype=torch.int32, device=keep.device)).sum(-1, dtype=torch.int32)
+    bits = words.flatten(-2).unflatten(-1, (4, 8))
+    if torch.compiler.is_compiling():  # before torch 2.13 Inductor has no view of these as another dtype
+        in_bytes = (bits * (1 << torch.arange(8, dtype=torch.uint8, device=keep.device))).sum(-1, dtype=torch.uint8)
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=keep.device)
+        return (in_bytes.int() << shifts).sum(-1, dtype=torch.int32)
+    shifted = bits.view(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=keep.device)
+    return shifted.sum(-1, dtype=torch.uint8).view(torch.int32).squeeze(-1)
 
 
 def matrix_of_one_row_as_padding(mask: Restriction, columns: int) -> Restriction:
