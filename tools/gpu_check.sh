@@ -92,6 +92,7 @@ test_log() { echo "$DIR/tests/${1//\//_}.${2/\//_of_}.log"; }
 one_test_run() {
   local log status limit
   log=$(test_log "$@") limit=$(seconds_left 20)
+  rm -f "$log" # of an earlier call
   [ "$limit" -gt 0 ] || return 1 # the summary names it
   local pytest=("$PYTHON" -m pytest -q --only-gpu -o faulthandler_timeout=100 ${FULL:+--full} --part "$2")
   timeout --foreground --signal=INT --kill-after=15 "$limit" "${pytest[@]}" "$1" > "$log" 2>&1
