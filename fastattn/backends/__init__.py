@@ -1,8 +1,8 @@
 """The registry of backends, and the choice of the one that an op's call uses.
 
 The choice is the first of these that says something: the argument ``backend=``, the context ``use_backend()``, the
-environment variable FASTATTN_BACKEND, the record that ``python -m fastattn tune`` made of this device, the device's own
-order. A backend that is asked for by name raises with its reason where it does not support a call. The automatic choice
+environment variable FASTATTN_BACKEND, a record of ``python -m fastattn tune`` on such a device, the device's own order.
+A backend that is asked for by name raises with its reason where it does not support a call. The automatic choice
 takes the first that does.
 """
 
@@ -24,8 +24,12 @@ from fastattn.backends import timings
 
 Backend = Literal["reference", "aten", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-# A kernel becomes a default for a GPU only after its speed was recorded on one (benchmarks/results/).
-DEFAULT_ORDER = {"cuda": ("triton", "aten", "reference")}
+# Where no record says which is fastest. A CUDA kernel becomes a default only by a record, such as backends/records/.
+GPU_ORDER = ("triton", "aten", "reference")
+# Tensor cores do not compute in float32. On an H200 PyTorch's attention is then 5 times as fast as the kernels here, and
+# its products are 1.3 times as fast.
+GPU_ORDER_FLOAT32 = ("aten", "triton", "reference")
+PRODUCTS = ("attention", "feed_forward")  # the ops to which that applies
 OTHER_ORDER = ("aten", "reference")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -156,24 +160,28 @@ def _known(name: Name, source: str) -> Name:
     return name
 
 
-def default_order(device: torch.device) -> tuple[str, ...]:
+def default_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
     """The backends in the order in which the automatic choice asks them, where no record says which is fastest."""
-    return DEFAULT_ORDER.get(device.type, OTHER_ORDER)
+    if device.type != "cuda":
+        return OTHER_ORDER
+    # The first argument of these is a tensor.
+    return GPU_ORDER_FLOAT32 if op_name in PRODUCTS and op_args[0].dtype is torch.float32 else GPU_ORDER
 
 
-def recorded_choice(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> str | None:
-    """The backend that a record of this device names for such a call, or None. See fastattn/backends/timings.py."""
+def recorded_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The backends that a record of such a device names for such a call, the fastest first; () if it names none.
+    See fastattn/backends/timings.py."""
     choices = timings.choices(op_name, device.type, device.index)
-    name = choices.get(OPS[op_name].call_class(*op_args)) if choices else None
-    return name if name in BACKENDS else None
+    names = choices.get(OPS[op_name].call_class(*op_args), ()) if choices else ()
+    return tuple(name for name in names if name in BACKENDS)
 
 
 def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
     """The backends in the order in which this call asks them, each once."""
-    order = default_order(device)
-    if (name := recorded_choice(op_name, device, op_args)) is None:
+    order = default_order(op_name, device, op_args)
+    if not (recorded := recorded_order(op_name, device, op_args)):
         return order
-    return (name, *(other for other in order if other != name))
+    return (*recorded, *(other for other in order if other not in recorded))
 
 
 @torch.compiler.assume_constant_result  # torch.compile traces no import
@@ -237,15 +245,15 @@ def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend
 def likely_backend(op_name: str, device: torch.device, backend: Backend | None = None) -> str:
     """The backend that a call of the op is likely to use, for decisions that come before its arguments are known.
 
-    It is the one asked for by name, or the one that a record of this device names for every call of the op, or the
-    first in the device's own order. Whether it supports the call is not asked. op_name may also be "linear", for
+    It is the one asked for by name, or the one that a record names first for every call of the op, or the first in the
+    device's own order. Whether it supports the call is not asked. op_name may also be "linear", for
     nn.Linear, which is no op: no record names it.
     """
     name, _ = requested(backend)
     if name is not None:
         return name
     if op_name in OPS and (choices := timings.choices(op_name, device.type, device.index)):
-        recorded = set(choices.values())
+        recorded = {names[0] for names in choices.values()}
         if len(recorded) == 1 and recorded <= set(BACKENDS):
             return recorded.pop()
-    return default_order(device)[0]
+    return (GPU_ORDER if device.type == "cuda" else OTHER_ORDER)[0]

@@ -1,13 +1,15 @@
 """What is fastest on this machine, if it was measured: a backend, or an algorithm of the backend aten.
 
-`python -m fastattn tune` writes a record of a device: for each op and class of calls the fastest choice that is right.
-The dispatcher and the backend aten read it before they follow their built-in rules. Records are in the user's cache
-folder, one for each device, and in SHIPPED, a folder of the package; the user's goes first. A record of another version
-of fastattn or PyTorch, or of another number of threads on a CPU, is ignored: `Record.ignored` holds the reason, and
+`python -m fastattn tune` writes a record of a device: for each op and class of calls the backends that are right, the
+fastest first, or for the backend aten the fastest algorithm. The dispatcher and aten read it before they follow their
+built-in rules. Records are in the user's cache folder, one for each device. A user's record of another version of
+fastattn or PyTorch, or of another number of threads on a CPU, is ignored: `Record.ignored` holds the reason, and
 `explain` says it. One that cannot be read is ignored too, with a warning. No file or folder stops an op.
+SHIPPED is a folder of the package with records of GPUs. They come after the user's, and hold for every GPU of the same
+compute capability and every version of PyTorch.
 
-{"format": 1, "device": name, "threads": .., "versions": {"fastattn": .., "torch": ..}, "date": ..,
- "choices": {op: {class: choice}}, "rows": the measurements}
+{"format": 2, "device": name, "capability": [9, 0] or null, "threads": .., "versions": {"fastattn": .., "torch": ..},
+ "date": .., "choices": {op: {class: [backend, ..]}, algorithm: {class: choice}}, "rows": the measurements}
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ import torch
 
 import fastattn
 
-FORMAT = 1
+FORMAT = 2
 SHIPPED = Path(__file__).parent / "records"
+
+
+Choices = dict[str, dict[str, Any]]  # as in a record
 
 
 class Record(NamedTuple):
     """choices: of the record that counts, {} if there is none. source: its path, or None. ignored: path -> reason."""
 
-    choices: dict[str, dict[str, str]]
+    choices: Choices
     source: Path | None
     ignored: dict[str, str]
 
@@ -48,18 +53,18 @@ def choice(op_name: str, device_type: str, call_class: Callable[[], str], index:
     return op_choices.get(call_class()) if op_choices else None
 
 
-def choices(op_name: str, device_type: str, index: int | None = None) -> dict[str, str]:
+def choices(op_name: str, device_type: str, index: int | None = None) -> dict[str, Any]:
     """What the record of a device names for each class of calls of an op, {} if nothing. As `choice`."""
     if torch.compiler.is_compiling():
         return {}
     return (_override if _override is not None else load_record(device_type, index).choices).get(op_name, {})
 
 
-_override: dict[str, dict[str, str]] | None = None
+_override: Choices | None = None
 
 
 @contextmanager
-def override_choices(choices: dict[str, dict[str, str]]) -> Iterator[None]:
+def override_choices(choices: Choices) -> Iterator[None]:
     """In the whole process these choices hold instead of any record's: for measurements. {}: the built-in rules."""
     global _override
     before, _override = _override, choices
@@ -90,12 +95,13 @@ def _found(device_type: str, index: int | None, threads: int | None) -> Record:
     if device_type not in ("cpu", "cuda"):
         return Record({}, None, {})
     ignored = {}
-    name = device_name(device_type, index)
+    name, capability = device_name(device_type, index), compute_capability(device_type, index)
     for path in _paths(name):
         record = _load(path)
-        if record is None:
+        is_shipped = path.parent == SHIPPED
+        if record is None or (is_shipped and not _is_for(record, capability)):
             continue
-        reason = record if isinstance(record, str) else _why_ignored(record, name, threads)
+        reason = record if isinstance(record, str) else _why_ignored(record, name, threads, is_shipped)
         if reason is None:
             return Record(record["choices"], path, ignored)
         ignored[str(path)] = reason
@@ -135,6 +141,12 @@ def device_name(device_type: str, index: int | None = None) -> str:
 
 
 @functools.cache
+def compute_capability(device_type: str, index: int | None = None) -> list[int] | None:
+    """Of a GPU; None of a CPU."""
+    return list(torch.cuda.get_device_capability(index)) if device_type == "cuda" else None
+
+
+@functools.cache
 def _load(path: Path) -> dict[str, Any] | str | None:
     """The record, or why it cannot be read, or None where there is none."""
     try:
@@ -156,10 +168,16 @@ def _warned(path: Path, reason: str) -> str:
     return reason
 
 
-def _why_ignored(record: dict[str, Any], name: str, threads: int | None) -> str | None:
+def _is_for(shipped: dict[str, Any] | str, capability: list[int] | None) -> bool:
+    return capability is not None and isinstance(shipped, dict) and shipped.get("capability") == capability
+
+
+def _why_ignored(record: dict[str, Any], name: str, threads: int | None, is_shipped: bool) -> str | None:
     """Why a record that can be read does not count here. threads: of this process, None on a GPU."""
     if record.get("format") != FORMAT:
         return f"has format {record.get('format')}, expected {FORMAT}"
+    if is_shipped:
+        return None
     if record.get("device") != name:
         return f"was made on {record.get('device')}, this is {name}"
     if record.get("versions") != versions():

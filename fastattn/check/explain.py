@@ -98,8 +98,8 @@ def _remarks(op: backends.Op, device: torch.device, arguments: tuple[Any, ...]) 
     remarks = [f"the record {path} is ignored: it {reason}" for path, reason in records.ignored.items()]
     if records.source is None:
         return remarks
-    name = backends.recorded_choice(op.name, device, arguments)
-    said = [] if name is None else [f"{name} is the fastest backend"]
+    order = backends.recorded_order(op.name, device, arguments)
+    said = [f"the fastest first: {', '.join(order)}"] if order else []
     if device.type == "cpu":
         dtype = op.call_class(*arguments).split(",")[0]
         for kind in sorted(records.choices.keys() & {f"{op.name} by aten", "product"}):

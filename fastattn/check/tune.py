@@ -2,18 +2,18 @@
 
 Each op is timed on a small table of calls, forward and backward, by every backend that can run them, except the
 reference path. On a GPU the time of the GPU alone counts, as in models that keep it busy. On a CPU only the backend
-`aten` is left, and each of its ways is timed. A backend counts only where the doctor finds it right. The fastest is
-written to a record in the user's cache folder, which the dispatcher reads from then on (fastattn/backends/timings.py).
-A way that is not faster than the built-in choice by 3 % does not replace it. Calls that a run does not reach keep what
-an earlier run found. `fastattn.explain(...)` names the record.
+`aten` is left, and each of its ways is timed. A backend counts only where the doctor finds it right. Their order, the
+fastest first, is written to a record in the user's cache folder, which the dispatcher reads from then on
+(fastattn/backends/timings.py). A way that is not faster than the built-in choice by 3 % does not replace it. Calls that
+a run does not reach keep what an earlier run found. `fastattn.explain(...)` names the record.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
-import math
 import statistics
 import sys
 import time
@@ -36,7 +36,10 @@ from fastattn.check.cases import problems
 from fastattn.check.doctor import check, positive_number, usable_device, writable_file
 
 GAIN = 1.03  # how many times as fast as the built-in choice a way must be
-SECONDS = 0.4  # of samples for each way of a call
+# The same for aten and the kernels on a GPU: a layer whose ops are all computed by kernels is one node of autograd, which
+# saves time of the host.
+ATEN_GAIN = 1.1
+SECONDS = {"cpu": 0.4, "cuda": 0.15}  # of samples for each way of a call
 MIN_SAMPLES, MAX_SAMPLES = 5, 50
 ATEN = "attention by aten"  # the ways of aten in a record; the others are "product" and cuda_attention.DQ
 
@@ -68,7 +71,7 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[TimedCall]:
         yield from _products_of(device, 64 if tiny else 512)
     for dtype in dtypes:
         for length in lengths:
-            for trait in ("", "causal", "mask", "dropout"):
+            for trait in ("", "causal", "mask", "dropout", *(("mask, dropout",) if on_gpu else ())):
                 given = _attention(device, dtype, max(tokens // length, 1), 1 if tiny else 8, length, trait)
                 if trait != "causal":  # backends have no class for it
                     yield from _by_backends("attention", given, dtype, f"{length} tokens {trait}".strip())
@@ -82,17 +85,20 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[TimedCall]:
             return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
 
         for dropout_p in (0.0, 0.1):
-            options = {"dropout_p": dropout_p}
-            said = f"{tokens} x {width}{', dropout' if dropout_p else ''}"
-            x = {"x": randn(tokens, width)}
-            norm = {"residual": randn(tokens, width), "weight": randn(width), "bias": randn(width)}
-            yield from _by_backends("add_layer_norm", x | norm | options, dtype, said)
-            weights = {"weight1": randn(wide, width), "bias1": randn(wide), "weight2": randn(width, wide)}
-            yield from _by_backends("feed_forward", x | weights | {"bias2": randn(width)} | options, dtype, said)
+            options, said = {"dropout_p": dropout_p}, ", dropout" if dropout_p else ""
+            for columns in (width,) if tiny else (width, 8 * width):
+                norm = {"x": randn(tokens, columns), "residual": randn(tokens, columns)}
+                norm |= {"weight": randn(columns), "bias": randn(columns)} | options
+                yield from _by_backends("add_layer_norm", norm, dtype, f"{tokens} x {columns}{said}")
+            for rows, activation in itertools.product((tokens // 16, tokens), ("relu", "gelu", "swiglu")):
+                hidden = 2 * wide if activation == "swiglu" else wide
+                given = {"x": randn(rows, width), "weight1": randn(hidden, width), "bias1": randn(hidden)} | options
+                given |= {"weight2": randn(width, wide), "bias2": randn(width), "activation": activation}
+                yield from _by_backends("feed_forward", given, dtype, f"{rows} x {width}, {activation}{said}")
             words = torch.randint(0, 1000, (8, tokens // 8), device=device)
-            embedding = {"embedding": randn(1000, width), "weight": randn(width), "bias": randn(width)}
+            embedding = {"embedding": randn(1000, width), "weight": randn(width), "bias": randn(width)} | options
             table = {"tokens": words, "position_table": torch.randn(tokens, width, device=device)}
-            yield from _by_backends("embed_layer_norm", embedding | table | options, dtype, said)
+            yield from _by_backends("embed_layer_norm", embedding | table, dtype, f"{tokens} x {width}{said}")
         classes = 200 if tiny else 32000 if on_gpu else 8000
         target = torch.randint(0, classes, (tokens,), device=device)
         given = {"x": randn(tokens, width), "weight": randn(classes, width), "target": target}
@@ -112,12 +118,12 @@ def _attention(
         return t.requires_grad_()
 
     given: dict[str, Any] = {"query": randn(), "key": randn(), "value": randn()}
-    if trait == "mask":
+    if "mask" in trait:
         real = torch.arange(length, device=device) < torch.linspace(length // 2, length, batch, device=device)[:, None]
         given["attn_mask"] = fastattn.AttentionMask(key_padding=real)
     if trait == "causal":
         given["attn_mask"] = fastattn.AttentionMask(is_causal=True)
-    if trait == "dropout":
+    if "dropout" in trait:
         given["dropout_p"] = 0.1
     return given
 
@@ -199,7 +205,7 @@ def measure(call: TimedCall, device: torch.device) -> dict[str, float]:
     samples: dict[str, list[float]] = {way: [] for way in call.ways}
     start = time.monotonic()
     for number in range(-2, MAX_SAMPLES):  # the first are not counted
-        if number >= MIN_SAMPLES and time.monotonic() - start > SECONDS * len(samples):
+        if number >= MIN_SAMPLES and time.monotonic() - start > SECONDS[device.type] * len(samples):
             break
         for way, times in samples.items():
             try:
@@ -290,13 +296,15 @@ def tune(
         say("stopped by Ctrl-C: what follows stays as it was")
     except RuntimeError as error:  # of a GPU that no longer works, or has no memory for the next tensors
         say(f"stopped by {_first_line(error)}: what follows stays as it was")
-    choices: dict[str, dict[str, str]] = {}
+    choices: timings.Choices = {}
     for row in rows:
-        if row["best"] is not None:
-            choices.setdefault(row["op"], {}).setdefault(row["class"], row["best"])
+        if row["order"]:
+            found = row["order"] if row["op"] in backends.OPS else row["order"][0]
+            choices.setdefault(row["op"], {}).setdefault(row["class"], found)
     return {
         "format": timings.FORMAT,
         "device": timings.device_name(device.type),
+        "capability": timings.compute_capability(device.type),
         "threads": torch.get_num_threads(),
         "versions": timings.versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -309,7 +317,7 @@ def tune(
 def _row(
     call: TimedCall, device: torch.device, is_right: _DoctorVerdicts, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What was found about a call. best: None where no way is right and works."""
+    """What was found about a call. order: of the ways that are right and work, the one to take first."""
     wrong = [w for w in call.ways if w in backends.BACKENDS and not is_right(call.op_name, call.dtype, w)]
     failed: dict[str, str] = {}
     for way in wrong:
@@ -321,15 +329,19 @@ def _row(
         except WayFailed as failure:  # the others are measured without it
             del call.ways[failure.way]
             failed[failure.way] = _first_line(failure.__cause__)
-    best = min(found, key=found.get, default=None)
-    if best is not None and found.get(call.built_in, math.inf) < GAIN * found[best]:
-        best = call.built_in
+
+    def handicapped(way: str) -> float:
+        ms = found[way] / (GAIN if way == call.built_in else 1.0)
+        return ms * ATEN_GAIN if way == "aten" and device.type == "cuda" else ms
+
+    order = sorted(found, key=handicapped)
+    best = order[0] if order else None
     times = ", ".join(f"{'*' if way == best else ''}{way} {ms:.3g} ms" for way, ms in found.items())
     said = f"; wrong by the doctor: {', '.join(wrong)}" if wrong else ""
     said += "".join(f"; {way} failed: {reason}" for way, reason in failed.items())
     change = "" if best in (None, call.built_in) else f"  (instead of {call.built_in})"
     say(f"{call.op_name:<21} {str(call.dtype).removeprefix('torch.'):<9} {call.what}: {times}{said}{change}")
-    row = {"op": call.op_name, "class": call.call_class, "call": call.what, "ms": found, "best": best}
+    row = {"op": call.op_name, "class": call.call_class, "call": call.what, "ms": found, "order": order}
     return row | {"wrong": wrong, "failed": failed}
 
 

@@ -121,7 +121,7 @@ class InvalidType(TypeError, RuntimeError):
 
 
 def _call_class(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
-    keys = timings.size_bucket(k.shape[2], "keys", 128, 1024)
+    keys = timings.size_bucket(k.shape[2], "keys", 64, 128, 1024)
     return timings.call_class(q.dtype, dropout_p, keys, *(() if mask is None else ("mask",)))
 
 

@@ -53,7 +53,7 @@ def nothing() -> None:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, Path]]]:
     """Run the command over these calls: its status, and the record's path."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune, "SECONDS", 0.01)
+    monkeypatch.setattr(tune, "SECONDS", {"cpu": 0.01})
     measured = tune.tune
 
     def run(*calls: tune.TimedCall | Exception, options: tuple[str, ...] = ()) -> tuple[int, Path]:
@@ -77,9 +77,9 @@ def choices(path: Path) -> dict[str, dict[str, str]]:
 
 def test_what_a_run_does_not_reach_is_kept(run: Any) -> None:
     _, path = run(call("a", nothing), call("b", nothing), call("c", nothing, "attention"))
-    assert choices(path) == {"product": {"a": "fast", "b": "fast"}, "attention": {"c": "fast"}}
+    assert choices(path) == {"product": {"a": "fast", "b": "fast"}, "attention": {"c": ["fast", "slow"]}}
     assert run(call("b", lambda: sum(range(100000))), call("d", nothing))[0] == 0
-    assert choices(path) == {"product": {"a": "fast", "b": "slow", "d": "fast"}, "attention": {"c": "fast"}}
+    assert choices(path) == {"product": {"a": "fast", "b": "slow", "d": "fast"}, "attention": {"c": ["fast", "slow"]}}
     assert sorted(row["class"] for row in json.loads(path.read_text())["rows"]) == ["a", "b", "c", "d"]
 
 
@@ -133,8 +133,24 @@ def test_a_gpus_ways_are_ranked_by_the_gpus_time(monkeypatch: pytest.MonkeyPatch
     planted = tune.TimedCall("attention", "a class", "a call", torch.float32, step, ways, "slow")
     assert tune.measure(planted, gpu_clock.DEVICE) == pytest.approx({"slow": 0.05, "fast": 0.005})
     monkeypatch.setattr(timings, "device_name", lambda device_type: "a GPU")
+    monkeypatch.setattr(timings, "compute_capability", lambda device_type: [9, 0])
     found = tune.tune(gpu_clock.DEVICE, 1.0, lambda line: None, lambda device: iter([planted]))
-    assert found["choices"] == {"attention": {"a class": "fast"}} and "without waits for the host" in found["measured"]
+    assert found["choices"] == {"attention": {"a class": ["fast", "slow"]}} and found["capability"] == [9, 0]
+    assert "without waits for the host" in found["measured"]
+
+
+def test_aten_must_be_clearly_faster_than_a_gpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = gpu_clock.GpuClock(monkeypatch)
+    monkeypatch.setattr(timings, "device_name", lambda device_type: "a GPU")
+    monkeypatch.setattr(timings, "compute_capability", lambda device_type: [9, 0])
+    monkeypatch.setattr(tune, "_DoctorVerdicts", lambda device: lambda *asked: True)
+    for aten, first in ((48e-6, "cuda"), (40e-6, "aten")):
+        costs, state = {"aten": aten, "cuda": 50e-6, "triton": 90e-6}, []
+        ways = {name: lambda name=name, state=state: (state.append(name), nullcontext())[1] for name in costs}
+        step = lambda costs=costs, state=state: clock.run(1e-6, costs[state[-1]])  # noqa: E731
+        planted = tune.TimedCall("attention", "a class", "a call", torch.float32, step, ways, "triton")
+        found = tune.tune(gpu_clock.DEVICE, 1.0, lambda line: None, lambda device, planted=planted: iter([planted]))
+        assert found["choices"]["attention"]["a class"][0] == first
 
 
 def refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
