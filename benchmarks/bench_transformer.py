@@ -150,21 +150,23 @@ def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
 
 def providers(device: torch.device) -> list[Provider]:
     on_gpu = device.type == "cuda"
-    later = 18 if on_gpu else 100
+    later, seldom = (14, 40) if on_gpu else (100, 0)
     found = [
         provider("reference", models.padded, backend="reference"),
         provider("default", default=True),
         provider(LOSS_FROM_LOGITS, compute_loss=models.plain_loss),
-        provider(WITH_PADDING, models.padded),
+        provider(WITH_PADDING, models.padded, later=seldom),
         Provider("default, GraphedStep", graphed),
         provider("default, compiled", compiled="default", later=later),
         *(provider(name, build) for name, build in RIVALS.items()),
     ]
     for name, build in RIVALS.items():
-        found.append(provider(f"torch.compile of {name}", build, compiled="default", later=later))
+        soon = build is models.plain_sdpa or not on_gpu
+        found.append(provider(f"torch.compile of {name}", build, compiled="default", later=later if soon else seldom))
     if on_gpu:
-        found.append(provider("default, pack_padding", models.packed))  # a GPU drops padding only where it is asked to
-        found += [provider(backend, models.padded, backend) for backend in ("aten", "triton")]
+        # A GPU drops padding only where it is asked to.
+        found.append(provider("default, pack_padding", models.packed, later=seldom))
+        found += [provider(backend, models.padded, backend, later=seldom) for backend in ("aten", "triton")]
         graphs = "torch.compile of plain PyTorch with SDPA, CUDA graphs"
         found.append(provider(graphs, models.plain_sdpa, compiled="reduce-overhead", later=later))
     return found
