@@ -2,7 +2,8 @@
 
 Small tensors, or a fast GPU, wait for the Python between launches. So a layer that nobody has modified is computed here
 without calling its modules. What its calls have to know is decided before, once a forward for all layers (Plan). A
-layer that is modified, traced or transformed goes op by op, through its modules, with the same results (layers.py).
+layer that is modified, traced or transformed goes op by op, through its modules, with the same results (layers.py); on
+a GPU perhaps with another draw of dropout, see draw_rng_states.
 
 The layer is one autograd node, _Layer, over its backends' forward and backward functions. aten has those for small
 calls alone; of others, which Python hardly delays, autograd records the formulas.

@@ -57,7 +57,7 @@ def dropout_keep_in_product(rng_state, threshold, rows, first_col, BLOCK_N: tl.c
     words = c0, c1, c2, c3
     # Both 16-bit lanes of a word at once. The top bit of a lane of `least` says whether its lower 15 bits reach those
     # of the threshold.
-    low = (threshold & 0xFFFF).to(tl.uint32)
+    low = tl.cast(threshold & 0xFFFF, tl.uint32)  # a threshold of 1 is a constant, which has no `to`
     limit = low << 16 | low
     kept = words[0] & 0
     for i in tl.static_range(4):

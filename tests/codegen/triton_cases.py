@@ -30,8 +30,9 @@ Case = tuple[str, str, Callable[[], Any]]  # architecture, name, calls
 
 
 def attention(dtype: str, head_dim: int, mask: str, backward: bool = True, sizes: Sequence[int] = LARGE) -> None:
-    """mask: "causal" needs no tensor, "padding" is of keys, "tensors" adds a bool mask; in all, also "dropout", "bias"
-    (or "key bias", which all queries share) and "dlse", a gradient of lse. sizes: batch, heads, queries, keys."""
+    """mask: "causal" needs no tensor, "padding" is of keys, "tensors" adds a bool mask; in all, also "dropout" (or
+    "least dropout", whose threshold is 1), "bias" (or "key bias", which all queries share) and "dlse", a gradient of
+    lse. sizes: batch, heads, queries, keys."""
     B, H, Lq, Lk = sizes
     zeros = partial(torch.zeros, dtype=getattr(torch, dtype), requires_grad=backward)
     q, k, v = zeros(B, H, Lq, head_dim), zeros(B, H, Lk, head_dim), zeros(B, H, Lk, head_dim)
@@ -43,7 +44,8 @@ def attention(dtype: str, head_dim: int, mask: str, backward: bool = True, sizes
     if "bias" in mask:
         shape = (1, 1, 1, Lk) if "key bias" in mask else (1, H, Lq, Lk)
         given["bias"] = torch.zeros(shape, requires_grad=backward)
-    options = {"is_causal": True, "dropout_p": 0.1 * ("dropout" in mask), "backend": "triton"}
+    dropout_p = 2**-16 if "least dropout" in mask else 0.1 * ("dropout" in mask)
+    options = {"is_causal": True, "dropout_p": dropout_p, "backend": "triton"}
     attention_mask = fastattn.AttentionMask(**given) if given else None
     out, lse = fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_lse=True, **options)
     if backward:
@@ -142,7 +144,7 @@ GROUPS: dict[str, list[Case]] = {
         ("sm_90a", "bfloat16 hidden 512", partial(layer_norm, "bfloat16", 512)),
         ("sm_80", "bfloat16 relu", partial(feed_forward, "bfloat16", "relu")),
         ("sm_90a", "bfloat16 classes 32000", partial(cross_entropy, "bfloat16", 32000)),
-        ("sm_90a", "bfloat16 sizes of 1", partial(attention, "bfloat16", 1, "causal", sizes=(1, 1, 1, 1))),
+        ("sm_90a", "bfloat16 sizes of 1", partial(attention, "bfloat16", 1, "least dropout", sizes=(1, 1, 1, 1))),
         ("sm_90a", "bfloat16 one key", partial(decode_attention, "bfloat16", 1, "one")),
         ("sm_90a", "bfloat16 hidden 1", partial(layer_norm, "bfloat16", 1)),
         ("sm_90a", "bfloat16 relu, widths 1", partial(feed_forward, "bfloat16", "relu", tokens=1, d=1, d_ff=1)),

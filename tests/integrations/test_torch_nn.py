@@ -503,7 +503,8 @@ SUBLAYERS = ("linear1", "norm1", "linear2", "dropout1", "dropout", "self_attn", 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("hooked", SUBLAYERS)
 def test_dropout_is_the_same_on_both_paths(kind, norm_first, hooked, paths):
-    """A hook on any module, though it does nothing, makes the layer go sublayer by sublayer."""
+    """A hook on any module, though it does nothing, makes the layer go sublayer by sublayer. On a GPU, whose generator
+    draws the seeds of a layer at once as other numbers, and whose nn.Dropout is PyTorch's, the numbers are others."""
     ours = pair(build(kind, norm_first=norm_first, dropout=0.3))[1]
     results = []
     for hooks in (False, True):
@@ -512,7 +513,7 @@ def test_dropout_is_the_same_on_both_paths(kind, norm_first, hooked, paths):
         torch.manual_seed(7)
         results.append(solve(ours, inputs(kind)))
     assert (paths.straight, paths.sublayers) == (1, 1)
-    if DEVICE == "cpu" or "dropout" not in hooked:  # elsewhere a dropout that is called has PyTorch's numbers
+    if DEVICE == "cpu":
         close(*results, atol=1e-5)
 
 

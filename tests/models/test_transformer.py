@@ -16,11 +16,13 @@ from model_checks import (
     VOCAB,
     assert_same_gradients,
     fused,
+    gold_of,
     plain,
     train_step,
 )
 
-from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subsequent_mask, use_backend
+from fastattn import AttentionMask, FusedTransformer, backends, get_pad_mask, get_subsequent_mask, use_backend
+from fastattn.generate import greedy
 
 SHARING = [
     dict(trg_emb_prj_weight_sharing=a, emb_src_trg_weight_sharing=b) for a, b in product([True, False], repeat=2)
@@ -236,8 +238,19 @@ def test_shapes_alone(batch):
     assert all(p.grad.shape == p.shape for p in model.parameters() if p.requires_grad)
 
 
-def test_backend_is_given_to_every_op(batch):
-    with pytest.raises(RuntimeError, match="cuda"):
-        fused(backend="cuda")(*batch)
-    for module in fused(backend="aten").modules():
-        assert getattr(module, "backend", "aten") == "aten"
+def test_backend_is_given_to_every_op(batch, monkeypatch):
+    """In training and in decoding. An op that is not asked for the reference never chooses it."""
+    used, choose = set(), backends.choose
+
+    def choose_and_note(op, *arguments):
+        chosen = choose(op, *arguments)
+        used.add((op, chosen.name))
+        return chosen
+
+    monkeypatch.setattr(backends, "choose", choose_and_note)
+    model, (src, trg) = fused(backend="reference"), batch
+    model.loss(src, trg, gold_of(trg)).backward()
+    greedy(model.eval(), src, max_len=3, bos_idx=0, eos_idx=VOCAB - 1)
+    assert used == {(op, "reference") for op in backends.OPS if op != "add_rms_norm"}
+    for module in model.modules():
+        assert getattr(module, "backend", "reference") == "reference"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,20 @@ def test_bias_without_gradient_is_added_in_the_fused_operator(
         actual = attention_checks.solve(p, attend, needs="qkv")
         attention_checks.compare(p, actual, ("out", "dq", "dk", "dv"))
         assert len(fused_calls) == calls
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
+def test_an_empty_call_is_not_for_the_fused_operator(
+    shape: tuple[int, ...], gpu: None, fused_calls: list[tuple[int, float]], device: torch.device
+) -> None:
+    """Its kernels for GPUs refuse some: a backward without heads, in older versions of PyTorch an empty batch."""
+    B, H, Lq, Lk = shape
+    q, k = (torch.zeros(B, H, L, 8, device=device, requires_grad=True) for L in (Lq, Lk))
+    for mask, dropout_p in itertools.product((AttentionMask(), AttentionMask(is_causal=True)), (0.0, 0.3)):
+        out, *_ = attend(q, k, k, mask, dropout_p, 1.0)
+        grads = torch.autograd.grad(out.sum(), (q, k))
+        assert out.shape == q.shape and not any(t.any() for t in (out, *grads))
+    assert not fused_calls
 
 
 def test_all_dropped(gpu: None, device: torch.device) -> None:

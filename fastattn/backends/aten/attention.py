@@ -89,7 +89,9 @@ def _attend(
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
     bias = None if mask is None else mask.bias
-    alone = not _learns_bias(mask) and not return_lse and return_weights is None and Lk > 0
+    # Of empty calls PyTorch's operators for GPUs refuse some. In a graph a size may be unknown.
+    is_empty = Lk == 0 or (not torch.compiler.is_compiling() and q.numel() == 0)
+    alone = not _learns_bias(mask) and not return_lse and return_weights is None and not is_empty
     if alone and (way := _way(q, k, v, mask, softmax_scale, dropout_p)) is not None:
         if way == TORCH:
             return _attend_fused(q, k, v, mask, softmax_scale), None, None

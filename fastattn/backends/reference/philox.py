@@ -51,7 +51,7 @@ def draw_rng_state(device: torch.device, backend: str | None = None) -> Tensor:
 
 
 def draw_rng_states(device: torch.device, backend: str | None, count: int) -> Sequence[Tensor]:
-    """The results of `count` calls of draw_rng_state."""
+    """The results of `count` calls of draw_rng_state; on a GPU others, since its generator draws them in parallel."""
     if _reference_rule is not None and backend in (None, "reference"):
         backend = _reference_rule
     if backend == "aten" and device.type != "cpu":
