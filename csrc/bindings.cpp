@@ -3,7 +3,6 @@
 #include "attention/bind.h"
 #include "common/bind.h"
 #include "decode_attention/bind.h"
-#include "embed_layer_norm/bind.h"
 #include "feed_forward/bind.h"
 #include "linear_cross_entropy/bind.h"
 
@@ -37,7 +36,6 @@ PYBIND11_MODULE(_C, m) {
   fastattn::add_layer_norm::bindings::bind(m);
   fastattn::attention::bindings::bind(m);
   fastattn::decode_attention::bindings::bind(m);
-  fastattn::embed_layer_norm::bindings::bind(m);
   fastattn::feed_forward::bindings::bind(m);
   fastattn::linear_cross_entropy::bindings::bind(m);
 }

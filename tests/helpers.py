@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, explain
-from fastattn.backends import BACKENDS, import_failure
+from fastattn.backends import BACKENDS, has_kernel
 from fastattn.check.tolerance import check_error, measure_rounding_scale
 
 P = TypeVar("P", bound="ProblemBase")
@@ -21,7 +21,7 @@ P = TypeVar("P", bound="ProblemBase")
 
 def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
     """The backends that implement this op. Its unsupported_reason says whether it runs on this machine."""
-    there = (b for b in BACKENDS if not (import_failure(op_name, b) or "").startswith("there is no"))
+    there = (b for b in BACKENDS if has_kernel(op_name, b))
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 
 

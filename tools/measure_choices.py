@@ -2,8 +2,8 @@
 
     python tools/measure_choices.py --out choices.json [--seconds 0.4]
 
-The most telling first: the forward of short sequences, the backward of long ones, the tile of Hopper's forward, then
-LayerNorm's backward, decoding, and a short training call next to other backends. Samples of a call's ways alternate.
+The most telling first: the forward of short sequences, the tile of Hopper's forward, then LayerNorm's backward,
+decoding, and a short training call next to other backends. Samples of a call's ways alternate.
 --tiny: small problems; without a GPU they run in the emulator, if FASTATTN_CUDA_EMULATOR names a build.
 """
 
@@ -45,44 +45,32 @@ class Choice(NamedTuple):
 
 
 def choices(device: torch.device, tiny: bool) -> Iterator[Choice]:
-    def attention(length: int, head_dim: int, mask: str, dropout_p: float) -> tuple[str, Call, list[Tensor]]:
+    def attention(length: int, is_padded: bool, dropout_p: float) -> tuple[str, Call, list[Tensor]]:
         """Its name, a call that takes `backend`, and what it has gradients of."""
         batch = 1 if tiny else max(TOKENS // length, 1)
         heads = 1 if tiny else HEADS
         q, k, v = (
-            torch.randn(batch, length, heads, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
-            for _ in range(3)
+            torch.randn(batch, length, heads, 64, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)
         )
         real = torch.arange(length, device=device) < torch.linspace(length // 2, length, batch, device=device)[:, None]
-        given = {"padding": {"key_padding": real}, "causal": {"is_causal": True}, "": {}}[mask]
         leaves = [t.requires_grad_() for t in (q, k, v)]
         call = partial(
             fastattn.scaled_dot_product_attention,
             *leaves,
-            fastattn.AttentionMask(**given) if given else None,
+            fastattn.AttentionMask(key_padding=real) if is_padded else None,
             dropout_p,
         )
-        said = f"{batch} x {length} tokens, D {head_dim}{', ' * bool(mask)}{mask}{', dropout' if dropout_p else ''}"
+        said = f"{batch} x {length} tokens{', padding' * is_padded}{', dropout' if dropout_p else ''}"
         return said, call, leaves
 
     for length in (32, 64, 128):
         for dropout_p in (0.0, 0.1):
-            said, call, _ = attention(length, 64, "padding", dropout_p)
+            said, call, _ = attention(length, True, dropout_p)
             kernels = {"sm_80": 128, "sm_90": 0}
             ways = {name: (partial(_sm80_up_to, most), _forward(call)) for name, most in kernels.items()}
             yield Choice("forward, short", said, ways)
-    for length in (200,) if tiny else (512, 2048, 8192):
-        for head_dim in (64, 128):
-            for mask in ("", "causal"):
-                for dropout_p in (0.0, 0.1):
-                    said, call, leaves = attention(length, head_dim, mask, dropout_p)
-                    key = cuda.dq_key(torch.bfloat16, head_dim, dropout_p)
-                    named = {way: {cuda.DQ: {key: way}} for way in cuda.WAYS_TO_DQ}
-                    step = _backward(partial(call, backend="cuda"), leaves)
-                    ways = {way: (partial(timings.override_choices, named[way]), step) for way in named}
-                    yield Choice("backward", said, ways)
     for length in (200,) if tiny else (128, 256, 512, 1024, 4096):
-        said, call, _ = attention(length, 64, "", 0.0)
+        said, call, _ = attention(length, False, 0.0)
         ways = {f"{rows} queries a tile": (partial(_forward_tile, rows), _forward(call)) for rows in (128, 192)}
         yield Choice("forward, tile", said, ways)
     for rows, width in ((64, 32),) if tiny else ((8192, 512), (65536, 512), (65536, 1024)):
@@ -101,7 +89,7 @@ def choices(device: torch.device, tiny: bool) -> Iterator[Choice]:
         yield Choice("decoding, shared keys", f"{batch} x {beams} queries, 64 keys", ways)
     for length in (32, 64, 128):
         for dropout_p in (0.0, 0.1):
-            said, call, leaves = attention(length, 64, "padding", dropout_p)
+            said, call, leaves = attention(length, True, dropout_p)
             ways = {name: (nullcontext, _both(partial(call, backend=name), leaves)) for name in BACKENDS}
             yield Choice("forward and backward, short", said, ways)
 

@@ -36,7 +36,6 @@ struct Forward {
 };
 
 struct Backward {
-  static constexpr bool kHasXBias = true;  // norm_backward.cuh: there may be an x_bias
 
   const void* dout;    // in   (rows, hidden) T
   const void* dz;      // in   (rows, hidden) T, the gradient of a returned z; or null: z was not returned

@@ -15,7 +15,7 @@
 //   written for each row, 8 bytes an element of the 128 a clock. Beyond 8192 the registers of the addresses would
 //   spill, and the caller sums dx. At hidden 512 and 1024: 32 KiB a block, with x_bias 48. Registers allow two blocks a
 //   multiprocessor, shared memory more than two (with x_bias on sm_86: two).
-// Code: common/norm_backward.cuh, shared with embed_layer_norm, except how z is read and its gradient written.
+// Code: common/norm_backward.cuh, except how z is read and its gradient written.
 // Weight gradients: all threads of a block add up its rows in a fixed order and write one row of `partial`: 64 KiB of
 //   shared memory written and read, 0.6 us for two blocks a multiprocessor; one row after the other, by one warp each,
 //   took 3 to 5. Up to hidden 1024 the last of 17 blocks to arrive adds their rows, and the last of those adds the 16
@@ -40,11 +40,8 @@ constexpr int kKeepChunks = 2;
 template <class T, bool kAligned>
 struct Rows {
   static constexpr int kKeep = kKeepChunks;
-  using Z = T;
   const Backward& p;
   const DropoutMask mask;
-
-  __device__ __forceinline__ void begin(int64_t, bool) {}
 
   __device__ __forceinline__ void read(Chunk<T>& chunk, int64_t row, int c, int count) const {
     chunk.template load<kAligned>(static_cast<const T*>(p.z) + row * p.hidden + column(c), count);
@@ -83,7 +80,7 @@ int backward_blocks(int64_t rows, int hidden, int multiprocessors) {
 }
 
 void backward(const Backward& p, cudaStream_t stream) {
-  const norm::BackwardGrid launched = norm::backward_grid(p.hidden, kKeepChunks, norm::has_dx_bias(p));
+  const norm::BackwardGrid launched = norm::backward_grid(p.hidden, kKeepChunks, bool(p.dx_bias));
   if (p.blocks > 0) {
     const bool is_aligned = aligned(p.hidden, p.dout, p.dz, p.z, p.weight, p.dsum, p.dx, p.partial);
     dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {

@@ -27,13 +27,19 @@ inline void backward(Tensor dout, Tensor dz, Tensor z, Tensor weight, Tensor sta
   add_layer_norm::backward(p, stream);
 }
 
+// The backward's blocks, and the rows of its partial sums.
+inline std::pair<int, int> backward_grid(int64_t rows, int hidden, int device) {
+  const int blocks = backward_blocks(rows, hidden, device_attribute(cudaDevAttrMultiProcessorCount, device));
+  return {blocks, norm::backward_partials(blocks)};
+}
+
 inline void bind(pybind11::module_& m) {
   m.attr("NORM_MAX_HIDDEN") = norm::kMaxHidden;
   m.attr("NORM_TICKETS") = norm::kTickets;
   m.attr("NORM_MAX_HIDDEN_DX_BIAS") = norm::kMaxHiddenDxBias;
   m.def("add_layer_norm_fwd", forward);
   m.def("add_layer_norm_bwd", backward);
-  m.def("add_layer_norm_bwd_grid", norm_backward_grid<add_layer_norm::backward_blocks>);
+  m.def("add_layer_norm_bwd_grid", backward_grid);
 }
 
 }  // namespace fastattn::add_layer_norm::bindings

@@ -90,12 +90,12 @@ __device__ __forceinline__ WorkItem item_at(const Arguments& a, int index) {
   return {head / shape.key_heads, head % shape.key_heads, tile * kBlockN, shape.heads / shape.key_heads};
 }
 
-// A block's work item. If blocks add to dq in order, they get them in the order in which they start: then a block waits
-// only for blocks that run.
+// A block's work item. Blocks that add to dq get them in the order in which they start: then a block waits only for
+// blocks that run.
 template <class Tiles, Outputs kOutputs>
 __device__ __forceinline__ WorkItem block_item(const Arguments& a) {
-  const bool in_order = kOutputs == Outputs::dk_dv_dq && a.sums.counters != nullptr;
-  return item_at<Tiles>(a, in_order ? atomicAdd(a.sums.counters + parts_of(a.p.shape), 1) : blockIdx.x);
+  constexpr bool kSumsDq = kOutputs == Outputs::dk_dv_dq;
+  return item_at<Tiles>(a, kSumsDq ? atomicAdd(a.sums.counters + parts_of(a.p.shape), 1) : blockIdx.x);
 }
 
 // The query tiles of a block's keys. Keys past the end are zeros. For dq, dS is multiplied with them, so a ragged tile
@@ -114,7 +114,7 @@ __device__ __forceinline__ TileLoop loop_of(const Arguments& a, const WorkItem& 
 __device__ __forceinline__ int turn_of(const Arguments& a, const WorkItem& item, const TileLoop& loop, int place,
                                        int m0) {
   const Mask& mask = a.p.by_key;
-  if (loop.list != nullptr) return a.sums.turns == nullptr ? 0 : a.sums.turns[loop.list - mask.tiles + place];
+  if (loop.list != nullptr) return a.sums.turns[loop.list - mask.tiles + place];
   return item.n0 / kBlockN - max(m0 - mask.band_hi, 0) / kBlockN;
 }
 
@@ -168,7 +168,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles, kOutpu
   }
 }
 
-// Adds a consumer's parts of dq to the sum in memory, if asked for in order. Called by a warp.
+// Adds a consumer's parts of dq to the sum in memory, in order. Called by a warp.
 template <class Tiles>
 __device__ __forceinline__ void send_dq(const Arguments& a, Shared<Tiles, Outputs::dk_dv_dq>& shared, int consumer) {
   constexpr int kThreads = kGroup + 32;
@@ -184,9 +184,9 @@ __device__ __forceinline__ void send_dq(const Arguments& a, Shared<Tiles, Output
     const int block = (shared.item.b * a.p.shape.heads + tile.h) * blocks + tile.m0 / kGroupRows;
     const int part = Tiles::kDqByColumns ? block * Tiles::kPanels + consumer : block + consumer;
     if (leads) {
-      if (counters != nullptr) wait_for_count(counters + part, tile.turn);
+      wait_for_count(counters + part, tile.turn);
       float* const to = a.sums.parts + int64_t{part} * kPartSize;
-      if (counters != nullptr && tile.turn == 0)
+      if (tile.turn == 0)
         bulk_store(to, shared.dq[consumer], sizeof shared.dq[consumer]);
       else
         bulk_add(to, &shared.dq[consumer][0][0].x, sizeof shared.dq[consumer]);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void send_dq(const Arguments& a, Shared<Tiles, Output
     named_barrier_arrive(kEmpty + consumer, kThreads);
     if (leads) {
       bulk_wait<0>();
-      if (counters != nullptr) raise_count(counters + part);
+      raise_count(counters + part);
     }
     __syncwarp();
   }

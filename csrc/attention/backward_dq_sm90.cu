@@ -12,21 +12,13 @@
 // Overlap: exponentials overlap dP's product; the other work on scores overlaps products of the other warpgroup.
 // Work: 2 (2 Dk + Dv) FLOPs a visited score; bytes: q, dout and dq once, k and v once a query tile, mostly from L2.
 //
-// Who uses it. dq sums over key tiles, which belong to different blocks of backward_dkdv_sm90. For 16 heads of 8192
-// tokens, D 128, nothing masked, one product is 0.275 TFLOP, 0.35 ms at 788 TFLOP/s (estimated):
-//   this kernel      7 products in all, 2.44 ms; no float32 copy of dq, no block waits for another
-//   adding in order  5 products, 1.74 ms; 64 additions of 67 MB float32 go through L2, 8.6 GB read and written, or 1.6
-//                    ms at 5.5 TB/s, during the products. dq is rounded after, 0.1 GB, 0.04 ms. FlashAttention reports
-//                    14 % less speed for it on a later chip.
-//   adding freely    the same without the waits, but with another sum in every run
-// Adding in order (backward_sum_sm90) is the default where it is built: without a bias, up to head dimension 128. This
-// kernel is for all other calls, until a record shows what its two more products cost.
-// Compiled offline, nvcc 13.0 (no GPU has timed it yet): nothing spills, which tests/codegen asserts, and all
-// exponentials are between the wait for S and the wait for dP. With a bias, a tile of 64 x 128 scores up to P: 32 loads
-// of pairs a thread, 8 under way at a time, and 800 instructions; with a branch on the type at each element it was 64
-// loads, each waited for before the next, and 2600 instructions. With more loads under way registers are spilled.
-// kGeneral, with a bias or dropout, is also used for head
-// dimensions beyond 128, where products take so long that a kernel without mask code for full tiles would gain nothing.
+// Who uses it: calls with a bias, and head dimensions beyond 128. For all others backward_sum_sm90 adds up dq in memory
+//   and needs 5 products, where this kernel and that of dk and dv need 7: on an H200 they were 5 to 68 % slower in each
+//   of 24 calls (512, 2048, 8192 tokens, D 64 and 128, with and without a causal mask and dropout).
+// Compiled offline, nvcc 13.0: nothing spills, which tests/codegen asserts, and all exponentials are between the wait
+//   for S and the wait for dP. With a bias, a tile of 64 x 128 scores up to P: 32 loads of pairs a thread, 8 under way
+//   at a time, and 800 instructions; with a branch on the type at each element it was 64 loads, each waited for before
+//   the next, and 2600 instructions. With more loads under way registers are spilled.
 #include "attention/backward_scores_sm90.cuh"
 #include "common/check.h"
 
@@ -86,7 +78,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
   }
 }
 
-template <class T, class Tiles, bool kGeneral>
+template <class T, class Tiles>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared, const WorkItem& item)
@@ -100,13 +92,8 @@ class Consumer {
     float dq[kHeadDim / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; i++) dq[i] = 0.0f;
-    int i = 0;
 #pragma unroll 1
-    for (; i < (kGeneral ? loop.count : loop.partial); i++) step<true>(dq, loop.tile(i) * kBlockN);
-    if constexpr (!kGeneral) {
-#pragma unroll 1
-      for (; i < loop.count; i++) step<false>(dq, 0);
-    }
+    for (int i = 0; i < loop.count; i++) step(dq, loop.tile(i) * kBlockN);
     const int first = group_ * kGroupRows;
     write_lines<T, kHeadDim>(shared_.q, first, thread_, dq, a_.p.softmax_scale);
     fence_async_proxy();
@@ -123,7 +110,6 @@ class Consumer {
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
 
   // Adds the tile of keys from n0 on to dq.
-  template <bool kMasked>
   __device__ __forceinline__ void step(float (&dq)[kHeadDim / 2], int n0) {
     float s[kBlockN / 2], dp[kBlockN / 2];
     shared_.full_k[keys_.stage].wait(keys_.phase);
@@ -132,37 +118,30 @@ class Consumer {
     shared_.full_v[values_.stage].wait(values_.phase);
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockN>(dp, shared_.dout, group_ * kGroupRows, shared_.v[values_.stage]);
-    rows_.template load_mask<kMasked>(n0);
-    if (kMasked && !kGeneral) find_excluded(n0);
+    rows_.load_mask(n0);
     wgmma_wait<1>(s);
-    rows_.template make_probabilities<kMasked>(s);
+    rows_.make_probabilities(s);
     shared_.full_q.arrive_if(are_negative_zeros(s));
     wgmma_wait<0>(dp);
     release(shared_.empty_v, values_);
-    rows_.template finish_gradients<kMasked>(dp);
+    rows_.finish_gradients(dp);
     rows_.make_score_gradients(s, dp);
     uint32_t ds[kBlockN / 16][4];
 #pragma unroll
     for (int j = 0; j < kBlockN / 4; j++) ds[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
-    if (kMasked && kGeneral) find_excluded(n0);  // not earlier: there are too few registers
-    if (kMasked) clear_excluded(n0);
+    clear_excluded(n0);
     wgmma_fence(dq, ds);
     add_lines<T, kHeadDim>(dq, ds, shared_.k[keys_.stage]);
     wgmma_wait<0>(dq);
     release(shared_.empty_k, keys_);
   }
 
-  // Whether keys of the tile from n0 on take no part.
-  __device__ __forceinline__ void find_excluded(int n0) {
-    const Mask& mask = a_.p.by_query;
-    some_excluded_ = mask.columns != nullptr && !all_columns_take_part<kBlockN>(mask, item_.b, n0);
-  }
-
-  // Sets them to zero: they may be NaN, and 0 * NaN is NaN.
+  // Sets keys of the tile from n0 on that take no part to zero: they may be NaN, and 0 * NaN is NaN.
   __device__ __forceinline__ void clear_excluded(int n0) {
-    if (!some_excluded_) return;
+    const Mask& mask = a_.p.by_query;
+    if (mask.columns == nullptr || all_columns_take_part<kBlockN>(mask, item_.b, n0)) return;
     const int n = n0 + thread_;
-    if (thread_ < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(a_.p.by_query, item_.b, n))
+    if (thread_ < kBlockN && n < a_.p.shape.seqlen_k && !takes_part(mask, item_.b, n))
       clear_line(shared_.k[keys_.stage], thread_);
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
@@ -172,13 +151,12 @@ class Consumer {
   Shared<Tiles>& shared_;
   const WorkItem item_;
   const int group_, thread_;
-  QueryRows<T, Tiles::kBlockN, kGeneral> rows_;
+  QueryRows<T, Tiles::kBlockN> rows_;
   Ring keys_;
   RingOf<Tiles::kValueStages> values_;
-  bool some_excluded_;  // some of the tile's keys take no part
 };
 
-template <class T, class Tiles, bool kGeneral>
+template <class T, class Tiles>
 __global__ void __launch_bounds__(Registers::kThreads, 1) backward_dq_sm90_kernel(const __grid_constant__ Arguments a) {
   Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
   if (threadIdx.x == 0) {
@@ -195,7 +173,7 @@ __global__ void __launch_bounds__(Registers::kThreads, 1) backward_dq_sm90_kerne
     if (threadIdx.x == 0) produce<Tiles>(a, shared, item);
   } else {
     more_registers<Registers::kConsumer>();
-    Consumer<T, Tiles, kGeneral>(a, shared, block_item<Tiles>(a)).run();
+    Consumer<T, Tiles>(a, shared, block_item<Tiles>(a)).run();
   }
 }
 
@@ -206,15 +184,9 @@ void run(const Backward& p, const PaddedRows& rows, cudaStream_t stream) {
   const int64_t key_bytes = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
   a.heads_together = heads_together(s.batch * s.key_heads, key_bytes) * (s.heads / s.key_heads);
   a.dq = dq_map(p);
-  const auto start = [&](auto kernel) {
-    launch_with_registers<Registers>("backward_dq_sm90_kernel", kernel,
-                                     dim3(s.batch * s.heads * ceil_div(s.seqlen_q, Tiles::kBlockM)),
-                                     sizeof(Shared<Tiles>), stream, a);
-  };
-  if constexpr (Tiles::kHeadDim > 128)
-    start(backward_dq_sm90_kernel<T, Tiles, true>);
-  else
-    start(is_general(p) ? backward_dq_sm90_kernel<T, Tiles, true> : backward_dq_sm90_kernel<T, Tiles, false>);
+  launch_with_registers<Registers>("backward_dq_sm90_kernel", backward_dq_sm90_kernel<T, Tiles>,
+                                   dim3(s.batch * s.heads * ceil_div(s.seqlen_q, Tiles::kBlockM)),
+                                   sizeof(Shared<Tiles>), stream, a);
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 //
 // They are limited by memory. Bytes: of the first, out and dout once; of the last, the sum and dq.
 #include "attention/backward_sm90_common.cuh"
-#include "common/check.h"
 
 namespace fastattn::attention {
 namespace {
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kGroup) backward_round_sm90_kernel(const __gri
   const int panels = max(shape.head_dim_k, shape.head_dim_v) > kPanel ? 2 : 1, panel = static_cast<int>(part % panels);
   const int blocks = ceil_div(shape.seqlen_q, kRowBlock) * (kRowBlock / kGroupRows);
   const int block = static_cast<int>(part / panels % blocks), head = static_cast<int>(part / panels / blocks);
-  const bool empty = a.sums.counters != nullptr && a.sums.counters[part] == 0;
+  const bool empty = a.sums.counters[part] == 0;
   const auto* const from = reinterpret_cast<const float4*>(a.sums.parts + part * kPartSize) + threadIdx.x;
   float sum[kPartSize / kGroup];
 #pragma unroll
@@ -96,22 +95,18 @@ __global__ void __launch_bounds__(kGroup) backward_round_sm90_kernel(const __gri
 void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream) {
   const int blocks =
       ceil_div(p.shape.seqlen_q, kRowBlock) * (kRowBlock / (kRowThreads / 4)) * p.shape.batch * p.shape.heads;
-  const int64_t counters = sums.counters != nullptr ? parts_of(p.shape) + 1 : 0;
+  const int64_t counters = sums.parts != nullptr ? parts_of(p.shape) + 1 : 0;
   launch(p.dtype == DType::bfloat16 ? backward_rows_sm90_kernel<__nv_bfloat16> : backward_rows_sm90_kernel<__half>,
          dim3(blocks), dim3(kRowThreads), 0, stream, p, rows, sums.counters, counters);
-  if (sums.parts == nullptr) return;
   const Mask& by_key = p.by_key;
-  if (sums.counters == nullptr) {
-    FASTATTN_CHECK(cudaMemsetAsync(sums.parts, 0, parts_of(p.shape) * kPartSize * sizeof(float), stream));
-  } else if (by_key.tiles != nullptr) {
-    const TileSize tile = backward_dkdv_sm90_tile(head_dim(p.shape));
-    const int key_tiles = ceil_div(p.shape.seqlen_k, tile.rows), query_tiles = ceil_div(p.shape.seqlen_q, tile.columns);
-    const int batches = by_key.lists_stride_b != 0 ? p.shape.batch : 1;
-    const int lists = batches * (by_key.lists_stride_h != 0 ? p.shape.heads : 1);
-    const int in_block = kTurnWords / ceil_div(key_tiles, 32);
-    launch(backward_turns_sm90_kernel, dim3(lists, ceil_div(query_tiles, in_block)), dim3(kTurnThreads),
-           kTurnWords * sizeof(uint32_t), stream, by_key, key_tiles, sums.turns);
-  }
+  if (sums.parts == nullptr || by_key.tiles == nullptr) return;
+  const TileSize tile = backward_dkdv_sm90_tile(head_dim(p.shape));
+  const int key_tiles = ceil_div(p.shape.seqlen_k, tile.rows), query_tiles = ceil_div(p.shape.seqlen_q, tile.columns);
+  const int batches = by_key.lists_stride_b != 0 ? p.shape.batch : 1;
+  const int lists = batches * (by_key.lists_stride_h != 0 ? p.shape.heads : 1);
+  const int in_block = kTurnWords / ceil_div(key_tiles, 32);
+  launch(backward_turns_sm90_kernel, dim3(lists, ceil_div(query_tiles, in_block)), dim3(kTurnThreads),
+         kTurnWords * sizeof(uint32_t), stream, by_key, key_tiles, sums.turns);
 }
 
 void backward_round_sm90(const Backward& p, const PartialSums& sums, cudaStream_t stream) {

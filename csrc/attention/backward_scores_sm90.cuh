@@ -6,8 +6,7 @@
 namespace fastattn::attention {
 namespace {
 
-// kGeneral: with a bias or dropout.
-template <class T, int kBlockN, bool kGeneral>
+template <class T, int kBlockN>
 class QueryRows {
  public:
   using Tile = float[kBlockN / 2];
@@ -25,16 +24,12 @@ class QueryRows {
   }
 
   // The visible elements of the tile of keys from n0 on, and dropout.
-  template <bool kMasked>
   __device__ __forceinline__ void load_mask(int n0) {
     n0_ = n0;
-    const Mask& mask = a_.p.by_query;
-    if (kMasked) {
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-        bits_[r] = visible_bits<kBlockN>(mask, b_, h_, query(r), a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k);
-    }
-    if (kGeneral && dropout_.active()) {
+    for (int r = 0; r < 2; r++)
+      bits_[r] = visible_bits<kBlockN>(a_.p.by_query, b_, h_, query(r), a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k);
+    if (dropout_.active()) {
       const int64_t row0 = (static_cast<int64_t>(b_) * a_.p.shape.heads + h_) * a_.p.shape.seqlen_q;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -49,24 +44,22 @@ class QueryRows {
   }
 
   // s = q k^T becomes exp(S - lse), 0 where it is masked.
-  template <bool kMasked>
   __device__ __forceinline__ void make_probabilities(Tile& s) {
-    if (kGeneral && a_.p.bias.data != nullptr) return make_biased_probabilities(s);
+    if (a_.p.bias.data != nullptr) return make_biased_probabilities(s);
     const float unit = a_.p.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) {
       s[j] = exp2_approximate(s[j] * unit - shift_[row_of(j)]);
-      if (kMasked && !is_visible(j)) s[j] = 0.0f;
+      if (!is_visible(j)) s[j] = 0.0f;
     }
   }
 
   // dp = dout v^T becomes dP. A select, not a product: it may be NaN for a key that takes no part.
-  template <bool kMasked>
   __device__ __forceinline__ void finish_gradients(Tile& dp) const {
 #pragma unroll
     for (int j = 0; j < kBlockN / 2; j++) {
-      if (kMasked && !is_visible(j)) dp[j] = 0.0f;
-      if (kGeneral && dropout_.active()) dp[j] = is_kept(j) ? dp[j] * dropout_.scale() : 0.0f;
+      if (!is_visible(j)) dp[j] = 0.0f;
+      if (dropout_.active()) dp[j] = is_kept(j) ? dp[j] * dropout_.scale() : 0.0f;
     }
   }
 

@@ -2,12 +2,14 @@
 //
 // In this order:
 //   backward_rows_sm90   lse and delta = rowsum(out * dout) - dlse of each query, for the others
-//   backward_dq_sm90     dq; a block owns its queries: no block adds to memory, and results are equal in every run
+// Without a bias, and up to head dimension 128, one kernel for all three gradients, which adds up dq in memory:
+//   backward_sum_sm90    5 products of all visited pairs, 2 D FLOPs a score each
+//   backward_round_sm90  dq from the sum
+// Otherwise there are not enough registers for that, and it takes 7 products:
+//   backward_dq_sm90     dq; a block owns its queries
 //   backward_dkdv_sm90   dk, dv, and dbias_keys; a block owns its keys
 //   bias_gradient_sm90   if needed, dbias of a bias that has queries and keys
-// These are 7 products of all visited pairs, 2 D FLOPs a score each. Without a bias, and up to head dimension 128, one
-// kernel needs 5 for all three gradients. It adds up dq in memory:
-//   backward_sum_sm90    instead of backward_dq_sm90 and backward_dkdv_sm90; backward_round_sm90 follows
+// Results are equal in every run.
 // Layouts: as in forward_sm90.h.
 #pragma once
 #include "attention/backward.h"
@@ -23,9 +25,8 @@ struct PaddedRows {
 
 // dq / softmax_scale as a sum over tiles of keys, float32, in parts of 64 queries and 64 columns: part (b, h, m / 64,
 // column / 64), for whole blocks of kRowBlock queries and a head dimension padded to 64 or 128. The 4096 numbers of a
-// part are the accumulators of a warpgroup, (8, 128, 4): accumulators 4 i .. 4 i + 3 of each thread.
-// In order: tiles of keys add to a part one after the other, and results are equal in every run. Otherwise `counters`
-// is null, and they add in any order.
+// part are the accumulators of a warpgroup, (8, 128, 4): accumulators 4 i .. 4 i + 3 of each thread. Tiles of keys add
+// to a part one after the other, in order.
 struct PartialSums {
   float* parts;
   int* counters;  // of each part, how many tiles of keys have been added; then one more int, the next work item
@@ -42,7 +43,7 @@ __host__ __device__ inline int64_t parts_of(const Shape& s) {
 TileSize backward_dq_sm90_tile(int head_dim);
 TileSize backward_dkdv_sm90_tile(int head_dim);
 
-// sums, if its `parts` are not null: also clears the counters and finds the turns, or clears the parts.
+// sums, if its `parts` are not null: also clears the counters and finds the turns.
 void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream);
 void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
 void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);

@@ -40,8 +40,6 @@ inline TensorMap dq_map(const Backward& p) {
   return matrix_map(p.dq, p.shape.head_dim_k, 0, p.shape.seqlen_q, p.shape.heads, p.shape.batch, kGroupRows);
 }
 
-inline bool is_general(const Backward& p) { return p.bias.data != nullptr || p.dropout.rng_state != nullptr; }
-
 // The first row of (b, h) in PaddedRows.
 __device__ __forceinline__ int64_t first_row(const Arguments& a, int b, int h) {
   const int padded = ceil_div(a.p.shape.seqlen_q, kRowBlock) * kRowBlock;

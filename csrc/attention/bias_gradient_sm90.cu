@@ -98,19 +98,19 @@ class Consumer {
       const int head = shared_.head[part_ % kParts];
       if (head < 0) break;
       rows_.load_rows(head / shape.heads, head % shape.heads, item_.m0 + group_ * kGroupRows);
-      rows_.template load_mask<true>(item_.n0);
+      rows_.load_mask(item_.n0);
       Tile s, dp;
       start_part(s, false);
 #pragma unroll 1
       for (int column = kPanel; column < shape.head_dim_k; column += kPanel) start_part(s, true), finish_part<1>();
       start_part(dp, false);
       finish_part<1>(s);
-      rows_.template make_probabilities<true>(s);
+      rows_.make_probabilities(s);
       shared_.full[0].arrive_if(are_negative_zeros(s));  // for ptxas: backward_sm90_common.cuh
 #pragma unroll 1
       for (int column = kPanel; column < shape.head_dim_v; column += kPanel) start_part(dp, true), finish_part<1>();
       finish_part<0>(dp);
-      rows_.template finish_gradients<true>(dp);
+      rows_.finish_gradients(dp);
       rows_.make_score_gradients(s, dp);
 #pragma unroll
       for (int j = 0; j < kBlock / 2; j++) sum(j) += s[j];
@@ -159,7 +159,7 @@ class Consumer {
   Shared& shared_;
   const WorkItem item_;
   const int group_;
-  QueryRows<T, kBlock, true> rows_;
+  QueryRows<T, kBlock> rows_;
   unsigned part_ = 0;  // the next one
 };
 

@@ -211,7 +211,7 @@ inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::han
 // dbias: the gradient of a bias that has queries and keys; dbias_keys: dS summed over the queries. Either may be None.
 // work, float32: for Hopper's kernels PaddedRows; for the others delta, which the kernel of short sequences writes for
 // bias_gradient() where batches or heads share the bias, and else, as None, not at all.
-// sums, order: PartialSums' parts, and its counters and turns, or None for any order; sums None: a kernel owns dq.
+// sums, order: PartialSums' parts, and its counters and turns; None: a kernel owns dq.
 inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& dout, const Heads& grads, DType dtype,
                             const Tensor& dlse, const Tensor& lse, const Tensor& bias, pybind11::handle by_query,
                             pybind11::handle by_key, Kernels kernels, const Tensor& dbias, const Tensor& dbias_keys,
@@ -229,7 +229,7 @@ inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& do
       const int64_t blocks = (p.shape.seqlen_q + kRowBlock - 1) / kRowBlock;
       const PaddedRows rows{shift, shift + int64_t{p.shape.batch} * p.shape.heads * blocks * kRowBlock};
       int* const counters = order;
-      const PartialSums partial{sums, counters, counters != nullptr ? counters + parts_of(p.shape) + 1 : nullptr};
+      const PartialSums partial = sums ? PartialSums{sums, counters, counters + parts_of(p.shape) + 1} : PartialSums{};
       backward_rows_sm90(p, rows, partial, stream);
       if (sums) {
         backward_sum_sm90(p, rows, partial, stream);

@@ -125,9 +125,12 @@ __device__ __forceinline__ void attend(const Forward& p) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float total = quad_sum(row_sum[half]);
-    const float factor = total == 0.0f ? 0.0f : (dropout.active() ? dropout.scale() : 1.0f) / total;
+    const float factor = (dropout.active() ? dropout.scale() : 1.0f) / total;
 #pragma unroll
-    for (int j = 0; j < kHeadDim / 8 * 2; j++) sum[j / 2][2 * half + j % 2] *= factor;
+    for (int j = 0; j < kHeadDim / 8 * 2; j++) {
+      float& value = sum[j / 2][2 * half + j % 2];
+      value = total == 0.0f ? 0.0f : value * factor;  // a row without keys may have a sum of NaN, from those of others
+    }
     if (c == 0 && m + 8 * half < Lq)
       p.lse[row + 8 * half] = total == 0.0f ? -kInfinity : row_max[half] * (exponent.unit * kLn2) + logf(total);
   }

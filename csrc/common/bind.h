@@ -13,15 +13,14 @@
 #include "common/device.h"
 #include "common/dropout.h"
 #include "common/dtype_switch.h"
-#include "common/norm.h"
 
 namespace fastattn {
 
 // Python's names and objects that are needed in each call. The module keeps them for good.
 struct Python {
   PyObject *data_ptr, *shape, *stride, *dtype, *get_device;
-  PyObject *dtypes[3], *int64;  // dtypes: as DType numbers them
-  PyObject* current_stream;     // of a device's number; null where PyTorch has no CUDA
+  PyObject* dtypes[3];       // as DType numbers them
+  PyObject* current_stream;  // of a device's number; null where PyTorch has no CUDA
 };
 inline Python python;
 
@@ -31,10 +30,13 @@ inline void load_python() {
   const auto attribute = [&](const char* text) { return pybind11::object(torch.attr(text)).release().ptr(); };
   const char* const stream = "_cuda_getCurrentRawStream";
   const bool has_cuda = pybind11::hasattr(internals, stream);
-  python = {name("data_ptr"),   name("shape"),
-            name("stride"),     name("dtype"),
-            name("get_device"), {attribute("float32"), attribute("bfloat16"), attribute("float16")},
-            attribute("int64"), has_cuda ? pybind11::object(internals.attr(stream)).release().ptr() : nullptr};
+  python = {name("data_ptr"),
+            name("shape"),
+            name("stride"),
+            name("dtype"),
+            name("get_device"),
+            {attribute("float32"), attribute("bfloat16"), attribute("float16")},
+            has_cuda ? pybind11::object(internals.attr(stream)).release().ptr() : nullptr};
 }
 
 // A tensor, or None.
@@ -76,7 +78,6 @@ class Tensor {
       if (found.ptr() == python.dtypes[i]) return DType(i);
     throw std::invalid_argument("fastattn: unknown dtype");
   }
-  bool is_int64() const { return attribute(python.dtype).ptr() == python.int64; }
   int device() const { return static_cast<int>(PyLong_AsLong(call(python.get_device).ptr())); }  // -1: the CPU
 
   Tensor contiguous_copy(pybind11::object& owner) const {
@@ -113,13 +114,6 @@ inline Array array(const Tensor& t) { return t ? Array{t, t.dtype()} : Array{}; 
 inline Dropout dropout(const Tensor& rng_state, double dropout_p) {
   const double scale = dropout_p >= 1 ? 0 : 1 / (1 - dropout_p);
   return {rng_state, static_cast<uint32_t>(std::nearbyint(dropout_p * 65536)), static_cast<float>(scale)};
-}
-
-// A norm's backward: its blocks, and the rows of its partial sums.
-template <int (*blocks_of)(int64_t rows, int hidden, int multiprocessors)>
-std::pair<int, int> norm_backward_grid(int64_t rows, int hidden, int device) {
-  const int blocks = blocks_of(rows, hidden, device_attribute(cudaDevAttrMultiProcessorCount, device));
-  return {blocks, norm::backward_partials(blocks)};
 }
 
 // The device of a tensor, current while in scope, and its current stream of PyTorch.

@@ -11,7 +11,7 @@ namespace fastattn {
 // The numbers are those of Python::dtypes in common/bind.h.
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-// Elements of a dtype that a kernel reads when it runs (dynamic_dtype.cuh).
+// Elements of a dtype that a kernel reads when it runs.
 struct Array {
   void* at;
   DType dtype;

@@ -1,12 +1,13 @@
-// LayerNorm and RMSNorm of rows in registers, shared by the ops that normalise. The backward: norm_backward.cuh
+// LayerNorm and RMSNorm of rows in registers. The backward: norm_backward.cuh
 //
 // P is an op's Forward or Backward, with members such as weight, bias or dbias, statistics, rows and hidden, as in
-// add_layer_norm.h. Types may be DynamicDtype (dynamic_dtype.cuh); the op then has an Array instead of a pointer.
+// add_layer_norm.h.
 #pragma once
-#include "common/dynamic_dtype.cuh"
+#include "common/dtype_switch.h"
 #include "common/norm.h"
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
+#include "common/vec.cuh"
 
 #include <cmath>
 #include <type_traits>
@@ -14,6 +15,33 @@
 namespace fastattn::norm {
 
 constexpr int kMaxThreads = kMaxWarps * kWarp;
+
+template <class T>
+__device__ __forceinline__ const T* elements(const void* at) {
+  return static_cast<const T*>(at);
+}
+template <class T>
+__device__ __forceinline__ T* elements(void* at) {
+  return static_cast<T*>(at);
+}
+
+template <class T>
+__device__ __forceinline__ void store_element(T* to, float value) {
+  *to = T(value);
+}
+
+// An element of an Array, whose dtype is known when the kernel runs.
+__device__ __forceinline__ Array operator+(Array array, int64_t count) {
+  return {static_cast<char*>(array.at) + count * (array.dtype == DType::float32 ? 4 : 2), array.dtype};
+}
+__device__ __forceinline__ void store_element(Array to, float value) {
+  if (to.dtype == DType::float32)
+    store_element(static_cast<float*>(to.at), value);
+  else if (to.dtype == DType::bfloat16)
+    store_element(static_cast<__nv_bfloat16*>(to.at), value);
+  else
+    store_element(static_cast<__half*>(to.at), value);
+}
 
 // A block is (row_warps * 32, rows) threads. A thread owns the chunks threadIdx.x, threadIdx.x + blockDim.x, ... of its
 // row, kChunks of them at most.

@@ -1,4 +1,4 @@
-// Backward of LayerNorm and RMSNorm, shared by the ops that normalise. Grid, registers: add_layer_norm/backward.cu
+// Backward of LayerNorm and RMSNorm. Grid, registers: add_layer_norm/backward.cu
 //
 //   normal = (z - mean) * rstd;   g = dout * weight
 //   dz = (g - mean(g) - normal * mean(g * normal)) * rstd;   dweight = sum of dout * normal;   dbias = sum of dout
@@ -6,13 +6,10 @@
 //
 // An op's Rows reads z, and writes what it computes from dz:
 //   kKeep                                   chunks of a row, at most, that a thread keeps between its two passes
-//   Z                                       the type in which a chunk of z is held
-//   begin(row, live)                        called first: the thread's row; live: it exists
 //   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, else zero; may be called twice
 //   write(grad, row, c, count)              the gradient of that chunk; leaves in grad what dx_bias sums
 //
-// P::kHasXBias: the op has a dx_bias, which may be null. Each thread has those sums in shared memory: there are
-// not enough registers for them and the row.
+// dx_bias may be null. Each thread has those sums in shared memory: there are not enough registers for them and the row.
 #pragma once
 #include "common/norm.cuh"
 
@@ -42,24 +39,16 @@ __device__ __forceinline__ float4 four(const float (&values)[kChunk], int first)
 }
 
 template <class P>
-__host__ __device__ __forceinline__ bool has_dx_bias(const P& p) {
-  if constexpr (P::kHasXBias) return bool(p.dx_bias);
-  return false;
-}
-
-template <class P>
 __host__ __device__ __forceinline__ int sums_width(const P& p) {
-  return p.hidden * (1 + (p.dbias ? 1 : 0) + (has_dx_bias(p) ? 1 : 0));
+  return p.hidden * (1 + (p.dbias ? 1 : 0) + (p.dx_bias ? 1 : 0));
 }
 
 // Column `col` of the sums: dweight's, then dbias's, then dx_bias's.
 template <class W, class P>
 __device__ __forceinline__ void store_sum(const P& p, int col, float sum) {
   if (col < p.hidden) return store_element(elements<W>(p.dweight) + col, sum);
-  if constexpr (P::kHasXBias) {
-    const int start = sums_width(p) - p.hidden;
-    if (has_dx_bias(p) && col >= start) return store_element(p.dx_bias + (col - start), sum);
-  }
+  const int start = sums_width(p) - p.hidden;
+  if (p.dx_bias && col >= start) return store_element(p.dx_bias + (col - start), sum);
   store_element(elements<W>(p.dbias) + (col - p.hidden), sum);
 }
 
@@ -127,6 +116,7 @@ template <class D, class W, int kChunks, bool kAligned, class P, class Rows>
 __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
   constexpr bool kKeepRow = kChunks <= Rows::kKeep;
   constexpr int kHeld = kKeepRow ? kChunks : 1;  // chunks of dout, z and weight in registers at once
+  constexpr bool kReadsAhead = kKeepRow && sizeof(D) == 2;  // the next row, in registers that float32 does not have
   BackwardShared& shared = shared_memory<BackwardShared>();
   const auto dout = elements<D>(p.dout);
   const auto weight = elements<W>(p.weight);
@@ -135,7 +125,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
 
   Chunk<W> weight_chunk[kHeld];
   Chunk<D> dout_chunk[kHeld];
-  Chunk<typename Rows::Z> z_chunk[kHeld];
+  Chunk<D> z_chunk[kHeld];
   if (kKeepRow) {
 #pragma unroll
     for (int c = 0; c < kChunks; c++) weight_chunk[c].template load<kAligned>(weight + column(c), inside(c));
@@ -144,7 +134,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
   // In shared memory: the threads' sums of dx_bias; at the end, if the block has several rows, of dweight and dbias.
   // For each, and for each half of a chunk, four columns of every thread, next to each other: no bank conflicts.
   constexpr int kHalves = 2 * kChunks;
-  const bool sums_dx = kChunks <= kSharedChunks && has_dx_bias(p);
+  const bool sums_dx = kChunks <= kSharedChunks && p.dx_bias;
   const int threads = blockDim.x * blockDim.y;
   float4* const sums_of_threads = reinterpret_cast<float4*>(&shared + 1);
   float4* const my_sums = sums_of_threads + threadIdx.y * blockDim.x + threadIdx.x;
@@ -156,13 +146,27 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
   float dweight[kChunks][kChunk] = {}, dbias[kChunks][kChunk] = {};
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int turn = 0;
+  float mean = 0.0f, rstd = 0.0f;
+  const auto read_statistics = [&](int64_t row, bool live) {
+    mean = live && p.dbias ? p.statistics[row] : 0.0f;
+    rstd = live ? p.statistics[p.rows + row] : 0.0f;
+  };
+  const auto read_row = [&](int c, int64_t row) {
+    const bool live = row < p.rows;
+    rows.read(z_chunk[c % kHeld], row, c, live ? inside(c) : 0);
+    dout_chunk[c % kHeld].template load<kAligned>(dout + (row * p.hidden + column(c)), live ? inside(c) : 0);
+  };
+  if constexpr (kReadsAhead) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    read_statistics(row, row < p.rows);
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) read_row(c, row);
+  }
   // All warps of a block have the same bound, so that they reach the same barriers.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows; first += stride, turn ^= 1) {
     const int64_t row = first + threadIdx.y, start = row * p.hidden;
     const bool live = row < p.rows;
-    rows.begin(row, live);
-    const float mean = live && p.dbias ? p.statistics[row] : 0.0f;
-    const float rstd = live ? p.statistics[p.rows + row] : 0.0f;
+    if (!kReadsAhead) read_statistics(row, live);
 
     const auto read = [&](int c) {
       if (!kKeepRow) __syncwarp();  // all chunks loaded at once would need too many registers
@@ -186,7 +190,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
       }
     };
 
-    if (kKeepRow) {
+    if (kKeepRow && !kReadsAhead) {
 #pragma unroll
       for (int c = 0; c < kChunks; c++) read(c);
     }
@@ -217,6 +221,10 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
       terms(c, grad, normal, g);
 #pragma unroll
       for (int j = 0; j < kChunk; j++) grad[j] = (g[j] - mean_g - normal[j] * mean_g_normal) * rstd;
+      if (kReadsAhead) {  // while this chunk's gradient is written
+        read_row(c, row + stride);
+        if (c == kChunks - 1) read_statistics(row + stride, row + stride < p.rows);
+      }
       if (!kKeepRow) __syncwarp();  // as above
       rows.write(grad, row, c, inside(c));
       if (sums_dx) {

@@ -17,10 +17,21 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 #endif
 }
 
+// The larger one, NaN if either is: fmaxf drops NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#ifdef FASTATTN_EMULATOR
+  return a < b ? b : a + (b - b);
+#else
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#endif
+}
+
 // exp(x) for x <= 0 without the error of rounding x * log2(e), which grows with x: for exact float32.
 __device__ __forceinline__ float exp_exact(float x) {
   constexpr float kLog2eRest = 1.9259630e-8f;  // log2(e) - kLog2e
-  x = fmaxf(x, -1e4f);                         // -inf would become NaN
+  x = max_or_nan(x, -1e4f);                    // -inf would become NaN
   const float power = x * kLog2e, rest = fmaf(x, kLog2e, -power) + x * kLog2eRest, result = exp2_approximate(power);
   return fmaf(result, rest * kLn2, result);
 }

@@ -102,4 +102,11 @@ struct alignas(16) Chunk {
   }
 };
 
+template <bool kAligned, class T>
+__device__ __forceinline__ void store_chunk(T* to, const float (&values)[kChunk], int count) {
+  Chunk<T> chunk;
+  chunk.pack(values);
+  chunk.template store<kAligned>(to, count);
+}
+
 }  // namespace fastattn

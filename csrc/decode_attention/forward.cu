@@ -126,14 +126,14 @@ struct Work {
         all = fmaf(weight, found.total[g][i], all);
         sum = fmaf(weight, found.sums[i][g * entries + column / kChunk][column % kChunk], sum);
       }
-      const float result = all > 0.0f ? sum / all : 0.0f;
+      const float result = all == 0.0f ? 0.0f : sum / all;  // NaN passes
       const int64_t row = (b * p.queries + query(i)) * p.heads + query_head(i);
       if (p.partial == nullptr) {
         static_cast<T*>(p.out)[row * p.v.head_dim + column] = T(result);
         continue;
       }
       p.partial[(split * rows + row) * p.v.head_dim + column] = result;
-      if (column == 0) p.lse[split * rows + row] = all > 0.0f ? shift + kUnit<T> * logf(all) : -INFINITY;
+      if (column == 0) p.lse[split * rows + row] = all == 0.0f ? -INFINITY : shift + kUnit<T> * logf(all);
     }
   }
 };
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const Decode p, const i
     all += weight;
     sum = fmaf(weight, p.partial[split * rows * p.v.head_dim + e], sum);
   }
-  static_cast<T*>(p.out)[e] = T(all > 0.0f ? sum / all : 0.0f);
+  static_cast<T*>(p.out)[e] = T(all == 0.0f ? 0.0f : sum / all);
 }
 
 bool is_aligned(const Cached& t) {

@@ -42,7 +42,7 @@ __device__ __forceinline__ float normal_below(float z, float power) {
 // at(z, slope): act(z), and act'(z) to `slope`.
 struct Relu {
   static __device__ __forceinline__ float at(float z, float& slope) {
-    slope = z > 0.0f ? 1.0f : 0.0f;
+    slope = z <= 0.0f ? 0.0f : 1.0f;
     return z < 0.0f ? 0.0f : z;  // NaN stays NaN
   }
 };

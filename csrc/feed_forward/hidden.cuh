@@ -1,5 +1,5 @@
 // The pointwise part of both directions, on a chunk: eight columns of one row of h, as float32 in one thread's
-// registers. It is the same after our products and after cuBLAS's.
+// registers.
 #pragma once
 #include "common/philox.cuh"
 #include "common/vec.cuh"
@@ -21,37 +21,16 @@ __device__ __forceinline__ T* z_at(const Hidden& hidden, void* z, int64_t row, i
   return const_cast<T*>(z_at<T>(hidden, static_cast<const void*>(z), row, col, up));
 }
 
-// One half of z: adds bias1, and stores z. The rounded value is used, so that the backward reads the same.
-template <class T, bool kAligned>
-__device__ __forceinline__ void finish_z(const Forward& p, float (&z)[kChunk], int64_t row, int col, bool up) {
-  const int inside = columns_inside<kAligned>(col, p.hidden.d_inner);
-  Chunk<T> chunk;
-  if (p.bias1 != nullptr) {
-    float bias[kChunk];
-    chunk.template load<kAligned>(z_at<T>(p.hidden, p.bias1, 0, col, up), inside);
-    chunk.unpack(bias);
-#pragma unroll
-    for (int j = 0; j < kChunk; j++) z[j] += bias[j];
-  }
-  if (p.z != nullptr) {
-    chunk.pack(z);
-    chunk.template store<kAligned>(z_at<T>(p.hidden, p.z, row, col, up), inside);
-    chunk.unpack(z);
-  }
-}
-
-// h, and z if it is stored, of columns col .. col + 7 of a row, from the product's gate and, gated, `up`.
+// h of columns col .. col + 7 of a row, from the gate and, gated, `up`.
 template <class T, bool kAligned>
 __device__ __forceinline__ void forward_chunk(const Forward& p, const DropoutMask& dropout, float (&gate)[kChunk],
                                               float (&up)[kChunk], int64_t row, int col) {
-  finish_z<T, kAligned>(p, gate, row, col, false);
   with_activation<T>(p.hidden.activation, [&](auto activation) {
     float slope;
 #pragma unroll
     for (int j = 0; j < kChunk; j++) gate[j] = activation.at(gate[j], slope);
   });
   if (p.hidden.gated) {
-    finish_z<T, kAligned>(p, up, row, col, true);
 #pragma unroll
     for (int j = 0; j < kChunk; j++) gate[j] *= up[j];
   }
@@ -87,7 +66,7 @@ __device__ __forceinline__ void backward_chunk(const Backward& p, const DropoutM
   Chunk<T> chunk;
   if (p.h == nullptr) {  // relu: h is positive if neither relu nor dropout made it 0
 #pragma unroll
-    for (int j = 0; j < kChunk; j++) grad[j] = gate[j] > 0.0f ? grad[j] * hidden.dropout.scale : 0.0f;
+    for (int j = 0; j < kChunk; j++) grad[j] = gate[j] <= 0.0f ? 0.0f : grad[j] * hidden.dropout.scale;
   } else {
     float h[kChunk], up[kChunk];
     if (hidden.gated) saved.up.unpack(up);

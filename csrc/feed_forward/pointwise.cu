@@ -8,6 +8,8 @@
 //   writes dz and, except for relu, h: relu 6, others 8, gated 12. `partial` is 4 bytes for 64 elements.
 // The bias gradient adds the rows of `partial` in a fixed order: no atomics, equal inputs give equal bits.
 // Not here: bias1, which cuBLAS adds in its own epilogue.
+// Dropped: a kernel for Hopper, of wgmma and a ring of TMA stages, with this as the product's epilogue. No record of an
+//   H200 chose it.
 #include "common/reduce.cuh"
 #include "feed_forward/hidden.cuh"
 
@@ -20,7 +22,7 @@ constexpr int kBlockColumns = kWarp * kChunk;
 __device__ __forceinline__ int thread_column() { return (blockIdx.y * kWarp + threadIdx.x) * kChunk; }
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kWarp* kRowThreads) forward_pointwise_kernel(const void* z, const Forward p) {
+__global__ void __launch_bounds__(kWarp* kRowThreads) forward_pointwise_kernel(const Forward p) {
   const int col = thread_column(), inside = columns_inside<kAligned>(col, p.hidden.d_inner);
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.y) * kForwardRows;
   Chunk<T> gate_chunk[kForwardRows], up_chunk[kForwardRows];
@@ -29,8 +31,8 @@ __global__ void __launch_bounds__(kWarp* kRowThreads) forward_pointwise_kernel(c
     const int64_t row = first + r;
     const int count = row < p.hidden.tokens ? inside : 0;
     // z may be h, unless it is gated.
-    gate_chunk[r].template load<kAligned, true>(z_at<T>(p.hidden, z, row, col), count);
-    if (p.hidden.gated) up_chunk[r].template load<kAligned>(z_at<T>(p.hidden, z, row, col, true), count);
+    gate_chunk[r].template load<kAligned, true>(z_at<T>(p.hidden, p.z, row, col), count);
+    if (p.hidden.gated) up_chunk[r].template load<kAligned>(z_at<T>(p.hidden, p.z, row, col, true), count);
   }
   const DropoutMask dropout(p.hidden.dropout);
 #pragma unroll
@@ -48,7 +50,7 @@ struct BackwardShared {
 };
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kWarp* kRowThreads) backward_pointwise_kernel(const void* dh, const Backward p) {
+__global__ void __launch_bounds__(kWarp* kRowThreads) backward_pointwise_kernel(const Backward p) {
   BackwardShared& shared = shared_memory<BackwardShared>();
   const int col = thread_column(), inside = columns_inside<kAligned>(col, p.hidden.d_inner);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kSumRows + threadIdx.y;
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kWarp* kRowThreads) backward_pointwise_kernel(
   Saved<T> saved, next_saved;
   const auto read = [&](int64_t row) {
     // dh may be dz.
-    next_grad.template load<kAligned, true>(static_cast<const T*>(dh) + row * p.hidden.d_inner + col,
+    next_grad.template load<kAligned, true>(static_cast<const T*>(p.dh) + row * p.hidden.d_inner + col,
                                             row < p.hidden.tokens ? inside : 0);
     next_saved.template load<kAligned>(p, row, col);
   };
@@ -127,23 +129,23 @@ dim3 grid_for(const Hidden& hidden, int block_rows) {
 
 }  // namespace
 
-void forward_pointwise(const void* z, const Forward& p, cudaStream_t stream) {
+void forward(const Forward& p, cudaStream_t stream) {
   const dim3 grid = grid_for(p.hidden, kRowThreads * kForwardRows), block(kWarp, kRowThreads);
-  const bool is_aligned = aligned(p.hidden.d_inner, z, p.bias1, p.z, p.h);
+  const bool is_aligned = aligned(p.hidden.d_inner, p.z, p.h);
   dtype_switch(p.hidden.dtype, [&](auto t) {
     using T = decltype(t);
     launch(is_aligned ? forward_pointwise_kernel<T, true> : forward_pointwise_kernel<T, false>, grid, block, 0, stream,
-           z, p);
+           p);
   });
 }
 
-void backward_pointwise(const void* dh, const Backward& p, cudaStream_t stream) {
+void backward(const Backward& p, cudaStream_t stream) {
   const dim3 grid = grid_for(p.hidden, kSumRows), block(kWarp, kRowThreads);
-  const bool is_aligned = aligned(p.hidden.d_inner, dh, p.saved, p.dz, p.h);
+  const bool is_aligned = aligned(p.hidden.d_inner, p.dh, p.saved, p.dz, p.h);
   dtype_switch(p.hidden.dtype, [&](auto t) {
     using T = decltype(t);
     launch(is_aligned ? backward_pointwise_kernel<T, true> : backward_pointwise_kernel<T, false>, grid, block,
-           sizeof(BackwardShared), stream, dh, p);
+           sizeof(BackwardShared), stream, p);
   });
 }
 

@@ -3,7 +3,8 @@
 The choice is the first of these that says something: the argument ``backend=``, the context ``use_backend()``, the
 environment variable FASTATTN_BACKEND, a record of ``python -m fastattn tune`` on such a device, the device's own order.
 A backend that is asked for by name raises with its reason where it does not support a call. The automatic choice
-takes the first that does.
+takes the first that does. An op without a kernel in a backend that is asked for all ops is computed by the first of
+GPU_ORDER that can.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ Backend = Literal["reference", "aten", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 # Where no record says which is fastest. A CUDA kernel becomes a default only by a record, such as backends/records/.
 GPU_ORDER = ("triton", "aten", "reference")
-# Tensor cores do not compute in float32. On an H200 PyTorch's attention is then 5 times as fast as the kernels here, and
-# its products are 1.3 times as fast.
+# Tensor cores do not compute in float32. On an H200 PyTorch's attention is then 5 times as fast as the kernels here,
+# and its products are 1.3 times as fast.
 GPU_ORDER_FLOAT32 = ("aten", "triton", "reference")
 PRODUCTS = ("attention", "feed_forward")  # the ops to which that applies
 OTHER_ORDER = ("aten", "reference")
+
+_NO_KERNEL = "there is no {} kernel for this op"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Name = TypeVar("Name", bound=str)
@@ -193,7 +196,7 @@ def import_failure(op_name: str, backend: str) -> str | None:
             module = importlib.import_module(entry.path)
         except ModuleNotFoundError as error:
             if error.name == entry.path:
-                entry.failure = f"there is no {backend} kernel for this op yet"
+                entry.failure = _NO_KERNEL.format(backend)
             elif backend == "triton" and error.name == "triton":
                 entry.failure = "triton is not installed (it has wheels for Linux only)"
             else:
@@ -203,6 +206,11 @@ def import_failure(op_name: str, backend: str) -> str | None:
             entry.takes_all = not hasattr(module, "unsupported_reason")
             entry.module = module
     return entry.failure
+
+
+def has_kernel(op_name: str, backend: str) -> bool:
+    """Whether a backend computes this op at all. op_name: a key of REGISTRY."""
+    return import_failure(op_name, backend) != _NO_KERNEL.format(backend)
 
 
 def implementation(op_name: str, backend: str) -> Implementation:
@@ -227,16 +235,26 @@ def unsupported_reason(op_name: str, backend: str, op_args: tuple[Any, ...]) -> 
     return None if entry.takes_all else entry.module.unsupported_reason(*op_args)
 
 
-def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend: Backend | None) -> Implementation:
-    """The backend for this call, asked once whether it supports it. RuntimeError if the one asked for does not."""
+def choose(
+    op_name: str, device: torch.device, op_args: tuple[Any, ...], backend: Backend | None, of_model: bool = False
+) -> Implementation:
+    """The backend for this call, asked once whether it supports it. RuntimeError if the one asked for does not.
+
+    of_model: `backend` was asked for a whole model, as use_backend and the environment ask for all ops. Then an op that
+        has no such kernel is computed by the first of GPU_ORDER that can.
+    """
     name, source = requested(backend)
     key = OPS[op_name].backend_module
-    if name is not None:
-        if (reason := unsupported_reason(key, name, op_args)) is not None:
+    if name is None:
+        order = automatic_order(op_name, device, op_args)
+    else:
+        if (reason := unsupported_reason(key, name, op_args)) is None:
+            return REGISTRY[key][name]
+        if (backend is not None and not of_model) or has_kernel(key, name):
             op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
-        return REGISTRY[key][name]
-    for name in automatic_order(op_name, device, op_args):
+        order = GPU_ORDER
+    for name in order:
         if unsupported_reason(key, name, op_args) is None:
             return REGISTRY[key][name]
     raise AssertionError("unreachable: the reference supports every call")

@@ -31,17 +31,16 @@ import fastattn
 from fastattn import backends
 from fastattn.backends import cpu_matmul, timings
 from fastattn.backends.aten import attention as aten_attention
-from fastattn.backends.cuda import attention as cuda_attention
 from fastattn.check.cases import problems
 from fastattn.check.doctor import check, positive_number, usable_device, writable_file
 
 GAIN = 1.03  # how many times as fast as the built-in choice a way must be
-# The same for aten and the kernels on a GPU: a layer whose ops are all computed by kernels is one node of autograd, which
-# saves time of the host.
+# The same for aten and the kernels on a GPU: a layer whose ops are all computed by kernels is one node of autograd,
+# which saves time of the host.
 ATEN_GAIN = 1.1
 SECONDS = {"cpu": 0.4, "cuda": 0.15}  # of samples for each way of a call
 MIN_SAMPLES, MAX_SAMPLES = 5, 50
-ATEN = "attention by aten"  # the ways of aten in a record; the others are "product" and cuda_attention.DQ
+ATEN = "attention by aten"  # the ways of aten in a record; the other is "product"
 
 Step = Callable[[], Any]
 
@@ -71,12 +70,10 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[TimedCall]:
         yield from _products_of(device, 64 if tiny else 512)
     for dtype in dtypes:
         for length in lengths:
-            for trait in ("", "causal", "mask", "dropout", *(("mask, dropout",) if on_gpu else ())):
+            for trait in ("", "mask", "dropout", "mask, dropout") if on_gpu else ("", "causal", "mask", "dropout"):
                 given = _attention(device, dtype, max(tokens // length, 1), 1 if tiny else 8, length, trait)
                 if trait != "causal":  # backends have no class for it
                     yield from _by_backends("attention", given, dtype, f"{length} tokens {trait}".strip())
-                if on_gpu and length > 128:
-                    yield from _ways_to_dq(given, dtype, f"{length} tokens {trait}".strip())
                 if device.type == "cpu":
                     yield from _ways_of_aten(given, dtype, f"{length} tokens {trait}".strip())
         width, wide = (32, 64) if tiny else (512, 2048)
@@ -164,21 +161,6 @@ def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Itera
         step = torch.set_grad_enabled(gradient)(_step(fastattn.scaled_dot_product_attention, tensors))
         ways = {way: partial(timings.override_choices, {ATEN: {of_call: way}}) for way in names}
         yield TimedCall(ATEN, of_call, what if gradient else f"{what}, forward", dtype, step, ways, built_in)
-
-
-def _ways_to_dq(given: dict[str, Any], dtype: torch.dtype, what: str) -> Iterator[TimedCall]:
-    query = given["query"]
-    with fastattn.use_backend("cuda"), timings.override_choices({}):
-        if fastattn.explain("attention", **given).refusals["cuda"] is not None:
-            return
-        masks = cuda_attention.mask_layouts(query, given["key"], given["value"], None)
-    if masks[1].launch != cuda_attention.SM90:
-        return
-    of_call = cuda_attention.dq_key(dtype, query.shape[3], given.get("dropout_p", 0.0))
-    step = partial(fastattn.scaled_dot_product_attention, backend="cuda")
-    choices = {way: {cuda_attention.DQ: {of_call: way}} for way in cuda_attention.WAYS_TO_DQ}
-    ways = {way: partial(timings.override_choices, named) for way, named in choices.items()}
-    yield TimedCall(cuda_attention.DQ, of_call, what, dtype, _step(step, given), ways, cuda_attention.IN_ORDER)
 
 
 def _products_of(device: torch.device, size: int) -> Iterator[TimedCall]:

@@ -100,8 +100,8 @@ def embed_layer_norm(
 ) -> Tensor:
     """out = layer_norm(dropout(embedding[tokens] * scale + position_table[position])) * weight + bias, in one pass.
 
-    tokens (..., L): int64 or int32, rows of embedding. One out of range is a ValueError on a CPU. On a GPU triton and
-        cuda make its row of the result NaN; in aten and reference an assertion of PyTorch stops the process.
+    tokens (..., L): int64 or int32, rows of embedding. One out of range is a ValueError on a CPU. On a GPU triton makes
+        its row of the result NaN; in aten and reference an assertion of PyTorch stops the process.
     embedding (V, d): float32, bfloat16, float16 (float64 in the backends reference and aten).
     position_table (n_position, d): float32 or embedding's dtype; without a gradient.
     weight, bias (d,): of the normalisation, float32 or embedding's dtype.      eps: added to the variance.
@@ -110,7 +110,7 @@ def embed_layer_norm(
     scale: of the embedding; the paper has sqrt(d).
     position (..., L): int64 or int32, each token's row of position_table; 0, 1, .., L - 1 unless given.
     padding_idx: the token whose embedding gets no gradient.
-    backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
+    backend: "reference", "aten" or "triton"; default the first that supports the call, see ``explain``.
 
     Returns (..., L, d) in embedding's dtype or, under torch.autocast, in its dtype. The sum is never rounded.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
@@ -122,13 +122,15 @@ def embed_layer_norm(
 
 
 def embed_known_tokens(*tensors: Tensor, eps: float, backend: Backend | None, **options: Any) -> Tensor:
-    """``embed_layer_norm`` of tokens and positions that the caller has checked."""
+    """``embed_layer_norm`` of tokens and positions that the caller, a model with this backend, has checked."""
     device, inputs = _validate(*tensors, eps, known_indices=True, **options)
-    return _embed(device, inputs, eps, backend)
+    return _embed(device, inputs, eps, backend, of_model=True)
 
 
-def _embed(device: torch.device, inputs: tuple[Any, ...], eps: float, backend: Backend | None) -> Tensor:
-    chosen = backends.choose("embed_layer_norm", device, inputs, backend)
+def _embed(
+    device: torch.device, inputs: tuple[Any, ...], eps: float, backend: Backend | None, of_model: bool = False
+) -> Tensor:
+    chosen = backends.choose("embed_layer_norm", device, inputs, backend, of_model)
     *tensors, scale, padding_idx, dropout_p, dtype = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     with _autocast.no_autocast(device):

@@ -110,10 +110,10 @@ def bias_gradient(
     """dbias, shaped and typed as bias. The arguments are those of attention_bwd; lse, dlse (or None) and the computed
     delta are contiguous. mask: its rows are queries."""
     if bias.shape[3] == 1:
-        if dlse is None:
-            return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # a query without keys has no gradient
-        return dlse.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
+        of_rows = delta * 0  # 0, or NaN of what is not finite: delta has all of a row's dP and P, dS would have too
+        if dlse is not None:
+            of_rows += dlse.masked_fill(lse == -torch.inf, 0.0)  # a query without keys has no gradient
+        return of_rows.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias.dtype)
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     tile = config("dbias", gpu_arch(q), q.dtype, max(q.shape[3], v.shape[3]), q.shape[2])
     # (batches, heads, query tiles): the whole sum, and the part of each program.

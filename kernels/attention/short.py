@@ -73,18 +73,21 @@ def attention_short_fwd_kernel(
     scores = tl.where(keep, scores, float("-inf"))
     unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
     row_max = tl.max(scores, axis=1)
-    empty = row_max == float("-inf")
-    shift = tl.where(empty, 0.0, row_max)
+    # Not -inf - -inf, in a row that sees no key. The maximum does not say which one that is: it drops NaN.
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     p = tiles.exponential(scores, (shift * unit if FOLD_SCALE else shift)[:, None], unit, FOLD_SCALE)
-    row_sum = tl.where(empty, 1.0, tl.sum(p, axis=1))
+    row_sum = tl.sum(p, axis=1)
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
     factor = 1.0 / row_sum
     if dropout is not None:
         p = tl.where(dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, 0, BLOCK_N), p, 0.0)
         factor = dropout.scale / row_sum
+    factor = tl.where(empty, 0.0, factor)
     lse = tl.where(empty, float("-inf"), row_max * (unit * tiles.LN2) + tl.log(row_sum))
     tl.store(lse_ptr + row, lse, mask=m < seqlen_q)
     out_tile = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * factor[:, None]
-    out_tile = tl.where(empty[:, None], 0.0, out_tile)
+    out_tile = tl.where(factor[:, None] == 0.0, 0.0, out_tile)
     tiles.store_rows(out, b, h, m0, m < seqlen_q, out_tile, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
 
 

@@ -8,25 +8,43 @@ Specification: fastattn/backends/reference/decode_attention.py
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference": where there are few sequences, the keys of each
 are split among several programs, and a second kernel merges their results.
 
-Grid: one program per (batch, key head, split, 16 queries that have the same keys), in one dimension. With ancestors, or
-where each query reads its own row, those are the heads of a group; where R = 1, all W queries are together, so that
-their keys are read once. Beams read their common history from memory once, and then from the L2 cache, because the
-programs of a head are neighbours. The merge has one program per (row of out, 64 columns) and adds in a fixed order.
+Grid: one program per (batch, key head, split, 16 queries that have the same keys; in float32 1, 2 or 4), in one
+dimension. With ancestors, or where each query reads its own row, those are the heads of a group; where R = 1, all W
+queries are together, so that their keys are read once. Beams read their common history from memory once, and then from
+the L2 cache, because the programs of a head are neighbours. The merge has one program per (row of out, 64 columns) and
+adds in a fixed order.
 How many splits there are follows from shapes and the device alone, so a CUDA graph may repeat a launch with other
 lengths; each sequence's own length is then divided evenly among them.
-Registers: the accumulator [16, BLOCK_DV], the running maximum and sum of 16 rows, in float32. Shared memory: tiles of
-keys and values, two deep, or one deep with ancestors, whose rows have to be known first.
+16 bits: products by tl.dot, whose least tile has 16 queries. Registers: the accumulator [16, BLOCK_DV], the running
+maximum and sum of 16 rows, in float32. Shared memory: tiles of keys and values, two deep, or one deep with ancestors,
+whose rows have to be known first.
+float32: exact products have no tensor core. tl.dot makes them of scalar FMAs for all 16 queries, of which 1 is real
+with ancestors. So they are sums here, exact also where torch allows TF32. At D 64 16 lanes have a key, 16 bytes each;
+such a place has its own accumulator, maximum and sum for each query. Shared memory: 16 KiB, tiles one deep.
 Bytes: the visible keys and values once, q and out; of each split, Dv + 1 float32 a row, written and read. FLOPs:
 2 * (Dk + Dv) a query, head and visible position; empty rows of a tile add more, but the time is that of the bytes.
-Compiled offline with triton 3.6, bf16 (no GPU has timed it yet), registers at sm_80 / sm_90a with ancestors: D 64
-128 / 116, D 128 118 / 120, D 256 153 / 155; shared keys 70 / 72, 80 / 92, 140 / 117; the merge 56. Nothing spills here,
-nor in float32. A head dimension that 16 does not divide is read in narrow loads: D 72 with ancestors has 12 accesses of
-spilled registers at sm_80.
+Compiled offline with triton 3.6, registers at sm_80 / sm_90a; nothing spills,
+    bf16       with ancestors D 64 128 / 116, D 128 118 / 120, D 256 153 / 155; shared keys 70 / 72, 80 / 92, 140 / 117
+    float32    with ancestors 64 / 60, 64 / 64, 80 / 72, and 4 heads a group 117 / 128, 116 / 121, 128 / 132;
+               shared keys of 1 query 62 / 56, 62 / 72, 72 / 72, of 2 88 / 80, 80 / 80, 86 / 103, of more 119 / 127,
+               119 / 127, 128 / 134
+    the merge  56
+but 2 accesses of spilled registers, outside of the loop, of float32 at D 256 with shared keys at sm_80. A head
+dimension that 16 does not divide is read in narrow loads: with ancestors, at sm_80, D 72 in bf16 has 12, and D 40 in
+float32 with 4 heads a group 88.
+Measured on an H200, 8 heads of D 64, ms: 32 x 5 beams of 64 keys with ancestors, bf16 0.0091 (CUDA 0.0128); in bf16 it
+takes 10 to 50 % less time than the CUDA kernel. float32 by tl.dot: the same beams 0.0566 (CUDA 0.0141), of 2048 keys
+1.62 (0.303), one query of 512 keys 0.0268 (0.0100). float32 as it is now is not measured. By instructions and bytes:
+0.010 to 0.012 (a warp has 1327 instructions, 7 us on all multiprocessors; 42 MB at 4.2 TB/s are 10 us), 0.33 (bytes;
+the instructions are 0.12), and 0.012 (8 tiles in turn, each waits for memory).
 Tried and dropped, same compiler:
     tiles of 64 queries, for 5 beams of 8 heads on shared keys: at sm_80 19 accesses of spilled registers at D 128 with
-    64 keys, 43 at D 256 with 32, 253 in float32 at D 64 with 32;
+    64 keys, 43 at D 256 with 32;
     with ancestors, 64 keys a tile at D 128 (200 / 188 registers) and 2 warps at D 64 (156 / 168);
-    in float32, 8 warps at D 256 (9 accesses of spilled registers at sm_90a).
+    in float32 an accumulator for each position of a tile: 168 registers for 4 queries at D 64;
+    in float32 tiles two deep: with ancestors 1617 instructions and 92 registers, and 2 to 4 accesses of spilled ones
+    for 4 queries at sm_90a; without shared memory 933 and 68, but a warp has only two or three loads in flight;
+    keys and scores by place before the softmax: 83 registers and 1527 instructions with ancestors.
 """
 
 from typing import NamedTuple
@@ -36,7 +54,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import LIMIT, Launches, addresses, dot_precision, multiprocessors, padded_dim, specialization
+from ..common.launch import LIMIT, Launches, addresses, multiprocessors, padded_dim, specialization
 
 
 class Queries(NamedTuple):
@@ -70,15 +88,15 @@ class Ancestors(NamedTuple):
 
 @triton.jit
 def load_keys(cache, b, n, row, h, visible, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_N, BLOCK_D]: positions n [BLOCK_N] of head h, each in its row. What is not visible reads as 0: the memory
-    there may hold NaN, and 0 * NaN is NaN."""
+    """[..., BLOCK_D]: positions n [...] of head h, each in its row. What is not visible reads as 0: the memory there
+    may hold NaN, and 0 * NaN is NaN."""
     ptrs = cache.ptr + b * cache.stride_b + h * cache.stride_h
     ptrs += n.to(tl.int64) * cache.stride_m + tl.cast(row, tl.int64) * cache.stride_r
     col = tl.arange(0, BLOCK_D)
-    inside = visible[:, None]
+    inside = tl.expand_dims(visible, -1)
     if HEAD_DIM < BLOCK_D:
-        inside = inside & (col < HEAD_DIM)[None, :]
-    return tl.load(ptrs[:, None] + col[None, :], mask=inside, other=0.0)
+        inside = inside & (col < HEAD_DIM)
+    return tl.load(tl.expand_dims(ptrs, -1) + col, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["seqlen_k", "num_splits", "num_rows"])
@@ -88,7 +106,7 @@ def decode_attention_kernel(
     q, k, v, lengths, ancestors, out, lse_ptr,
     num_queries, together, num_heads_k, group, seqlen_k, num_splits, num_rows, softmax_scale,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     # Programs that read the same keys are neighbours: `together` queries share a tile, the other ones the L2 cache.
     tiles = tl.cdiv(together * group, BLOCK_M)
@@ -111,11 +129,17 @@ def decode_attention_kernel(
     span = tl.cdiv(tl.cdiv(seqlen, num_splits), BLOCK_N) * BLOCK_N
     begin = split * span
     end = tl.minimum(begin + span, seqlen)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for n0 in range(begin, end, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
+    # PLACES = 0: products by tl.dot. Otherwise, for a few queries in float32, they are sums. A tile has so many places,
+    # each with some positions, a softmax of its own and a lane for every four columns. Up to D 128 the places need no
+    # other warp before the end, where they meet.
+    in_tile = tl.arange(0, BLOCK_N)
+    if PLACES:
+        in_tile = in_tile[None, :]
+    row_max = tl.full([BLOCK_M, PLACES] if PLACES else [BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros_like(row_max)
+    acc = tl.zeros([BLOCK_M, PLACES, BLOCK_DV] if PLACES else [BLOCK_M, BLOCK_DV], tl.float32)
+    for n0 in tl.range(begin, end, BLOCK_N, num_stages=2 if PLACES else 3):
+        n = n0 + in_tile
         visible = n < end
         row = first_query  # 0 where all queries are together
         if ancestors is not None:
@@ -123,19 +147,32 @@ def decode_attention_kernel(
             row = tl.load(ptrs + n.to(tl.int64) * ancestors.stride_m, mask=visible, other=-1)
             visible = (row >= 0) & (row < ancestors.rows)
         k_tile = load_keys(k, b, n, row, h_k, visible, HEAD_DIM_K, BLOCK_DK)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * softmax_scale
-        scores = tl.where(visible[None, :], scores, float("-inf"))
+        scores = tl.sum(q_tile[:, None, :] * k_tile, axis=2) if PLACES else tl.dot(q_tile, tl.trans(k_tile))
+        scores = tl.where(visible, scores * softmax_scale, float("-inf"))
+        if PLACES:
+            # Not before: Triton would load the positions of a place by several lanes.
+            scores = tl.reshape(scores, BLOCK_M, BLOCK_N // PLACES, PLACES)
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         # A row without a visible key so far has the maximum -inf. 0 instead avoids -inf - -inf.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp(row_max - shift)
-        p = tl.exp(scores - shift[:, None])
+        p = tl.exp(scores - tl.expand_dims(shift, 1))
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         v_tile = load_keys(v, b, n, row, h_k, visible, HEAD_DIM_V, BLOCK_DV)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        acc *= tl.expand_dims(rescale, -1)
+        if PLACES:
+            v_tile = tl.reshape(v_tile, 1, BLOCK_N // PLACES, PLACES, BLOCK_DV)
+            acc += tl.sum(p[:, :, :, None] * v_tile, axis=1)
+        else:
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
         row_max = new_max
 
+    if PLACES:
+        top = tl.max(row_max, axis=1)
+        weight = tl.exp(row_max - tl.where(top == float("-inf"), 0.0, top)[:, None])
+        row_max, row_sum = top, tl.sum(row_sum * weight, axis=1)
+        acc = tl.sum(acc * weight[:, :, None], axis=1)
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)  # acc is 0 there
     place = split * num_rows.to(tl.int64) + (b * num_queries + w) * (num_heads_k * group) + h
@@ -169,7 +206,9 @@ def merge_splits_kernel(
 
 
 # Chosen offline, see the top of the file. Nothing is tuned at call time.
-_BLOCK_M = 16  # queries in a tile, counted per head: the minimum of tl.dot
+_DOT_QUERIES = 16  # in a tile, counted per head: the minimum of tl.dot
+_FLOAT32_QUERIES = 4  # in a tile in float32, at most
+_WARPS = 4
 _TILE_BYTES = 8192  # of keys, or of values
 _SPLIT_KEYS = 256  # at least, for a program to be worth the merge
 _PROGRAMS = 4  # that a multiprocessor can run at once
@@ -189,7 +228,9 @@ def decode_attention_fwd(
     if out.numel() == 0:
         return out
     together = W if ancestors is None and R == 1 else 1  # queries that have the same keys
-    programs = B * Hk * (W // together) * -(-together * H // (Hk * _BLOCK_M))
+    is_float32 = q.dtype == torch.float32
+    BLOCK_M = min(triton.next_power_of_2(together * H // Hk), _FLOAT32_QUERIES) if is_float32 else _DOT_QUERIES
+    programs = B * Hk * (W // together) * -(-together * H // (Hk * BLOCK_M))
     # From shapes alone: lengths are on the device, and may differ when a CUDA graph repeats the launch.
     splits = max(1, min(M // _SPLIT_KEYS, _PROGRAMS * multiprocessors(q) // programs, _MAX_SPLITS))
     result, lse = out, None
@@ -202,19 +243,20 @@ def decode_attention_fwd(
     )
     strides = *q.stride()[:3], *k.stride()[:4], *v.stride()[:4]
     history = None if ancestors is None else (ancestors_at, *ancestors.stride(), R)
-    num_rows, device, precision = B * W * H, q.get_device(), dot_precision(q.dtype)
+    num_rows, device = B * W * H, q.get_device()
     key = (
         *(device, q.dtype, None if lengths is None else lengths.dtype, splits > 1, alignment, specialization(*strides)),
         *(None if history is None else (ancestors.dtype, specialization(*history[1:])), W, together, Hk, H // Hk),
-        *(num_rows < LIMIT, Dk, Dv, precision),
+        *(num_rows < LIMIT, Dk, Dv),
     )
     launch = _DECODE.get(key)
     if launch is None:
         BLOCK_DK, BLOCK_DV = padded_dim(Dk), padded_dim(Dv)
         constants = {"HEAD_DIM_K": Dk, "HEAD_DIM_V": Dv, "BLOCK_DK": BLOCK_DK, "BLOCK_DV": BLOCK_DV}
-        constants |= {"PRECISION": precision, "BLOCK_M": _BLOCK_M, "num_warps": 4, "num_stages": 3}
-        BLOCK_N = max(_TILE_BYTES // (max(BLOCK_DK, BLOCK_DV, 64) * q.itemsize), 16)
-        launch = _DECODE.add(key, **constants, BLOCK_N=BLOCK_N)
+        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": _TILE_BYTES // (max(BLOCK_DK, BLOCK_DV, 64) * q.itemsize)}
+        # A lane has four columns of a place: 16 bytes, as it loads them.
+        PLACES = 32 * _WARPS * 4 // max(BLOCK_DK, BLOCK_DV) if is_float32 else 0
+        launch = _DECODE.add(key, **constants, PLACES=PLACES, num_warps=_WARPS)
     arguments = (
         *((q_at, *strides[:3]), (k_at, *strides[3:7]), (v_at, *strides[7:]), lengths_at, history, result_at, lse_at),
         *(W, together, Hk, H // Hk, M, splits, num_rows, float(softmax_scale)),

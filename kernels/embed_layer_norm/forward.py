@@ -10,6 +10,8 @@ never stored, and never rounded: the backward gathers it again.
 
 Floor: read an embedding's row, write out. Frequent tokens and positions come from L2. With a float32 embedding and a
 16-bit result at most 6 bytes an element; PyTorch's operators, with scale and dropout, move 38.
+Dropped: the same in CUDA C++. H200, bf16, forward and backward, ms here / in CUDA: 256x32 tokens, d 512: 0.202/0.198;
+256x64: 0.272/0.276, with dropout 0.278/0.288; 64x128, d 1024: 0.294/0.305; slower only at 1,024 tokens: 0.069/0.060.
 """
 
 import torch

@@ -33,7 +33,7 @@ def activate(z, ACTIVATION: tl.constexpr):
 def activate_and_slope(z, ACTIVATION: tl.constexpr):
     """act(z) and act'(z)."""
     if ACTIVATION == "relu":
-        return activate(z, "relu"), tl.where(z > 0, 1.0, 0.0)
+        return activate(z, "relu"), tl.where(z <= 0, 0.0, 1.0)
     if ACTIVATION == "gelu":
         below = 0.5 * (1 + tl.erf(z * SQRT_HALF))
         return z * below, below + z * INV_SQRT_TAU * tl.exp(-0.5 * z * z)

@@ -56,7 +56,7 @@ def feed_forward_bwd_kernel(
         grad = dhiddens[half]
         gate = tl.load(saved + z_place, mask=inside, other=0.0).to(tl.float32)
         if ACTIVATION == "relu" and not GATED:  # saved is h: positive where relu and dropout both let through
-            grad = tl.where(gate > 0, grad * scale, 0.0)
+            grad = tl.where(gate <= 0, 0.0, grad * scale)  # NaN passes
         else:
             value, slope = activate_and_slope(gate, ACTIVATION)
             hidden = value

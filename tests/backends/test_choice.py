@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,7 +112,34 @@ def test_a_named_backend_that_is_unsupported_raises_its_reason(monkeypatch: pyte
     explanation = fastattn.explain("feed_forward", x, weight, None, weight, None, backend="cuda")
     assert explanation.chosen is None
     assert str(explanation).startswith("feed_forward on cpu: no backend (backend= asks for cuda)\n")
-    assert "there is no cuda kernel for this op yet" in str(explanation)
+    assert "there is no cuda kernel for this op\n" in f"{explanation}\n"
+
+
+@pytest.mark.parametrize("triton_can", [True, False])
+def test_an_op_without_a_kernel_in_the_backend_for_all_ops(triton_can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows the order of a GPU. What is asked for one call raises; so does a kernel that refuses."""
+    triton = backends.load_backend("embed_layer_norm", "aten")  # in its place
+    refusing = SimpleNamespace(unsupported_reason=lambda *_: None if triton_can else "no")
+    refusing.embed_layer_norm = triton.embed_layer_norm
+    entry = backends.Implementation("triton", "", refusing, None, True, triton_can)
+    monkeypatch.setitem(backends.REGISTRY["embed_layer_norm"], "triton", entry)
+    weight, tokens = torch.ones(8), torch.tensor([[0, 1]])
+    arguments = tokens, weight.expand(3, 8), weight.expand(3, 8), weight, weight
+    instead = "triton" if triton_can else "aten"
+    with pytest.raises(RuntimeError, match="there is no cuda kernel"):
+        fastattn.embed_layer_norm(*arguments, backend="cuda")
+    assert fastattn.explain("embed_layer_norm", *arguments, backend="cuda").chosen is None
+    with fastattn.use_backend("cuda"):
+        assert backends.choose("embed_layer_norm", weight.device, _validated(arguments), None).name == instead
+        assert fastattn.explain("embed_layer_norm", *arguments).chosen == instead
+        with pytest.raises(RuntimeError, match="got a CPU tensor"):
+            _attention()
+    chosen = backends.choose("embed_layer_norm", weight.device, _validated(arguments), "cuda", of_model=True)
+    assert chosen.name == instead
+
+
+def _validated(arguments: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
+    return backends.OPS["embed_layer_norm"].validate(*arguments)[1]
 
 
 def test_explain_takes_function_name() -> None:

@@ -30,6 +30,7 @@ SPILLS = {
     ("attention_short_bwd_kernel", "bfloat16 D64 64 keys, tensors, dropout, bias, dlse"): 12,
     ("attention_dq_kernel", "float32 D64 tensors, bias, dlse"): 8,
     ("attention_dkv_kernel", "float32 D64 tensors, bias, dlse"): 4,
+    ("decode_attention_kernel", "float32 D256 shared"): 2,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 512"): 2,
     ("add_layer_norm_bwd_kernel", "bfloat16 hidden 16384"): 36,
     ("feed_forward_bwd_kernel", "bfloat16 geglu"): 34,

@@ -72,13 +72,15 @@ def prepare_mask(kind: str, *layout: int) -> None:
 
 
 def decode_attention(dtype: str, head_dim: int, keys: str) -> None:
-    """keys: "of beams", found by ancestors; "shared"; "split" among several programs; "one" of one sequence."""
-    B, W, H, M = {"split": (1, 1, 2, 1024), "one": (1, 1, 1, 1)}.get(keys, (32, 5, 8, 64))
-    rows = W if keys == "of beams" else 1
+    """keys: "of beams", found by ancestors, or "of beams, grouped" by four heads; "shared" by beams; "split" among
+    several programs; of one query in many sequences, "own"; "one" of one sequence."""
+    sizes = {"split": (1, 1, 2, 1024), "own": (32, 1, 8, 64), "one": (1, 1, 1, 1)}
+    B, W, H, M = sizes.get(keys, (32, 5, 8, 64))
+    rows, heads_k = W if "of beams" in keys else 1, H // 4 if "grouped" in keys else H
     zeros = partial(torch.zeros, dtype=getattr(torch, dtype))
-    q, k, v = zeros(B, W, H, head_dim), zeros(B, M, rows, H, head_dim), zeros(B, M, rows, H, head_dim)
+    q, k, v = zeros(B, W, H, head_dim), zeros(B, M, rows, heads_k, head_dim), zeros(B, M, rows, heads_k, head_dim)
     lengths = torch.zeros(B, dtype=torch.int32)
-    ancestors = torch.zeros(B, W, M, dtype=torch.int32) if keys == "of beams" else None
+    ancestors = torch.zeros(B, W, M, dtype=torch.int32) if "of beams" in keys else None
     fastattn.decode_attention(q, k, v, lengths, ancestors, backend="triton")
 
 
@@ -141,6 +143,7 @@ GROUPS: dict[str, list[Case]] = {
         ("sm_90a", "mask of padding", partial(prepare_mask, "padding", 128, 64)),
         ("sm_90a", "bfloat16 D64 of beams", partial(decode_attention, "bfloat16", 64, "of beams")),
         ("sm_80", "bfloat16 D64 split", partial(decode_attention, "bfloat16", 64, "split")),
+        ("sm_90a", "float32 D64 of beams", partial(decode_attention, "float32", 64, "of beams")),
         ("sm_90a", "bfloat16 hidden 512", partial(layer_norm, "bfloat16", 512)),
         ("sm_80", "bfloat16 relu", partial(feed_forward, "bfloat16", "relu")),
         ("sm_90a", "bfloat16 classes 32000", partial(cross_entropy, "bfloat16", 32000)),
@@ -237,7 +240,7 @@ GROUPS: dict[str, list[Case]] = {
             for arch in ("sm_80", "sm_90a")
             for dtype in ("bfloat16", "float32")
             for head_dim in (64, 128, 256)
-            for keys in ("of beams", "shared")
+            for keys in ("of beams", "shared", *(("of beams, grouped", "own") if dtype == "float32" else ()))
         ),
         ("sm_90a", "float16 D128 split", partial(decode_attention, "float16", 128, "split")),
         ("sm_90a", "float32 D256 split", partial(decode_attention, "float32", 256, "split")),

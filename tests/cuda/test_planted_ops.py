@@ -5,26 +5,21 @@ A copy compiles only the kernels that its cases use.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import add_layer_norm_cases
 import decode_attention_checks
-import embed_layer_norm_cases
 import feed_forward_checks
 import linear_cross_entropy_cases
 import mutations
 import pytest
 import torch
-from emulator_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
-from feed_forward_routes import cuda, forced_route
+from emulator_build import ORDERS
 
 import fastattn.backends.cuda
-from fastattn.backends.cuda.feed_forward import GemmBackend
+from fastattn import feed_forward
 
 pytestmark = pytest.mark.full
 CPU, FP32, BF16, FP16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
@@ -35,7 +30,6 @@ class Bug(NamedTuple):
     file: str
     right: str
     wrong: str
-    route: GemmBackend | None = None  # on which it must be found; only the feed-forward has routes
 
 
 class Plant(NamedTuple):
@@ -57,24 +51,11 @@ def norm_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         add_layer_norm_cases.run(one, CPU, monkeypatch)
 
 
-def embed_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = embed_layer_norm_cases.Case
-    for one in (
-        case(37, 72, dropout_p=0.3, indices=torch.int64),
-        case(9, 35, (BF16, FP32, BF16, FP16), dropout_p=0.3),
-        case(9, 72, (FP16, FP16, FP32, BF16), indices=torch.int32),
-    ):
-        torch.manual_seed(0)
-        embed_layer_norm_cases.run(one, CPU, monkeypatch)
-
-
 def feed_forward_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """relu's h decides in the backward, gating pairs columns; the last has many short tiles for each of the runner's
-    multiprocessors, so that a warpgroup that does not wait overtakes the others."""
-    square = {"tokens": 150, "d": 136, "d_ff": 136, "d_out": 136}
-    short = {"tokens": 280, "d": 72, "d_ff": 264, "d_out": 8}
-    for activation, sizes in (("swiglu", square), ("relu", square), ("swiglu", short)):
-        feed_forward_checks.check(feed_forward_checks.make(activation, 0.3, dtype=BF16, **sizes), cuda)
+    """relu's h decides in the backward, gating pairs columns; 75 columns are computed element by element."""
+    for activation, d_ff in (("swiglu", 264), ("relu", 264), ("gelu", 75)):
+        p = feed_forward_checks.make(activation, 0.3, tokens=150, d=40, d_ff=d_ff, d_out=24, dtype=BF16)
+        feed_forward_checks.check(p, lambda *inputs: feed_forward(*inputs, backend="cuda"))
 
 
 def decode_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +94,8 @@ void dispatch(DType, DType, int chunks, bool is_aligned, Function&& f) {
 template <class Function>
 void dispatch_to_all(""",
 )
-EMBED_DISPATCH = (
-    "common/norm.cuh",
-    "template <class Function>\nvoid shape_switch(",
-    """template <class Function>
-void shape_switch(int, bool is_aligned, Function&& f) {
-  is_aligned ? f(Int<1>{}, Int<1>{}) : f(Int<1>{}, Int<0>{});
-}
-
-template <class Function>
-void shape_switch_to_all(""",
-)
-HIDDEN, GEMM_SM90 = "feed_forward/hidden.cuh", "common/gemm_sm90.cuh"
-ROWS, EMBED, DECODE = "linear_cross_entropy/rows.cu", "embed_layer_norm", "decode_attention/forward.cu"
+HIDDEN, POINTWISE = "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
+ROWS, DECODE = "linear_cross_entropy/rows.cu", "decode_attention/forward.cu"
 PLANTS = {
     "add_layer_norm": Plant(
         ["add_layer_norm/forward.cu", "add_layer_norm/backward.cu"],
@@ -142,30 +112,16 @@ PLANTS = {
         ],
         norm_cases,
     ),
-    "embed_layer_norm": Plant(
-        [f"{EMBED}/forward.cu", f"{EMBED}/backward.cu"],
-        [EMBED_DISPATCH],
-        [
-            Bug("no scale in the backward", f"{EMBED}/rows.cuh", "grad[j] *= source_.scale", "grad[j] *= 1"),
-            Bug("positions never begin again", f"{EMBED}/rows.cuh", "row % source_.length", "row"),
-            Bug("index of another row", f"{EMBED}/backward.cu", "p.index[row]", "p.index[row / 2]"),
-            Bug("16 bits are bfloat16", "common/dynamic_dtype.cuh",
-                "dtype == DType::bfloat16 ? as_bfloat16[j] : as_half[j]", "as_bfloat16[j]"),
-        ],
-        embed_cases,
-    ),
     "feed_forward": Plant(
-        [f"feed_forward/{name}.cu" for name in ("pointwise", "product_sm90")],
+        [POINTWISE],
         [],
         [
-            Bug("gate not multiplied", HIDDEN,
-                "gate[j] *= up[j]", "gate[j] *= BUG ? 1.0f : up[j]", GemmBackend.CUBLAS),
+            Bug("gate not multiplied", HIDDEN, "gate[j] *= up[j]", "gate[j] *= BUG ? 1.0f : up[j]"),
             Bug("another chunk's mask", HIDDEN,
-                "dropout.apply(gate, row, col)", "dropout.apply(gate, row, col ^ (BUG ? 8 : 0))", GemmBackend.SM90),
-            Bug("pairs side by side", GEMM_SM90, "tile_.n + half * g_.second",
-                "tile_.n + half * (BUG ? GemmTile::kHalf : g_.second)", GemmBackend.SM90),
-            Bug("a stage released too early", GEMM_SM90,
-                "      wgmma_wait<1>();\n", "      if (!BUG) wgmma_wait<1>();\n", GemmBackend.SM90),
+                "dropout.apply(gate, row, col)", "dropout.apply(gate, row, col ^ (BUG ? 8 : 0))"),
+            Bug("this turn's row again", POINTWISE, "read(row + kRowThreads)", "read(BUG ? row : row + kRowThreads)"),
+            Bug("no barrier before a block's rows are added", POINTWISE,
+                "  __syncthreads();\n  const int column", "  if (!BUG) __syncthreads();\n  const int column"),
         ],
         feed_forward_cases,
     ),
@@ -227,23 +183,14 @@ def build(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return library
 
 
-def settings(route: GemmBackend | None) -> Iterator[dict[str, str]]:
-    completions: Any = {None: [None], GemmBackend.SM90: SM90_COMPLETIONS}.get(route, COMPLETIONS)
-    for order, completion in itertools.product(ORDERS, completions):
-        yield {"FASTATTN_EMULATOR_ORDER": order} | ({"FASTATTN_EMULATOR_ASYNC": completion} if completion else {})
-
-
-def fails(library: Path, op: str, bug: int, route: GemmBackend | None, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Does a check fail, in one of the orders and completions? bug: from 1 on, 0 is none."""
+def fails(library: Path, op: str, bug: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Does a check fail, in one of the orders? bug: from 1 on, 0 is none."""
     fastattn.backends.cuda.load_emulator(library)
     mutations.choose(library, bug)
-    held = nullcontext if route is None else partial(forced_route, route, CPU, monkeypatch)
     try:
-        for environment in settings(route):
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
-            with held():
-                PLANTS[op].check(monkeypatch)
+        for order in ORDERS:
+            monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+            PLANTS[op].check(monkeypatch)
     except (AssertionError, RuntimeError):
         return True
     finally:
@@ -251,20 +198,17 @@ def fails(library: Path, op: str, bug: int, route: GemmBackend | None, monkeypat
     return False
 
 
-RIGHT = [(op, None) for op in PLANTS if op != "feed_forward"] + [("feed_forward", route) for route in GemmBackend]
 BUGS = [(op, number, bug) for op, plant in PLANTS.items() for number, bug in enumerate(plant.bugs, start=1)]
 
 
-@pytest.mark.parametrize("op, route", RIGHT)
-def test_without_a_bug(
-    op: str, route: GemmBackend | None, build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("op", PLANTS)
+def test_without_a_bug(op: str, build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy as such passes, so it is the bug that fails below."""
-    assert not fails(build(op), op, 0, route, monkeypatch)
+    assert not fails(build(op), op, 0, monkeypatch)
 
 
 @pytest.mark.parametrize("op, number, bug", BUGS, ids=[f"{op}-{bug.name}" for op, _, bug in BUGS])
 def test_is_caught(
     op: str, number: int, bug: Bug, build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fails(build(op), op, number, bug.route, monkeypatch)
+    assert fails(build(op), op, number, monkeypatch)

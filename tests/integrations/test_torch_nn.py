@@ -163,6 +163,8 @@ class Paths:
 
 @pytest.fixture
 def paths(monkeypatch):
+    if DEVICE == "cuda":  # whose default in float32 mixes backends, so that layers go op by op
+        monkeypatch.setenv("FASTATTN_BACKEND", "triton")
     counts = Paths()
 
     def count(holder, function, name):

@@ -38,8 +38,8 @@ BOUNDS = {
     "aten, bfloat16": Counts(7100, 2620, 6685),
     "triton, float32": Counts(2550, 1355, 6400, 149),
     "triton, bfloat16": Counts(3325, 1465, 6690, 149),
-    "cuda, float32": Counts(3375, 1785, 5515, 157),
-    "cuda, bfloat16": Counts(3340, 1855, 5665, 139),
+    "cuda, float32": Counts(3375, 1785, 5575, 155),
+    "cuda, bfloat16": Counts(3305, 1855, 5725, 137),
     "a token, float32": Counts(389, 59, 79),
 }
 
@@ -119,7 +119,7 @@ def count_steps(backend):
 
     taken = list  # the launches since the last question, of cuda
     with ExitStack() as stack:
-        if backend == "triton":
+        if backend in ("triton", "cuda"):  # there is no CUDA kernel of embeddings
             import precompile
 
             stack.enter_context(precompile.compiling(90, launches.append))
@@ -136,7 +136,7 @@ def count_steps(backend):
 
 @pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
 def test_the_host_has_a_budget(backend, request):
-    if backend == "triton":
+    if backend in ("triton", "cuda"):
         pytest.importorskip("triton")
     if backend == "cuda":
         request.getfixturevalue("emulator_library")

@@ -11,6 +11,7 @@ one: the planted-bug tests hand those to the same check().
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -156,6 +157,27 @@ def plain(p: Problem) -> Results:
     return solve(p, attend)
 
 
+def only_visible(p: Problem) -> Results:
+    """The formula, where not even 0 times what is hidden is added: NaN in a key reaches the queries that see it only.
+    Of all elements (B, H, Lq, Lk, D), so for small problems."""
+
+    def attend(q, k, v, mask, dropout_p, scale):
+        keep, multiplier = visible(p), dropout_multiplier(p)
+        some = keep.any(-1, keepdim=True)
+        k, v = (_per_query_head(t, p.q.shape[1])[:, :, None].where(keep[..., None], 0) for t in (k, v))
+        scores = (q[:, :, :, None].where(keep[..., None], 0) * k).sum(-1) * scale
+        if mask.bias is not None:
+            scores = scores + mask.bias.where(keep, 0)
+        peak = scores.masked_fill(~keep, -torch.inf).amax(-1, keepdim=True).where(some, 0).detach()
+        exps = torch.exp((scores - peak).where(keep, -torch.inf))
+        total = exps.sum(-1, keepdim=True).where(some, 1)
+        weights = torch.where(keep & (multiplier > 0), exps / total * multiplier, 0)
+        lse = (peak + total.log()).where(some, -torch.inf)[..., 0]
+        return (weights[..., None] * v).where(weights[..., None] != 0, 0).sum(-2), lse, weights
+
+    return solve(p, attend)
+
+
 def terms(p: Problem) -> dict[str, Tensor]:
     """The size of the terms that are summed up in each element of each result: T of the rule for error."""
     return rounding_scale(p, plain)
@@ -220,6 +242,54 @@ def check(p: Problem, attend: Attend, names: tuple[str, ...] = Results._fields) 
     actual = solve(p, attend)
     compare(p, actual, names)
     return actual
+
+
+# What reaches the branches of the kernels, for check_not_finite: arguments of make(), with what the bias has.
+NOT_FINITE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal, dropout": {"H": 2, "Hk": 1, "mask": "causal_bottom_right", "dropout_p": 0.3},
+    "segments": {"mask": "segments"},
+    "bias": {"mask": "attn_mask_2d", "bias": "all"},
+    "bias of keys": {"mask": "key_padding_holes", "bias": "keys"},
+    "bias of queries": {"bias": "queries"},
+}
+
+
+def make_for_not_finite(case: str, Lq: int, Lk: int, **options: Any) -> Problem:
+    arguments = {"B": 1, "H": 1, "D": 16, **NOT_FINITE[case], **options}
+    shapes = {"all": (1, 1, Lq, Lk), "keys": (1, 1, 1, Lk), "queries": (1, 1, Lq, 1)}
+    return make(Lq=Lq, Lk=Lk, **arguments | {"bias": shapes.get(arguments.get("bias"))})
+
+
+def check_not_finite(p: Problem, attend: Attend) -> None:
+    """NaN, inf and -inf in one element of each input in turn, which some query sees, come out where the reference has
+    them, in float64: of the results all three; in the gradients NaN of NaN, and of an infinity what is not finite, as
+    the order of the sums says whether inf - inf comes first.
+
+    Not compared: what is NaN in the reference alone, as 0 times a hidden NaN; and gradients that would be NaN without
+    mask and dropout, as kernels set P to 0 for what is masked or dropped, and 0 times NaN in dout or delta is NaN."""
+    seen = visible(p).nonzero()
+    b, h, i, j = seen[len(seen) // 2].tolist()
+    inputs = [name for name in ("q", "k", "v", "bias", "dout") if getattr(p, name) is not None]
+    for name, value in itertools.product(inputs, (torch.nan, torch.inf, -torch.inf)):
+        t = getattr(p, name).clone()
+        place = (b, h * t.shape[1] // p.shape[1], j if name in "kv" else i, j if name == "bias" else 3)
+        t[tuple(min(at, n - 1) for at, n in zip(place, t.shape, strict=True))] = value
+        planted = p.but(**{name: t})
+        actual, planted = solve(planted, attend), planted.double()
+        references = solve(planted, backend_call("reference", p.q.device)), only_visible(planted)
+        unmasked = only_visible(planted.but(mask={}, dropout_p=0.0))
+        for result, got, want, least, most in zip(Results._fields, actual, *references, unmasked, strict=True):
+            if got is None:
+                continue
+            kinds = [torch.where(r.isfinite(), 0, r.nan_to_num(3, 1, -1)) for r in (got, want, least)]
+            if result.startswith("d") and value == value:
+                kinds = [kind != 0 for kind in kinds]
+            wrong = (kinds[0] != kinds[1]) & (kinds[1] == kinds[2])
+            if result.startswith("d"):
+                wrong &= want.isfinite() <= most.isfinite()
+            where = f"{value} in {name}: {int(wrong.sum())} elements of {result}"
+            assert not wrong.any(), f"{where}, of them {got[wrong][:3]} for {want[wrong][:3]}"
 
 
 def compare(p: Problem, actual: Results, names: tuple[str, ...] = Results._fields) -> None:

@@ -11,13 +11,16 @@ import torch
 from attention_checks import (
     BACKENDS,
     KERNEL_BACKENDS,
+    NOT_FINITE,
     Attend,
     Problem,
     Results,
     backend_call,
     check,
+    check_not_finite,
     exact,
     make,
+    make_for_not_finite,
     plain,
     solve,
     terms,
@@ -95,6 +98,22 @@ def test_what_structure_excludes_may_be_nan(backend: str, case: str, device: tor
     tensors = ("q", "k", "v", "dout", "dlse", "bias")
     p = p.but(**{n: None if getattr(p, n) is None else getattr(p, n).to(device) for n in tensors}, mask=moved)
     same_when_poisoned(p, attend)
+
+
+EVERYDAY_NOT_FINITE = ("none", 29), ("none", 70), ("segments", 29), ("bias of queries", 29)
+
+
+@pytest.mark.parametrize(
+    "case, Lk",  # keys in one tile, and in several
+    [
+        pytest.param(case, Lk, marks=() if (case, Lk) in EVERYDAY_NOT_FINITE else full)
+        for case, Lk in itertools.product(NOT_FINITE, (29, 70))
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=full)])
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_nan_and_inf_come_out(backend: str, dtype: torch.dtype, case: str, Lk: int, device: torch.device) -> None:
+    check_not_finite(make_for_not_finite(case, 20, Lk, dtype=dtype, device=device), backend_call(backend, device))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,7 +10,7 @@ import torch
 from decode_attention_checks import Inputs, check, make
 from helpers import backends_of
 
-from fastattn import decode_attention
+from fastattn import decode_attention, explain
 
 BACKENDS = backends_of("decode_attention")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,6 +19,7 @@ EVERYDAY: list[dict[str, Any]] = [
     {"ancestors": True, "lengths": [37, 20]},
     {"rows": 1, "lengths": [5, 37], "queries": 5, "heads": 4, "heads_k": 2},
     {"lengths": [1, 0], "head_dim": 40, "value_dim": 24},
+    {"rows": 1, "queries": 2, "positions": 70, "head_dim": 256, "value_dim": 16},
     {"queries": 1, "positions": 300, "heads": 3, "heads_k": 1, "dtype": BF16},
     {"ancestors": True, "queries": 5, "positions": 70, "head_dim": 64, "dtype": FP16},
     {"ancestors": True, "rows": 7, "queries": 2, "batch": 1, "positions": 700, "heads": 1, "heads_k": 1, "dtype": BF16},
@@ -57,6 +58,29 @@ def test_what_is_not_attended_may_be_nan(backend: str, dtype: torch.dtype, devic
         t[:, :, 5] = torch.nan
         t[1, 20:] = torch.nan
     assert check(inputs, backend).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NaN in the interpreter
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_comes_out(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Of one element that is attended to, where the formula has it: in the first tile, the last one and all of them,
+    and where several programs share the keys."""
+    for name, where, size in itertools.product(
+        ("query", "key", "value"),
+        (0, -1, slice(None)),
+        ({"ancestors": True}, {"rows": 1, "queries": 5}, {"queries": 1, "positions": 520}),
+    ):
+        inputs = make(device, heads=1, heads_k=1, dtype=dtype, **size)
+        if inputs.ancestors is not None:
+            inputs.ancestors[1] = 0
+        t = getattr(inputs, name)
+        t[(1, where, 0, 3) if name == "query" else (1, where, 0, 0, 3)] = torch.nan
+        if explain(decode_attention, *inputs, backend=backend).refusals[backend] is not None:
+            pytest.skip("the backend cannot serve here")
+        out, truth = (decode_attention(*inputs, backend=each) for each in (backend, "reference"))
+        assert truth.isnan().any()
+        assert torch.equal(out.isnan(), truth.isnan()), (name, where, size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

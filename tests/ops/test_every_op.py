@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -100,6 +101,42 @@ def test_frozen_inputs(backend: str, name: str, device: torch.device) -> None:
         with context:
             for got, want in zip(run(name, backend, [t.detach() for t in inputs]), results, strict=True):
                 assert not got.requires_grad and torch.equal(got, want)
+
+
+NOT_FINITE = [name for name in OPS if "attention" not in name]  # of attention: test_attention_edge.py
+EVERYDAY_NOT_FINITE = ("rms norm", "feed-forward made again", "loss", "embeddings placed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(n, marks=() if n in EVERYDAY_NOT_FINITE else pytest.mark.full) for n in NOT_FINITE), "decoding"],
+)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_nan_and_inf_come_out(backend: str, name: str, device: torch.device) -> None:
+    """Of one element of each input in turn, where the formula has them in float64. Of an infinity, what is not finite:
+    the order of the sums says whether inf - inf comes first."""
+    inputs = inputs_of((OPS | WITHOUT_GRADIENT)[name][1], device)
+    plants = [(math.nan, False), (math.inf, False), (-math.inf, False)]
+    if name in OPS and "loss" not in name:
+        plants.append((math.nan, True))  # and what arrives is NaN where the result is, as a loss makes it
+    for i, (value, arrives) in product(range(len(inputs)), plants):
+        planted = [t.detach().clone() for t in inputs]
+        planted[i].view(-1)[planted[i].numel() // 2 + 1] = value
+        found = []
+        for way, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+            given = [t.to(dtype).requires_grad_() for t in planted]
+            results = run(name, way, given)
+            grads = ()
+            if name in OPS:
+                douts = [t.detach() for t in inputs_of(tuple(t.shape for t in results), device, dtype)]
+                douts = [d + t.detach() * 0 if arrives else d for d, t in zip(douts, results, strict=True)]
+                grads = torch.autograd.grad(results, given, douts)
+            found.append([t.isfinite().logical_not() if value == value else t.isnan() for t in (*results, *grads)])
+        for n, (got, want) in enumerate(zip(*found, strict=True)):
+            # These kernels multiply by 0 where the formula takes 0: for an ignored row, for what is dropped.
+            got = got & want if name.startswith(("loss", "embeddings")) and n == 1 else got
+            assert torch.equal(got, want), f"{value} in input {i}: {got.sum()} for {want.sum()} in result {n}"
+        assert value == value or found[1][0].any(), f"input {i}: this place reaches nothing"
 
 
 # How many of the inputs autocast casts; the others keep their dtype.

@@ -65,7 +65,7 @@ BUGS = [
     Bug("the gate's bias for both", HIDDEN, "bias1 + d_inner + col", "bias1 + col", SWIGLU, "out"),
     Bug("the first half's mask for both", HIDDEN,
         "n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)", "n * BLOCK_N, BLOCK_N // 2)", GELU, "out"),
-    Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate > 0,", "tl.where(gate >= 0,", RELU, "dx"),
+    Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate <= 0,", "tl.where(gate < 0,", RELU, "dx"),
     Bug("columns after the classes counted", ROWS,
         "z_sum += tl.where(inside, z, 0.0)", "z_sum += z", LOSS, "loss"),
     Bug("the gradient of a sum", ROWS, "rate /= tl.load(count).to(tl.float32)", "rate /= 1", LOSS, "dx"),

@@ -16,6 +16,6 @@ def test_every_way_runs(emulator: None, tmp_path: Path, monkeypatch: pytest.Monk
     call = ["--out", str(out), "--device", "cpu", "--tiny", "--seconds", "0.01"]
     assert measure_choices.main(call) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert len({row["section"] for row in rows}) == 6
+    assert len({row["section"] for row in rows}) == 5
     for row in rows:
         assert set(row["failed"]) <= {"triton"} and len(row["ms"]) >= 2, row

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import timings
 from fastattn.backends.attention_rows import Sizes
 from fastattn.backends.constants import DTYPES, uses_tf32
 from fastattn.backends.cuda import compute_capability, device_index, extension, refuse_device
@@ -19,13 +18,6 @@ MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/att
 # Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them, for Hopper's forward followed by
 # the rows of its tile. SM90 are built for sm_90a, which runs on nothing else.
 SM80, SM90, SHORT = (80,), (90,), (128,)
-# What computes dq on Hopper without a bias, for head dimensions up to 128: by a record, or IN_ORDER. No GPU has timed
-# them; by count IN_ORDER is faster than OWN, and unlike ANY_ORDER it gives equal bits in each run.
-OWN = "own kernel"  # that owns dq; it and the kernel of dk and dv compute 7 products
-IN_ORDER = "in order"  # the kernel of dk and dv, 5 products in all; its blocks add to dq one after the other
-ANY_ORDER = "any order"  # the same, without waiting; never under torch.use_deterministic_algorithms(True)
-WAYS_TO_DQ = (IN_ORDER, OWN, ANY_ORDER)
-DQ = "dq by cuda"  # the ways in a record
 # Up to this many queries and keys the forward uses SM80 on Hopper, too: csrc/attention/forward.cu. At most the
 # extension's ATTENTION_MAX_SHORT, as SM80's tile is another one.
 _MOST_SM80 = 64
@@ -148,8 +140,7 @@ def attention_bwd(
     if needs_dbias:
         if bias.shape[3] == 1:
             # A bias that all keys share is added to lse and changes no probability: its gradient is that of lse.
-            dlse_of_rows = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
-            row_gradient = dlse_of_rows.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias_dtype)
+            row_gradient = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
         elif bias.shape[2] == 1:  # shared by all queries: the kernel of dk sums it
             key_sums = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
         else:
@@ -157,9 +148,7 @@ def attention_bwd(
 
     work = sums = order = None
     if uses_sm90:
-        work, sums, order = _scratch_sm90(
-            module, q, lse, max(q.shape[3], v.shape[3]), dropout_p, masks[1], bias is not None
-        )
+        work, sums, order = _scratch_sm90(module, lse, max(q.shape[3], v.shape[3]), masks[1], bias is not None)
     elif not is_short or (dbias is not None and dbias.shape[:2] != q.shape[:2]):  # delta
         work = torch.empty_like(lse)
     if is_short and k.shape[2] == 0:
@@ -169,7 +158,8 @@ def attention_bwd(
     module.attention_bwd(*inputs, *outputs, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(q))
 
     if needs_dbias and bias.shape[3] == 1:
-        return dq, dk, dv, row_gradient
+        row_gradient = row_gradient.masked_fill(dq[..., 0].isnan(), torch.nan)  # dq is NaN where a row of dS is
+        return dq, dk, dv, row_gradient.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias_dtype)
     if key_sums is not None:
         dbias = key_sums.sum_to_size(*bias.shape[:2], k.shape[2]).unsqueeze(2)
     return dq, dk, dv, None if dbias is None else dbias.to(bias_dtype)
@@ -217,7 +207,7 @@ def attention_rows_bwd(
     is_short = launch == SHORT
     work = sums = order = None
     if launch == SM90:
-        work, sums, order = _scratch_sm90(module, projected, lse, max(Dk, Dv), dropout_p, masks[1], False)
+        work, sums, order = _scratch_sm90(module, lse, max(Dk, Dv), masks[1], False)
     elif not is_short:  # delta
         work = torch.empty_like(lse)
     if is_short and memory and memory[0].shape[1] == 0:
@@ -227,33 +217,20 @@ def attention_rows_bwd(
     module.attention_rows_bwd(*inputs, *options, rng_state, _rounds_to_tf32(projected))
 
 
-def dq_key(dtype: torch.dtype, head_dim: int, dropout_p: float) -> str:
-    """The class of calls for which a record names one of WAYS_TO_DQ."""
-    return timings.call_class(dtype, dropout_p, timings.size_bucket(head_dim, "head dimensions", 64))
-
-
 def _scratch_sm90(
-    module: Any, like: Tensor, lse: Tensor, head_dim: int, dropout_p: float, by_key: PreparedMask, has_bias: bool
+    module: Any, lse: Tensor, head_dim: int, by_key: PreparedMask, has_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """struct PaddedRows; and of struct PartialSums the parts, and the counters and turns: backward_sm90.h
-
-    like: a tensor of the call's dtype; by_key: the mask as the kernel of dk and dv reads it.
-    """
+    """struct PaddedRows; and of struct PartialSums, if dq is added up, the parts, and the counters and turns:
+    backward_sm90.h. by_key: the mask as the kernel of dk and dv reads it."""
     (B, H, L), block = lse.shape, module.ATTENTION_ROW_BLOCK
     rows = B * H * (-(-L // block) * block)
     work = lse.new_empty(2 * rows)
     if has_bias or head_dim > module.ATTENTION_MAX_HEAD_DIM_SUM:
         return work, None, None
-    device = like.device
-    way = timings.choice(DQ, device.type, lambda: dq_key(like.dtype, head_dim, dropout_p), device.index) or IN_ORDER
-    if way == OWN:
-        return work, None, None
     parts = rows // 64 * (2 if head_dim > 64 else 1)
-    sums = lse.new_empty(parts * module.ATTENTION_PART_SIZE)
-    if way == ANY_ORDER and not torch.are_deterministic_algorithms_enabled():
-        return work, sums, None
     turns = 0 if by_key.tiles is None else by_key.tiles.numel()
-    return work, sums, torch.empty(parts + 1 + turns, dtype=torch.int32, device=device)
+    order = torch.empty(parts + 1 + turns, dtype=torch.int32, device=lse.device)
+    return work, lse.new_empty(parts * module.ATTENTION_PART_SIZE), order
 
 
 def attention_weights(
