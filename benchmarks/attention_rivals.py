@@ -14,7 +14,7 @@ import timing
 import torch
 import torch.nn.functional as F
 from cases import AttentionCase
-from harness import Inputs, Provider, Refused, Run, fresh_compile, function_run, imported
+from harness import SELDOM, Inputs, Provider, Refused, Run, fresh_compile, function_run, imported
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -110,7 +110,7 @@ def flex(count_mask: bool) -> Provider:
 
         return function_run(attend, inputs, **notes)
 
-    name, later = ("flex + mask building", 12) if count_mask else ("flex", 40)
+    name, later = ("flex + mask building", 12) if count_mask else ("flex", SELDOM)
     return Provider(name, make, ours=False, later=later)
 
 

@@ -134,12 +134,13 @@ def provider(
 
 
 def providers(device: torch.device) -> list[Provider]:
+    on_gpu = device.type == "cuda"
     return [
-        provider("reference", "eager"),
+        provider("reference", "eager", later=harness.SELDOM * on_gpu),
         provider("default", accelerated=True, without_logits=True, default=True),
         provider(LOSS_FROM_LOGITS, accelerated=True),
         provider("as it is"),
-        provider("torch.compile of it", compiled=True, later=18 if device.type == "cuda" else 100),
+        provider("torch.compile of it", compiled=True, later=18 if on_gpu else 100),
     ]
 
 

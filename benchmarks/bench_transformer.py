@@ -150,14 +150,14 @@ def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
 
 def providers(device: torch.device) -> list[Provider]:
     on_gpu = device.type == "cuda"
-    later, seldom = (14, 40) if on_gpu else (100, 0)
+    later, seldom = (14, harness.SELDOM) if on_gpu else (100, 0)
     found = [
-        provider("reference", models.padded, backend="reference"),
+        provider("reference", models.padded, backend="reference", later=seldom),
         provider("default", default=True),
         provider(LOSS_FROM_LOGITS, compute_loss=models.plain_loss),
         provider(WITH_PADDING, models.padded, later=seldom),
         Provider("default, GraphedStep", graphed),
-        provider("default, compiled", compiled="default", later=later),
+        provider("default, compiled", compiled="default", later=later + 6 * on_gpu),
         *(provider(name, build) for name, build in RIVALS.items()),
     ]
     for name, build in RIVALS.items():

@@ -32,6 +32,9 @@ class Refused(Exception):
     """A provider cannot run a case; the message says why."""
 
 
+SELDOM = 40  # how many cases later a provider is measured that a GPU's first minutes can do without
+
+
 class Inputs(NamedTuple):
     """leaves: float tensors, with a gradient where the op has one. fixed: other inputs. dout: the gradient of the
     result."""
@@ -176,7 +179,7 @@ def rival(name: str, function: Function, compiled: bool = False) -> Provider:
         call = function(case, inputs, dropout_p)
         return function_run(fresh_compile(call) if compiled else call, inputs)
 
-    return Provider(name, make, ours=False, later=12 * compiled)
+    return Provider(name, make, ours=False, later=SELDOM * compiled)
 
 
 def fresh_compile(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,7 +99,7 @@ QUICK = [
 ]
 
 
-_ACCELERATED = ("Marian", "BART", "T5", "BERT", "nn.Transformer")
+_ACCELERATED = ("Marian", "T5", "nn.Transformer", "BART", "BERT")
 
 
 def _accelerated(*model: int, batches: tuple[tuple[int, int], ...], dtype: torch.dtype = F32) -> list[Case]:
@@ -154,8 +154,8 @@ CUDA = [
     NormCase(65536, 1024, BF16, 0.1),
     FeedForwardCase(8192, 512, 2048, "relu", BF16, 0.1),
     CrossEntropyCase(8192, 512, 32000, BF16),
-    *_accelerated(*BASE, dtype=BF16, batches=((128, 32),)),
     DecodingCase(1, 32, *BASE, BF16, new_tokens=64, beam=5),
+    *_accelerated(*BASE, dtype=BF16, batches=((128, 32),)),
     StepCase(64, 128, *BIG, BF16),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16, dropout_p=0.1),
     attention(1024, 64, "causal", dropout_p=0.1),
