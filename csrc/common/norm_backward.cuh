@@ -116,7 +116,6 @@ template <class D, class W, int kChunks, bool kAligned, class P, class Rows>
 __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
   constexpr bool kKeepRow = kChunks <= Rows::kKeep;
   constexpr int kHeld = kKeepRow ? kChunks : 1;  // chunks of dout, z and weight in registers at once
-  constexpr bool kReadsAhead = kKeepRow && sizeof(D) == 2;  // the next row, in registers that float32 does not have
   BackwardShared& shared = shared_memory<BackwardShared>();
   const auto dout = elements<D>(p.dout);
   const auto weight = elements<W>(p.weight);
@@ -146,27 +145,12 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
   float dweight[kChunks][kChunk] = {}, dbias[kChunks][kChunk] = {};
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int turn = 0;
-  float mean = 0.0f, rstd = 0.0f;
-  const auto read_statistics = [&](int64_t row, bool live) {
-    mean = live && p.dbias ? p.statistics[row] : 0.0f;
-    rstd = live ? p.statistics[p.rows + row] : 0.0f;
-  };
-  const auto read_row = [&](int c, int64_t row) {
-    const bool live = row < p.rows;
-    rows.read(z_chunk[c % kHeld], row, c, live ? inside(c) : 0);
-    dout_chunk[c % kHeld].template load<kAligned>(dout + (row * p.hidden + column(c)), live ? inside(c) : 0);
-  };
-  if constexpr (kReadsAhead) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    read_statistics(row, row < p.rows);
-#pragma unroll
-    for (int c = 0; c < kChunks; c++) read_row(c, row);
-  }
   // All warps of a block have the same bound, so that they reach the same barriers.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows; first += stride, turn ^= 1) {
     const int64_t row = first + threadIdx.y, start = row * p.hidden;
     const bool live = row < p.rows;
-    if (!kReadsAhead) read_statistics(row, live);
+    const float mean = live && p.dbias ? p.statistics[row] : 0.0f;
+    const float rstd = live ? p.statistics[p.rows + row] : 0.0f;
 
     const auto read = [&](int c) {
       if (!kKeepRow) __syncwarp();  // all chunks loaded at once would need too many registers
@@ -190,7 +174,7 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
       }
     };
 
-    if (kKeepRow && !kReadsAhead) {
+    if (kKeepRow) {
 #pragma unroll
       for (int c = 0; c < kChunks; c++) read(c);
     }
@@ -221,10 +205,6 @@ __device__ __forceinline__ void backward_rows(const P& p, Rows rows) {
       terms(c, grad, normal, g);
 #pragma unroll
       for (int j = 0; j < kChunk; j++) grad[j] = (g[j] - mean_g - normal[j] * mean_g_normal) * rstd;
-      if (kReadsAhead) {  // while this chunk's gradient is written
-        read_row(c, row + stride);
-        if (c == kChunks - 1) read_statistics(row + stride, row + stride < p.rows);
-      }
       if (!kKeepRow) __syncwarp();  // as above
       rows.write(grad, row, c, inside(c));
       if (sums_dx) {
