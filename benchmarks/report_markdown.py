@@ -34,7 +34,14 @@ HOW_TIMED = """\
 An op's time is the GPU's alone, a whole model's is what its user waits for. In parentheses: the host's time, and, of a
 training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
-README_ROWS = 4
+README_ROWS = 2
+GRAPHED = "default, GraphedStep"
+ON_GPU = {  # the ops of which the README has a GPU's figures
+    "attention": "attention",
+    "add_layer_norm": "dropout + residual + LayerNorm",
+    "feed_forward": "feed-forward",
+    "linear_cross_entropy": "projection with loss",
+}
 STEP, ACCELERATE, HOST_TIME, MASKS = "transformer", "accelerate", "host_time", "attention_masks"
 PICTURES = {  # of docs/pictures.py: what each shows
     "step_speed": "Speed of a training step compared with the fastest alternative",
@@ -325,30 +332,55 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
 
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
-    """The README's table: the first training steps of the first record that has them, and what others have for these;
-    then accelerate likewise."""
-    if not found:
-        return NO_GPU + "\n"
+    """The README's tables: of the newest record of a GPU; the first training steps of the first record of a CPU that
+    has them; accelerate."""
+    gpu = next((pair for pair in found if _on_gpu(pair[1])), None)
+    lines = [NO_GPU] if gpu is None else _gpu_figures(*gpu)
+    found = [pair for pair in found if not _on_gpu(pair[1])]
+    lines += ["", *_cpu_steps(found)] if found else []
+    lines += ["", *said] if (said := _accelerate_table(found)) else []
+    return "\n".join(lines) + "\n"
 
+
+def _gpu_figures(path: Path, record: Record) -> list[str]:
+    """Training steps, and for other ops the smallest and the largest speed-up."""
+    body, gains = [], {}
+    for case in record["cases"]:
+        rows, direction = case_rows(record, case), record["ops"][case["op"]]["directions"][-1:]
+        other = fastest_other(rows, direction[0]) if direction and default_row(rows) else None
+        if other and case["op"] == STEP:
+            ours, graphed = default_row(rows), provider_row(rows, GRAPHED)
+            ratios = [other[0] / ratio for row in (ours, graphed) if (ratio := slowdown(rows, row, "step"))]
+            times = [f"{median(row, 'step'):.3g}" for row in (provider_row(rows, other[1]), ours, graphed) if row]
+            cells = [f"{ms} ({format_times(ratio)})" for ms, ratio in zip(times[1:], ratios, strict=False)]
+            body.append([case["case"], f"{times[0]} {other[1]}", *cells, *["-"] * (2 - len(cells))])
+        elif other and case["op"] in ON_GPU:
+            gains.setdefault(case["op"], []).append(other[0])
+    lines = [f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`):"]
+    header = ["one training step, ms", "the best alternative", "fastattn", "fastattn with `GraphedStep`"]
+    lines += ["", *table(header, body)] if body else []
+    said = [
+        f"{name} {' to '.join(dict.fromkeys(map(format_times, (min(gains[op]), max(gains[op])))))}"
+        for op, name in ON_GPU.items()
+        if op in gains
+    ]
+    words = f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}."
+    if not any(row["provider"].startswith("torch.compile") and row["status"] == "ok" for row in record["rows"]):
+        words += " No alternative was compiled by torch.compile."
+    return [*lines, "", *textwrap.wrap(words, width=120)] if said else lines
+
+
+def _cpu_steps(found: Sequence[tuple[Path, Record]]) -> list[str]:
     def steps(record: Record) -> list[Row]:
         return [case for case in record["cases"] if case["op"] == STEP and case_rows(record, case)][:README_ROWS]
 
     path, record = next((pair for pair in found if steps(pair[1])), found[0])
     cases = steps(record)
     body = [[cells[column] for column in (0, 1, 2, 4, 5)] for cells in (_speed_cells(record, c, "step") for c in cases)]
-    lines = [] if _on_gpu(record) else [NO_GPU, ""]
-    lines += [f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`):", ""]
+    lines = [f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`):", ""]
     header = ["one training step", "fastattn, ms", "speed-up over the best alternative", "without `model.loss`"]
     lines += table([*header, "share from skipping padding"], body)
-    names = [case["case"] for case in cases]
-    for other_path, other in found:
-        same = [case for case in steps(other) if case["case"] in names] if other is not record else []
-        gains = [fastest_other(case_rows(other, case), "step") for case in same]
-        if gains and all(gains):
-            lines += ["", f"The same cases on {machine(other)} (`benchmarks/results/{other_path.name}`):"]
-            lines += [", ".join(format_times(gain[0]) for gain in gains) + "."]
-    lines += ["", *said] if (said := _accelerate_table(found)) else []
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _accelerate_table(found: Sequence[tuple[Path, Record]]) -> list[str]:

@@ -182,7 +182,7 @@ def speed_ups(record: Record, op: str) -> list[tuple[str, str, float, float, str
 
 def step_speed(records: Records) -> Picture:
     """A training step of fastattn's Transformer."""
-    record, groups = record_with(records, STEP, "default"), {}
+    record, groups = record_with(records, STEP, WITH_PADDING), {}
     for name, dtype, whole, without, other in speed_ups(record, STEP):
         row = Bar(dtype, without, whole, (BLUE, SKY), f"{format_times(whole)} {other}")
         groups.setdefault(name, []).append(row)

@@ -166,6 +166,10 @@ one_tool() {
   [ "$1" != racecheck ] || kernels+=(--without-sm90) # it does not see what wgmma and TMA read
   timeout --foreground --signal=INT --kill-after=5 "$limit" $SANITIZER --tool "$1" "${kernels[@]}" > "$log" 2>&1
   status=$?
+  if grep -q "Internal Sanitizer Error" "$log"; then # of the tool: racecheck of CUDA 13.0 on an H200
+    echo "skipped  $1: the tool itself fails here"
+    return 0
+  fi
   echo "exit $status  $1: $(tail -n 1 "$log")"
   [ $status -eq 0 ]
 }
@@ -216,7 +220,7 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   wait
   run choices 150
   run report 205
-  run tune 60
+  run tune 200
   run sanitizer 300
   run compare 150 &
   run rest 300 &

@@ -9,7 +9,7 @@
 //   read(chunk, row, c, count)              chunk c of the thread, of `count` columns, else zero; may be called twice
 //   write(grad, row, c, count)              the gradient of that chunk; leaves in grad what dx_bias sums
 //
-// dx_bias may be null. Each thread has those sums in shared memory: there are not enough registers for them and the row.
+// dx_bias may be null. Each thread has those sums in shared memory: there are too few registers for them and the row.
 #pragma once
 #include "common/norm.cuh"
 

@@ -158,6 +158,22 @@ def test_a_shipped_record_is_read_after_the_users(tmp_path: Path, monkeypatch: p
         assert timings.load_record("cuda", 0).source == users
 
 
+@pytest.mark.parametrize("path", sorted(timings.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_shipped(path: Path) -> None:
+    """Each class is one that calls have, and each backend has a kernel of the op. The order is that of the rows."""
+    shipped = json.loads(path.read_text())
+    assert shipped["format"] == timings.FORMAT and len(shipped["capability"]) == 2
+    for op_name, of_op in shipped["choices"].items():
+        for of_class, order in of_op.items():
+            assert all(backends.has_kernel(op_name, name) for name in order)
+            rows = [row for row in shipped["rows"] if (row["op"], row["class"]) == (op_name, of_class)]
+            assert order == rows[0]["order"] and set(order) == rows[0]["ms"].keys()
+    x, weight = torch.randn(2, 2, 70, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    calls = {"attention": (x, x, x, None, 0.1), "feed_forward": (x, weight, None, weight, None, "gelu", 0.0)}
+    for op_name, arguments in calls.items():
+        assert backends.OPS[op_name].call_class(*arguments) in shipped["choices"][op_name]
+
+
 def test_each_gpu_has_the_record_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two kinds in one machine, whichever is the current device."""
     with a_gpu(monkeypatch, {"a GPU": (8, 0), "another GPU": (8, 0)}):

@@ -311,8 +311,21 @@ def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> No
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| a step | 40 | 1.50x torch.compile of plain PyTorch | 1.20x | 1.20x |" in text
     assert report_markdown.NO_GPU in text
-    record["environment"]["device"] = {"device": "cuda:0", "name": "Some GPU", "capability": "9.0", "memory_gib": 80.0}
-    assert report_markdown.NO_GPU not in report_markdown.figures([(Path("report_there.json"), record)])
+    of_gpu = copy.deepcopy(record)
+    gpu = {"device": "cuda:0", "name": "Some GPU", "capability": "9.0", "memory_gib": 80.0}
+    of_gpu["environment"]["device"] = gpu
+    of_gpu["cases"].append({"op": "attention", "case": "long", "dtype": "fp32", "series": None, "work": {}})
+    for provider, ms, ours in (("cuda", 2.0, True), ("sdpa", 3.0, False)):
+        timings = {"both": timed(ms)}
+        more = {"provider": provider, "ours": ours, "default": ours, "timings": timings}
+        of_gpu["rows"].append(of_gpu["rows"][0] | {"op": "attention", "case": "long"} | more)
+    step = of_gpu["rows"][1]
+    graphed = {"provider": "default, GraphedStep", "default": False, "timings": {"step": timed(20.0)}}
+    of_gpu["rows"].append(step | graphed)
+    both = report_markdown.figures([(Path("report_there.json"), of_gpu), (Path("report_here.json"), record)])
+    assert report_markdown.NO_GPU not in both and "| a step | 40 | 1.50x torch.compile of plain PyTorch |" in both
+    assert "| a step | 60 torch.compile of plain PyTorch | 40 (1.50x) | 20 (3.00x) |" in both
+    assert "the GPU's time alone: attention 1.50x." in both and "No alternative was compiled" not in both
     with pytest.raises(ValueError, match="must hold the markers"):
         report_markdown.with_figures("no markers\n", "text")
 
