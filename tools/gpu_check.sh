@@ -8,7 +8,6 @@
 #   doctor     every backend against float64, each in its own process: DIR/doctor_BACKEND.json
 #   tests      the test files that a GPU can change (the everyday tier; with FULL=1 the full one), each in its own
 #              process, because a crash leaves a process without its GPU; the tests of the ops in 16 (96) parts
-#   choices    which of the CUDA kernels' open choices is faster: DIR/choices.json
 #   report     the benchmarks: DIR/report/
 #   tune       `python -m fastattn tune`, which measures the fastest backend for each call: DIR/record.json
 #   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel, and of the Triton kernels
@@ -23,7 +22,7 @@
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
 # (DIR.tar.gz), so a run that is cut off loses one stage at most. Three calls of less than ten minutes:
 #   LIMIT=540 gpu_check.sh DIR1 hello build precompile probes doctor tests
-#   LIMIT=540 gpu_check.sh DIR2 hello build choices report tune
+#   LIMIT=540 gpu_check.sh DIR2 hello build report tune
 #   LIMIT=540 gpu_check.sh DIR3 hello build sanitizer compare rest
 # FULL=1 needs half an hour for the tests alone.
 #
@@ -33,7 +32,7 @@
 set -uo pipefail
 
 DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
-ALL="hello build precompile probes doctor tests choices report tune sanitizer compare rest"
+ALL="hello build precompile probes doctor tests report tune sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -132,11 +131,6 @@ rest() {
     sed "s|$| 1/1|" | run_tests rest
 }
 
-choices() {
-  needs_gpu
-  "$PYTHON" tools/measure_choices.py --out "$DIR/choices.json"
-}
-
 report() {
   "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$(minutes_left 25)" $([ -n "$GPU" ] || echo --quick)
 }
@@ -218,7 +212,6 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   run doctor 300 &
   run tests "$([ -z "${FULL:-}" ] && echo 400 || echo 1500)" &
   wait
-  run choices 150
   run report 205
   run tune 200
   run sanitizer 300

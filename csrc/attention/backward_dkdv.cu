@@ -7,7 +7,7 @@
 // Shared memory: k and v, read once; q and dout with lse and delta, kStages deep.
 // Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key
 //   tile.
-// Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
+// Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    253 / 253 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   249 / 249            69 KiB                   2
 //   head_dim 256   255 / 255            83 KiB                   1 on sm_80, 2 on sm_90

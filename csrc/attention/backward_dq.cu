@@ -7,7 +7,7 @@
 // Shared memory: q and dout, read once; k and v, kStages deep.
 // Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a
 //   query tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are uniform branches.
-// Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (no GPU has timed it yet), nothing spills:
+// Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    241 / 242 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   202 / 202            68 KiB                   2
 //   head_dim 256   241 / 242            83 KiB                   1 on sm_80, 2 on sm_90

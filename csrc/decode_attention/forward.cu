@@ -17,14 +17,15 @@
 // Bytes: the visible keys and values once, q and out; for each split head_dim + 1 floats a query, written and read.
 //   Work: 2 * (head_dim of k + of v) FLOPs a query and visible position.
 // Unaligned tensors, and head dimensions that are no multiple of eight, are read element by element.
-// Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills; no GPU has timed it yet:
-//   one query      bfloat16 128 / 128 registers   float32 90 / 92: four blocks a multiprocessor (before, six)
+// Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills:
+//   one query      bfloat16 128 / 128 registers   float32 90 / 92: four blocks a multiprocessor
 //   eight queries  bfloat16 168 / 164             float32 168 / 168: three
 //   tensor cores   head_dim 64 151 / 151: three   128 234 / 239: two
-// Of eight queries in bfloat16 at head_dim 64, a warp's instructions for 16 positions, 4 KiB: 284 on tensor cores (16
-//   HMMA, 9 LDG, 16 PRMT, 5 MUFU, 20 FMUL, some 150 of addresses), before 1394 (528 FFMA). Those limited an H100 to 2.7
-//   TB/s, and with waits for loads to 1.7 to 2.0. Estimated now: memory's rate, 2.8 TB/s, 30 to 40 % less time. Without
-//   tensor cores 1316: the scale is in q. In float32 earlier loads save 5 to 15 %; one query was memory-bound before.
+// H200, 8 heads of 64, ms, Triton's in brackets, each query with its own rows:
+//   32 x 5 queries of    64 keys            512 keys           2048 keys                  256 x 5 of 64 keys
+//   bfloat16             0.0131 (0.0094)    0.0520 (0.0441)    0.171 (0.168), 3.9 TB/s    0.0878 (0.0558), 1.9 TB/s
+//   float32              0.0141             0.0821             0.303, 4.4 TB/s            0.0962, 3.5 TB/s
+//   On tensor cores, 64 keys that 8 queries share, 32 x 8, bfloat16: 0.0102 (0.0082).
 #include "common/mma.cuh"
 #include "common/softmax.cuh"
 #include "common/vec.cuh"

@@ -8,6 +8,8 @@
 //   writes dz and, except for relu, h: relu 6, others 8, gated 12. `partial` is 4 bytes for 64 elements.
 // The bias gradient adds the rows of `partial` in a fixed order: no atomics, equal inputs give equal bits.
 // Not here: bias1, which cuBLAS adds in its own epilogue.
+// H200, bf16, 16384 x 512 x 2048 with all products, forward and backward, ms, Triton's in brackets: relu 0.458 (0.440),
+//   gelu 0.498 (0.610), swiglu 0.694 (0.779); with dropout 0.469 (0.466), 0.526 (0.666), 0.712 (0.849).
 // Dropped: a kernel for Hopper, of wgmma and a ring of TMA stages, with this as the product's epilogue. No record of an
 //   H200 chose it.
 #include "common/reduce.cuh"

@@ -8,8 +8,8 @@
 // Shared memory: the row, if it fits (163 KiB on an A100, 227 on an H100: 83k and 116k classes in 16 bits). A thread
 //   reads only what it wrote itself, so that no barrier is needed. A wider row is read from memory again: partly from
 //   L2, as 264 rows of 128k classes are 68 MB. Also the warps' partial sums.
-// Traffic: a logit is read and written, 4 bytes in 16-bit types; without a gradient only read. bias stays in L2. On an
-//   H200 two exponentials a logit need half of the time of memory, some 22 instructions three quarters.
+// Traffic: a logit is read and written, 4 bytes in 16-bit types; without a gradient only read. bias stays in L2.
+// H200, bf16, 8192 x 512 -> 32000 with all products, 1.01 ms of them at 794 TFLOP/s: 1.43 ms, by Triton's kernel 1.58.
 // Unaligned rows or an unaligned bias are read and written element by element, and so are the last up to seven classes
 //   if their number is no multiple of eight. fastattn/backends/cuda/linear_cross_entropy.py aligns rows.
 // Dropped before measuring: the row in registers, which needs a kernel for each of some widths; cp.async, for whose

@@ -75,8 +75,15 @@ class Operator:
         """
         if torch.compiler.is_compiling():
             return cls._traced(*op_args)[: cls.results]
+        if not torch.is_grad_enabled():  # the Function alone would cost the host a third of the call
+            return cls._results(cls.forward(*op_args), op_args[: cls.inputs])
         # PyTorch examines every argument of a Function: those that have no gradient are one.
         return cls._eager.apply(*op_args[: cls.inputs], op_args[cls.inputs :], remember)
+
+    @classmethod
+    def _results(cls, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """An argument must not be returned as it is."""
+        return tuple([t.view_as(t) if _is_among(t, inputs) else t for t in outputs[: cls.results]])
 
 
 def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
@@ -88,8 +95,7 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
             outputs = op.forward(*op_args)
             op.save(ctx, op_args, outputs)
             ctx.set_materialize_grads(False)
-            # An argument must not be returned as it is.
-            return tuple([t.view_as(t) if _is_among(t, inputs) else t for t in outputs[: op.results]])
+            return op._results(outputs, inputs)
 
         @staticmethod
         def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:

@@ -15,13 +15,12 @@ no traffic in the loop; with x_bias, whose gradient is a third, half as much of 
 one row of `partial`. Every sum has one order: equal inputs give equal bits.
 
 Weight gradients: up to hidden 1024 they are finished here, in two steps by the programs that arrive last (finish_sums
-in common/norm.py); wider ones by a second launch. By arithmetic, not measured: a program alone reads 0.1 TB/s of L2,
-and the two steps are two tickets, 1 us each, and 17 rows each: 4 us at hidden 512, 5 at 1024, 11 at 4096. A second
-launch spreads the 264 rows over the multiprocessors, about 4 us at any width, and costs the host some 10 us, which
-eager training waits for.
+in common/norm.py); wider ones by a second launch, which costs the host time that eager training waits for.
 
 Floor: read dout, z (, dz), write dresidual (, dx): 6 to 10 bytes an element in 16-bit types; `partial` adds
 2 * programs * hidden * 4 bytes written and read once (264 programs, hidden 1024: 2 x 2.2 MB, mostly in L2).
+H200 (copies at 4.27 TB/s), bf16, ms: 65536 x 1024 with dropout 0.200, 63 % of that rate, without 0.150; 65536 x 512
+0.090, 8192 x 512 0.030.
 """
 
 import torch

@@ -9,6 +9,8 @@ and delta, the other owns key tiles and writes dk and dv. S and dP are computed 
 lse is differentiable at no cost: its gradient only shifts delta.
 Compiled offline, triton 3.6, bf16 causal, sm_90a: dq 128 registers at D 64 and 209 at D 128, dk and dv 254 and 239;
 nothing spills. With dropout, bias and a bool matrix together, D 128: 10 and 2 accesses spill.
+H200, bf16, ms, CUDA's in brackets: 2 x 16 heads, 8192 tokens, D 128 8.18 (5.13), 336 TFLOP/s, causal 4.22 (2.56); 2 x
+32 heads, D 64 8.18 (5.59), 336 TFLOP/s; 16 x 32 heads, 1024 tokens, D 64, padding 1.26 (0.682).
 Tried and dropped:
     for dk and dv, D 128: 64 queries by 128 keys, 59 stores spilled without a mask; 128 by 64, 244;
     in dq, to test elements only after dP: 154 registers at D 64, so one program an SM where there are two.

@@ -42,8 +42,8 @@ def dropout_keep_in_product(rng_state, threshold, rows, first_col, BLOCK_N: tl.c
     There four threads share an octet, so the thread of a Philox call gives its result to others: here one word with the
     octet's eight bits. gather() leaves each word at its place, but Triton does not compute again what is before it.
     Without it all four threads would make the whole call.
-    Estimated from the machine code of triton 3.6, sm_90a, bfloat16: 12 instructions an element where dropout_keep()
-    takes 17. The whole kernels, D 64 and key padding: forward 2657 for 2977, dq 2659 for 2963, dk and dv 3142 for 3311;
+    In the machine code of triton 3.6, sm_90a, bfloat16: 12 instructions an element where dropout_keep() takes 17. The
+    whole kernels, D 64 and key padding: forward 2657 for 2977, dq 2659 for 2963, dk and dv 3142 for 3311, not timed;
     with a bias and a bool matrix at D 128 12 accesses spill where 51 did. Feed-forward: relu 3031 for 3281, the
     backward of gelu 4757 for 5143, but the forward of gelu 7270 for 7147. Not for norms: their layout has whole octets.
     """

@@ -79,10 +79,10 @@ def tile_for(dtype: torch.dtype, arch: int, tokens: int, wide: bool) -> Tile:
     Dropped, offline at sm_90, bfloat16: 128 x 256 where z is read back and two tiles are stored (gelu backward: 470
     spills). Not taken without a timing: 128 x 128 by four warps, two programs a multiprocessor (gelu: 255 registers, no
     spills; its backward 400). sm_80 and the 99 KiB of consumer GPUs: 48 KiB, two programs each.
-    float32 without tensor cores: 512 of the loop's 599 instructions are multiply-adds (gated 1024 of 1141), and shared
-    memory is half as busy as they are. Dropped: z and dh by cuBLAS, read by a pointwise kernel, 619 to 2203
-    instructions at 40 to 138 registers. It moves 8 bytes more an element of z, 45 us of 300 at 8192 tokens, 512 to 2048
-    (estimated): more than the 15 % of the loop that are not multiply-adds.
+    float32 without tensor cores: 512 of the loop's 599 instructions are multiply-adds (gated 1024 of 1141). Dropped: z
+    and dh by cuBLAS, read by a pointwise kernel, 619 to 2203 instructions at 40 to 138 registers. The CUDA backend has
+    that; H200, 16384 x 512 x 2048, forward and backward, ms, CUDA's in brackets: bf16 relu 0.440 (0.458), gelu 0.610
+    (0.498), swiglu 0.779 (0.694); float32 relu 6.15 (4.35).
     """
     few = tokens <= FEW_TOKENS
     if dtype == torch.float32:

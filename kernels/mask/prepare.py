@@ -16,10 +16,12 @@ Registers: at most 64 rows of the matrix by 128 columns, and an answer for each 
 Bytes: a matrix once, a byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
 padding of the visited columns once per tile of rows, from L2: less than what a launch costs.
 Lengths and the strides of paddings are not specialised: batches of all lengths share a compiled kernel.
-Compiled offline with triton 3.6, sm_90a (no GPU has timed it yet): packed sequences with padding 22 registers; a matrix
-106 and, transposed, 227, with loads of 16 bytes where 16 divides the lengths. Nothing spills.
-One matrix for all samples and heads, (1, 1, L, L), has L / 128 programs: estimated at 150 us for 8192 x 8192, 64 MB,
-where a copy takes 30. Its mask is prepared once, and attention to it takes milliseconds a layer.
+Compiled offline with triton 3.6, sm_90a: packed sequences with padding 22 registers; a matrix in tiles of 128 x 64 106
+and, transposed, 227, with loads of 16 bytes where 16 divides the lengths. Nothing spills. In tiles of 128 x 128, as the
+CUDA kernels have them, 123 and, transposed, 128, with 4 accesses of spilled registers.
+H200, a matrix (8, 1, 2048, 2048), 34 MB, 128 programs: tiles of 192 x 128 65 us, of 128 x 128 45, transposed 109. One
+matrix for all samples and heads, (1, 1, L, L), has L / 128 programs with more columns each: not timed. Its mask is
+prepared once, and attention to it takes milliseconds a layer.
 Tried and dropped:
     lengths outside of Matrix: each byte of a matrix was loaded by itself;
     8 warps for a matrix, 64 or 127 registers: as many bytes in flight, and a spilled register.

@@ -111,7 +111,7 @@ def test_what_is_cut_off_keeps_its_failures(tmp_path: Path) -> None:
     slow = tmp_path / "test_slow.py"
     slow.write_text("import time\ndef test_fails(): assert 1 == 2\ndef test_sleeps(): time.sleep(600)\n")
     cut = "tests/nn/test_linear.py"
-    done = gpu_check(tmp_path / "out", "tests", **pretended_gpu(tmp_path, real=(cut, slow)), LIMIT="39")
+    done = gpu_check(tmp_path / "out", "tests", **pretended_gpu(tmp_path, real=(cut, slow)), LIMIT="43")
     assert done.returncode == 1 and outcomes(done) == {"tests": "FAILED"}
     named = re.findall(r"^(?:exit|not|   ) .*", done.stdout.split("Summary: ")[1], re.MULTILINE)
     assert named[0].startswith(f"exit 124  {cut} 1/1: ") and "::test_fails - assert 1 == 2" in named[1], done.stdout
@@ -127,8 +127,8 @@ def test_without_time_nothing_is_called_passed(tmp_path: Path) -> None:
     assert done.returncode == 1 and len(runs) > 50
     assert re.findall(r"^not started  (.*)", done.stdout, re.MULTILINE) == runs
     assert packed(tmp_path / "all.tgz")["out/summary.txt"].count("not started") == len(runs)
-    done = gpu_check(tmp_path / "out", "choices", **gpu, LIMIT="15")
-    assert done.returncode == 1 and outcomes(done) == {"choices": "FAILED: not started, because no time was left"}
+    done = gpu_check(tmp_path / "out", "tune", **gpu, LIMIT="15")
+    assert done.returncode == 1 and outcomes(done) == {"tune": "FAILED: not started, because no time was left"}
 
 
 def test_nothing_runs_after_a_bad_hello(tmp_path: Path) -> None:

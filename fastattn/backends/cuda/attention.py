@@ -50,9 +50,7 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
     rows, columns, *tiles, narrow_rows, max_short, has_short_backward = _plan(*place, q.dtype, max(Dk, Dv), uses_sm90)
     launch, longest = SM90 if uses_sm90 else SM80, max(Lq, Lk)
     if uses_sm90 and longest > _MOST_SM80:
-        # Of two tiles the larger reads keys less often and overlaps more, but has too few registers for a bias, and
-        # should not pad by 1 row in 16 more.
-        if bias is not None or 16 * -(-Lq // narrow_rows) * narrow_rows <= 15 * -(-Lq // rows) * rows:
+        if bias is not None:  # for which the larger tile has too few registers
             rows = narrow_rows
         forward = Layout(False, rows, columns, (*SM90, rows))
     else:
