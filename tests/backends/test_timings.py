@@ -182,6 +182,14 @@ def test_each_gpu_has_the_record_of_its_kind(monkeypatch: pytest.MonkeyPatch) ->
             assert backends.recorded_order("attention", torch.device("cuda", index), (Q, Q, Q, None, 0.0)) == order
 
 
+def test_float16_follows_bfloat16_unless_it_was_measured() -> None:
+    gpu, of_call = torch.device("cuda"), CLASS.replace("float32", "bfloat16")
+    for choices, first in (({of_call: ["cuda"]}, "cuda"), ({of_call: ["cuda"], f"{of_call[1:]}": ["aten"]}, "aten")):
+        with timings.override_choices({"attention": choices}):
+            assert backends.recorded_order("attention", gpu, (Q.half(), Q.half(), Q.half(), None, 0.0)) == (first,)
+            assert backends.recorded_order("attention", gpu, (Q, Q, Q, None, 0.0)) == ()
+
+
 def test_in_float32_a_gpu_without_a_record_asks_pytorch_first() -> None:
     gpu, halved = torch.device("cuda"), Q.half()
     with timings.override_choices({}):

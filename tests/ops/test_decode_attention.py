@@ -61,14 +61,14 @@ def test_what_is_not_attended_may_be_nan(backend: str, dtype: torch.dtype, devic
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NaN in the interpreter
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_comes_out(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Of one element that is attended to, where the formula has it: in the first tile, the last one and all of them,
-    and where several programs share the keys."""
+    """Of one element that is attended to, where the formula has it: in the last tile, and in all of them; and where
+    several programs share the keys."""
     for name, where, size in itertools.product(
         ("query", "key", "value"),
-        (0, -1, slice(None)),
+        (-1, slice(None)),
         ({"ancestors": True}, {"rows": 1, "queries": 5}, {"queries": 1, "positions": 520}),
     ):
         inputs = make(device, heads=1, heads_k=1, dtype=dtype, **size)
