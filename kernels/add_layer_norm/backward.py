@@ -90,7 +90,7 @@ def add_layer_norm_bwd_kernel(
     if HAS_X_BIAS:
         norm.store_partial(partial, width - hidden, dx_sum, col, width, hidden)
     if FINISH:
-        COLS: tl.constexpr = min(BLOCK_N, 512)
+        COLS: tl.constexpr = 512 if BLOCK_N > 512 else BLOCK_N  # min() of Triton 3.5 is no plain number
         norm.finish_sums(
             partial, statistics, rows, dweight, dbias, dx_bias, width, hidden, IS_RMS, HAS_X_BIAS, SPAN, COLS
         )

@@ -65,7 +65,7 @@ def embed_layer_norm_bwd_kernel(
     norm.store_partial(partial, 0, dgain, col, width, hidden)
     norm.store_partial(partial, hidden, dshift, col, width, hidden)
     if FINISH:
-        COLS: tl.constexpr = min(BLOCK_N, 512)
+        COLS: tl.constexpr = 512 if BLOCK_N > 512 else BLOCK_N  # as in add_layer_norm/backward.py
         norm.finish_sums(partial, statistics, rows, dweight, dbias, None, width, hidden, False, False, SPAN, COLS)
 
 
