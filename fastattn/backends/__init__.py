@@ -3,8 +3,8 @@
 The choice is the first of these that says something: the argument ``backend=``, the context ``use_backend()``, the
 environment variable FASTATTN_BACKEND, a record of ``python -m fastattn tune`` on such a device, the device's own order.
 A backend that is asked for by name raises with its reason where it does not support a call. The automatic choice
-takes the first that does. An op without a kernel in a backend that is asked for all ops is computed by the first of
-GPU_ORDER that can.
+uses the first that does. Where a backend is requested for a whole model and has no kernel for an op, the first of
+GPU_ORDER that supports the call is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastattn.backends import timings
 
 Backend = Literal["reference", "aten", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-# Where no record says which is fastest. A CUDA kernel becomes a default only by a record, such as backends/records/.
+# The orders without a record. A CUDA kernel becomes a default only by a record, such as those in backends/records/.
 GPU_ORDER = ("triton", "aten", "reference")
 # Tensor cores do not compute in float32. On an H200 PyTorch's attention is then 5 times as fast as the kernels here,
 # and its products are 1.3 times as fast.
@@ -178,7 +178,7 @@ def recorded_order(op_name: str, device: torch.device, op_args: tuple[Any, ...])
     if not choices:
         return ()
     of_call = OPS[op_name].call_class(*op_args)
-    if of_call not in choices and of_call.startswith("float16"):  # on an H200 both types of 16 bits rank alike
+    if of_call not in choices and of_call.startswith("float16"):  # their orders are equal on an H200
         of_call = f"b{of_call}"
     return tuple(name for name in choices.get(of_call, ()) if name in BACKENDS)
 
@@ -244,8 +244,8 @@ def choose(
 ) -> Implementation:
     """The backend for this call, asked once whether it supports it. RuntimeError if the one asked for does not.
 
-    of_model: `backend` was asked for a whole model, as use_backend and the environment ask for all ops. Then an op that
-        has no such kernel is computed by the first of GPU_ORDER that can.
+    of_model: `backend` was requested for a whole model, as use_backend and the environment are for all ops. If it has
+        no kernel for this op, the first of GPU_ORDER that supports the call is used.
     """
     name, source = requested(backend)
     key = OPS[op_name].backend_module

@@ -44,12 +44,12 @@ class Record(NamedTuple):
     ignored: dict[str, str]
 
 
-def choice(op_name: str, device_type: str, call_class: Callable[[], str], index: int | None = None) -> str | None:
+def choice(op_name: str, device_type: str, call_class: Callable[[], str]) -> str | None:
     """What the record of a device, see `load_record`, names for such a call, or None.
 
     None in what torch.compile traces, where it would stay for good.
     """
-    op_choices = choices(op_name, device_type, index)
+    op_choices = choices(op_name, device_type)
     return op_choices.get(call_class()) if op_choices else None
 
 

@@ -69,7 +69,8 @@ def _validate(
 def _call_class(x: Tensor, weight1: Tensor, *options: Any) -> str:
     activation, dropout_p = options[-2:]
     tokens = timings.size_bucket(x.numel() // max(x.shape[-1], 1), "tokens", 1024)
-    kind = "relu" if activation == "relu" else "gated" if activation in GATED else "gelu"  # which backends rank alike
+    # Within a kind the order of the backends is the same.
+    kind = "relu" if activation == "relu" else "gated" if activation in GATED else "gelu"
     return timings.call_class(x.dtype, dropout_p, tokens, kind)
 
 

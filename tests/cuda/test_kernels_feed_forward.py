@@ -23,7 +23,7 @@ OTHERS = [activation for activation in ACTIVATIONS if activation not in ("relu",
 
 
 class GuardedTorch(Guarded):
-    """Stands in for torch in the backend: the buffers it makes lie between guard zones."""
+    """In place of torch in the backend: it makes buffers between guard zones."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
