@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.nn.fusible import hook_reason
+from fastattn.nn.lazy_logits import Head
 from fastattn.nn.leaves import Dropout, Linear, products_are_pytorch
 
 _LEAVES = {nn.Linear: Linear, nn.Dropout: Dropout}
-_LEAVES_BACK = {replaced: original for original, replaced in _LEAVES.items()}
+_LEAVES_BACK = {replaced: original for original, replaced in _LEAVES.items()} | {Head: nn.Linear}  # report.loss
 
 
 class Entry(NamedTuple):
@@ -52,13 +53,13 @@ class Report:
     def loss(
         self, model: nn.Module, *, label_smoothing: float = 0.0, num_items_in_batch: Any = None, **batch: Any
     ) -> Tensor:
-        """What model(**batch).loss is, a scalar with its gradients, without keeping the logits.
+        """What model(**batch).loss is, a scalar with its gradients, where possible without its logits.
 
-        model: a transformers model with a language model's head, or what DistributedDataParallel or peft makes of one.
+        model: a transformers model, or what DistributedDataParallel or peft makes of one.
         label_smoothing: as transformers' Trainer computes it.
         num_items_in_batch: the sum over all tokens is divided by it; unless given, by the tokens that count.
-        batch: the model's arguments, with labels (B, L).
-        ValueError without labels. TypeError for a model whose loss cannot be computed from its head alone.
+        batch: the model's arguments, with labels.
+        ValueError without labels. TypeError for a model that gives no loss.
         See fastattn.integrations.huggingface_loss.loss.
         """
         from fastattn.integrations.huggingface_loss import loss

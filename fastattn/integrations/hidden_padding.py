@@ -28,6 +28,7 @@ MIN_SHARE = 1 / 8
 
 class _State(threading.local):
     is_hidden = False
+    block_mask: Any = None
 
 
 _state = _State()
@@ -44,8 +45,18 @@ def padding_is_hidden() -> Iterator[None]:
 
 
 def may_leave_out_padding() -> bool:
-    """Whether a mask is made within padding_is_hidden()."""
-    return _state.is_hidden
+    """Whether a mask is made within padding_is_hidden(). torch.compile traces the model with its padding."""
+    return not torch.compiler.is_compiling() and _state.is_hidden
+
+
+@contextmanager
+def padding_of_block(mask: Any) -> Iterator[None]:
+    """The modules of a block, which do not get its mask, find it in `pack_tokens`."""
+    before, _state.block_mask = _state.block_mask, mask
+    try:
+        yield
+    finally:
+        _state.block_mask = before
 
 
 class Packed(NamedTuple):
@@ -93,8 +104,12 @@ def restore_padding(out: Tensor, unpadded: Unpadded) -> Tensor:
     return padded
 
 
-def pack_tokens(module: Any, x: Tensor, mask: Any) -> tuple[Tensor, Unpadded] | None:
-    """The real tokens (1, T, d_model) of the input of a module that computes each token by itself, or None."""
+def pack_tokens(module: Any, x: Tensor) -> tuple[Tensor, Unpadded] | None:
+    """The real tokens (1, T, d_model) of the input of a module that computes each token by itself, or None.
+
+    Which are real is known of the mask of the block that the module is in, see `padding_of_block`.
+    """
+    mask = _state.block_mask
     if getattr(mask, "padding", None) is None or hook_reason(module) is not None:
         return None
     unpadded = _unpadded(mask, x)

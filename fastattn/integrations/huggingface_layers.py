@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.integrations.hidden_padding import pack_tokens, restore_padding
+from fastattn.integrations.hidden_padding import pack_tokens, padding_of_block, restore_padding
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.layers import (
     Accelerated,
@@ -259,17 +259,11 @@ class _ViTLayer(Accelerated):
 
 
 class _T5Block(Accelerated):
-    """The library's own, which tells its feed-forward the mask, where that knows which tokens are padding."""
+    """The library's own, which gives its feed-forward the mask, where that knows which tokens are padding."""
 
     def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **options: Any) -> Any:
-        if getattr(attention_mask, "padding", None) is None:
+        with padding_of_block(attention_mask):
             return self.original.forward(self, hidden_states, attention_mask, *args, **options)
-        last = self.layer[-1].__dict__
-        last["mask"] = attention_mask
-        try:
-            return self.original.forward(self, hidden_states, attention_mask, *args, **options)
-        finally:
-            del last["mask"]
 
 
 class _T5Attention(Accelerated):
@@ -295,7 +289,7 @@ class _T5FeedForward(Accelerated):
     """T5LayerFF: norm, feed-forward, dropout and the addition."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        packed = pack_tokens(self, hidden_states, self.__dict__.get("mask"))
+        packed = pack_tokens(self, hidden_states)
         if packed is None:
             return self._feed_forward(hidden_states)
         tokens, unpadded = packed

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
 
+from fastattn.nn.lazy_logits import Head
 from fastattn.nn.leaves import Dropout, Linear
 from fastattn.nn.position import PositionalEncoding
 
@@ -20,6 +21,7 @@ from fastattn.nn.position import PositionalEncoding
 _READ = {
     nn.Linear: ("weight",),
     Linear: ("weight",),
+    Head: ("weight",),
     nn.Embedding: ("weight",),
     nn.LayerNorm: ("weight", "bias"),
     nn.Dropout: (),

@@ -4,12 +4,14 @@ import copy
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import has_second_derivative
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
 transformers = pytest.importorskip("transformers")
@@ -842,10 +844,114 @@ def smoothed(model, batch, label_smoothing=0.0, num_items_in_batch=None):
 
 @pytest.mark.parametrize("name", tiers([*WITH_LOSS, "gated"]))
 def test_loss(name):
-    """The model's own, with its gradients."""
+    """The model's own, with its gradients, and without its logits."""
     theirs, ours = pair(name)
-    both_losses(theirs, ours, labels_for(theirs))
-    assert "forward" not in ours.get_output_embeddings().__dict__ and not ours._forward_hooks
+    found = both_losses(theirs, ours, labels_for(theirs))
+    assert not {"NllLossBackward0", "NllLoss2DBackward0"} & {node.name() for node in nodes(found)}
+    restore(ours)
+    assert type(ours.get_output_embeddings()) is torch.nn.Linear
+
+
+def nodes(tensor):
+    """All nodes of the tensor's graph."""
+    found, new = set(), [tensor.grad_fn]
+    while new:
+        node = new.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            new += [following for following, _ in node.next_functions]
+    return found
+
+
+SPEECH = dict(hidden_size=32, intermediate_size=64, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1)
+SPEECH |= dict(encoder_num_attention_heads=4, decoder_num_attention_heads=4, vocab_size=99, pad_token_id=0)
+SPEECH |= dict(eos_token_id=1, bos_token_id=2, decoder_start_token_id=2)
+GROUPED = STACK | dict(num_key_value_heads=2)
+OTHER_RULES = {
+    "labels are shifted before the loss": ("Moonshine", "ForConditionalGeneration", SPEECH, {}),
+    "smooths its labels": ("BlipText", "LMHeadModel", STACK | dict(encoder_hidden_size=32), {}),
+    "adds another loss": ("Bert", "ForPreTraining", STACK, {"next_sentence_label": torch.tensor([0, 1, 1])}),
+    "adds a loss of its router": (
+        "Mixtral",
+        "ForCausalLM",
+        GROUPED | dict(num_local_experts=2),
+        dict(output_router_logits=True),
+    ),
+    "caps its logits": ("Gemma2", "ForCausalLM", GROUPED | dict(head_dim=8, attn_logit_softcapping=None), {}),
+}
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES)
+def test_loss_by_another_rule(rule):
+    """The loss is what the model's own code makes of its head's logits."""
+    name, kind, options, arguments = OTHER_RULES[rule]
+    home = transformers if name != "BlipText" else transformers.models.blip.modeling_blip_text
+    torch.manual_seed(0)
+    theirs = getattr(home, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options)).to(DEVICE).eval()
+    with torch.no_grad():
+        theirs.get_output_embeddings().weight.mul_(10)  # far from uniform, so that smoothing and caps show
+    batch = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+    if name == "Moonshine":
+        batch |= {
+            "input_values": torch.randn(3, 2000, device=DEVICE),
+            "labels": inputs_for(build("bert"))[0]["input_ids"],
+        }
+    else:
+        batch |= labels_for(build("bert"))
+    ours = copy.deepcopy(theirs)
+    both_losses(theirs, ours, batch)
+    if rule in ("smooths its labels", "caps its logits"):
+        return
+    report = accelerate(ours)
+    smoothed = report.loss(ours, **batch, label_smoothing=0.1)
+    assert abs(smoothed.item() - report.loss(ours, **batch).item()) > 1e-3
+
+
+def test_loss_in_one_thread_logits_in_another():
+    """report.loss changes nothing that another thread's call reads."""
+    _, model = pair("marian")
+    batch, report, found = labels_for(model), accelerate(model), []
+    with torch.no_grad():
+        expected = model(**batch).logits
+
+        def call_in_another_thread(*_):
+            def call():
+                with torch.no_grad():
+                    found.append(model(**batch).logits)
+
+            handle.remove()
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+        handle = model.lm_head.register_forward_pre_hook(call_in_another_thread)
+        loss = report.loss(model, **batch)
+        assert torch.equal(found[0], expected)
+        torch.testing.assert_close(loss, report.loss(model, **batch))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bert", "marian"])
+def test_compiled_loss(name):
+    """A compiled model is traced as often as for its own loss, and a compiled step is one graph."""
+    counts = []
+    for ours in (False, True):
+        model = pair(name)[1].train()
+        model.config.use_cache = False
+        report, batch = accelerate(model), labels_for(model)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter)
+        for length in (7, 8, 9):
+            part = {n: t[:, :length].contiguous() for n, t in batch.items()}
+            loss = report.loss(compiled, **part) if ours else compiled(**part).loss
+            torch.testing.assert_close(loss, model(**part).loss)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]
+    with pytest.raises(TypeError, match="torch.compile traces it: label_smoothing and num_items_in_batch"):
+        report.loss(compiled, **batch, label_smoothing=0.1)
+    step = torch.compile(lambda batch: report.loss(model, **batch), fullgraph=True, backend="eager")
+    torch.testing.assert_close(step(batch), model(**batch).loss)
 
 
 @pytest.mark.parametrize("name", tiers([*WITH_LOSS, "gated"]))
@@ -873,7 +979,7 @@ def test_num_items_in_batch(name, number):
 @pytest.mark.parametrize("change", ["hook", "lora"])
 @pytest.mark.parametrize("name", WITH_LOSS)
 def test_loss_with_a_modified_head(name, change):
-    """Its logits are computed."""
+    """Its logits are computed. The options hold for them too."""
     models, calls = pair(name), []
     if change == "lora":
         peft = pytest.importorskip("peft")
@@ -886,6 +992,8 @@ def test_loss_with_a_modified_head(name, change):
             model.get_output_embeddings().register_forward_hook(lambda m, a, out: calls.append(m) or 2 * out)
     both_losses(*models, labels_for(models[0]))
     assert change == "lora" or len(calls) == 2
+    if change == "hook":
+        both_losses(*models, labels_for(models[0]), label_smoothing=0.1)
 
 
 @pytest.mark.full
@@ -952,18 +1060,15 @@ def test_loss_errors():
     report, batch = accelerate(model), labels_for(model)
     with pytest.raises(ValueError, match="loss needs labels in the batch"):
         report.loss(model, input_ids=batch["input_ids"])
-    for other in (model.bert, torch.nn.Linear(2, 2)):
-        with pytest.raises(TypeError, match="has no head that gives logits of tokens"):
-            report.loss(other, **batch)
+    with pytest.raises(TypeError, match="BertModel gives no loss for labels"):
+        report.loss(model.bert, **batch)
+    with pytest.raises(TypeError, match="Linear holds no model of transformers"):
+        report.loss(torch.nn.Linear(2, 2), **batch)
     options = STACK | dict(num_key_value_heads=2, head_dim=8, attn_logit_softcapping=None)
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**options)).to(DEVICE)
-    with pytest.raises(TypeError, match="Gemma2ForCausalLM changes the logits that its head gives"):
-        report.loss(gemma, **batch)
-    assert "forward" not in gemma.lm_head.__dict__ and not gemma._forward_hooks
-    options = STACK | dict(num_key_value_heads=2, num_local_experts=2, output_router_logits=True)
-    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options)).to(DEVICE)
-    with pytest.raises(TypeError, match="MixtralForCausalLM adds another loss"):
-        report.loss(mixtral, **batch)
+    for option in ({"label_smoothing": 0.1}, {"num_items_in_batch": 9}):
+        with pytest.raises(TypeError, match="Gemma2ForCausalLM does not compute its loss by one cross_entropy of what"):
+            report.loss(gemma, **batch, **option)
 
 
 DATA_PARALLEL = """
