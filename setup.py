@@ -13,7 +13,9 @@ Environment
   CXX                     nvcc's host compiler
   MAX_JOBS                how many compilers run at once
 
-If ccache is installed, it is used. Paths are relative, so that checkouts share its cache.
+Objects stay in build/cuda.PLATFORM, and a later build compiles only what has changed: pip builds in new folders each
+time, with a new copy of pybind11. If ccache is installed, it is used. Paths are relative, so that checkouts share its
+cache. pip shows ninja's progress only with -v.
 """
 
 import importlib.util
@@ -68,30 +70,56 @@ def gencode(archs: str) -> str:
     return " ".join(flags)
 
 
-def ninja_file(nvcc: str, sources: list[str], target: Path, build_dir: Path) -> str:
-    """The build of `target` from the CUDA and C++ sources, as the text of a build.ninja for ninja in ROOT."""
-    import pybind11  # required by the build, but absent if only metadata is built
-
+def ninja_file(nvcc: str, sources: list[str]) -> str:
+    """The build of ../_C.so from CUDA and C++ sources, as the text of a build.ninja in the folder of build_files()."""
     archs = gencode(os.environ.get("FASTATTN_CUDA_ARCHS", "80;90+PTX"))
-    include = " ".join(f"-I{path}" for path in ("csrc", pybind11.get_include(), sysconfig.get_path("include")))
     ccbin = f"-ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
     lines = [
-        f"builddir = {build_dir}",
+        "builddir = ..",  # of the logs, by which ninja knows what it has compiled
         f"nvcc = {nvcc} {ccbin} -std=c++17 -O2 -Xcompiler -fPIC,-fvisibility=hidden",
         "rule compile",
-        f"  command = {shutil.which('ccache') or ''} $nvcc $arch {include} -MD -MF $out.d -c $in -o $out",
+        f"  command = {shutil.which('ccache') or ''} $nvcc $flags -Icsrc -MD -MF $out.d -c $in -o $out",
+        "  description = $in",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
         "  command = $nvcc -shared -cudart static -Xcompiler -static-libstdc++,-static-libgcc"
         " -Xlinker --exclude-libs,ALL $in -o $out",
+        "  description = link",
     ]
     objects = []
     for source in sources:
-        objects.append(build_dir / (source.replace("/", "_") + ".o"))
-        arch = gencode("90a") if source.endswith("_sm90.cu") else archs if source.endswith(".cu") else ""
-        lines += [f"build {objects[-1]}: compile {source}", f"  arch = {arch}"]
-    return "\n".join([*lines, f"build {target}: link {' '.join(map(str, objects))}", ""])
+        objects.append(f"../objects/{source.replace('/', '_')}.o")
+        flags = f"-Ipybind11 -I{sysconfig.get_path('include')}"
+        if source.endswith(".cu"):
+            flags = gencode("90a") if source.endswith("_sm90.cu") else archs
+        lines += [f"build {objects[-1]}: compile {source} | nvcc_version", f"  flags = {flags}"]
+    return "\n".join([*lines, f"build ../_C.so: link {' '.join(objects)}", ""])
+
+
+def build_files(nvcc: str) -> dict[str, bytes]:
+    """Name -> content of what objects are made of."""
+    import pybind11  # required by the build, but absent if only metadata is built
+
+    folders = {"csrc": ROOT / "csrc", "pybind11": Path(pybind11.get_include())}
+    files = {
+        f"{name}/{path.relative_to(folder).as_posix()}": path.read_bytes()
+        for name, folder in folders.items()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    return files | {"nvcc_version": subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE).stdout}
+
+
+def write_changes(folder: Path, files: dict[str, bytes]) -> None:
+    """Gives the folder these files and no others. One that is there already keeps its time, by which ninja decides."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in files:
+            path.unlink()
+    for path, content in ((folder / name, content) for name, content in files.items()):
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
 
 class BuildExtension(build_ext):
@@ -107,16 +135,16 @@ class BuildExtension(build_ext):
             self.extensions = self.distribution.ext_modules = []
 
     def build_extension(self, ext: Extension) -> None:
-        build_dir = Path(self.build_temp).resolve()
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        for folder in (build_dir, target.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        nvcc = find_nvcc()
-        file = build_dir / "build.ninja"
-        file.write_text(ninja_file(nvcc, ext.sources, target, build_dir))
+        nvcc, target = find_nvcc(), Path(self.get_ext_fullpath(ext.name))
+        build_dir = ROOT / "build" / f"cuda.{self.plat_name}"
+        ninja = {"build.ninja": ninja_file(nvcc, ext.sources).encode()}
+        write_changes(build_dir / "sources", build_files(nvcc) | ninja)
         jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
         environment = os.environ | {"CCACHE_NOHASHDIR": "1"}  # without it ccache's key of *_sm90.cu has ROOT in it
-        subprocess.run([sys.executable, "-m", "ninja", "-f", str(file), *jobs], cwd=ROOT, env=environment, check=True)
+        subprocess.run([sys.executable, "-m", "ninja", *jobs], cwd=build_dir / "sources", env=environment, check=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a process may have loaded it
+        shutil.copyfile(build_dir / "_C.so", target)
 
 
 class BuildWheel(bdist_wheel):

@@ -20,6 +20,7 @@ MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 E
 WITHIN_BATCH = 0.17  # the same of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
 BLOCK = 64  # rows and columns of a block of the mask "blocks"
+ATTENTION_DROPOUT = ", attention dropout "  # in the name of a case where it is not the dropout of the rest
 
 
 def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> torch.Tensor:
@@ -456,12 +457,17 @@ class SmallStepCase(StepCase):
 
 @dataclass(frozen=True)
 class AccelerateCase(StepCase):
-    """The same of another library's model. Lengths are even from half of the longest to the longest."""
+    """The same of another library's model. Lengths are even from half of the longest to the longest.
+
+    attention_dropout_p: of attention weights, where the model sets it apart from dropout_p.
+    """
 
     model: str = "Marian"
+    attention_dropout_p: float = 0.1
 
     def __str__(self) -> str:
-        return f"{self.model} {super().__str__()}"
+        tail = "" if self.attention_dropout_p == self.dropout_p else f"{ATTENTION_DROPOUT}{self.attention_dropout_p:g}"
+        return f"{self.model} {super().__str__()}{tail}"
 
     @cached_property
     def lengths(self) -> torch.Tensor:

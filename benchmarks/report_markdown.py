@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import result_files
+from cases import ATTENTION_DROPOUT
 from result_files import (
     LOSS_FROM_LOGITS,
     WITH_PADDING,
@@ -385,32 +386,39 @@ def _cpu_steps(found: Sequence[tuple[Path, Record]]) -> list[str]:
 
 def _accelerate_table(found: Sequence[tuple[Path, Record]]) -> list[str]:
     """Other libraries' models against themselves, in words and a table of all records; nothing if none has them."""
-    body, paths, models = [], [], []
+    body, paths, everywhere = [], [], []
     for path, record in found:
-        speed_ups: dict[str, tuple[list[float], list[float]]] = {}
+        speed_ups: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
         for case in (case for case in record["cases"] if case["op"] == ACCELERATE):
             rows = case_rows(record, case)
             other = fastest_other(rows, "step") if default_row(rows) else None
             own_loss = slowdown(rows, provider_row(rows, LOSS_FROM_LOGITS), "step") if other else None
             if other and own_loss:
-                lists = speed_ups.setdefault(case["dtype"], ([], []))
-                lists[0].append(other[0])
-                lists[1].append(other[0] / own_loss)
-                models.append(case["case"].split()[0])
+                model, dropout_p = case["case"].split()[0], case["case"].partition(ATTENTION_DROPOUT)[2]
+                of_row = speed_ups.setdefault((case["dtype"], dropout_p), [])
+                of_row.append((model, other[0], other[0] / own_loss))
+                everywhere += [] if dropout_p else [model]
         paths += [f"`benchmarks/results/{path.name}`"] if speed_ups else []
-        for dtype, lists in speed_ups.items():
-            cells = (f"{geometric_mean(r):.2f}x ({min(r):.2f}x to {max(r):.2f}x)" for r in lists)
-            body.append([machine(record).partition(";")[0], dtype, *cells])
+        for (dtype, dropout_p), of_row in speed_ups.items():
+            models, *columns = zip(*of_row, strict=True)
+            cells = (f"{geometric_mean(r):.2f}x ({min(r):.2f}x to {max(r):.2f}x)" for r in columns)
+            said = f"{dropout_p} ({', '.join(dict.fromkeys(models))})" if dropout_p else "0.1"
+            body.append([machine(record).partition(";")[0], dtype, said, *cells])
     if not body:
         return []
-    *others, last = dict.fromkeys(models)
+    *others, last = dict.fromkeys(everywhere)
     words = (
-        f"`accelerate`, one training step of {', '.join(others)}{' and ' * bool(others)}{last}, a quarter padding: the "
-        "speed-up over the fastest without fastattn, in the geometric mean (and of the slowest and the fastest case; "
+        f"`accelerate`, one training step of {', '.join(others)}{' and ' * bool(others)}{last}, a quarter padding, "
+        "dropout 0.1, also of attention weights (where the default of Marian and BART is 0): the speed-up over the "
+        "fastest without fastattn, in the geometric mean (and of the slowest and the fastest case; "
         f"{', '.join(paths)}):"
     )
-    header = ["processor", "dtype", "with `report.loss`, where there is one", "with the model's own loss"]
-    return [*textwrap.wrap(words, width=120, break_on_hyphens=False), "", *table(header, body)]
+    header = ["processor", "dtype", "attention dropout", "with `report.loss`, where there is one"]
+    return [
+        *textwrap.wrap(words, width=120, break_on_hyphens=False),
+        "",
+        *table([*header, "with the model's own loss"], body),
+    ]
 
 
 def _host_time_figures(path: Path, record: Record) -> list[str]:

@@ -26,6 +26,7 @@ from fastattn.masks.kernel_format import Layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+from cases import ATTENTION_DROPOUT
 from report_markdown import ACCELERATE, HOST_TIME, LAUNCH_US, PLAIN, STEP, committed, fastest_other, format_times
 from result_files import WITH_PADDING, Record, case_rows, default_row, machine, median, provider_row, slowdown
 
@@ -200,9 +201,11 @@ def accelerate_speed(records: Records) -> Picture:
     record, found = record_with(records, ACCELERATE, "default"), {}
     for name, dtype, whole, _, _ in speed_ups(record, ACCELERATE):
         model, shape = re.fullmatch(r"(.*?) \d+\+\d+ layers .* (\d+x\d+), .*", name).groups()
+        model += "*" * (ATTENTION_DROPOUT in name)
         found.setdefault((model, dtype), {})[shape] = whole
     height = 28 * len(found)
-    subtitle = "Batches of sentences x tokens, a quarter padding. Right: least and most."
+    tail = " (*: not in attention)" if any(model.endswith("*") for model, _ in found) else ""
+    subtitle = f"Batches of sentences x tokens, a quarter padding, dropout 0.1{tail}."
     picture = Picture(190 + height, "fastattn.accelerate: speed-up of a training step", subtitle)
     label = "times as fast; 1.0 is the fastest without fastattn"
     axes = picture.axes(190, 108, 316, height, ylim=(height, 0), yticks=[], xlabel=label)

@@ -2,18 +2,20 @@
 
     python examples/finetune_huggingface.py [--out DIR] [--steps N] [--model FOLDER --pairs FILE]
 
---model: a folder with a saved encoder-decoder model and its tokenizer, in place of a new Marian. --pairs: lines of
-source, tab, target. The command continues from the last checkpoint in --out.
+--model: a folder with a saved encoder-decoder model and its tokenizer, in place of a new Marian. --pairs: UTF-8 text,
+plain or .gz, in lines of source, tab, target. The command continues from the last checkpoint in --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 from pathlib import Path
 
 import torch
 import transformers
+from command_line import CommandError, DataError, positive, read_lines, run_command, writing
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -49,23 +51,53 @@ class Digits:
         return transformers.MarianMTModel(transformers.MarianConfig(vocab_size=len(self.words), d_model=64, **options))
 
 
-def main(argv: list[str] | None = None) -> None:
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """The pairs of source and target, one in each line that is not blank. DataError where a line is something else."""
+    pairs = []
+    for number, line in enumerate(read_lines(path), start=1):
+        columns = [column.strip() for column in line.split("\t")]
+        if len(columns) == 2 and all(columns):
+            pairs.append((columns[0], columns[1]))
+        elif line:
+            raise DataError(f"{path}, line {number}: expected source, tab, target, got {line[:60]!r}")
+    if not pairs:
+        raise DataError(f"{path}: holds no pair")
+    return pairs
+
+
+def load(folder: Path) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
+    """The tokenizer and the model that are saved there. CommandError where they cannot be loaded."""
+    if not folder.is_dir():
+        raise CommandError(f"{folder}: no such folder")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        return tokenizer, transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{folder}: cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, metavar="FOLDER")
     parser.add_argument("--pairs", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=Path("finetuned"), metavar="DIR")
-    parser.add_argument("--steps", type=int, default=400, metavar="N")
+    parser.add_argument("--steps", type=positive, default=400, metavar="N")
     options = parser.parse_args(argv)
     if (options.model is None) is not (options.pairs is None):
         parser.error("--model and --pairs go together")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
     if options.model:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(options.model)
-        pairs = [tuple(line.split("\t")) for line in options.pairs.read_text().splitlines()]
+        pairs = read_pairs(options.pairs)
+        tokenizer, model = load(options.model)
     else:
         tokenizer = Digits()
         model, pairs = tokenizer.model(), tokenizer.pairs(10_000)
 
+    with writing(options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
     report = fastattn.accelerate(model)  # this makes the model fast
     print(report)
 
@@ -89,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     settings["dataloader_pin_memory"] = torch.cuda.is_available()
     arguments = transformers.Seq2SeqTrainingArguments(options.out, **settings)
     trainer = Trainer(model, arguments, train_dataset=pairs, data_collator=collate)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.out) if options.out.is_dir() else None)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.out))
     trainer.save_model()
 
     batch = {name: t.to(model.device) for name, t in collate(pairs[:3]).items() if name != "labels"}
@@ -98,5 +130,16 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{source} -> {tokenizer.decode(ids, skip_special_tokens=True)} (expected: {target})")
 
 
+def main(argv: list[str] | None = None) -> int:
+    """The command. Exit status 2, with the reason on stderr, where the model, the pairs or --out cannot be used."""
+    options = parse_arguments(argv)
+    try:
+        run(options)
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    run_command(main)

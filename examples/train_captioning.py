@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from captioning.scenes import IMAGE_WIDTH, MOTION_WIDTH, PAD, Scenes, Vocabulary, make_scenes
-from command_line import CommandError, positive, seed_number, usable_device, writing
+from command_line import CommandError, positive, run_command, seed_number, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 
@@ -176,4 +176,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from command_line import CommandError, writing
+from command_line import CommandError, DataError, run_command, writing
 from translation.checkpoint import (
     ResumeError,
     averaged_weights,
@@ -32,7 +32,7 @@ from translation.checkpoint import (
     save_run,
     sole_run,
 )
-from translation.data import Corpus, DataError, Example, encode, read_corpus
+from translation.data import Corpus, Example, encode, read_corpus
 from translation.dates import date_corpus
 from translation.decoding import Score, bleu, exact_match, translate
 from translation.parallel import Processes, processes_of_torchrun
@@ -237,4 +237,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

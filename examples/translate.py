@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from command_line import CommandError, positive, usable_device, writing
+from command_line import CommandError, decode_lines, positive, read_lines, run_command, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 from translation.checkpoint import load_model
-from translation.data import decode_lines, read_lines
 from translation.decoding import Translation, encode_source, translate
 from translation.settings import Settings
 from translation.tokens import BOS, EOS, UNKNOWN, Tokenizer
@@ -125,6 +124,8 @@ def run(options: argparse.Namespace) -> None:
             lines[i] = format_translations(translations, options.n_best)
         with writing("standard output"):
             print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        if options.plot and not real and not asks:
+            raise CommandError(f"--plot {options.plot}: nothing to draw: there is no sentence, or all are blank")
         if options.plot and real:
             draw(options.plot, model, tokenizer, texts[real[0]], found[0][0], settings.max_length)
 
@@ -149,4 +150,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

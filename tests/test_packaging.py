@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -57,7 +58,8 @@ def test_wheel(checkout: Path, dist: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kernels = {f"fastattn/{name}" for name in files(checkout, "kernels/**/*.py")}
-    assert kernels and names == files(checkout, "fastattn/**/*.py", "fastattn/py.typed") | kernels
+    package = files(checkout, "fastattn/**/*.py", "fastattn/py.typed", "fastattn/backends/records/*.json")
+    assert kernels and names == package | kernels
 
 
 def test_sdist(checkout: Path, dist: Path) -> None:
@@ -155,6 +157,54 @@ def test_compiles_go_through_ccache(checkout: Path, tmp_path: Path) -> None:
     settings = {"CUDA_HOME": str(tmp_path), "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"}
     folders = ("--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp")
     call(sys.executable, "setup.py", "build_ext", *folders, cwd=checkout, **settings)
-    words = (tmp_path / "said").read_text().splitlines()[0].split()
+    lines = (tmp_path / "said").read_text().splitlines()
+    words = next(line.split() for line in lines if "/ccache " in line)
     assert words[:2] == [f"{tmp_path}/bin/ccache", f"{tmp_path}/bin/nvcc"]
     assert "-Icsrc" in words and words[words.index("-c") + 1].startswith("csrc/")
+
+
+NVCC = """#!/bin/sh
+[ "$1" = --version ] && exec cat "$0.version"
+echo "$@" >> "$0.said"
+while [ $# -gt 0 ]; do
+    case $1 in -c) source=$2 ;; -MF) made=$2 ;; -o) out=$2 ;; esac
+    shift
+done
+[ -z "$source" ] || echo "$out: $source csrc/common/launch.cuh" > "$made"
+touch "$out"
+"""
+
+
+def test_a_later_build_compiles_what_has_changed(checkout: Path, tmp_path: Path) -> None:
+    """With other folders each time, of the build and of pybind11, as pip calls it: by contents, not by times."""
+    nvcc, said = tmp_path / "bin" / "nvcc", tmp_path / "bin" / "nvcc.said"
+    nvcc.parent.mkdir()
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    (tmp_path / "bin" / "nvcc.version").write_text("13.0")
+    pybind11 = Path(importlib.util.find_spec("pybind11").origin).parent
+    kernel, header = checkout / "csrc/attention/forward.cu", checkout / "csrc/common/launch.cuh"
+
+    def compiled(call_number: str, **environment: str) -> set[str]:
+        said.write_text("")
+        shutil.copytree(pybind11, tmp_path / call_number / "pybind11", copy_function=shutil.copyfile)
+        settings = {"CUDA_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / call_number), "CCACHE_DISABLE": "1"}
+        folders = ("--build-lib", tmp_path / call_number / "lib", "--build-temp", tmp_path / call_number / "temp")
+        call(sys.executable, "setup.py", "build_ext", *folders, cwd=checkout, **settings | environment)
+        assert list((tmp_path / call_number / "lib").rglob("_C*.so"))
+        lines = (line.split() for line in said.read_text().splitlines() if " -c " in line)
+        return {words[words.index("-c") + 1] for words in lines}
+
+    sources = files(checkout, "csrc/**/*.cu", "csrc/**/*.cpp") - files(checkout, "csrc/emulator/*")
+    assert compiled("first") == sources
+    kernel.touch()
+    assert compiled("again") == set()
+    kernel.write_text(kernel.read_text() + "// changed\n")
+    os.utime(kernel, (0, 0))
+    assert compiled("one source") == {"csrc/attention/forward.cu"}
+    header.write_text(header.read_text() + "// changed\n")
+    assert compiled("a header") == sources
+    (tmp_path / "bin" / "nvcc.version").write_text("13.1")
+    assert compiled("another nvcc") == sources
+    found = compiled("another architecture", FASTATTN_CUDA_ARCHS="86")
+    assert found == {name for name in sources if name.endswith(".cu") and not name.endswith("_sm90.cu")}

@@ -220,6 +220,8 @@ def load_model(path: Path, device: str = "cpu") -> tuple[FusedTransformer, Token
     """Reads what `save_model` or `save_run` wrote, ready for `decoding.translate`. Nothing in the file is executed.
     ModelError where it cannot be read or used."""
     content = read_file(path)
+    if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
+        raise ModelError(f"{path}: holds weights alone, as epoch-*.pt do; give model.pt or last.pt of its folder")
     with content_of(path):
         settings = dataclasses.replace(Settings(**content["settings"]), device=device)
         tokenizer = load_tokenizer(content["tokenizer"])

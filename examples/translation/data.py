@@ -1,15 +1,13 @@
 """Reading line-aligned text, and batches of sentences of similar length."""
 
-import gzip
 import random
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from command_line import CommandError, copy_to
+from command_line import DataError, copy_to, read_lines
 from torch import Tensor
 
 from translation.tokens import BOS, EOS, PAD, Tokenizer
@@ -18,10 +16,6 @@ Pair = tuple[str, str]
 
 # Sentences are sorted by length within pools of this many: batches have little padding, and differ every epoch.
 POOL = 8192
-
-
-class DataError(CommandError):
-    """The user's files cannot be used; the message names the file and, where possible, the line."""
 
 
 @dataclass(frozen=True)
@@ -106,31 +100,6 @@ def read_pairs(folder: Path, name: str, source: str, target: str) -> list[Pair]:
             "Line N of one must translate line N of the other."
         )
     return list(zip(source_lines, target_lines, strict=True))
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file, plain or .gz; see `decode_lines`."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    return decode_lines(raw, path)
-
-
-def decode_lines(raw: bytes, name: Path | str) -> list[str]:
-    """The lines of UTF-8 text, stripped. Only a newline ends a line (U+2028 and the like do not). name: for errors."""
-    lines: list[str] = []
-    if not raw:
-        return lines
-    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n"), start=1):
-        try:
-            text = line.decode("utf-8").strip("\ufeff \t\r\v\f")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
-        if "\0" in text:
-            raise DataError(f"{name}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8")
-        lines.append(text)
-    return lines
 
 
 def _files(folder: Path, pattern: str, language: str) -> list[Path]:

@@ -10,7 +10,9 @@ import datetime
 import random
 from collections.abc import Callable
 
-from translation.data import Corpus, DataError, Pair
+from command_line import DataError
+
+from translation.data import Corpus, Pair
 
 FIRST_DAY, LAST_DAY = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
 MONTHS = "January February March April May June July August September October November December".split()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from command_line import at_least, positive, seed_number, usable_device
+from command_line import at_least, positive, real_number, seed_number, usable_device
 
 GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this many tokens: each length needs its own graph
 
@@ -33,14 +33,14 @@ def option(
 
 
 def share(text: str) -> float:
-    value = float(text)
+    value = real_number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {value}")
     return value
 
 
 def rate_scale(text: str) -> float:
-    value = float(text)
+    value = real_number(text)
     if not 0 < value <= 100:  # above, no model learns
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 100, got {value}")
     return value

@@ -74,7 +74,7 @@ def test_the_command_measures_and_its_record_is_used(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    said = run("-m", "fastattn", "tune", "--device", "cpu", "--minutes", "0.05")
+    said = run("-OO", "-m", "fastattn", "tune", "--device", "cpu", "--minutes", "0.05")
     path = timings.user_path(timings.device_name("cpu"))
     assert f"The record: {path}" in said and "stopped after 0.05 minutes" in said
     made = json.loads(path.read_text())

@@ -246,7 +246,9 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--heads", "3"], "--heads 3 does not divide --d-model 16"),
         (["--dropout", "1"], "must be at least 0 and below 1"),
+        (["--dropout", "x"], "must be a number, got 'x'"),
         (["--epochs", "0"], "must be at least 1"),
+        (["--epochs", "x"], "must be a whole number, got 'x'"),
         (["--parallel", "fast"], "invalid choice: 'fast'"),
         (["--device", "nowhere"], "'nowhere' cannot be used"),
         (["--device", "meta"], "'meta' cannot be used"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import runpy
 import sys
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from translation_options import TINY
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run whose model was never trained, but whose translations differ."""
-    settings, tokenizer = parse_arguments([*TINY, "--max-length", "16", "--beam", "2"])[0], CharacterTokenizer("abcdef")
+    settings, tokenizer = (
+        parse_arguments([*TINY, "--max-length", "16", "--beam", "2"])[0],
+        CharacterTokenizer("abcdef"),
+    )
     model = build_model(settings, tokenizer.size)
     with torch.no_grad():
         for weight in (w for w in model.parameters() if w.dim() > 1):
@@ -89,6 +93,20 @@ def test_unknown_characters_are_reported(run: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "1 of 2 sentences hold characters that the model does not know\n"
 
 
+def test_output_is_utf8_in_every_locale(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, settings = load_model(run / "model.pt")
+    save_model(run / "model.pt", model, settings, CharacterTokenizer("äöüßéè"))
+    lines = translated(capsys, "--model", run, "äöü", "èé")
+    assert not any(map(str.isascii, lines))
+    monkeypatch.setattr(sys, "argv", ["translate.py", "--model", str(run), "--device", "cpu", "äöü", "èé"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(translate.__file__, run_name="__main__")
+    assert sys.stdout.buffer.getvalue().decode().split("\n")[:-1] == lines
+
+
 def test_standard_output_that_is_full(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,17 +154,21 @@ def test_plot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("no/x.png", "cannot be written: No such file or directory"), ("x.xyz", "Format 'xyz' is not supported")],
+    ("name", "text", "message"),
+    [
+        ("no/x.png", "abc", "{}: cannot be written: No such file or directory"),
+        ("x.xyz", "abc", "{}: Format 'xyz' is not supported"),
+        ("x.png", " ", "--plot {}: nothing to draw"),
+    ],
 )
-def test_a_picture_that_cannot_be_written(
-    name: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_picture_that_cannot_be_drawn(
+    name: str, text: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The translation is printed all the same."""
-    assert translate.main(["--model", str(run), "--device", "cpu", "--plot", str(run / name), "abc"]) == 2
+    assert translate.main(["--model", str(run), "--device", "cpu", "--plot", str(run / name), text]) == 2
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 1 == captured.err.count("\n")
-    assert f"error: {run / name}: {message}" in captured.err
+    assert f"error: {message.format(run / name)}" in captured.err
 
 
 class _Executed:
@@ -175,7 +197,10 @@ def test_files_that_are_no_model(run: Path, capsys: pytest.CaptureFixture[str]) 
     torch.save({"model": _Executed(run / "executed")}, run / "zipped code.pt")
     assert "is cut off, or not a file" in refused(capsys, "--model", run / "zipped code.pt", "abc")
     assert not (run / "executed").exists()
-    others = [[1, 2], {}, content["model"], {**content, "model": None}]
+    torch.save(content["model"], run / "epoch-0001.pt")
+    message = f"{run / 'epoch-0001.pt'}: holds weights alone, as epoch-*.pt do; give model.pt or last.pt of its folder"
+    assert message in refused(capsys, "--model", run / "epoch-0001.pt", "abc")
+    others = [[1, 2], {}, {**content, "model": None}]
     others += [{**content, "settings": {**content["settings"], "unheard_of": 1}}]
     others += [{**content, "settings": {**content["settings"], "d_model": 32}}]
     others += [{**content, "tokenizer": tokenizer} for tokenizer in (None, "{}", '{"characters": 1}', "no JSON")]

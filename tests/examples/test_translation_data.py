@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from captioning.scenes import Vocabulary, make_scenes
-from translation.data import DataError, Example, batches_of, collate, encode, plan_batches, read_corpus, read_lines
+from command_line import DataError, read_lines
+from translation.data import Example, batches_of, collate, encode, plan_batches, read_corpus
 from translation.tokens import BOS, EOS, PAD, UNKNOWN, BpeTokenizer, CharacterTokenizer, load_tokenizer
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import datetime
 import re
 
 import pytest
-from translation.data import DataError
+from command_line import DataError
 from translation.dates import PLAIN_FORMS, SHORT_YEAR_FORMS, SLASH_FORMS, date_corpus, forms_of, ordinal, write
 
 
