@@ -127,7 +127,7 @@ def restore(model: nn.Module) -> None:
         elif type(module) in _LEAVES_BACK:
             module.__class__ = _LEAVES_BACK[type(module)]
         for config, name in module.__dict__.pop(_BEFORE, ()):
-            config._attn_implementation = name
+            config._attn_implementation_internal = name  # of this config alone
 
 
 _BEFORE = "_attention_before_fastattn"  # attribute of a model: the configs that changed, and what they said
@@ -145,24 +145,15 @@ def _take_attention(model: nn.Module) -> list[Entry]:
     """transformers' models in the model take fastattn's attention, where they ask for one."""
     if "transformers" not in sys.modules:
         return []
-    from transformers import PreTrainedModel
-
     from fastattn.integrations import huggingface
 
-    entries = []
-    for path, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            kind = f"{type(module).__name__}: attention"
-            if any(path.startswith(f"{entry.path}.") or not entry.path for entry in entries):
-                continue  # of a model that was asked
-            before = huggingface.implementations(module)
-            try:
-                huggingface.use(module)
-            except ValueError as error:
-                entries.append(Entry(path, kind, str(error)))
-            else:
-                entries.append(Entry(path, kind, None))
-                module.__dict__.setdefault(_BEFORE, before)
+    found, entries = huggingface.parts(model), []
+    huggingface.set_attention(found)
+    for part in found:
+        if part.before:
+            part.model.__dict__.setdefault(_BEFORE, []).extend(part.before)
+        if part.has_attention or part.reason is not None:
+            entries.append(Entry(part.path, f"{type(part.model).__name__}: attention", part.reason))
     return entries
 
 

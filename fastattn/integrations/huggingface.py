@@ -9,19 +9,25 @@ packed positions, overlays) and those of static caches, whose length is a tensor
 "sdpa". Grouped heads are not repeated, and T5's relative bias gets its gradient. Unlike with transformers' "eager", a
 query that may attend to nothing gives 0.
 
-Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose, and paged caches. `use` also
-refuses models such as LED, which do not ask transformers for their attention: they would silently compute something
-else.
+Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose, and paged caches. `use` refuses
+models with one of the first three before a call. It also refuses models such as LED, which do not ask transformers for
+their attention: they would silently compute something else.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastattn.integrations.hidden_padding import may_leave_out_padding
 from fastattn.masks import AttentionMask
@@ -45,6 +51,10 @@ _REFUSED = {
     "cache": "continuous batching keeps keys and values in pages, which fastattn does not read",
     "head_mask": "fastattn does not mask heads",
 }
+_BY_ITSELF = (
+    "computes its attention by itself, without transformers' AttentionInterface, and would ignore "
+    'attn_implementation="fastattn"'
+)
 
 # What changes a call of attention, next to its tensors and masks.
 CHANGES_ATTENTION = (*_REFUSED, "is_causal", "position_bias")
@@ -63,35 +73,96 @@ def use(model: Model) -> Model:
 
     model: a transformers model, or a module that contains one, such as peft or torch.compile makes.
     save_pretrained does not store the choice: from_pretrained of a saved model needs `use` again.
-    Raises TypeError for what holds no transformers model, ValueError for one that computes its attention itself.
+    Raises TypeError for what holds no transformers model, ValueError for one whose attention fastattn does not compute.
     """
-    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)] if isinstance(model, nn.Module) else []
-    if not models:
+    found = parts(model) if isinstance(model, nn.Module) else []
+    if not found:
         raise TypeError(f"model must be or hold a transformers.PreTrainedModel, got {type(model).__name__}")
-    for m in models:
-        if not m._can_set_attn_implementation():
-            raise ValueError(
-                f"{type(m).__name__} computes its attention by itself, without transformers' AttentionInterface, and "
-                'would ignore attn_implementation="fastattn"'
-            )
-    register()
-    for m in models:
-        m.set_attn_implementation(NAME)
-    for m in model.modules():  # the layers of a model inside another one still have the old config
-        config = getattr(m, "config", None)
-        if isinstance(config, PreTrainedConfig) and config._attn_implementation != NAME:
-            config._attn_implementation = NAME
+    for part in found:
+        if part.reason is not None:
+            raise ValueError(f"{type(part.model).__name__}: {part.reason}")
+    set_attention(found)
     return model
 
 
-def implementations(model: nn.Module) -> list[tuple[PreTrainedConfig, str]]:
-    """The attention of every config in a model, for restoring it."""
-    configs = {id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)}
-    for config in list(configs.values()):
-        for name in config.sub_configs:
-            if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
-                configs[id(inner)] = inner
-    return [(config, config._attn_implementation) for config in configs.values()]
+@dataclass
+class Part:
+    """The modules of a model whose attention one config chooses.
+
+    model: the outermost transformers model with this config.   configs: this one, and its modules' own, by id.
+    reason: why fastattn does not compute their attention.      has_attention: whether they use AttentionInterface.
+    before: the configs that set_attention changed, with the attention that they chose before.
+    """
+
+    path: str
+    model: PreTrainedModel
+    configs: dict[int, PreTrainedConfig] = field(default_factory=dict)
+    reason: str | None = None
+    has_attention: bool = False
+    before: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
+
+
+def parts(model: nn.Module) -> list[Part]:
+    """The parts of every transformers model in a model."""
+    found: dict[int, Part] = {}
+    part_at: dict[str, Part | None] = {}
+    for path, module in model.named_modules():
+        part = part_at[path.rpartition(".")[0]] if path else None
+        if isinstance(module, PreTrainedModel):
+            part = found.setdefault(id(module.config), Part(path, module))
+            if not module._can_set_attn_implementation():
+                part.reason = _BY_ITSELF
+        part_at[path] = part
+        if part is None:
+            continue
+        config, given = getattr(module, "config", None), _refused_options(type(module))
+        if isinstance(config, PreTrainedConfig):  # a layer may have another than its model
+            part.configs[id(config)] = config
+        if given is not None:
+            part.has_attention = True
+            reasons = [_REFUSED[name] for name, value in given.items() if _may_be_given(value, module)]
+            part.reason = part.reason or next(iter(reasons), None)
+    return list(found.values())
+
+
+def set_attention(found: list[Part]) -> None:
+    """Choose fastattn's attention in all parts without a reason against it."""
+    register()
+    kept = {key for part in found if part.reason is not None for key in part.configs}
+    for part in found:
+        configs = list(part.configs.values()) if part.reason is None else []
+        for config in configs:  # and those of submodels, which masks may be made with
+            inner = [getattr(config, name, None) for name in config.sub_configs]
+            configs += [c for c in inner if isinstance(c, PreTrainedConfig)]
+            if id(config) not in kept and config._attn_implementation != NAME:
+                part.before.append((config, config._attn_implementation))
+                config._attn_implementation_internal = NAME  # of this config alone
+
+
+@functools.cache
+def _refused_options(kind: type[nn.Module]) -> dict[str, ast.expr] | None:
+    """The options of _REFUSED that a class gives transformers' attention function, as written. None: it calls none."""
+    forward = inspect.unwrap(getattr(kind, "forward", None))
+    code = getattr(forward, "__code__", None)
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except OSError:  # of a class that was typed into a shell
+        return {}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    calls = [call for call in calls if ast.unparse(call.args[0]) == "self"]  # the attention's module
+    return {option.arg: option.value for call in calls for option in call.keywords if option.arg in _REFUSED}
+
+
+def _may_be_given(value: ast.expr, module: Any) -> bool:
+    """Whether an argument is not None: a constant, an attribute of the module, or what only a call knows."""
+    if isinstance(value, ast.Constant):
+        return value.value is not None
+    first, *names = ast.unparse(value).split(".")
+    if first != "self" or not all(name.isidentifier() for name in names):
+        return True
+    return functools.reduce(lambda found, name: getattr(found, name, None), names, module) is not None
 
 
 def attention_forward(
@@ -165,7 +236,7 @@ def attention_mask(
     """
     if isinstance(attention_mask, AttentionMask):  # generate() made it for a static cache before the forward
         return attention_mask
-    shape = (batch_size, 1, q_length, kv_length)
+    made_for = (batch_size, 1, q_length, kv_length), options
     if not isinstance(q_offset, Tensor):
         key_padding = None
         if attention_mask is not None:
@@ -175,29 +246,83 @@ def attention_mask(
         shift = q_offset - kv_offset
         causal = mask_function is causal_mask_function
         if mask_function is bidirectional_mask_function or (causal and q_length == 1 and shift >= kv_length - 1):
-            return _Mask(shape, key_padding=key_padding)
+            return ReadableMask(*made_for, key_padding=key_padding)
         if causal and shift in (0, kv_length - q_length):
             align = "top_left" if shift == 0 else "bottom_right"
-            return _Mask(shape, key_padding=key_padding, is_causal=True, align=align)
+            return ReadableMask(*made_for, key_padding=key_padding, is_causal=True, align=align)
     else:  # the cache's own counter, which changes while the mask is in use
         q_offset = q_offset.clone()
     dense = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
-    return dense if dense is None else _Mask(shape, dense)
+    return dense if dense is None else ReadableMask(*made_for, dense)
 
 
-class _Mask(AttentionMask):
-    """An AttentionMask that generate() handles as if it were a tensor of this shape."""
+class ReadableMask(AttentionMask):
+    """An AttentionMask that models may read as the tensor that transformers would have made: slice it, add it.
+
+    shape: of this tensor, (B, 1, Lq, Lk).      made_for: its device, dtype and config, as transformers names them.
+    """
 
     ndim = 4
 
-    def __init__(self, shape: tuple[int, ...], attn_mask: Tensor | None = None, **options: Any) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], made_for: dict[str, Any], attn_mask: Tensor | None = None, **options: Any
+    ) -> None:
         super().__init__(attn_mask, **options)
-        self.shape = shape
+        self.shape, self._made_for = shape, made_for
         # The real tokens and whether keys are causal, where the mask hides nothing else and padding may be left out.
         is_causal = options.get("is_causal", False)
-        hides_no_more = attn_mask is None and (shape[2] == shape[3] or not is_causal)
-        knows_padding = may_leave_out_padding() and hides_no_more and self.key_padding is not None
-        self.padding = (self.key_padding, is_causal) if knows_padding else None
+        knows_padding = may_leave_out_padding() and attn_mask is None and self.key_padding is not None
+        hides_no_more = knows_padding and (shape[2] == shape[3] or not is_causal)
+        self.padding = (self.key_padding, is_causal) if hides_no_more else None
 
-    def contiguous(self) -> _Mask:
+    def contiguous(self) -> ReadableMask:
         return self
+
+    @property
+    def tensor(self) -> Tensor:
+        """bool, True = attend, as for "sdpa". Of models without "sdpa" what is added to scores, as for "eager"."""
+        B, _, Lq, Lk = self.shape
+        device, dtype = self._made_for.get("device", "cpu"), self._made_for.get("dtype", torch.float32)
+        keep = self.dense(B, 1, Lq, Lk, device)
+        if _has_sdpa(type(self._made_for.get("config"))):
+            return keep
+
+        def build() -> Tensor:
+            return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill(~keep, torch.finfo(dtype).min)
+
+        return self.cached(("tensor", dtype), device, build)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda mask: mask.tensor, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_"):  # what changes the tensor would not change the mask
+            raise AttributeError(f"the mask of attn_implementation={NAME!r} has no {name!r}")
+        return getattr(self.tensor, name)
+
+    def __and__(self, other: Any) -> Any:
+        return super().__and__(other) if isinstance(other, AttentionMask) else self.tensor & other
+
+    def __eq__(self, other: Any) -> Any:
+        return self is other if other is None or isinstance(other, AttentionMask) else self.tensor == other
+
+    __hash__ = AttentionMask.__hash__
+
+
+def _read(name: str) -> Callable[..., Any]:
+    return lambda self, *others: getattr(self.tensor, name)(*others)
+
+
+for _name in "getitem invert ne lt le gt ge rand or ror add radd sub rsub mul rmul".split():
+    setattr(ReadableMask, f"__{_name}__", _read(f"__{_name}__"))
+
+
+@functools.cache
+def _has_sdpa(kind: type) -> bool:
+    """Whether all models of a config's class have transformers' "sdpa"."""
+    kinds = [PreTrainedModel]
+    for found in kinds:
+        kinds += found.__subclasses__()
+    return all(found._supports_sdpa for found in kinds if found.config_class is kind)

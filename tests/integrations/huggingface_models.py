@@ -39,6 +39,20 @@ MODELS = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", SPECIAL | dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)),
     "llama": ("LlamaForCausalLM", "LlamaConfig", STACK | dict(num_key_value_heads=2)),
 }
+# name -> the model's class, the reason why its attention is left, and the config's arguments
+REFUSED = {
+    "LED": (
+        "LEDForConditionalGeneration",
+        "by itself, without transformers' AttentionInterface",
+        PAIR | dict(max_encoder_position_embeddings=16, attention_window=4, max_decoder_position_embeddings=16),
+    ),
+    "Gemma2": ("Gemma2ForCausalLM", "scores are capped by tanh", STACK | dict(num_key_value_heads=2, head_dim=8)),
+    "GptOss": (
+        "GptOssForCausalLM",
+        "this model has attention sinks",
+        STACK | dict(num_key_value_heads=2, head_dim=8, num_local_experts=4),
+    ),
+}
 NOT_GENERATING = ("bert", "roberta", "vit")
 LENGTHS = (9, 5, 7)
 
@@ -55,6 +69,13 @@ def build(name, **changes):
             if p.dim() > 1 and "position" not in n and "norm" not in n:
                 p.mul_(3.0)
     return eager(model)
+
+
+def build_refused(name):
+    model_class, _, options = REFUSED[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, f"{name}Config")(**options))
+    return model.to(DEVICE).eval()
 
 
 def eager(model):

@@ -12,11 +12,19 @@ from huggingface_models import (  # noqa: E402
     MODELS,
     NOT_GENERATING,
     PAIR,
+    REFUSED,
     STACK,
     build,
+    build_refused,
     check_padded_batch,
     inputs_for,
     skip_unless_traced,
+)
+from transformers.masking_utils import (  # noqa: E402
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
 )
 
 from fastattn import use_backend  # noqa: E402
@@ -192,17 +200,65 @@ def test_masks_are_structured_and_shared(monkeypatch):
     assert masks[2].has_band and masks[2].key_padding is not None
 
 
-def test_use_refuses_what_ignores_the_interface():
-    options = PAIR | dict(max_encoder_position_embeddings=16, attention_window=4)
-    with pytest.raises(ValueError, match="LED.* by itself, without transformers' AttentionInterface"):
-        huggingface.use(transformers.LEDForConditionalGeneration(transformers.LEDConfig(**options)))
+@pytest.mark.parametrize("name", REFUSED)
+def test_use_refuses_what_it_does_not_compute(name):
+    """Before anything is changed."""
+    model = build_refused(name)
+    implementation = model.config._attn_implementation
+    with pytest.raises(ValueError, match=f"{type(model).__name__}: .*{REFUSED[name][1]}"):
+        huggingface.use(model)
+    assert model.config._attn_implementation == implementation
+
+
+def test_use_needs_a_model_of_transformers():
     with pytest.raises(TypeError, match="hold a transformers.PreTrainedModel, got Linear"):
         huggingface.use(torch.nn.Linear(2, 2))
 
 
+READERS = {  # of the mask: a router slices it, an attention adds it to its scores, another reads its dtype
+    "NllbMoe": ("NllbMoeForConditionalGeneration", PAIR | dict(num_experts=4, encoder_sparse_step=1)),
+    "BigBirdPegasus": ("BigBirdPegasusForConditionalGeneration", PAIR),
+    "Doge": ("DogeForCausalLM", STACK),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_models_that_read_the_mask(name):
+    kind, options = READERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**options)).to(DEVICE).eval()
+    theirs = solve(model)
+    check(solve(huggingface.use(model)), theirs)
+
+
+@pytest.mark.parametrize("config", [transformers.LlamaConfig, transformers.NllbMoeConfig])  # with "sdpa", without
+@pytest.mark.parametrize("mask_function", [causal_mask_function, bidirectional_mask_function])
+def test_a_mask_is_read_as_transformers_own(config, mask_function):
+    """Several tokens after a cache, with padding."""
+    padding = torch.tensor([[False, True, True, True, True], [True, True, True, True, False]], device=DEVICE)
+    made_for = dict(q_offset=2, mask_function=mask_function, attention_mask=padding, device=DEVICE)
+    made_for |= dict(dtype=torch.float16, config=config())
+    mask = huggingface.attention_mask(2, 3, 5, **made_for)
+    expected = (sdpa_mask if config is transformers.LlamaConfig else eager_mask)(2, 3, 5, **made_for)
+    assert isinstance(mask, AttentionMask) and mask.dtype is expected.dtype and mask.shape == expected.shape
+    ones = torch.ones_like(expected)
+    for read in (
+        lambda mask: mask[:, :, -1],
+        lambda mask: mask == 0,
+        lambda mask: mask != 0,
+        lambda mask: torch.cat([mask, mask], -1),
+        lambda mask: ones.masked_fill(mask != 0, 0),
+        *([lambda mask: ~mask, lambda mask: mask & ones] if expected.dtype is torch.bool else []),
+        *([lambda mask: ones + mask, lambda mask: mask * 2] if expected.dtype is not torch.bool else []),
+    ):
+        assert torch.equal(read(mask), read(expected))
+    with pytest.raises(AttributeError, match="the mask of attn_implementation='fastattn' has no 'masked_fill_'"):
+        mask.masked_fill_(ones == 0, 0)
+
+
 def test_what_changes_the_result_is_refused():
-    options = STACK | dict(num_key_value_heads=2, head_dim=8, attn_logit_softcapping=30.0)
-    gemma = huggingface.use(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**options)).to(DEVICE))
+    gemma = build_refused("Gemma2")
+    gemma.config._attn_implementation = "fastattn"  # by name, without use
     with pytest.raises(ValueError, match="Gemma2Attention: scores are capped"):
         gemma(torch.tensor([[3, 4]], device=DEVICE))
     q = torch.ones(1, 2, 3, 4, device=DEVICE)
