@@ -1,4 +1,4 @@
-"""Whether a call is traced by torch.compile or torch.export, transformed by torch.func, or differentiated forward.
+"""Whether a call is traced, transformed by torch.func, or differentiated forward.
 
 In each of these a tensor may represent others, and its values cannot be read.
 """
@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_MODE = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_MODE.FAKE, _MODE.PROXY, _MODE.FUNCTIONAL)
+
+
+def is_traced() -> bool:
+    """Whether torch.compile, torch.export or make_fx traces, or a FakeTensorMode computes shapes and no values."""
+    return torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() > 0 and _in_a_tracing_mode())
+
+
+def _in_a_tracing_mode() -> bool:
+    return any([torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES])
 
 
 def is_transformed() -> bool:
@@ -45,13 +59,21 @@ def same_for_the_batch() -> AbstractContextManager:
 
 def can_read_values(t: Tensor) -> bool:
     """Whether values may be read: they exist, and on a CPU, where reading needs no synchronisation."""
-    return t.is_cpu and not torch.compiler.is_compiling() and not is_transformed()
+    if not t.is_cpu or type(t) is FakeTensor or torch.compiler.is_compiling() or is_transformed():
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 or not _in_a_tracing_mode()
+
+
+def known_equal(a: Any, b: Any) -> bool:
+    """Whether two numbers, strings or the like are equal. In a trace two lengths are so only if they always are: `if
+    a == b` would make the graph that of equal lengths, or that of different ones."""
+    return statically_known_true(a == b)
 
 
 def may_write_in_place() -> bool:
     """Whether an operator's result may be changed in place. Selective activation checkpointing, a dispatch mode, keeps
-    the results of single operators."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is None
+    the results of single operators, also of those in a graph of torch.compile."""
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def differentiable_gradients(

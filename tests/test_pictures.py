@@ -45,4 +45,4 @@ def test_pictures_are_small_and_say_what_they_show(path: Path) -> None:
 
 def test_missing_records_are_named(tmp_path: Path) -> None:
     done = draw("--records", tmp_path, "--out", tmp_path)
-    assert done.returncode == 1 and "none has transformer by 'default'" in done.stderr
+    assert done.returncode == 1 and "none has transformer by 'default, padding kept'" in done.stderr

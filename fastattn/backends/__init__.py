@@ -13,7 +13,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -123,17 +123,19 @@ def register(
     return note
 
 
-@contextmanager
-def use_backend(name: Backend | None) -> Iterator[None]:
+def use_backend(name: Backend | None) -> AbstractContextManager[None]:
     """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None: the automatic choice.
 
     It holds for the calling thread and async task alone; what torch.compile has compiled follows the thread. PyTorch
     runs a GPU's backward, and DataParallel its replicas, in threads of their own: for activation checkpointing on a GPU
     and for DataParallel give the model ``backend=`` instead, or set FASTATTN_BACKEND.
-    ValueError for another name, on entering. An op called inside raises RuntimeError where the backend does not support
-    the call.
+    ValueError for another name. An op called inside raises RuntimeError where the backend does not support the call.
     """
-    name = None if name is None else _known(name, "use_backend()")
+    return _using(None if name is None else _known(name, "use_backend()"))
+
+
+@contextmanager
+def _using(name: Backend | None) -> Iterator[None]:
     before, token = _thread_state.name, None if torch.compiler.is_compiling() else _task_override.set(name)
     _thread_state.name = name
     try:

@@ -27,8 +27,9 @@ MIN_SHARE = 1 / 8
 
 
 class _State(threading.local):
-    is_hidden = False
-    block_mask: Any = None
+    def __init__(self) -> None:  # not attributes of the class: torch.compile guards that the object has none of its own
+        self.is_hidden = False
+        self.block_mask: Any = None
 
 
 _state = _State()

@@ -110,8 +110,11 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
 
 def _transposed(*tensors: Tensor) -> list[Tensor]:
     """Each with its first two dimensions exchanged. What was one tensor stays one."""
-    made = {id(t): t.transpose(0, 1) for t in tensors}
-    return [made[id(t)] for t in tensors]
+    made: list[Tensor] = []
+    for t in tensors:
+        first = next(n for n, other in enumerate(tensors) if other is t)
+        made.append(made[first] if first < len(made) else t.transpose(0, 1))
+    return made
 
 
 def _fits(

@@ -6,6 +6,7 @@ torch.nn.Transformer True means ignore: invert them.)
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastattn._tracing import can_read_values, is_transformed
+from fastattn._tracing import can_read_values, is_traced, is_transformed, known_equal
 from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, locate_in_sequences, prepare
 
 Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None = unbounded
@@ -140,7 +141,8 @@ class AttentionMask:
     def __and__(self, other: AttentionMask) -> AttentionMask:
         """Both masks must allow it. Biases are added."""
         if not isinstance(other, AttentionMask):
-            return NotImplemented
+            advice = "AttentionMask(attn_mask=...), AttentionMask(key_padding=...) or AttentionMask(bias=...)"
+            raise TypeError(f"& combines two AttentionMasks, got {type(other).__name__}. Make one of it: {advice}")
         _check_packing(self, other)
         _check_packing(other, self)
         both = AttentionMask(
@@ -153,6 +155,9 @@ class AttentionMask:
         )
         both._bands = {name: _intersect(self._bands[name], other._bands[name]) for name in _ALIGNMENTS}
         return both
+
+    def __rand__(self, other: Any) -> AttentionMask:
+        return self & other
 
     def with_bias(self, bias: Tensor | None) -> AttentionMask:
         """The same mask with another bias. The two share their cache, because nothing in it depends on the bias."""
@@ -205,7 +210,10 @@ class AttentionMask:
 
     def is_causal(self, Lq: int, Lk: int) -> bool:
         """Whether the band is what PyTorch calls is_causal: query i attends to key j only if j <= i. Not if packed."""
-        return self.has_band and self.band(Lq, Lk) == (-Lq, 0)
+        if not self.has_band:
+            return False
+        low, high = self.band(Lq, Lk)
+        return known_equal(low, -Lq) and known_equal(high, 0)
 
     @property
     def counts_from_the_end(self) -> bool:
@@ -377,12 +385,17 @@ class AttentionMask:
         return self._cached((*key, device), self.stamp(device, with_bias), build, cache)
 
     def stamp(self, device: torch.device, with_bias: bool = False) -> tuple[int, ...] | None:
-        """What the results of `cached` depend on next to the key: the versions of the tensors, and the stream. Returns
-        None where nothing is cached."""
+        """What the results of `cached` depend on next to the key: the versions of the tensors, which change with every
+        in-place edit, and the stream. Returns None where nothing is cached.
+
+        Tensors of torch.inference_mode have no version, and a trace cannot read it. There a mask must not be edited
+        between its first use and its last.
+        """
         if _recording(device) != self._made_while or is_transformed():
             return None
-        tensors = (*self._structure(), self.bias) if with_bias else self._structure()
-        return *[_version(t) for t in tensors if t is not None], _current_stream(device)
+        tensors, traced = (*self._structure(), self.bias) if with_bias else self._structure(), self._made_while[0]
+        versions = [0 if traced or t.is_inference() else t._version for t in tensors if t is not None]
+        return *versions, 0 if traced else _current_stream(device)
 
     def _cached(
         self,
@@ -393,16 +406,17 @@ class AttentionMask:
     ) -> Any:
         if stamp is None:
             return build()
+        same = _known_same if self._made_while[0] else operator.eq  # here nothing is traced, unless it was made so
         # A list and no dict: in a dict's key torch.compile would make a constant of a symbolic length.
         for cached_key, cached_stamp, value in cache:
-            if cached_key == key and cached_stamp == stamp:
+            if same(cached_key, key) and cached_stamp == stamp:
                 return value
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # training must be able to use what validation prepares
                 value = build()
         else:
             value = build()
-        others = [entry for entry in cache if entry[0] != key]
+        others = [entry for entry in cache if not same(entry[0], key)]
         cache[:] = [*others[-MAX_CACHED + 1 :], (key, stamp, value)]
         return value
 
@@ -457,22 +471,19 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
         )
 
 
+def _known_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """known_equal of tuples."""
+    return len(a) == len(b) and all([known_equal(x, y) for x, y in zip(a, b, strict=True)])
+
+
 def _recording(device: torch.device | None) -> tuple[bool, bool]:
     """Whether a function is being traced, and whether a CUDA graph is being captured."""
-    traced, on_gpu = torch.compiler.is_compiling(), device is not None and device.type == "cuda"
+    traced, on_gpu = is_traced(), device is not None and device.type == "cuda"
     return traced, on_gpu and not traced and torch.cuda.is_current_stream_capturing()
 
 
-def _version(t: Tensor) -> int:
-    """A number that changes with every in-place edit. Tensors of torch.inference_mode have none, and a trace cannot
-    read it. There a mask must not be edited between its first use and its last."""
-    return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
-
-
 def _current_stream(device: torch.device) -> int:
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return 0
-    return torch.cuda.current_stream(device).cuda_stream
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _check_tensor(name: str, t: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._tracing import needs_formula
+from fastattn._tracing import is_traced, needs_formula
 from fastattn.backends import implementation
 from fastattn.masks import from_operator_args, to_operator_args
 
@@ -73,7 +73,7 @@ class Operator:
 
         remember: what formula_gradients finds as ctx.remembered.
         """
-        if torch.compiler.is_compiling():
+        if is_traced():
             return cls._traced(*op_args)[: cls.results]
         if not torch.is_grad_enabled():  # the Function alone would cost the host a third of the call
             return cls._results(cls.forward(*op_args), op_args[: cls.inputs])

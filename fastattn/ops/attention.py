@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
-from fastattn._tracing import differentiable_gradients
+from fastattn._tracing import differentiable_gradients, is_traced
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
@@ -192,9 +192,9 @@ def scaled_dot_product_attention(
         gradient, and write nothing of the size of all heads' scores for a mean.
     backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
-    Values that key padding, the lengths, packing or a band exclude may be NaN and reach nothing; keys and values that
-    only attn_mask or a bias hides must be finite, as in PyTorch. A bias of -inf masks. A finite one that moves a whole
-    row to where float32 is coarse, such as finfo.min on all keys of a query, leaves the gradients of that row inexact.
+    Keys and values that padding, the lengths, packing or a band hide from every query may be NaN and reach nothing;
+    others that a query does not see must be finite, as in PyTorch. A bias of -inf masks. A finite one that moves a
+    whole row to where float32 is coarse, such as finfo.min on all keys of a query, leaves its gradients inexact.
 
     Returns out (B, H, Lq, Dv) in query's dtype, or a tuple ``(out[, lse][, weights])``; without the leading dimensions
     that were not there. A query that may attend to nothing gives 0. Nested tensors are left to torch's function.
@@ -231,7 +231,7 @@ def scaled_dot_product_attention(
                 prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
                 given, options = (q, k, lse.detach(), mask.bias), (*options, wanted == "mean")
                 with torch.no_grad():
-                    if torch.compiler.is_compiling():
+                    if is_traced():
                         weights = _weights_operator(*given, *to_operator_args(prepared), *options, chosen.name)
                     else:
                         weights = module.attention_weights(*given, *prepared, *options)
@@ -257,7 +257,7 @@ def prepare_masks(
 
 def _prepare(backend: str, q: Tensor, *restriction: Any) -> PreparedMask:
     """masks.prepare() for a backend's kernels: in one launch where Triton runs; the formula is what can be traced."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return prepare(*restriction)
     if backend == "triton" or (q.is_cuda and backends.unsupported_reason("mask", "triton", (q,)) is None):
         return backends.load_backend("mask", "triton").prepare_mask(*restriction)

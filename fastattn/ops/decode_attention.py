@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
+from fastattn._tracing import is_traced
 from fastattn.backends import Backend, timings
 from fastattn.ops import _autocast, _checks
 
@@ -107,7 +108,7 @@ def decode_attention(
     with _autocast.no_autocast(device):
         if chosen.differentiable:
             return chosen.module.decode_attention(*inputs, softmax_scale)
-        if torch.compiler.is_compiling():
+        if is_traced():
             return _operator(*inputs, softmax_scale, chosen.name)
         return chosen.module.decode_attention_fwd(*inputs, softmax_scale)
 

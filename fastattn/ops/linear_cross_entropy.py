@@ -271,7 +271,7 @@ def _times(grads: Sequence[Tensor | None], dloss: Tensor) -> tuple[Tensor | None
 
     What is returned may become the .grad of a leaf, which is changed in place: a graph that is kept needs its own.
     """
-    can_read = type(dloss) is Tensor and dloss.is_cpu  # not traced, and nothing to wait for
+    can_read = type(dloss) is Tensor and can_read_values(dloss)
     if can_read and dloss.item() == 1 and not torch._C._autograd._get_current_graph_task_keep_graph():
         return tuple(grads)
     return tuple([None if grad is None else grad * dloss for grad in grads])

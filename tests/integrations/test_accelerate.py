@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -681,6 +682,28 @@ def test_compiled_in_one_graph(name):
         expected = theirs(**inputs).logits[real]
         found = torch.compile(ours, fullgraph=True, backend="eager")(**inputs).logits[real]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["marian", "t5"])
+def test_one_compiled_graph_for_all_lengths(name):
+    """Source and target may be equally long. Without an eager call before, in a thread whose state is new."""
+    theirs, ours = pair(name)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, dynamic=True, backend=counter)
+
+    def call(model, batch, source, target):
+        drawn = (torch.randint(3, 99, (batch, n), generator=torch.Generator().manual_seed(n)) for n in (source, target))
+        ids, decoder_ids = (t.to(DEVICE) for t in drawn)
+        with torch.no_grad():
+            return model(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=decoder_ids).logits
+
+    sizes = (3, 7, 5), (2, 9, 4), (4, 6, 6)
+    with ThreadPoolExecutor(1) as pool:
+        found = list(pool.map(lambda of: call(compiled, *of), sizes))
+    torch.testing.assert_close(found, [call(theirs, *of) for of in sizes], rtol=0, atol=1e-4)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch.nn.utils.prune
 from helpers import import_torch_tests
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastattn
 from fastattn import AttentionMask, use_backend
@@ -826,6 +827,22 @@ def test_compile(masks):
     found = solve(compiled, inputs("transformer"), **options)
     close(found[0], expected[0])
     close(list(found[1].values()), list(expected[1].values()), 1e-4)
+
+
+@pytest.mark.parametrize("batch_first", [False, pytest.param(True, marks=full)])
+@pytest.mark.parametrize("kind", tiers(KINDS, "attention"))
+def test_one_compiled_graph(kind, batch_first):
+    """Calls with other tensors of the same sizes compile nothing."""
+    theirs, ours = pair(build(kind, batch_first=batch_first))
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, backend=graphs, fullgraph=True)
+    options = {"need_weights": False} if kind == "attention" else {}
+    for seed in range(3):
+        tensors = [t + seed for t in inputs(kind, batch_first=batch_first)]
+        found, right = (solve(module, tensors, grad=False, **options)[0][0] for module in (compiled, theirs))
+        close(found, right)
+    assert graphs.frame_count == 1
 
 
 @full

@@ -374,8 +374,9 @@ def test_masks_that_do_not_fit(kwargs: dict, name: str) -> None:
 def test_bad_combinations() -> None:
     with pytest.raises(ValueError, match="cu_seqlens"):
         AttentionMask(cu_seqlens_q=offsets(2, 3)) & AttentionMask(cu_seqlens_q=offsets(1, 4))
-    with pytest.raises(TypeError):
-        AttentionMask(is_causal=True) & torch.ones(2, 2, dtype=torch.bool)
+    for combine in (lambda a, b: a & b, lambda a, b: b & a):
+        with pytest.raises(TypeError, match=r"got Tensor\. Make one of it: AttentionMask\(attn_mask="):
+            combine(AttentionMask(is_causal=True), torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"key_padding of shape \(2, 6\) with one of shape \(2, 5\)"):
         AttentionMask(key_padding=prefix([1, 2], 6)) & AttentionMask(key_padding=prefix([1, 2], 5))
     with pytest.raises(TypeError, match="attn_mask"):

@@ -39,7 +39,7 @@ def test_export_with_a_free_batch_and_free_lengths(what, strict):
     torch.export.save(exported, file)
     file.seek(0)
     loaded = torch.export.load(file).module()
-    for sizes in ((3, 7, 5), (5, 11, 9), (2, 4, 30)):
+    for sizes in ((3, 7, 5), (5, 11, 9), (2, 4, 30), (4, 6, 6)):
         given = tokens(*sizes)[:inputs]
         torch.testing.assert_close(loaded(*given), module(*given))
 
@@ -48,13 +48,14 @@ def test_export_with_a_free_batch_and_free_lengths(what, strict):
 @pytest.mark.parametrize("what", ["logits", "loss"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_one_compiled_graph_for_all_sizes(dynamic, what):
-    """Batches that change compile once more, then no more; without a graph break. Gradients are those of eager."""
+    """Batches that change compile once more, then no more; without a graph break. Gradients are those of eager. With
+    dynamic=True the first graph is for all."""
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     model = fused(**TINY, **NO_DROPOUT).cpu()
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=graphs)
-    inputs = 2 if what == "logits" else 3
-    for sizes in ((3, 7, 5), (4, 9, 6), (5, 12, 8), (2, 14, 10)):
+    inputs, counts = 2 if what == "logits" else 3, []
+    for sizes in ((3, 7, 5), (4, 9, 6), (5, 12, 8), (2, 14, 10), (3, 11, 11)):
         given, found = tokens(*sizes)[:inputs], []
         for call in (compiled, model):
             model.zero_grad()
@@ -62,7 +63,8 @@ def test_one_compiled_graph_for_all_sizes(dynamic, what):
             result.square().sum().backward()
             found.append((result.detach(), [p.grad.clone() for p in model.parameters()]))
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-    assert graphs.frame_count <= 2
+        counts.append(graphs.frame_count)  # the backend may count the first graph twice
+    assert counts[0 if dynamic else 1 :] == counts[-1:] * (5 if dynamic else 4)
 
 
 @pytest.mark.full

@@ -74,6 +74,17 @@ def test_gradcheck(dropout_p: float) -> None:
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
+def test_the_formula_of_second_derivatives_is_as_exact() -> None:
+    """Of float64 with dropout: of more scores than are computed at once, too."""
+    for shape in ({"Lq": 40, "Lk": 40}, {"Lq": 300, "Lk": 300}):
+        p = make(H=4, D=8, **shape, dtype=torch.float64, dlse=False, device=CPU, dropout_p=0.3)
+        leaves = [t.clone().requires_grad_() for t in (p.q, p.k, p.v)]
+        out = by_blocks(*leaves, None, p.dropout_p, p.scale)[0]
+        once = torch.autograd.grad(out, leaves, p.dout, retain_graph=True)
+        formula = torch.autograd.grad(out, leaves, p.dout, create_graph=True)
+        torch.testing.assert_close(formula, once, rtol=1e-12, atol=1e-12)
+
+
 def test_equal_seeds_draw_equal_masks_however_the_heads_are_cut() -> None:
     """A weight's number is its place, also where a causal mask leaves keys out, and of whatever dtype."""
     q = torch.zeros(1, 2, 1103, 8)

@@ -243,6 +243,38 @@ def test_scores_far_from_zero(backend: str, shift: float, device: torch.device) 
     assert (check(biased, backend_call(backend, device)).lse * shift > 0).all()
 
 
+BANDS: tuple[dict[str, Any], ...] = (
+    {"is_causal": True},
+    {"window": (None, 0)},
+    {"is_causal": True, "cu_seqlens_q": offsets(9, 12)},
+)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=lambda band: "-".join(band))
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=() if b == "aten" else full) for b in BACKENDS])
+def test_a_band_with_a_scale_that_is_not_positive(
+    backend: str, scale: float, band: dict[str, Any], device: torch.device
+) -> None:
+    """-inf times it would be no mask."""
+    mask = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in band.items()}
+    p = make(B=1, Lq=21, Lk=21, D=16, mask=mask, dlse=False, device=device).but(scale=scale)
+    check(p, out_alone(backend, device), ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("mask", ["none", pytest.param("causal", marks=full)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_beyond_the_numbers_of_float16(backend: str, mask: str, device: torch.device) -> None:
+    """65504 is the largest. Products of q and k that the scale makes small are right. Where scores stay large, which
+    decide for one key, nothing overflows."""
+    p = make(B=1, H=1, D=32, dtype=torch.float16, mask=mask, dlse=False, device=device)
+    p = p.but(q=p.q * 160, k=p.k * 160)
+    for attend in (backend_call(backend, device), out_alone(backend, device)):
+        check(p.but(scale=1e-4), attend, ("out", "dq", "dk", "dv"))
+        results = solve(p.but(scale=1.0), attend)
+        assert all(t.isfinite().all() for t in (results.out, results.dq, results.dk, results.dv))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_rows_keep_float32_sums(backend: str, device: torch.device) -> None:
     """The sums of the softmax and of the values run in float32."""

@@ -19,11 +19,13 @@ import torch._inductor.config
 from attention_checks import Results, backend_call, compare, make, solve
 from layouts import LAYOUTS, reversed_dims
 from small_calls import EVERYDAY, OPS, TOKENS, WITH_DROPOUT, WITHOUT_GRADIENT, Shapes, inputs_of, run
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fastattn
 from fastattn import AttentionMask, use_backend
@@ -242,6 +244,95 @@ def test_one_graph_for_all_sizes(op: Callable[..., Any], backend: str, device: t
             found.append([out.detach(), *(g for g in grads if g is not None)])
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert graphs.frame_count <= 2
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor], AttentionMask | None]] = {
+    "none": lambda real, bias: None,
+    "causal": lambda real, bias: AttentionMask(is_causal=True),
+    "window": lambda real, bias: AttentionMask(window=(4, 2)),
+    "bottom right": lambda real, bias: AttentionMask(is_causal=True, align="bottom_right"),
+    "padding": lambda real, bias: AttentionMask(key_padding=real),
+    "bool": lambda real, bias: AttentionMask(bias > 0),
+    "bias": lambda real, bias: AttentionMask(bias=bias),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "causal" else full) for kind in MASKS])
+@pytest.mark.parametrize("backend", ["aten", pytest.param("reference", marks=full)])
+def test_graphs_of_all_lengths(backend: str, kind: str) -> None:
+    """Two sequences whose lengths are free may also be equally long: nothing in a graph compares the two. One mask is
+    for both calls, unless it is as wide as the queries."""
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, real: Tensor, bias: Tensor) -> Tensor:
+            mask, call = MASKS[kind](real, bias), partial(fastattn.scaled_dot_product_attention, backend=backend)
+            memory = k if kind.startswith("b") and kind != "bottom right" else call(k, k, k, mask)
+            return call(q, memory, k, mask)
+
+    def inputs(batch: int, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
+        shapes = (batch, 2, seqlen_q, 8), (batch, 2, seqlen_k, 8), (batch, 1, seqlen_q, seqlen_k)
+        q, k, bias = (t.detach() for t in inputs_of(shapes, torch.device("cpu")))
+        return [q, k, torch.arange(seqlen_k).expand(batch, -1) < seqlen_k - 1, bias]
+
+    torch._dynamo.reset()
+    module, graphs = Attention(), CompileCounterWithBackend("eager")
+    batch, seqlen_q, seqlen_k = (torch.export.Dim(name, min=2, max=40) for name in ("batch", "seqlen_q", "seqlen_k"))
+    shapes = (
+        {0: batch, 2: seqlen_q},
+        {0: batch, 2: seqlen_k},
+        {0: batch, 1: seqlen_k},
+        {0: batch, 2: seqlen_q, 3: seqlen_k},
+    )
+    exported = torch.export.export(module, tuple(inputs(3, 7, 5)), dynamic_shapes=shapes, strict=False).module()
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend=graphs)
+    for sizes in ((3, 7, 5), (2, 9, 4), (4, 6, 6), (2, 3, 11), (2, 2, 2)):
+        for call in (exported, compiled):
+            torch.testing.assert_close(call(*inputs(*sizes)), module(*inputs(*sizes)), rtol=1e-4, atol=1e-5)
+    assert graphs.frame_count == 1
+
+
+IN_A_TRACE = "attention packed", "norm with sum and dropout", "loss"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in IN_A_TRACE else full) for n in OPS])
+@pytest.mark.parametrize("backend", ["aten", *(pytest.param(b, marks=full) for b in ("reference", *KERNELS))])
+def test_fake_tensors_and_make_fx(backend: str, name: str, device: torch.device) -> None:
+    """Where nothing is compiled: shapes without values, and a graph of operators that computes the same."""
+    inputs = inputs_of(OPS[name][1], device)
+    run(name, backend, inputs)  # or skip
+    plain = [t.detach() for t in inputs]
+
+    def forward_and_backward(*given: Tensor) -> tuple[Tensor, ...]:
+        given = tuple(t.requires_grad_() for t in map(torch.clone, given))
+        torch.manual_seed(5)
+        with use_backend(backend):
+            outputs = OPS[name][0](*given)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        return *outputs, *torch.autograd.grad(sum(out.sum() for out in outputs), given)
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = forward_and_backward(*map(mode.from_tensor, plain))
+    wanted = forward_and_backward(*plain)
+    assert [(f.shape, f.dtype) for f in fakes] == [(t.shape, t.dtype) for t in wanted]
+    assert all(isinstance(f, FakeTensor) for f in fakes)
+    graph = make_fx(forward_and_backward)(*plain)
+    torch.manual_seed(5)
+    traced = graph(*plain)
+    if backend != "aten" or name not in WITH_DROPOUT:  # traced, aten drops by the operator's generator
+        torch.testing.assert_close(traced, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_selective_checkpointing_of_a_graph() -> None:
+    """The backend "eager" runs a graph's operators one by one, and the policy keeps their results: none is edited."""
+    inputs = inputs_of(OPS["feed-forward"][1], torch.device("cpu"))
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(*given: Tensor) -> Tensor:
+        return checkpoint(fastattn.feed_forward, *given, use_reentrant=False, context_fn=contexts)
+
+    found, expected = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (call, fastattn.feed_forward))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda", *(pytest.param(b, marks=full) for b in ("aten", "reference"))])

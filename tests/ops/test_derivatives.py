@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -113,6 +114,30 @@ def test_gradients_are_the_callers(backend: str, name: str, device: torch.device
         assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True)), name_of
     assert len({t.grad.untyped_storage().data_ptr() for t in inputs}) == len(inputs)
     assert all(torch.equal(t, b) for t, b in zip((*inputs, *results), before, strict=True))
+
+
+# What leaves the first query of some sentences nothing.
+NO_KEY: dict[str, Callable[[Tensor], AttentionMask]] = {
+    "padding before the tokens": lambda t: AttentionMask(key_padding=(t > 0).expand(2, -1), is_causal=True),
+    "a bool matrix": lambda t: AttentionMask((t > 0)[:, None].expand(-1, len(t)), is_causal=True),
+    "a bias of -inf": lambda t: AttentionMask(
+        bias=torch.zeros_like(t)[:, None].masked_fill(t[:, None] == 0, -torch.inf)
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [2, 20, pytest.param(150, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", NO_KEY)
+def test_second_derivatives_where_a_query_sees_no_key(kind: str, length: int) -> None:
+    """By create_graph=True and by a batch of gradients, as the reference has them."""
+    found, mask = [], NO_KEY[kind](torch.arange(length, dtype=torch.float64))
+    for backend in ("aten", "reference"):
+        inputs = inputs_of(((2, 1, length, 8),) * 3, torch.device("cpu"), torch.float64)
+        out = fastattn.scaled_dot_product_attention(*inputs, mask, backend=backend)
+        first, *more = second_derivatives((out,), inputs)
+        batched = torch.autograd.grad(out, inputs, torch.ones(2, *out.shape), is_grads_batched=True)
+        found.append((first, *more, batched))
+    torch.testing.assert_close(*found)
 
 
 def test_derivatives_of_a_call_inside_of_others() -> None:

@@ -152,18 +152,23 @@ def _softmax_gradient(product: Tensor, weights: Tensor) -> Tensor:
 
 
 def plain_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """softmax_scale * q k^T in float32 at least; exact inputs are scaled before the product, where they are fewer."""
-    if q.dtype in (torch.float32, torch.float64):
-        return torch.matmul(q * scale, k.mT)
-    return torch.matmul(q, k.mT).float() * scale
+    """softmax_scale * q k^T in float32 at least. q is scaled before the product, where it is fewer numbers, unless that
+    rounds it. In float16 the product would overflow at 65504: on a CPU it is one of float32, which is also faster."""
+    if q.dtype == torch.bfloat16:
+        return torch.matmul(q, k.mT).float() * scale
+    if q.dtype == torch.float16 and q.is_cpu:
+        q, k = q.float(), k.float()
+    return _wide(torch.matmul(q * scale, k.mT))
 
 
 def plain_weights(q: Tensor, k: Tensor, score_mask: Tensor | None, softmax_scale: float) -> Tensor:
-    """P of all heads before dropout, by operators that autograd differentiates."""
+    """P of all heads before dropout, by operators that autograd differentiates. 0 for a query without a key."""
     scores = plain_scores(q, k, softmax_scale)
-    if score_mask is not None:
-        scores = add_score_mask(scores, score_mask, in_place=False)
-    return torch.softmax(scores, dim=-1)
+    if score_mask is None:
+        return torch.softmax(scores, dim=-1)
+    scores = add_score_mask(scores, score_mask, in_place=False)
+    is_empty = scores.amax(-1, keepdim=True) == -torch.inf
+    return torch.softmax(scores.masked_fill(is_empty, 0), dim=-1).masked_fill(is_empty, 0)
 
 
 def add_score_mask(scores: Tensor, score_mask: Tensor, in_place: bool = True) -> Tensor:

@@ -119,7 +119,8 @@ class BlockedAttention(torch.autograd.Function):
         q, k, v, dropout_mask, saved = ctx.saved_tensors
         visible, softmax_scale, alpha = ctx.options
         if needs_formula(dout):
-            factor = None if dropout_mask is None else dropout_mask * alpha
+            acc = torch.promote_types(q.dtype, torch.float32)
+            factor = None if dropout_mask is None else dropout_mask.to(acc) * alpha
             found = differentiable_gradients(
                 lambda *inputs: formula(*inputs, visible, softmax_scale, factor), (q, k, v), (dout,)
             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn._tracing import can_read_values, may_write_in_place
+from fastattn._tracing import can_read_values, known_equal, may_write_in_place
 from fastattn.backends import timings
 from fastattn.backends.aten import _at_once, _fused
 from fastattn.backends.aten._at_once import AtOnceMask, AttentionAtOnce, add_score_mask, plain_scores, repeat_heads
@@ -88,6 +88,8 @@ def _attend(
     """Results as attention()'s. rng_state: None without dropout."""
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
+    if softmax_scale <= 0:  # PyTorch's is_causal sets scores to -inf before it scales them, and alpha=0 skips a product
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     bias = None if mask is None else mask.bias
     # Of empty calls PyTorch's operators for GPUs refuse some. In a graph a size may be unknown.
     is_empty = Lk == 0 or (not torch.compiler.is_compiling() and q.numel() == 0)
@@ -98,7 +100,8 @@ def _attend(
         return _attend_by_blocks(q, k, v, mask, softmax_scale, dropout_p, rng_state), None, None
     fused = alone and (rng_state is None or (q.is_cuda and dropout_p < 1))  # 1 - dropout_p divides
     fused = fused and (bias is None or (q.is_cuda and bias.dtype == q.dtype))
-    if fused and mask is not None and mask.band_only and bias is None and Lq == Lk and mask.is_causal(Lq, Lk):
+    has_band_alone = mask is not None and mask.band_only and bias is None
+    if fused and has_band_alone and known_equal(Lq, Lk) and mask.is_causal(Lq, Lk):
         return _torch_attention(q, k, v, None, softmax_scale, dropout_p, is_causal=True), None, None
 
     masked = has_keys = has_queries = None
@@ -119,7 +122,7 @@ def _attend(
     k, v = repeat_heads(k, v, H)
     score_mask = masked
     # Adding -inf is cheaper than choosing it, and passes the gradient as it is, but inf - inf would be NaN.
-    if masked is not None and abs(softmax_scale) <= 1 and finite:
+    if masked is not None and softmax_scale <= 1 and finite:
         score_mask = mask.additive(masked, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
     s = plain_scores(q, k, softmax_scale)
     if bias is not None:
@@ -181,8 +184,7 @@ def _way(
     if not (can_read_values(q) and may_write_in_place()):
         return None
     sequences = 1 if mask is None or mask.cu_seqlens_q is None else max(len(mask.cu_seqlens_q) - 1, 1)
-    # Not with a scale of 0: see alpha in _blocks.py.
-    if (mask is None or mask.bias is None) and softmax_scale != 0 and _uses_blocks(q, k, mask, dropout_p, sequences):
+    if (mask is None or mask.bias is None) and _uses_blocks(q, k, mask, dropout_p, sequences):
         return BLOCKED
     return TORCH if dropout_p == 0 and v.shape[3] == q.shape[3] and q.shape[:3].numel() > 0 else None
 
@@ -218,20 +220,18 @@ def _attend_by_blocks(
     (B, H, Lq, _), Lk, dtype = q.shape, k.shape[2], q.dtype
     acc, at_once, products = _block_dtypes(B, H, Lq, Lk, dtype)
     # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
-    mask_dtype = torch.bool if abs(softmax_scale) > 1 else acc if at_once else dtype
-    visible = visible_blocks(mask, q, k, mask_dtype, most_scores=BLOCK_BYTES // dtype.itemsize, cuts=not at_once)
+    mask_dtype = torch.bool if softmax_scale > 1 else acc if at_once else products
+    visible = visible_blocks(mask, q, k, mask_dtype, most_scores=BLOCK_BYTES // products.itemsize, cuts=not at_once)
     q, k, v = _hide(q, k, v, visible, copies=True)
     k, v = repeat_heads(k, v, H)
-    # Contiguous once, for all products of both ways.
+    q, k, v = (t.to(products).contiguous() for t in (q, k, v))  # once, for all products of both ways
     if at_once:
-        q, k, v = (t.to(products).contiguous().flatten(0, 1) for t in (q, k, v))
         (block,) = visible.blocks
-        at_once_mask = AtOnceMask((B, H, Lq, Lk), block.score_mask)
-        out = AttentionAtOnce.apply(q, k, v, at_once_mask, softmax_scale, dropout_p, rng_state)
-        out = out.view(B, H, Lq, -1).to(dtype)
+        heads, at_once_mask = (t.flatten(0, 1) for t in (q, k, v)), AtOnceMask((B, H, Lq, Lk), block.score_mask)
+        out = AttentionAtOnce.apply(*heads, at_once_mask, softmax_scale, dropout_p, rng_state).view(B, H, Lq, -1)
     else:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = BlockedAttention.apply(q, k, v, visible, softmax_scale, dropout_p, rng_state)
+    out = out.to(dtype)
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
@@ -245,9 +245,10 @@ def _hide(q: Tensor, k: Tensor, v: Tensor, visible: Visible, copies: bool) -> tu
 
 
 def _block_dtypes(B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype) -> tuple[torch.dtype, bool, torch.dtype]:
-    """That of the softmax, whether all scores are computed at once, and if so the dtype of the products."""
+    """That of the softmax, whether all scores are computed at once, and the dtype of the products."""
     acc, weights = torch.float64 if dtype == torch.float64 else torch.float32, B * H * Lq * Lk
-    products = acc if weights <= MIN_WEIGHTS else dtype  # small products are slower in 16 bits
+    # Small products are slower in 16 bits, and all products in float16, which scores may exceed.
+    products = acc if weights <= MIN_WEIGHTS or dtype == torch.float16 else dtype
     return acc, weights * acc.itemsize <= BLOCK_BYTES, products
 
 

@@ -69,7 +69,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: 
     (B, H, W, Dk), (Hk, N, Dv) = q.shape, v.shape[1:]
     if N == 0:
         return q.new_zeros(B, H, W, Dv)
-    if W == 1 or q.device.type != "cpu" or not (_heads_merge(k) and _heads_merge(v)):
+    by_products = W > 1 and q.device.type == "cpu" and q.dtype != torch.float16  # whose scores would overflow
+    if not (by_products and _heads_merge(k) and _heads_merge(v)):
         return torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
     k, v = k.flatten(0, 1), v.flatten(0, 1)
     scores = torch.bmm(q.reshape(B * Hk, H // Hk * W, Dk), k.mT).view(B, H, W, N)

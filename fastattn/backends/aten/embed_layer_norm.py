@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.backends.reference import philox
+from fastattn.backends.reference.embed_layer_norm import embedding_rows
 
 DIFFERENTIABLE = True
 
@@ -29,7 +30,7 @@ def embed_layer_norm(
 ) -> Tensor:
     """As fastattn.backends.reference.embed_layer_norm.embed_layer_norm, which is the specification."""
     hidden = embedding.shape[1]
-    words = F.embedding(tokens, embedding, padding_idx)
+    words = embedding_rows(tokens, embedding, padding_idx)
     places = position_table[: tokens.shape[-1]] if position is None else F.embedding(position, position_table)
     acc = torch.promote_types(embedding.dtype, torch.float32)
     if embedding.dtype != acc or position_table.dtype != acc or weight.dtype != acc:  # a cast that changes nothing

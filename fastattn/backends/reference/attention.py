@@ -51,7 +51,8 @@ def attention(
     has_keys = visible.any(-1, keepdim=True)
     q = q.where(has_keys, 0)
 
-    scores = (q @ k.mT).to(acc) * softmax_scale
+    products = acc if q.dtype == torch.float16 else q.dtype  # scores soon exceed 65504, the largest number of float16
+    scores = (q.to(products) @ k.mT.to(products)).to(acc) * softmax_scale
     if mask is not None and mask.bias is not None:
         scores = scores + mask.bias.to(acc).where(visible, 0)
     scores = scores.masked_fill(~visible, -torch.inf)

@@ -34,6 +34,13 @@ def embed_layer_norm(
     Sums and statistics are taken in float32 or, for a float64 embedding, in float64; z is never rounded.
     """
     acc = torch.promote_types(embedding.dtype, torch.float32)
-    words = F.embedding(tokens, embedding, padding_idx).to(acc)
+    words = embedding_rows(tokens, embedding, padding_idx).to(acc)
     places = position_table[: tokens.shape[-1]] if position is None else position_table[position]
     return add_layer_norm(words * scale + places.to(acc), None, weight, bias, eps, dropout_p, rng_state)[0].to(dtype)
+
+
+def embedding_rows(tokens: Tensor, embedding: Tensor, padding_idx: int | None) -> Tensor:
+    """embedding[tokens]. PyTorch's own function has no second derivative where there are no tokens."""
+    if tokens.numel() == 0:
+        return embedding[:0].clone().view(*tokens.shape, embedding.shape[1])
+    return F.embedding(tokens, embedding, padding_idx)
