@@ -33,7 +33,6 @@ from fastattn.nn.fusible import all_can_fuse, hook_reason, is_unmodified
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
-from fastattn.ops._autocast import no_autocast
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 
 
@@ -313,8 +312,7 @@ class _RMSNorm(Accelerated):
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if self.weight.dtype not in (hidden_states.dtype, torch.float32):
             return self.original.forward(self, hidden_states)  # each of them has its own rule for the dtype
-        with no_autocast(hidden_states.device):  # which leaves the formula of these classes alone
-            return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
+        return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
 
 
 class _LlamaMLP(Accelerated):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fastattn.integrations.hidden_padding import pack, restore_padding
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import can_fuse, hook_reason
+from fastattn.nn.linear import without_gaps
 from fastattn.nn.residual import PendingResidual, add_norm, current_dropout_p
 from fastattn.nn.straight import NormParts, Parts, open_plan, run_parts, shared_plan
 from fastattn.ops.feed_forward import feed_forward
@@ -86,7 +87,7 @@ def run_straight(
     masks: Sequence[AttentionMask | None],
     memory: Tensor | None = None,
 ) -> Tensor | None:
-    """The layer's output, in the dtype of x, or None: something is modified, and the layer goes sublayer by sublayer.
+    """The layer's output, or None: something is modified, and the layer goes sublayer by sublayer.
 
     layer: has norm_first, parts(has_memory), which is None where something is modified, and project(memory), the keys
         and values of the second attention.
@@ -103,7 +104,6 @@ def run_straight(
     out = None if plan is None else run_parts(plan, parts, layer.norm_first, x, masks, *projected)
     if out is None:
         return None
-    out = out.to(x.dtype)  # under autocast it has another
     return out if packed is None else restore_padding(out, unpadded)
 
 
@@ -116,17 +116,16 @@ class Sublayer(NamedTuple):
 
 
 def run_sublayers(x: Tensor, sublayers: Sequence[Sublayer], norm_first: bool) -> Tensor:
-    """The layer's output for x (B, L, d_model), in its dtype: each residual connection fused with the norm after it."""
+    """The layer's output for x (B, L, d_model): each residual connection fused with the norm after it."""
     if not norm_first:
-        out = x
         for branch, dropout, norm in sublayers:
-            out = add_norm(PendingResidual(branch(out), out), dropout, norm, None)
-        return out.to(x.dtype)
+            x = add_norm(PendingResidual(branch(x), x), dropout, norm, None)
+        return x
     pending, before = PendingResidual(x, None), 0.0
     for branch, dropout, norm in sublayers:
         normed, z = add_norm(pending, before, norm, None, return_sum=True)
         pending, before = PendingResidual(branch(normed), z), dropout
-    return pending.sum(before).to(x.dtype)
+    return pending.sum(before)
 
 
 def run_feed_forward(
@@ -152,8 +151,9 @@ def run_gated(
     if name is not None and torch.is_grad_enabled() and all(map(can_fuse, (gate, up, down))):
         if isinstance(dropout, float) or can_fuse(dropout):
             dropout_p = dropout if isinstance(dropout, float) else current_dropout_p(dropout)
-            biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
-            weights = torch.cat([gate.weight, up.weight]), biases, down.weight, down.bias
+            pair = gate.weight, up.weight
+            biases = without_gaps(pair, (gate.bias, up.bias))
+            weights = torch.cat(pair), None if biases[0] is None else torch.cat(biases), down.weight, down.bias
             return feed_forward(x, *weights, name, dropout_p)
     hidden = activation(gate(x)) * up(x)
     return down(PendingResidual(hidden, None).sum(dropout))

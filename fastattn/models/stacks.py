@@ -328,7 +328,7 @@ class Decoder(_Stack):
             cache.advance()
             return x
         x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens), known_position=True)
-        for layer in self.layer_stack:
+        for cache.depth, layer in enumerate(self.layer_stack):
             x = layer.step(x, cache)
         cache.advance()
         return self.normalised(x)

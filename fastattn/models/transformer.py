@@ -69,7 +69,7 @@ class FusedTransformer(nn.Module):
     no dropout of the attention weights, and no hook of a layer, of a sublayer or of the model.
 
     Every weight matrix starts from Glorot's uniform distribution. Parameters may stay in float32 under
-    torch.autocast: matrix products and the stream between sublayers then run in its dtype, statistics in float32.
+    torch.autocast: matrix products and attention then run in its dtype, the residual stream and its norms in float32.
     Compiled by torch.compile and exported by torch.export; torch.jit and the old ONNX exporter are not supported.
     """
 
@@ -274,10 +274,7 @@ class FusedTransformer(nn.Module):
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_trg_vocab) of what follows one new token a beam, integer (B, W): see Decoder.step."""
-        dec_output, projection = self.decoder.step(tokens, cache), self.trg_word_prj
-        if not can_fuse(projection):
-            return self.project(dec_output)
-        return cache.linear(projection, self.scaled(dec_output), self.decoder.backend)
+        return self.project(self.decoder.step(tokens, cache), cache)
 
     # Each mask is built once a batch. All layers share it, and the layouts that it prepares.
 
@@ -289,12 +286,21 @@ class FusedTransformer(nn.Module):
         """Real tokens up to itself are visible to a target token. trg_seq: (B, Lt)."""
         return AttentionMask(key_padding=trg_seq != self.trg_pad_idx, is_causal=True)
 
-    def project(self, dec_output: Tensor) -> Tensor:
-        """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says."""
-        if can_fuse(self.trg_word_prj):  # its d_model inputs are scaled instead of the n_trg_vocab logits
-            backend = likely_backend("linear", dec_output.device, self.decoder.backend)
-            return linear(self.trg_word_prj, self.scaled(dec_output), backend=backend, fusible=True)
-        return self.scaled(self.trg_word_prj(dec_output))
+    def project(self, dec_output: Tensor, cache: DecoderCache | None = None) -> Tensor:
+        """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says.
+
+        cache: of a step of decoding, by the weights that it keeps.
+        """
+        projection, backend = self.trg_word_prj, self.decoder.backend
+        fuses = can_fuse(projection)
+        # Without a bias its d_model inputs are scaled instead of the n_trg_vocab logits.
+        scales_input = fuses and projection.bias is None
+        x = self.scaled(dec_output) if scales_input else dec_output
+        if cache is not None:
+            logits = cache.linear(projection, x, backend)
+        else:
+            logits = linear(projection, x, backend=likely_backend("linear", x.device, backend), fusible=fuses)
+        return logits if scales_input else self.scaled(logits)
 
     def scaled(self, x: Tensor) -> Tensor:
         return x * self.d_model**-0.5 if self.scale_prj else x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from numbers import Real
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
 from fastattn.nn._checks import check_arguments
-from fastattn.nn.fusible import all_can_fuse, can_fuse
-from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
+from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
+from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.residual import (
     HiddenState,
@@ -21,6 +22,7 @@ from fastattn.nn.residual import (
     sublayer_input,
 )
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.decode_attention import decode_attention
 
 
 def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None:
@@ -188,7 +190,7 @@ class MultiHeadAttention(nn.Module):
         normed, residual = sublayer_input(self, x, fusible)
         q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
         q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
-        out = cache.attend(self, q, k, v, 1 / self.attention.temperature, self.backend)
+        out = cache.attend(self, q, k, v, self._attend_in_steps())
         return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
 
     def step_to_memory(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
@@ -196,8 +198,14 @@ class MultiHeadAttention(nn.Module):
         fusible = all_can_fuse(self, READ_BY_OPS)
         normed, residual = sublayer_input(self, x, fusible)
         q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
-        out = cache.attend_memory(self, q, 1 / self.attention.temperature, self.backend)
+        out = cache.attend_memory(self, q, self._attend_in_steps())
         return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
+
+    def _attend_in_steps(self) -> AttendInSteps:
+        core = self.attention
+        if is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
+            return partial(decode_attention, scale=1 / core.temperature, backend=self.backend)
+        return partial(_decode_by_module, core)
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
         """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
@@ -208,6 +216,24 @@ class MultiHeadAttention(nn.Module):
             f"n_head={self.n_head}, n_head_kv={self.n_head_kv}, d_k={self.d_k}, d_v={self.d_v}, "
             f"norm_first={self.norm_first}"
         )
+
+
+def _decode_by_module(
+    core: nn.Module, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None = None
+) -> Tensor:
+    """decode_attention by a module that is called as ScaledDotProductAttention is, with a copy of each beam's keys."""
+    (B, W), M = q.shape[:2], k.shape[1]
+    rows = [t.expand(-1, -1, W, -1, -1) for t in (k, v)]  # R = 1, or W
+    if ancestors is not None:
+        index = ancestors.transpose(1, 2).long()[..., None, None]
+        rows = [t.gather(2, index.expand(-1, -1, -1, *t.shape[3:])) for t in rows]
+    k, v = (t.permute(0, 2, 3, 1, 4).flatten(0, 1) for t in rows)  # (B * W, Hk, M, D)
+    mask = None
+    if lengths is not None:
+        counts = torch.arange(M, device=q.device) < lengths[:, None]
+        mask = AttentionMask(key_padding=counts.repeat_interleave(W, 0))
+    out, _ = core(q.flatten(0, 1)[:, :, None], k, v, mask)
+    return out[:, :, 0].unflatten(0, (B, W))
 
 
 READ_BY_OPS = (*MultiHeadAttention.fused_children, "fc")

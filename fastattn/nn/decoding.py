@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from fastattn._tracing import is_transformed
 from fastattn.backends import cpu_matmul, likely_backend, load_backend
-from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention
+from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
-from fastattn.nn.fusible import all_can_fuse, can_fuse
+from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.layers import DecoderLayer
+from fastattn.nn.linear import without_gaps
 from fastattn.ops import _autocast, _checks
 from fastattn.ops.feed_forward import activate
 
@@ -37,6 +38,7 @@ class StraightSteps:
     """Steps the decoder that it was made for. It is an attribute of the cache that it was made for."""
 
     def __init__(self, decoder: Any, cache: DecoderCache, dtype: torch.dtype) -> None:
+        """dtype: of products, keys and values; hidden states keep that of the embedding."""
         self.dtype, self.norm_first, self.device = dtype, decoder.norm_first, cache.position.device
         embedding, norm = decoder.trg_word_emb, _Norm.of(decoder.layer_norm)
         self.embedding, self.padding_idx, self.norm = embedding.weight, embedding.padding_idx, norm
@@ -74,10 +76,10 @@ class StraightSteps:
         weight = decoder.trg_word_emb.weight
         dtype = _autocast.dtype_under_autocast(weight)
         keys_and_values = [t for pair in cache.memories[0].projected.values() for t in pair]
-        tensors = [*decoder.parameters(), *decoder.buffers(), *keys_and_values]
-        if any(type(t) not in _PLAIN or t.device != device or t.numel() == 0 for t in tensors):
+        own = [*decoder.parameters(), *decoder.buffers()]
+        if any(type(t) not in _PLAIN or t.device != device or t.numel() == 0 for t in (*own, *keys_and_values)):
             return None
-        if any(p.dtype != weight.dtype for p in decoder.parameters()) or any(t.dtype != dtype for t in keys_and_values):
+        if any(t.dtype != weight.dtype for t in own) or any(t.dtype != dtype for t in keys_and_values):
             return None
         return StraightSteps(decoder, cache, dtype)
 
@@ -144,9 +146,9 @@ class StraightSteps:
         try:
             if self.norm_first:
                 words = F.embedding(tokens, table)
-                x = (words if scale == 1 else words * scale).add_(position).to(self.dtype)
+                x = (words if scale == 1 else words * scale).add_(position)
             else:
-                options = (None, scale, self.padding_idx, norm.eps, 0.0, None, self.dtype)
+                options = (None, scale, self.padding_idx, norm.eps, 0.0, None, table.dtype)
                 x = self.embed_layer_norm(tokens, table, position, norm.weight, norm.bias, *options)
         except (IndexError, RuntimeError):
             _checks.check_indices("tokens", tokens, "the model", table)
@@ -156,10 +158,13 @@ class StraightSteps:
 
 
 class _Product:
-    """x weight^T + bias + residual for x (rows, k) of each step, weight (n, k): cast and packed once."""
+    """x weight^T + bias + residual for x (rows, k) of each step, weight (n, k): cast and packed once.
+
+    x is cast too. The result has the dtype of residual.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype) -> None:
-        weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.dtype, weight, self.bias = dtype, weight.to(dtype), None if bias is None else bias.to(dtype)
         kind = cpu_matmul.packing(rows, weight, dtype)
         self.is_prepacked = kind == "prepacked"
         weight = cpu_matmul.transposed(weight) if kind == "transposed" else weight
@@ -167,6 +172,10 @@ class _Product:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         bias = self.bias
+        if x.dtype is not self.dtype:
+            x = x.to(self.dtype)
+        if residual is not None and residual.dtype is not self.dtype:
+            return residual + self(x)
         if self.is_prepacked:
             return cpu_matmul.prepacked_product(x, self.weight, bias, residual)
         if bias is None:
@@ -200,13 +209,19 @@ class _SelfAttention:
             1 / attn.attention.temperature,
             cache.batch * cache.rows,
         )
-        self.n_head, self.n_head_kv = attn.w_qs.out_features // attn.d_k, attn.w_ks.out_features // attn.d_k
-        keys_and_values = [w.weight.unflatten(0, (self.n_head_kv, -1)) for w in (attn.w_ks, attn.w_vs)]
-        weight = torch.cat([attn.w_qs.weight, torch.cat(keys_and_values, 1).flatten(0, 1)])
-        self.qkv, self.fc = (_Product(w, None, rows, dtype) for w in (weight, attn.fc.weight))
+        maps = attn.w_qs, attn.w_ks, attn.w_vs
+        weights = [w.weight for w in maps]
+        self.n_head, self.n_head_kv = (len(weight) // attn.d_k for weight in weights[:2])
+        biases = without_gaps(weights, tuple([w.bias for w in maps]))
+        weight, bias = self._joined(*weights), None if biases[0] is None else self._joined(*biases)
+        self.qkv, self.fc = _Product(weight, bias, rows, dtype), _Product(attn.fc.weight, attn.fc.bias, rows, dtype)
         self.norm = _Norm.of(attn.layer_norm)
         sizes = (cache.batch, self.n_head_kv, cache.capacity, cache.rows, self.d_k + self.d_v)
         self.past = torch.empty(sizes, dtype=dtype)
+
+    def _joined(self, queries: Tensor, *keys_and_values: Tensor) -> Tensor:
+        of_heads = [t.unflatten(0, (self.n_head_kv, -1)) for t in keys_and_values]
+        return torch.cat([queries, torch.cat(of_heads, 1).flatten(0, 1)])
 
     def bind(self, cache: DecoderCache) -> None:
         B, W, H, Hk, D = cache.batch, cache.rows, self.n_head, self.n_head_kv, self.d_k + self.d_v
@@ -221,11 +236,11 @@ class _SelfAttention:
 class _MemoryAttention:
     def __init__(self, attn: MultiHeadAttention, rows: int, dtype: torch.dtype) -> None:
         self.attn, self.scale, self.norm = attn, 1 / attn.attention.temperature, _Norm.of(attn.layer_norm)
-        self.w_qs, self.fc = (_Product(w.weight, None, rows, dtype) for w in (attn.w_qs, attn.fc))
+        self.w_qs, self.fc = (_Product(w.weight, w.bias, rows, dtype) for w in (attn.w_qs, attn.fc))
 
     def bind(self, cache: DecoderCache, memory: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
         self.keys_and_values = memory[self.attn]
-        B, W, row, d_k = cache.batch, cache.rows, self.attn.w_qs.out_features, self.attn.d_k
+        B, W, row, d_k = cache.batch, cache.rows, len(self.attn.w_qs.weight), self.attn.d_k
         self.q = (B, row // d_k, W, d_k), (W * row, d_k, row, 1)
 
 
@@ -236,7 +251,12 @@ class _FeedForward:
 
 
 def _is_unmodified(decoder: Any) -> bool:
-    """Whether its steps do what the classes of the modules say. Hooks of modules that no step calls do not count."""
+    """Whether its steps do what the classes of the modules say. Hooks of modules that no step calls do not count.
+
+    Dropout may be in training mode in a module that is not, for samples of a decoder's uncertainty.
+    """
+    if any(module.training for module in decoder.modules()):
+        return False
     if not all(map(can_fuse, (decoder.trg_word_emb, decoder.position_enc, decoder.dropout, decoder.layer_norm))):
         return False
     for layer in decoder.layer_stack:
@@ -244,6 +264,9 @@ def _is_unmodified(decoder: Any) -> bool:
             return False
         attns, ffn = (layer.slf_attn, layer.enc_attn), layer.pos_ffn
         if any(type(attn) is not MultiHeadAttention or not all_can_fuse(attn, READ_BY_OPS) for attn in attns):
+            return False
+        core = ScaledDotProductAttention, ScaledDotProductAttention.fused_children
+        if not all(is_unmodified(attn.attention, *core) for attn in attns):
             return False
         if type(ffn) is not PositionwiseFeedForward or not all_can_fuse(ffn, ffn.fused_children):
             return False

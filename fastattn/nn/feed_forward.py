@@ -75,8 +75,15 @@ class PositionwiseFeedForward(nn.Module):
         return residual_connection(self, x, residual, out, fusible)
 
     def _call_linears(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        """w_2(activation(w_1(x))), where call(w, x) is w(x)."""
-        return call(self.w_2, activate(call(self.w_1, x), self.activation))
+        """w_2(activation(w_1(x))), where call(w, x) is w(x). ValueError where processes share a gated w_1."""
+        hidden, rows = call(self.w_1, x), getattr(self.w_1, "out_features", None)
+        # A weight with all rows, and an output with some: each process would halve its own part.
+        if self.activation in GATED and rows not in (None, hidden.shape[-1]) and len(self.w_1.weight) == rows:
+            raise ValueError(
+                f"w_1 gave {hidden.shape[-1]} of its {rows} outputs: parallelize_module cannot divide a feed-forward "
+                f"with the gated activation {self.activation!r}; leave w_1 and w_2 whole"
+            )
+        return call(self.w_2, activate(hidden, self.activation))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.backends import Backend
 from fastattn.nn.linear import PreparedLinears
-from fastattn.ops.decode_attention import decode_attention
 
 if TYPE_CHECKING:
     from fastattn.nn.decoding import StraightSteps
 
 KeysAndValues = tuple[Tensor, Tensor]
+AttendInSteps = Callable[..., Tensor]  # (query, key, value, lengths, ancestors), as decode_attention
 
 
 class Memory(NamedTuple):
@@ -70,36 +70,35 @@ class DecoderCache:
         self.linear = PreparedLinears()  # for the maps of every step
         # How a decoder steps, as its first step decided: fastattn/nn/decoding.py. None: op by op.
         self.straight: StraightSteps | None = None
-        self._past: dict[nn.Module, KeysAndValues] = {}  # (B, Hk, capacity, W, D) of each layer that goes op by op
+        self.depth = 0  # the layer that a step computes, for a stack that holds one module twice
+        # (B, Hk, capacity, W, D) of each depth and attention that goes op by op
+        self._past: dict[tuple[int, nn.Module], KeysAndValues] = {}
 
-    def attend(
-        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend | None
-    ) -> Tensor:
+    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention: AttendInSteps) -> Tensor:
         """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its beam's whole past.
 
         Returns (B, W, H, Dv).
         """
-        if layer not in self._past:
-            self._past[layer] = tuple(
+        place = self.depth, layer
+        if place not in self._past:
+            self._past[place] = tuple(
                 t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)
             )
-        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[layer])  # (B, capacity, W, Hk, D)
+        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[place])  # (B, capacity, W, Hk, D)
         self.write(keys, k)
         self.write(values, v)
         ancestors = self.ancestors
         if self.on_device:
-            return decode_attention(q, keys, values, self.lengths, ancestors, scale=scale, backend=backend)
+            return attention(q, keys, values, self.lengths, ancestors)
         keys, values = keys[:, : self.length + 1], values[:, : self.length + 1]
         ancestors = None if ancestors is None else ancestors[:, :, : self.length + 1]
-        return decode_attention(q, keys, values, None, ancestors, scale=scale, backend=backend)
+        return attention(q, keys, values, None, ancestors)
 
-    def attend_memory(
-        self, layer: nn.Module, q: Tensor, scale: float, backend: Backend | None, which: int = 0
-    ) -> Tensor:
+    def attend_memory(self, layer: nn.Module, q: Tensor, attention: AttendInSteps, which: int = 0) -> Tensor:
         """Attention of q (B, W, H, Dk) to the layer's keys of a memory; the W beams are queries of one problem."""
         projected, lengths = self.memories[which]
         keys, values = (t.transpose(1, 2)[:, :, None] for t in projected[layer])  # (B, Ls, 1, Hk, D)
-        return decode_attention(q, keys, values, lengths, scale=scale, backend=backend)
+        return attention(q, keys, values, lengths)
 
     def write(self, buffer: Tensor, value: Tensor) -> None:
         """buffer[:, position] = value, of this step. buffer (B, capacity, ..), value (B, ..)."""
@@ -133,7 +132,7 @@ class DecoderCache:
         self.lengths, self.sentences = self.lengths[sequences], self.sentences[sequences]
         if self.ancestors is not None:
             self.ancestors = self.ancestors[sequences]
-        self._past = {layer: (k[sequences], v[sequences]) for layer, (k, v) in self._past.items()}
+        self._past = {place: (k[sequences], v[sequences]) for place, (k, v) in self._past.items()}
         self.memories = tuple(
             Memory({layer: (k[sequences], v[sequences]) for layer, (k, v) in projected.items()}, lengths[sequences])
             for projected, lengths in self.memories

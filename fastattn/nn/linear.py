@@ -48,7 +48,7 @@ def linear(module: nn.Module, x: Tensor, *, backend: str, fusible: bool | None =
 def joint_linear(
     x: Tensor, modules: Sequence[nn.Linear], *, backend: str, fusible: bool | None = None
 ) -> tuple[Tensor, ...]:
-    """The outputs (.., rows) of linear maps for one input x (.., d). All of them have a bias, or none.
+    """The outputs (.., rows) of linear maps for one input x (.., d).
 
     In training they are views of one product. The maps are called one by one where no gradient is recorded, under the
     backend "reference", under torch.compile, in transforms of torch.func, and where a map has hooks, is of another
@@ -59,6 +59,7 @@ def joint_linear(
     is_joint = fusible and torch.is_grad_enabled() and backend != "reference"
     if is_joint and not torch.compiler.is_compiling() and not is_transformed():
         weights, biases = (tuple([_parameter(module, name) for module in modules]) for name in ("weight", "bias"))
+        biases = without_gaps(weights, biases)
         if len({(weight.dtype, weight.device) for weight in weights}) == 1:
             weight, bias = joined((weights, biases), _autocast.dtype_under_autocast(weights[0]))
             out = cpu_matmul.linear(x, weight, bias)
@@ -75,8 +76,17 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
 Group = tuple[Tensor | None, ...]
 
 
+def without_gaps(weights: Sequence[Tensor], biases: Group) -> Group:
+    """biases of linear maps that are one product: all of them, or none. Where only some maps have one, the others get
+    zeros, whose gradient nobody reads."""
+    if all([b is None for b in biases]):
+        return biases
+    pairs = zip(weights, biases, strict=True)
+    return tuple([w.new_zeros(w.shape[0]).requires_grad_(w.requires_grad) if b is None else b for w, b in pairs])
+
+
 def joined(groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor | None]:
-    """For each group of tensors these concatenated in dimension 0, in a dtype; None for a group of None.
+    """For each group of tensors these concatenated in dimension 0, in a dtype; None for a group of None alone.
 
     Casts of all groups are one operator, which concatenates too. A group of one tensor in this dtype is the tensor.
     """

@@ -63,16 +63,26 @@ def remember_norm(out: Tensor, recompute: Recompute) -> None:
     _state.norm_outputs[-1][storage.cdata] = storage, out.numel(), recompute
 
 
-def _save_recipe(t: Tensor) -> Any:
-    """What autograd saves in place of t: for the output of a norm the function that computes it, and its shape.
+def remember_cast(cast: Tensor, x: Tensor) -> None:
+    """Register cast, which is x in another dtype, where x is the output of a norm."""
+    if (recompute := _recipe(x)) is not None:
+        dtype = cast.dtype
+        remember_norm(cast, lambda: recompute().to(dtype))
+
+
+def _recipe(t: Tensor) -> Recompute | None:
+    """The function that computes t again, where t is the whole output of a norm.
 
     The weak reference keeps the storage's address from being reused, so the address identifies one storage.
     """
     known = _state.norm_outputs[-1].get(t.untyped_storage()._cdata) if _state.norm_outputs else None
-    if known is None or known[1] != t.numel() or not t.is_contiguous():
-        return t
-    _, _, recompute = known
-    return recompute, t.shape
+    return None if known is None or known[1] != t.numel() or not t.is_contiguous() else known[2]
+
+
+def _save_recipe(t: Tensor) -> Any:
+    """What autograd saves in place of t: for the output of a norm the function that computes it, and its shape."""
+    recompute = _recipe(t)
+    return t if recompute is None else (recompute, t.shape)
 
 
 def _follow_recipe(saved: Any) -> Tensor:

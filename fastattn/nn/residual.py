@@ -11,7 +11,8 @@ from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, requested
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.leaves import Dropout, dropout_add
-from fastattn.nn.recompute import is_recomputing, remember_norm
+from fastattn.nn.recompute import is_recomputing, remember_cast, remember_norm
+from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
 
@@ -44,7 +45,7 @@ class PendingResidual(NamedTuple):
 
         dropout: that of the sublayer which made the branch, or its current probability of dropping."""
         branch, residual, bias = self
-        branch = branch if bias is None else branch + bias
+        branch, _ = _autocast.stream_inputs(branch if bias is None else branch + bias, residual)
         if isinstance(dropout, nn.Module) and can_fuse(dropout):
             dropout = current_dropout_p(dropout)
         if isinstance(dropout, nn.Module):
@@ -78,9 +79,7 @@ def add_norm(
 
     dropout: a module, its current probability of dropping, or None where there is none. fusible: whether can_fuse is
     known to be true of both modules. A module of which it is false is called.
-    Under torch.autocast all inputs and outputs are in its dtype, so the hidden states between sublayers are stored in
-    low precision, as by the public implementation's in-place addition. LayerNorm's weight, bias and statistics stay
-    float32.
+    Under torch.autocast the results keep the dtype of residual, as in PyTorch, where float32 + bfloat16 is float32.
     """
     if not (fusible or can_fuse(layer_norm)):
         z = pending.sum(dropout)
@@ -113,6 +112,7 @@ def add_norm(
 def sublayer_input(sublayer: Any, x: HiddenState, fusible: bool) -> tuple[Tensor, Tensor]:
     """What the sublayer's block reads, and what its output is added to, both (B, L, d_model).
 
+    Under torch.autocast the first is cast here, once for all linear maps that read it.
     fusible: what all_can_fuse answered of the sublayer's dropout and layer_norm.
     TypeError for a PendingResidual without norm_first.
     """
@@ -120,12 +120,21 @@ def sublayer_input(sublayer: Any, x: HiddenState, fusible: bool) -> tuple[Tensor
         if not sublayer.norm_first:
             raise TypeError(f"{type(sublayer).__name__} got a PendingResidual, expected a Tensor: norm_first is False")
         norm = (sublayer.dropout, sublayer.layer_norm, sublayer.backend)
-        return add_norm(x, *norm, return_sum=True, fusible=fusible)
+        normed, z = add_norm(x, *norm, return_sum=True, fusible=fusible)
+        return _product_input(normed), z
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(sublayer).__name__} got a {type(x).__name__}, expected a Tensor")
     if not sublayer.norm_first:
-        return x, x
-    return add_norm(PendingResidual(x, None), None, sublayer.layer_norm, sublayer.backend, fusible=fusible), x
+        return _product_input(x), x
+    normed = add_norm(PendingResidual(x, None), None, sublayer.layer_norm, sublayer.backend, fusible=fusible)
+    return _product_input(normed), x
+
+
+def _product_input(x: Tensor) -> Tensor:
+    (cast,) = _autocast.autocast_inputs(x)
+    if cast is not x and is_recomputing():
+        remember_cast(cast, x)
+    return cast
 
 
 def residual_connection(sublayer: Any, x: HiddenState, residual: Tensor, out: Tensor, fusible: bool) -> HiddenState:

@@ -43,8 +43,8 @@ from fastattn.masks import AttentionMask
 from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention, as_attention_mask
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.fusible import is_unmodified
-from fastattn.nn.linear import joined
-from fastattn.nn.recompute import is_recomputing, remember_norm
+from fastattn.nn.linear import joined, without_gaps
+from fastattn.nn.recompute import is_recomputing, remember_cast, remember_norm
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
@@ -216,7 +216,8 @@ class Plan:
     """What one forward of a model decides for all of its layers.
 
     is_open: whether any layer may go straight.     keeps: whether gradients are recorded.
-    dtype: of the hidden states: torch.autocast's, or the input's.
+    stream_dtype: of the residual stream: the input's.
+    dtype: of what the sublayers compute from it: torch.autocast's, or the input's.
     """
 
     def __init__(self, x: Tensor | PendingResidual) -> None:
@@ -224,8 +225,10 @@ class Plan:
         self._state = _state(x)
         self.is_open = self._state is not None
         if self._state is not None:
-            self.device, self.dtype, autocast_dtype, self.keeps, self.is_recomputing = self._state
+            self.device, self.stream_dtype, autocast_dtype, self.keeps, self.is_recomputing = self._state
             self.is_under_autocast = autocast_dtype is not None
+            keeps_dtype = autocast_dtype is None or self.stream_dtype is torch.float64
+            self.dtype = self.stream_dtype if keeps_dtype else autocast_dtype
             self._choices: dict[tuple[Any, ...], Any] = {}
 
     def holds_for(self, x: Tensor | PendingResidual) -> bool:
@@ -233,11 +236,17 @@ class Plan:
         gradients."""
         return self._state == _state(x)
 
-    def choose(self, op_name: str, backend: Backend | None, key: tuple[Any, ...], *op_args: Any) -> Implementation:
-        """The backend of an op. key: what distinguishes calls for which the answer may differ."""
+    def choose(
+        self, op_name: str, backend: Backend | None, key: tuple[Any, ...], dtype: torch.dtype, x: Tensor, *others: Any
+    ) -> Implementation:
+        """The backend of an op. key: what distinguishes calls for which the answer may differ.
+
+        x, others: its arguments.     dtype: in which the op gets x.
+        """
         key = op_name, backend, *key
         if (chosen := self._choices.get(key)) is None:
-            chosen = self._choices[key] = backends.choose(op_name, self.device, op_args, backend)
+            x = x if x.dtype is dtype else torch.empty_like(x, dtype=dtype)
+            chosen = self._choices[key] = backends.choose(op_name, self.device, (x, *others), backend)
         return chosen
 
     def choose_attention(
@@ -273,12 +282,12 @@ class Plan:
 
 def _state(x: Tensor | PendingResidual) -> tuple[Any, ...] | None:
     """What a Plan depends on, next to the layers; None where no layer may go straight."""
-    t = x.branch if isinstance(x, PendingResidual) else x
+    t = x
+    if isinstance(x, PendingResidual):
+        t = x.branch if x.residual is None else x.residual
     if type(t) is not Tensor or torch.compiler.is_compiling() or is_transformed() or _has_any_global_hook():
         return None
-    autocast_dtype = _autocast.autocast_dtype(t.device)
-    dtype = t.dtype if autocast_dtype is None or t.dtype is torch.float64 else autocast_dtype
-    return t.device, dtype, autocast_dtype, torch.is_grad_enabled(), is_recomputing()
+    return t.device, t.dtype, _autocast.autocast_dtype(t.device), torch.is_grad_enabled(), is_recomputing()
 
 
 def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
@@ -351,12 +360,15 @@ def run_parts(
     """
     stream = x if isinstance(x, PendingResidual) else (x, None, None) if norm_first else (x,)
     first = stream[0]
-    if first.dim() != 3 or (isinstance(x, PendingResidual) and not norm_first):
+    if type(first) is not Tensor or first.dim() != 3 or (isinstance(x, PendingResidual) and not norm_first):
         return None
-    if plan.is_under_autocast:  # the bias of a PendingResidual is a parameter, and stays as it is
-        stream = *[t if t is None else t.to(plan.dtype) for t in stream[:2]], *stream[2:]
-    for t in (*stream[1:2], *memory):
-        if t is not None and (t.dtype is not plan.dtype or t.device != plan.device or t.dim() != 3):
+    residual = stream[1] if norm_first else None
+    if first.dtype is not plan.stream_dtype and first.dtype is not plan.dtype:  # of a branch, which joins the residual
+        return None
+    if residual is not None and (residual.device != first.device or residual.dim() != 3):
+        return None
+    for t in memory:
+        if t.dtype is not plan.dtype or t.device != plan.device or t.dim() != 3:
             return None
     if memory and not first.shape[0] == memory[0].shape[0] == memory[1].shape[0]:
         return None
@@ -471,11 +483,8 @@ def _attention_call(
     weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = parts
     B, L, d_model = x.shape
     missing = sum([b is None for b in biases])  # count(None) would compare the tensors
-    if missing == len(biases):
-        biases = ()
-    elif missing:  # zeros in its place; as a parameter, whose gradient nobody reads
-        pairs = zip(weights, biases, strict=True)
-        biases = tuple([w.new_zeros(w.shape[0]).requires_grad_() if b is None else b for w, b in pairs])
+    if missing:
+        biases = () if missing == len(biases) else without_gaps(weights, biases)
     norm = _norm_call(plan, norm, x, backend)
     if not _fit(plan, norm, d_model, fc, fc_bias, *weights, *biases) or weights[0].shape[1] != d_model:
         return None
@@ -506,14 +515,16 @@ def _feed_forward_call(plan: Plan, parts: FeedForwardParts, x: Tensor) -> FeedFo
     if weight1.shape[1] != x.shape[2] or (bias1 is not None and bias1.numel() != weight1.shape[0]):
         return None
     key = x.shape, activation, weight1.shape, dropout_p
-    chosen = plan.choose("feed_forward", backend, key, x, weight1, bias1, weight2, bias2, activation, dropout_p)
+    op_args = weight1, bias1, weight2, bias2, activation, dropout_p
+    chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args)
     return FeedForward(weight1, bias1, weight2, bias2, norm, activation, dropout_p, chosen)
 
 
 def _norm_call(plan: Plan, parts: NormParts, x: Tensor, backend: Backend | None) -> Norm:
     weight, bias, eps, dropout_p = parts
     key = x.shape, weight.dtype, dropout_p
-    chosen = plan.choose("add_layer_norm", backend, key, x, None, weight, bias, dropout_p, None)
+    op_args = None, weight, bias, dropout_p, None
+    chosen = plan.choose("add_layer_norm", backend, key, plan.stream_dtype, x, *op_args)
     return Norm(weight, bias, eps, dropout_p, chosen)
 
 
@@ -522,16 +533,18 @@ def _fit(
 ) -> bool:
     """Whether the parameters have the device, the dtypes and the sizes that products and kernels need.
 
-    last (d_model, k), last_bias: of the product that gives the branch.
+    last (d_model, k), last_bias: of the product that gives the branch. TypeError where no product could take the input.
     """
     dtype, device = last.dtype, plan.device
-    if dtype is not plan.dtype and not (plan.is_under_autocast and dtype is not torch.float64):
+    if dtype is not plan.dtype and not plan.is_under_autocast:
+        raise TypeError(f"the layer's input has dtype {plan.dtype}, expected {dtype} as its weights, or torch.autocast")
+    if dtype is not plan.dtype and dtype is torch.float64:
         return False
     for t in (last, last_bias, *parameters):
         if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
             return False
     w, b = norm.weight, norm.bias
-    if not (w.dtype is plan.dtype or w.dtype is torch.float32) or last.shape[0] != d_model:
+    if not (w.dtype is plan.stream_dtype or w.dtype is torch.float32) or last.shape[0] != d_model:
         return False
     fits = b.dtype is w.dtype and w.device == b.device == device
     return fits and w.numel() == b.numel() == (d_model if last_bias is None else last_bias.numel()) == d_model
@@ -567,10 +580,12 @@ class _Layer(torch.autograd.Function):
         first = stream[0]
         out = tuple([t.view_as(first) for t in out])
         # What is kept first is x, or with norm_first z: an input or output, which a second derivative passes through.
+        # x is kept in the dtype of the stream, and cast again.
         kept[0] = out[2] if width > 1 else first, *kept[0][1:]
         ctx.save_for_backward(*memory, *rng_states, *chain.from_iterable(kept))
         ctx.set_materialize_grads(False)
         ctx.given = plan, calls, num_memory, len(rng_states), [len(pushed) for pushed in kept]
+        ctx.versions = sum([t._version for t in tensors[width + num_memory :] if t is not None])
         return out
 
     @staticmethod
@@ -580,9 +595,16 @@ class _Layer(torch.autograd.Function):
         memory, rng_states, *kept = [tuple(islice(saved, n)) for n in (num_memory, num_states, *num_pushed)]
         start, *others = kept[0]
         if needs_formula(*douts):
+            parameters = chain.from_iterable([call.parameters for call in calls])  # of which not all are saved
+            if ctx.versions != sum([t._version for t in parameters if t is not None]):
+                raise RuntimeError(
+                    "a parameter of a layer has been modified by an inplace operation since its forward, which a "
+                    "backward with create_graph=True, or of a batch of gradients, computes again"
+                )
             grads = _formula_backward(plan, calls, rng_states, douts, memory, start)
         else:
-            kept[0] = *_as_matrices((start,)), *others
+            (rows,) = _as_matrices((start,))
+            kept[0] = rows if len(douts) > 1 or rows.dtype is plan.dtype else rows.to(plan.dtype), *others
             grads = _backward(plan, calls, rng_states, _as_matrices(douts), memory, kept)
             dx, dresidual, *rest = grads
             dx, is_shared = dx.view_as(start), dresidual is dx
@@ -609,14 +631,20 @@ def _forward(
     if len(stream) == 1:
         (x,) = stream
         for call, own in zip(calls, weights, strict=True):
-            branch, bias = _FORWARD[type(call)](plan, call, own, rng_states, x, memory, kept)
+            read = x if x.dtype is plan.dtype else x.to(plan.dtype)
+            if plan.is_recomputing and read is not x:
+                remember_cast(read, x)
+            branch, bias = _FORWARD[type(call)](plan, call, own, rng_states, read, memory, kept)
             x, _ = _norm(plan, call.norm, next(rng_states), branch, x, bias, kept)
         return (x,)
     (branch, residual, bias), first = stream, None
     for call, own in zip(calls, weights, strict=True):
         x, residual = _norm(plan, call.norm, next(rng_states), branch, residual, bias, kept)
         first = residual if first is None else first
-        branch, bias = _FORWARD[type(call)](plan, call, own, rng_states, x, memory, kept)
+        read = x if x.dtype is plan.dtype else x.to(plan.dtype)
+        if plan.is_recomputing and read is not x:
+            remember_cast(read, x)
+        branch, bias = _FORWARD[type(call)](plan, call, own, rng_states, read, memory, kept)
     return branch, residual, first
 
 
@@ -643,15 +671,21 @@ def _backward(
         (dx,) = douts
         for call in reversed(calls):
             dbranch, dresidual, *dnorm, dbias = _norm_backward(call.norm, kept, rng_states.pop(), dx, None)
+            if dbranch.dtype is not plan.dtype:
+                dbranch = dbranch.to(plan.dtype)
             dx, dweights = _BACKWARD[type(call)](call, kept, rng_states, dbranch, dresidual, memory, dmemory, dbias)
             dparameters = [*dweights, *dnorm, *dparameters]
         return dx, *dmemory, *dparameters
     dbranch, dresidual, dfirst = douts
     dbranch, dbias = torch.zeros_like(kept[0][0]) if dbranch is None else dbranch, None
     for call in reversed(calls):
+        if dbranch.dtype is not plan.dtype:
+            dbranch = dbranch.to(plan.dtype)
         dx, dweights = _BACKWARD[type(call)](call, kept, rng_states, dbranch, None, memory, dmemory, dbias)
         if call is calls[0] and dfirst is not None:
             dresidual = dfirst if dresidual is None else dresidual + dfirst
+        if dx.dtype is not plan.stream_dtype:
+            dx = dx.to(plan.stream_dtype)
         dbranch, dresidual, *dnorm, dprevious = _norm_backward(call.norm, kept, rng_states.pop(), dx, dresidual)
         dparameters, dbias = [*dweights, *dnorm, *dparameters], dprevious
     return dbranch, dresidual, dbias, *dmemory, *dparameters
@@ -703,8 +737,10 @@ def _norm(
     bias: Tensor | None,
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm(z), z), z = residual + dropout(branch + bias)."""
+    """(norm(z), z), z = residual + dropout(branch + bias), in the dtype of the stream."""
     module = norm.chosen.module
+    if branch.dtype is not plan.stream_dtype:
+        branch = branch.to(plan.stream_dtype)
     inputs = branch, residual, norm.weight, norm.bias, norm.eps, norm.dropout_p, rng_state, bias
     if kept is None and norm.chosen.differentiable:
         return module.add_layer_norm(*inputs)
@@ -727,7 +763,8 @@ def _norm_backward(
 
 
 # A forward gives the sublayer's branch, and the bias that the norm is to add to it: see _bias_for_norm.
-# A backward gives dresidual [+ the gradient of x], and the gradients of what the products read. It fills dmemory.
+# A backward gives dresidual [+ the gradient of x], and the gradients of what the products read. It fills dmemory. Only
+# dresidual, where it is not None, has the dtype of the stream; all else that of the products.
 # dbias: the gradient of the branch's bias, where a norm has added it.
 
 
@@ -787,7 +824,12 @@ def _attention_backward(
         (lse, projected), dprojected = read, x.new_empty(x.shape[0], weight.shape[0])
         tensors = dout, projected, memory, out_rows, lse, dprojected, dmemory
         chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
-    dx = mm(dprojected, weight) if dresidual is None else addmm(dresidual, dprojected, weight)
+    if dresidual is None:
+        dx = mm(dprojected, weight)
+    elif dresidual.dtype is weight.dtype:
+        dx = addmm(dresidual, dprojected, weight)
+    else:
+        dx = dresidual.add_(mm(dprojected, weight))
     rows = [w.shape[0] for w in call.projections]
     dweights = (None,) * len(rows)
     if any([w.requires_grad for w in call.projections]):
@@ -834,7 +876,9 @@ def _feed_forward_backward(
     weights = weight1, bias1, weight2, call.bias2 if call.chosen.differentiable else None
     dx, *dweights, dbias2 = module.feed_forward_bwd(dbranch, x, *weights, *options, tuple(saved))
     dweights.append(dbias if dbias2 is None else dbias2)
-    return dx if dresidual is None else dx.add_(dresidual), tuple(dweights)
+    if dresidual is not None:
+        dx = dx.add_(dresidual) if dx.dtype is dresidual.dtype else dresidual.add_(dx)
+    return dx, tuple(dweights)
 
 
 _FORWARD = {Attention: _attention, FeedForward: _feed_forward}

@@ -1,4 +1,8 @@
-"""What torch.autocast means for the public ops: floating-point inputs get its dtype, and float64 stays."""
+"""What torch.autocast means for the public ops: products and attention get its dtype, and float64 stays.
+
+The residual stream keeps its own. What a sublayer computes in 16 bits is added to it in the stream's dtype, as PyTorch
+adds bfloat16 to float32.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,24 @@ def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
     )
+
+
+def stream_inputs(x: Any, residual: Any, *parameters: Any) -> tuple[Any, ...]:
+    """What a residual connection adds, x to residual, and a norm's parameters, in the dtypes that torch.autocast gives.
+
+    x gets the dtype of residual. Without one it is the stream itself. Parameters in 16 bits get that of the stream.
+    Outside of torch.autocast, and where the stream is no tensor of floating point, all are as they are.
+    """
+    if not _maybe():
+        return x, residual, *parameters
+    stream = x if residual is None else residual
+    is_float = isinstance(stream, Tensor) and stream.is_floating_point()
+    if not (is_float and _is_under_autocast(stream.device)):
+        return x, residual, *parameters
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(stream.dtype)
+    is_16_bits = [isinstance(t, Tensor) and t.is_floating_point() and t.dtype.itemsize == 2 for t in parameters]
+    return x, residual, *(t.to(stream.dtype) if is_16 else t for t, is_16 in zip(parameters, is_16_bits, strict=True))
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:

@@ -47,7 +47,7 @@ def _checked(
     eps_on_std: bool = False,
     **options: Any,
 ) -> tuple[torch.device, Inputs]:
-    x, residual = _autocast.autocast_inputs(x, residual)
+    x, residual, weight, bias, x_bias = _autocast.stream_inputs(x, residual, weight, bias, x_bias)
     is_uniform = _checks.same_dtype_and_device(
         x, x if residual is None else residual, weight, weight if bias is None else bias
     )
@@ -127,9 +127,8 @@ def dropout_add_layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = layer_norm(residual + dropout(x + x_bias)) * weight + bias, in one pass over the data each way.
 
-    x (..., hidden): float32, bfloat16, float16 (float64 in the backends reference and aten). Under torch.autocast x and
-        residual are cast to its dtype.
-    residual: as x, or None for layer_norm(dropout(x)).
+    x (..., hidden): float32, bfloat16, float16 (float64 in the backends reference and aten).
+    residual: as x, or None for layer_norm(dropout(x)). Under torch.autocast it keeps its dtype, to which x is cast.
     weight, bias (hidden,): float32 or x's dtype.      eps: added to the variance.
     dropout_p: the probability of dropping an element; 0.0 in eval. The rule: fastattn/backends/reference/philox.py.
     return_sum: also return z = residual + dropout(x + x_bias), which a pre-norm model carries on; differentiable.

@@ -38,7 +38,6 @@ def _validate(
     if embedding.dim() != 2 or 0 in embedding.shape:
         raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (tokens of the vocabulary, d)")
     vocabulary, d = embedding.shape
-    dtype = _autocast.dtype_under_autocast(embedding)
     is_alike = _checks.same_dtype_and_device(embedding, position_table, weight, bias)
     if not (is_alike and position_table.shape[1:] == weight.shape == bias.shape == (d,)):
         _checks.check_float("position_table", position_table)
@@ -61,7 +60,7 @@ def _validate(
             raise ValueError(f"padding_idx must be a row of embedding, of {vocabulary}, got {padding_idx}")
         padding_idx %= vocabulary
     tensors = (tokens, embedding, position_table, weight, bias, position)
-    return embedding.device, (*tensors, float(scale), padding_idx, float(dropout_p), dtype)
+    return embedding.device, (*tensors, float(scale), padding_idx, float(dropout_p), embedding.dtype)
 
 
 def _check_indices(tokens: Tensor, embedding: Tensor, position_table: Tensor, position: Tensor | None) -> None:
@@ -112,7 +111,7 @@ def embed_layer_norm(
     padding_idx: the token whose embedding gets no gradient.
     backend: "reference", "aten" or "triton"; default the first that supports the call, see ``explain``.
 
-    Returns (..., L, d) in embedding's dtype or, under torch.autocast, in its dtype. The sum is never rounded.
+    Returns (..., L, d) in embedding's dtype, also under torch.autocast. The sum is never rounded.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, sections 3.4, 3.5 and 5.4; Ba et al. 2016, "Layer Normalization", arXiv:1607.06450.
     """
@@ -196,7 +195,7 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
         length, scale, padding_idx, dropout_p, _ = ctx.options
         eps, dtype = ctx.formula_args
         if position is None:
-            tokens = tokens.view(-1, length)
+            tokens = tokens.view(-1, max(length, 1))
 
         def formula(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             tensors = (tokens, embedding, position_table, weight, bias, position)

@@ -18,6 +18,14 @@ def gradients(model: FusedTransformer, *batch: torch.Tensor) -> list[torch.Tenso
     return [loss.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads)]
 
 
+def divide(model: FusedTransformer) -> None:
+    for layer in (*model.encoder.layer_stack, *model.decoder.layer_stack):
+        names = [name for name, _ in layer.named_modules()]
+        plan = {name: ColwiseParallel() for name in names if name.endswith(BY_COLUMNS)}
+        plan |= {name: RowwiseParallel() for name in names if name.endswith(BY_ROWS)}
+        parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
 def main() -> None:
     torch.manual_seed(0)
     options = dict(d_word_vec=32, d_model=32, d_inner=64, n_layers=2, n_head=4, d_k=8, d_v=8)
@@ -26,12 +34,16 @@ def main() -> None:
     src[1:, 4:] = 0
     expected = gradients(model, src, trg, gold)
     model.zero_grad()
-    for layer in (*model.encoder.layer_stack, *model.decoder.layer_stack):
-        names = [name for name, _ in layer.named_modules()]
-        plan = {name: ColwiseParallel() for name in names if name.endswith(BY_COLUMNS)}
-        plan |= {name: RowwiseParallel() for name in names if name.endswith(BY_ROWS)}
-        parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    divide(model)
     torch.testing.assert_close(gradients(model, src, trg, gold), expected, rtol=1e-4, atol=1e-6)
+    gated = FusedTransformer(50, 50, 0, 0, **options, activation="swiglu")
+    divide(gated)
+    try:
+        gated(src, trg, gold)
+    except ValueError as error:
+        assert "parallelize_module cannot divide" in str(error), error
+    else:
+        raise AssertionError("each process has multiplied halves of its own part")
 
 
 if __name__ == "__main__":

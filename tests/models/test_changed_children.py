@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
 
 import fastattn
+from fastattn import use_backend
 
 LINEARS = ("w_qs", "w_ks", "fc", "w_1", "w_2", "trg_word_prj")
 
@@ -150,6 +151,38 @@ def test_decoding_calls_a_changed_child(treatment, batch):
         with torch.no_grad():
             likely = theirs(row[None], prefix).argmax(-1).tolist()
         assert likely[: len(tokens)] == tokens
+
+
+def with_bias(old):
+    new = nn.Linear(old.in_features, old.out_features, device=DEVICE)
+    new.weight = old.weight
+    nn.init.normal_(new.bias, generator=torch.Generator(DEVICE).manual_seed(old.out_features))
+    return new
+
+
+@pytest.mark.parametrize("way", ["aten", "op by op", pytest.param("reference", marks=pytest.mark.full)])
+@pytest.mark.parametrize("maps", ["w_qs", "w_ks", "w_vs", "w_ks w_vs", "fc", "w_qs w_ks w_vs fc", "trg_word_prj"])
+def test_a_bias_counts_everywhere(maps, way, batch):
+    """Of maps that have none as they are: in logits, in the loss, in gradients, and in steps of decoding. The maps are
+    those of every second layer; keys and values of all layers are one product."""
+    models = pair()
+    for model in models:
+        for_each(lambda model, name: replace(model, name, with_bias), *maps.split())(model)
+    ours, theirs = models
+    if way == "op by op":
+        for layer in (*ours.encoder.layer_stack, *ours.decoder.layer_stack):
+            layer.pos_ffn.dropout.register_forward_hook(lambda *_: None)
+    for model in models:
+        for name, bias in model.named_parameters():
+            bias.requires_grad_(not name.endswith("w_ks.bias"))  # it moves all scores of a query by the same number
+    with use_backend("reference" if way == "reference" else "aten"):
+        check_equal(ours, theirs, batch)
+        src, trg = batch[0], torch.randint(3, VOCAB, (3, 6), device=DEVICE)
+        cache = ours.eval().start_decoding(src, 1, 6)
+        with torch.no_grad():
+            steps = torch.cat([ours.next_logits(trg[:, n : n + 1], cache) for n in range(6)], 1)
+        torch.testing.assert_close(steps.flatten(0, 1), theirs(src, trg), rtol=0, atol=5e-5)
+    assert (cache.straight is not None) == (way == "aten" and DEVICE == "cpu")
 
 
 def test_explain_of_other_modules():

@@ -106,6 +106,18 @@ def test_a_layer_of_another_class_decodes(kind, sentences):
     assert not fastattn.explain(model).not_stepped
 
 
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_a_layer_that_the_stack_holds_twice(backend, changed, sentences):
+    """Each place has a past of its own, also op by op."""
+    model = fused(backend=backend).eval()
+    for stack in (model.encoder.layer_stack, model.decoder.layer_stack):
+        stack[1] = stack[0]
+    if changed:
+        model.decoder.layer_stack[0].pos_ffn.w_1.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(step_by_step(model, *sentences), forward(model, *sentences), rtol=0, atol=2e-5)
+
+
 def test_a_class_without_its_own_step_is_named(sentences):
     """In the error of decoding, which would ignore its forward, and by explain."""
     message = "which overrides forward and not step: override step too"
@@ -120,11 +132,37 @@ def test_a_class_without_its_own_step_is_named(sentences):
         other.start_decoding(sentences[0], 1, 3)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+class HalvedCore(torch.nn.Module):
+    """Called as ScaledDotProductAttention is."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs, **options):
+        out, weights = self.inner(*inputs, **options)
+        return out / 2, weights
+
+
+def change_cores(model, change):
+    for layer in model.decoder.layer_stack:
+        for attn in (layer.slf_attn, layer.enc_attn):
+            if change == "another core":
+                attn.attention = HalvedCore(attn.attention)
+            if change == "hooked core":
+                attn.attention.register_forward_hook(lambda _, inputs, out: (out[0] / 2, out[1]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("on_device", "change"),
+    [(False, ""), (True, ""), (False, "hooked core"), (True, "hooked core"), (True, "another core")],
+)
 @torch.no_grad()
-def test_rows_have_the_logits_of_their_histories(on_device, sentences):
+def test_rows_have_the_logits_of_their_histories(on_device, change, sentences):
     """Rows are chosen again after every step, and two sentences leave after the fifth."""
-    src, model, generator = sentences[0], fused().eval(), torch.Generator().manual_seed(2)
+    src, generator = sentences[0], torch.Generator().manual_seed(2)
+    model = change_cores(fused(n_head_kv=2).eval(), change)
 
     def draw(high):
         return torch.randint(high, (len(src), 3), generator=generator).to(DEVICE)
@@ -218,7 +256,7 @@ def test_a_step_has_few_operators():
 
 @torch.no_grad()
 def test_when_the_modules_step():
-    """Where one of them is modified, where another backend is asked for, and where gradients are recorded."""
+    """Where one of them is modified or drops, where another backend is asked for, and where gradients are recorded."""
     src, token = torch.full((2, 5), 3), torch.full((2, 1), 3)
 
     def logits(model, straight):
@@ -235,6 +273,9 @@ def test_when_the_modules_step():
     assert not torch.allclose(logits(model, False), before)
     hook.remove()
     assert torch.equal(logits(model, True), before)
+    model.decoder.layer_stack[0].slf_attn.dropout.train()
+    assert not torch.allclose(logits(model, False), before)
+    model.eval()
     model.decoder.layer_norm = Doubled(model.decoder.layer_norm)
     assert not torch.allclose(logits(model, False), before)
     model.decoder.layer_norm = model.decoder.layer_norm.inner

@@ -73,28 +73,31 @@ def step(model, batch, autocast=False):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def with_biases(model):
-    """Biases in all projections, as layers of other libraries have them."""
+def with_biases(model, names):
+    """Biases in these projections, as layers of other libraries have them."""
     for attn in (m for m in model.modules() if isinstance(m, layers.MultiHeadAttention)):
-        for name in ("w_qs", "w_ks", "w_vs", "fc"):
+        for name in names:
             linear = getattr(attn, name)
             linear.bias = nn.Parameter(torch.randn(linear.out_features, device=DEVICE))
     return model
 
 
 WITH_BIASES = ("public", "beyond", "small", "small, gated")
-EVERY_DAY = [  # backend, variant, autocast; without biases
-    *(("aten", variant, False) for variant in VARIANTS),
-    ("aten", "public", True),
-    ("aten", "small, gated", True),
-    ("aten", "small, packed", True),
-    ("cuda", "public", True),
-    ("cuda", "beyond", False),
+BIASED = ("", "w_qs w_ks w_vs fc", "w_vs")
+EVERY_DAY = [  # backend, variant, autocast, maps with a bias
+    *(("aten", variant, False, "") for variant in VARIANTS),
+    ("aten", "public", True, ""),
+    ("aten", "small, gated", True, ""),
+    ("aten", "small, packed", True, ""),
+    ("aten", "small", False, "w_vs"),
+    ("aten", "small", True, "w_vs"),
+    ("cuda", "public", True, ""),
+    ("cuda", "beyond", False, ""),
 ]
 CASES = [
-    pytest.param(*case, biased, marks=() if tuple(case) in EVERY_DAY and not biased else full)
-    for *case, biased in product(("aten", "triton", "cuda"), VARIANTS, (False, True), (False, True))
-    if not biased or case[1] in WITH_BIASES
+    pytest.param(*case, marks=() if case in EVERY_DAY else full)
+    for case in product(("aten", "triton", "cuda"), VARIANTS, (False, True), BIASED)
+    if not case[3] or case[1] in WITH_BIASES
 ]
 
 
@@ -107,7 +110,7 @@ def test_same_as_op_by_op(backend, variant, autocast, biased, batch, taken, node
     # Rounding moves a relu near 0 across it: a large error, and chance.
     given = TINY | DROPOUT | dict(activation="gelu" if autocast else "relu") | VARIANTS[variant]
     model = fused(**given | dict(n_layers=n_layers), backend=backend)
-    model = with_biases(model) if biased else model
+    model = with_biases(model, biased.split())
     loss, grads = step(model, batch, autocast)
     goes_straight = not (backend == "aten" and "recompute" in variant)
     assert taken == [goes_straight] * 2 * n_layers
@@ -223,14 +226,24 @@ def test_frozen_parameters_get_no_gradient(backend, triton, batch, taken):
             torch.testing.assert_close(grads[name], everything[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_a_parameter_that_changes_before_the_backward_is_an_error(backend, triton, batch):
+@pytest.mark.parametrize(
+    ("backend", "name", "create_graph"),
+    [
+        ("aten", "pos_ffn.w_2.weight", False),
+        ("triton", "pos_ffn.w_2.weight", False),
+        ("aten", "slf_attn.w_qs.weight", True),  # of which a copy is saved
+        ("aten", "slf_attn.layer_norm.bias", True),  # which the first gradient does not need
+        pytest.param("triton", "slf_attn.w_qs.weight", True, marks=full),
+    ],
+)
+def test_a_parameter_that_changes_before_the_backward_is_an_error(backend, name, create_graph, triton, batch):
     model, (src, trg) = fused(**TINY | VARIANTS["small"] | DROPOUT, backend=backend), batch
+    parameters = [p for p in model.parameters() if p.requires_grad]
     loss = model.loss(src, trg, gold_of(trg))
     with torch.no_grad():
-        model.encoder.layer_stack[0].pos_ffn.w_2.weight.add_(1)
+        model.encoder.layer_stack[0].get_parameter(name).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        torch.autograd.grad(loss, parameters, create_graph=create_graph)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Linear maps of one input as one product: the same results as one by one, with separate parameters."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,33 +13,36 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, D = (12, 8, 20), 16
 
 
-def linear_maps(dtype=torch.float32):
-    return [nn.Linear(D, rows, bias=False, device=DEVICE, dtype=dtype) for rows in ROWS]
+def linear_maps(dtype=torch.float32, biased=(False,) * 3):
+    return [nn.Linear(D, rows, bias, device=DEVICE, dtype=dtype) for rows, bias in zip(ROWS, biased, strict=True)]
 
 
 def solve(linears, x, call):
-    """Outputs, and the gradients of x and of each weight, for fixed gradients of the outputs."""
+    """Outputs, and the gradients of x and of each parameter, for fixed gradients of the outputs."""
     x = x.detach().requires_grad_()
     out = call(x)
     douts = [torch.cos(torch.arange(t.numel(), device=DEVICE)).view(t.shape).to(t) for t in out]
-    return [t.detach() for t in out], torch.autograd.grad(out, [x, *(linear.weight for linear in linears)], douts)
+    parameters = [p for linear in linears for p in linear.parameters()]
+    return [t.detach() for t in out], torch.autograd.grad(out, [x, *parameters], douts)
 
 
+@pytest.mark.parametrize("biased", list(product((False, True), repeat=3)))
 @pytest.mark.parametrize("shape", [(3, 5, D), (7, D), (2, 0, D)])
-def test_same_as_one_by_one(shape):
-    linears, x = linear_maps(torch.float64), torch.randn(shape, dtype=torch.float64, device=DEVICE)
+def test_same_as_one_by_one(shape, biased):
+    linears, x = linear_maps(torch.float64, biased), torch.randn(shape, dtype=torch.float64, device=DEVICE)
     out, grads = solve(linears, x, lambda x: joint_linear(x, linears, backend="aten"))
-    expected, expected_grads = solve(linears, x, lambda x: [F.linear(x, linear.weight) for linear in linears])
+    expected, expected_grads = solve(linears, x, lambda x: [linear(x) for linear in linears])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
     torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-13)
 
 
-def test_autocast_casts_and_gives_float32_gradients():
-    linears, x = linear_maps(), torch.randn(3, 5, D, device=DEVICE)
+@pytest.mark.parametrize("biased", [(False, False, False), (False, True, False), (True, False, True)])
+def test_autocast_casts_and_gives_float32_gradients(biased):
+    linears, x = linear_maps(biased=biased), torch.randn(3, 5, D, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         out, grads = solve(linears, x, lambda x: joint_linear(x, linears, backend="aten"))
         expected, expected_grads = solve(linears, x, lambda x: [linear(x) for linear in linears])
-    assert [t.dtype for t in out] == [torch.bfloat16] * 3 and [t.dtype for t in grads] == [torch.float32] * 4
+    assert [t.dtype for t in out] == [torch.bfloat16] * 3 and {t.dtype for t in grads} == {torch.float32}
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(grads, expected_grads, rtol=2**-6, atol=2**-4)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastattn import AttentionMask
+from fastattn import AttentionMask, use_backend
 from fastattn.nn import (
     DecoderLayer,
     EncoderLayer,
@@ -204,6 +204,44 @@ def test_the_wrong_kind_of_input_is_named():
     ):
         with pytest.raises(TypeError, match=message):
             call()
+    if DEVICE == "cpu":
+        for dtype in (torch.float16, torch.int64):
+            message = f"the layer's input has dtype {dtype}, expected torch.float32 as its weights"
+            with pytest.raises(TypeError, match=message):
+                EncoderLayer(D, 24, H, DK, DV)(x.to(dtype))
+
+
+class RowsOfOneProcess(torch.nn.Linear):
+    """As parallelize_module makes it, of two processes."""
+
+    def forward(self, x):
+        return super().forward(x)[..., : self.out_features // 2]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "reglu", "geglu"])
+def test_a_gated_feed_forward_cannot_be_divided(activation):
+    module = PositionwiseFeedForward(D, 24, activation=activation).to(DEVICE)
+    module.w_1 = RowsOfOneProcess(D, 48, device=DEVICE)
+    module.w_2 = torch.nn.Linear(12, D, device=DEVICE)
+    with pytest.raises(ValueError, match=f"w_1 gave 24 of its 48 outputs: .* activation '{activation}'"):
+        module(randn(B, LQ, D))
+
+
+@pytest.mark.parametrize("way", ["as it is", "hooked", "reference"])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_the_stream_keeps_its_dtype(dtype, norm_first, way):
+    """A residual connection gives the dtype of a layer's input, as PyTorch's layers do."""
+    layer, x = EncoderLayer(D, 24, H, DK, DV, norm_first=norm_first).to(DEVICE), randn(B, LQ, D).to(dtype)
+    if way == "hooked":
+        layer.pos_ffn.w_1.register_forward_hook(lambda *_: None)
+    inputs = [x.requires_grad_(), PendingResidual(x.bfloat16(), x)][: 1 + norm_first]
+    with torch.autocast(DEVICE, torch.bfloat16), use_backend("reference" if way == "reference" else None):
+        outs = [layer(given)[0] for given in inputs]
+    found = [out.residual if isinstance(out, PendingResidual) else out for out in outs]
+    assert {out.dtype for out in found} == {dtype}
+    sum(out.float().square().sum() for out in found).backward()
+    assert x.grad.dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,11 @@ def test_no_tokens(backend: str, shape: tuple[int, int], dropout_p: float, devic
     got = solve(p, backend_call(backend, device))
     assert got.out.shape == (*shape, 48)
     assert not any(grad.any() for grad in got[1:])
+    leaves = [t.detach().requires_grad_() for t in (p.embedding, p.weight, p.bias)]
+    out = embed_layer_norm(p.tokens, leaves[0], p.table, *leaves[1:], dropout_p=dropout_p, backend=backend)
+    grads = torch.autograd.grad(out, leaves, torch.zeros_like(out, requires_grad=True), create_graph=True)
+    twice = torch.autograd.grad(sum(grad.sum() for grad in grads), leaves, allow_unused=True, materialize_grads=True)
+    assert not any(grad.any() for grad in twice)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -20,11 +21,12 @@ from fastattn.masks import AttentionMask
 from fastattn.nn._checks import check_choice
 from fastattn.nn.attention import attend_calling_dropout
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
+from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import current_dropout_p
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.decode_attention import decode_attention
 from fastattn.ops.feed_forward import feed_forward
 
 MAX_POSITIONS = 5000
@@ -94,19 +96,23 @@ class MultiHeadAttention(nn.Module):
         """Self-attention of one new token a beam, x (B, W, d_model), whose keys and values are added to the cache."""
         maps = (self.linear_query, self.linear_key, self.linear_value)
         q, k, v = (self._heads(cache.linear(linear, x, self.backend)) for linear in maps)
-        out = cache.attend(self, q, k, v, self._scale, self.backend)
+        out = cache.attend(self, q, k, v, self._attend_in_steps)
         return cache.linear(self.linear_out, out.flatten(2), self.backend)
 
     def step_to_memory(self, x: Tensor, cache: DecoderCache, which: int) -> Tensor:
         """Attention of one new token a row to a memory of the cache, see `memory`."""
         q = self._heads(cache.linear(self.linear_query, x, self.backend))
-        out = cache.attend_memory(self, q, self._scale, self.backend, which)
+        out = cache.attend_memory(self, q, self._attend_in_steps, which)
         return cache.linear(self.linear_out, out.flatten(2), self.backend)
 
     def memory(self, x: Tensor) -> KeysAndValues:
         """Keys and values of x (B, Lk, d_model) as a cache's Memory holds them, (B, H, Lk, D)."""
         k, v = self._heads(self.linear_key(x)), self._heads(self.linear_value(x))
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+    @property
+    def _attend_in_steps(self) -> AttendInSteps:
+        return partial(decode_attention, scale=self._scale, backend=self.backend)
 
     @property
     def _scale(self) -> float:

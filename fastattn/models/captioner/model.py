@@ -157,7 +157,7 @@ class Decoder(nn.Module):
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
         """The output (B, W, d_model) for one new token a beam, x (B, W, d_model)."""
-        for layer in self.decoder_layer:
+        for cache.depth, layer in enumerate(self.decoder_layer):
             x = layer.step(x, cache)
         cache.advance()
         return x
