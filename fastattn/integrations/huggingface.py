@@ -9,9 +9,9 @@ packed positions, overlays) and those of static caches, whose length is a tensor
 "sdpa". Grouped heads are not repeated, and T5's relative bias gets its gradient. Unlike with transformers' "eager", a
 query that may attend to nothing gives 0.
 
-Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose, and paged caches. `use` refuses
-models with one of the first three before a call. It also refuses models such as LED, which do not ask transformers for
-their attention: they would silently compute something else.
+Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose, and paged caches. `use`
+refuses models with one of the first three before a call. It also refuses models such as LED, which do not ask
+transformers for their attention: they would silently compute something else.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class StraightSteps:
                 words = F.embedding(tokens, table)
                 x = (words if scale == 1 else words * scale).add_(position)
             else:
-                options = (None, scale, self.padding_idx, norm.eps, 0.0, None, table.dtype)
+                options = (None, scale, self.padding_idx, norm.eps, 0.0, None)
                 x = self.embed_layer_norm(tokens, table, position, norm.weight, norm.bias, *options)
         except (IndexError, RuntimeError):
             _checks.check_indices("tokens", tokens, "the model", table)

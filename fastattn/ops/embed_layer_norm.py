@@ -60,7 +60,7 @@ def _validate(
             raise ValueError(f"padding_idx must be a row of embedding, of {vocabulary}, got {padding_idx}")
         padding_idx %= vocabulary
     tensors = (tokens, embedding, position_table, weight, bias, position)
-    return embedding.device, (*tensors, float(scale), padding_idx, float(dropout_p), embedding.dtype)
+    return embedding.device, (*tensors, float(scale), padding_idx, float(dropout_p))
 
 
 def _check_indices(tokens: Tensor, embedding: Tensor, position_table: Tensor, position: Tensor | None) -> None:
@@ -77,9 +77,8 @@ def _check_indices(tokens: Tensor, embedding: Tensor, position_table: Tensor, po
         raise ValueError(f"position_table has {rows} rows, too few for {tokens.shape[-1]} tokens a sequence")
 
 
-def _call_class(*options: Any) -> str:
-    dropout_p, dtype = options[-2:]
-    return timings.call_class(dtype, dropout_p)
+def _call_class(tokens: Tensor, embedding: Tensor, *options: Any) -> str:
+    return timings.call_class(embedding.dtype, options[-1])
 
 
 @backends.register("embed_layer_norm", _validate, _call_class)
@@ -130,18 +129,18 @@ def _embed(
     device: torch.device, inputs: tuple[Any, ...], eps: float, backend: Backend | None, of_model: bool = False
 ) -> Tensor:
     chosen = backends.choose("embed_layer_norm", device, inputs, backend, of_model)
-    *tensors, scale, padding_idx, dropout_p, dtype = inputs
+    *tensors, scale, padding_idx, dropout_p = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     with _autocast.no_autocast(device):
         if chosen.differentiable:
-            options = (scale, padding_idx, float(eps), dropout_p, rng_state, dtype)
+            options = (scale, padding_idx, float(eps), dropout_p, rng_state)
             return chosen.module.embed_layer_norm(*tensors, *options)
         tokens, embedding, position_table, weight, bias, position = [
             t if t is None else t.contiguous() for t in tensors
         ]
         places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
         op_args = (embedding, weight, bias, *places, tokens.shape[-1], scale, padding_idx, float(eps), dropout_p)
-        (out,) = _EmbedLayerNorm.apply(*op_args, rng_state, dtype, chosen)
+        (out,) = _EmbedLayerNorm.apply(*op_args, rng_state, chosen)
     return out.view(*tokens.shape, out.shape[-1])
 
 
@@ -164,24 +163,23 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
         eps: float,
         dropout_p: float,
         rng_state: Tensor | None,
-        dtype: torch.dtype,
         backend: Implementation,
     ) -> tuple[Tensor, Tensor]:
         places = (tokens, position_table, position, length, scale)
-        return backend.module.embed_layer_norm_fwd(embedding, weight, bias, *places, eps, dropout_p, rng_state, dtype)
+        return backend.module.embed_layer_norm_fwd(embedding, weight, bias, *places, eps, dropout_p, rng_state)
 
     @staticmethod
     def forward_fake(embedding: Tensor, *op_args: Any) -> tuple[Tensor, Tensor]:
-        _, _, tokens, *_, dtype, backend = op_args
+        _, _, tokens, *_, backend = op_args
         rows = tokens.shape[0]
         statistics = embedding.new_empty(2 * rows + backend.module.TICKETS, dtype=torch.float32)
-        return embedding.new_empty(rows, embedding.shape[1], dtype=dtype), statistics
+        return embedding.new_empty(rows, embedding.shape[1]), statistics
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        *tensors, length, scale, padding_idx, eps, dropout_p, rng_state, dtype, backend = inputs
+        *tensors, length, scale, padding_idx, eps, dropout_p, rng_state, backend = inputs
         ctx.save_for_backward(*tensors, outputs[1], rng_state)
-        ctx.formula_args = (eps, dtype)
+        ctx.eps = eps
         ctx.options = (length, scale, padding_idx, dropout_p, backend)
 
     @staticmethod
@@ -193,13 +191,12 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
     def formula_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, tokens, position_table, position, _, rng_state = ctx.saved_tensors
         length, scale, padding_idx, dropout_p, _ = ctx.options
-        eps, dtype = ctx.formula_args
         if position is None:
             tokens = tokens.view(-1, max(length, 1))
 
         def formula(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             tensors = (tokens, embedding, position_table, weight, bias, position)
-            options = (scale, padding_idx, eps, dropout_p, rng_state, dtype)
+            options = (scale, padding_idx, ctx.eps, dropout_p, rng_state)
             return reference.embed_layer_norm(*tensors, *options).view(dout.shape)
 
         return differentiable_gradients(formula, inputs, (dout,))

@@ -74,14 +74,13 @@ def embed_layer_norm_fwd(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """tokens, position: (rows,) contiguous integers; without position row r is at r % length. embedding (V, d).
 
-    Returns out (rows, d) in dtype, and the statistics for the backward.
+    Returns out (rows, d) in embedding's dtype, and the statistics for the backward.
     """
     rows, hidden = tokens.shape[0], embedding.shape[1]
-    out = torch.empty((rows, hidden), dtype=dtype, device=embedding.device)
+    out = torch.empty((rows, hidden), dtype=embedding.dtype, device=embedding.device)
     statistics = empty_statistics(rows, embedding)
     if rows == 0:
         return out, statistics
@@ -91,7 +90,7 @@ def embed_layer_norm_fwd(
     n_vocab, n_position = embedding.shape[0], position_table.shape[0]
     key = (
         *(device, tokens.dtype, embedding.dtype, position_table.dtype, None if position is None else position.dtype),
-        *(weight.dtype, bias.dtype, dtype, alignment, rng_state is None, rows < LIMIT, length < LIMIT),
+        *(weight.dtype, bias.dtype, alignment, rng_state is None, rows < LIMIT, length < LIMIT),
         *(hidden, n_vocab, n_position, has_dropout),
     )
     launch = _LAUNCHES.get(key)

@@ -192,10 +192,10 @@ def norms() -> None:
             weight, dout = torch.zeros(hidden, dtype=rest[2]), torch.zeros(rows, hidden, dtype=rest[3])
             for position in (None, tokens):
                 given = tokens, table, position, length
-                embed_layer_norm_fwd(embedding, weight, weight, *given, 2, 1e-6, p, rng, rest[3])
+                embed_layer_norm_fwd(embedding, weight, weight, *given, 2, 1e-6, p, rng)
                 embed_layer_norm_bwd(dout, embedding, weight, weight, *given, 2.0, state, p, rng)
     given = *given[:2], tokens, length
-    alignments(embed_layer_norm_fwd, embedding, weight, weight, *given, 2.0, 1e-6, 0.1, rng, torch.float32)
+    alignments(embed_layer_norm_fwd, embedding, weight, weight, *given, 2.0, 1e-6, 0.1, rng)
     alignments(embed_layer_norm_bwd, dout, embedding, weight, weight, *given, 2.0, state, 0.1, rng)
 
 

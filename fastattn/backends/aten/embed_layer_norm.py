@@ -26,7 +26,6 @@ def embed_layer_norm(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    dtype: torch.dtype,
 ) -> Tensor:
     """As fastattn.backends.reference.embed_layer_norm.embed_layer_norm, which is the specification."""
     hidden = embedding.shape[1]
@@ -39,4 +38,4 @@ def embed_layer_norm(
     if rng_state is not None:
         z.mul_(philox.keep_factor(rng_state, tokens.numel(), hidden, dropout_p, acc).view(z.shape))
     out = F.layer_norm(z, (hidden,), weight, bias, eps)
-    return out if dtype == acc else out.to(dtype)
+    return out if out.dtype == embedding.dtype else out.to(embedding.dtype)

@@ -27,16 +27,16 @@ def embed_layer_norm(
     eps: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    dtype: torch.dtype,
 ) -> Tensor:
-    """tokens (..., L), embedding (V, d), position_table (n_position, d), weight, bias (d,) -> (..., L, d) in dtype.
+    """tokens (..., L), embedding (V, d), position_table (n_position, d), weight, bias (d,) -> (..., L, d), as embedding.
 
     Sums and statistics are taken in float32 or, for a float64 embedding, in float64; z is never rounded.
     """
     acc = torch.promote_types(embedding.dtype, torch.float32)
     words = embedding_rows(tokens, embedding, padding_idx).to(acc)
     places = position_table[: tokens.shape[-1]] if position is None else position_table[position]
-    return add_layer_norm(words * scale + places.to(acc), None, weight, bias, eps, dropout_p, rng_state)[0].to(dtype)
+    z = words * scale + places.to(acc)
+    return add_layer_norm(z, None, weight, bias, eps, dropout_p, rng_state)[0].to(embedding.dtype)
 
 
 def embedding_rows(tokens: Tensor, embedding: Tensor, padding_idx: int | None) -> Tensor:
