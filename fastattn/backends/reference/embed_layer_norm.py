@@ -28,7 +28,7 @@ def embed_layer_norm(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> Tensor:
-    """tokens (..., L), embedding (V, d), position_table (n_position, d), weight, bias (d,) -> (..., L, d), as embedding.
+    """tokens (..., L), embedding (V, d), position_table (n_position, d), weight, bias (d,) -> (..., L, d).
 
     Sums and statistics are taken in float32 or, for a float64 embedding, in float64; z is never rounded.
     """
