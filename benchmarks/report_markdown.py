@@ -387,38 +387,37 @@ def _cpu_steps(found: Sequence[tuple[Path, Record]]) -> list[str]:
 def _accelerate_table(found: Sequence[tuple[Path, Record]]) -> list[str]:
     """Other libraries' models against themselves, in words and a table of all records; nothing if none has them."""
     body, paths, everywhere = [], [], []
+    dtypes = list(dict.fromkeys(c["dtype"] for _, record in found for c in record["cases"] if c["op"] == ACCELERATE))
     for path, record in found:
-        speed_ups: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
+        speed_ups: dict[str, dict[str, list[tuple[str, float, float]]]] = {}
         for case in (case for case in record["cases"] if case["op"] == ACCELERATE):
             rows = case_rows(record, case)
             other = fastest_other(rows, "step") if default_row(rows) else None
             own_loss = slowdown(rows, provider_row(rows, LOSS_FROM_LOGITS), "step") if other else None
             if other and own_loss:
                 model, dropout_p = case["case"].split()[0], case["case"].partition(ATTENTION_DROPOUT)[2]
-                of_row = speed_ups.setdefault((case["dtype"], dropout_p), [])
+                of_row = speed_ups.setdefault(dropout_p, {}).setdefault(case["dtype"], [])
                 of_row.append((model, other[0], other[0] / own_loss))
                 everywhere += [] if dropout_p else [model]
         paths += [f"`benchmarks/results/{path.name}`"] if speed_ups else []
-        for (dtype, dropout_p), of_row in speed_ups.items():
-            models, *columns = zip(*of_row, strict=True)
-            cells = (f"{geometric_mean(r):.2f}x ({min(r):.2f}x to {max(r):.2f}x)" for r in columns)
-            said = f"{dropout_p} ({', '.join(dict.fromkeys(models))})" if dropout_p else "0.1"
-            body.append([machine(record).partition(";")[0], dtype, said, *cells])
+        for dropout_p, of_row in speed_ups.items():
+            cells, models = [], dict.fromkeys(model for one in of_row.values() for model, *_ in one)
+            for dtype in dtypes:
+                columns = list(zip(*of_row.get(dtype, ()), strict=True))[1:]
+                cells += [f"{geometric_mean(r):.2f}x ({min(r):.2f}x to {max(r):.2f}x)" for r in columns] or ["-", "-"]
+            dropout = f"{dropout_p} ({', '.join(models)})" if dropout_p else "0.1"
+            body.append([machine(record).partition(";")[0], dropout, *cells])
     if not body:
         return []
     *others, last = dict.fromkeys(everywhere)
     words = (
         f"`accelerate`, one training step of {', '.join(others)}{' and ' * bool(others)}{last}, a quarter padding, "
         "dropout 0.1, also of attention weights (where the default of Marian and BART is 0): the speed-up over the "
-        "fastest without fastattn, in the geometric mean (and of the slowest and the fastest case; "
-        f"{', '.join(paths)}):"
+        "fastest without fastattn with `report.loss`, where there is one, and with the model's own loss, in the "
+        f"geometric mean (and of the slowest and the fastest case; {', '.join(paths)}):"
     )
-    header = ["processor", "dtype", "attention dropout", "with `report.loss`, where there is one"]
-    return [
-        *textwrap.wrap(words, width=120, break_on_hyphens=False),
-        "",
-        *table([*header, "with the model's own loss"], body),
-    ]
+    header = ["processor", "attention dropout", *(f"{d}{loss}" for d in dtypes for loss in ("", ", own loss"))]
+    return [*textwrap.wrap(words, width=120, break_on_hyphens=False), "", *table(header, body)]
 
 
 def _host_time_figures(path: Path, record: Record) -> list[str]:

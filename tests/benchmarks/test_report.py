@@ -291,18 +291,20 @@ def test_masks_are_a_table_and_a_sentence(record: dict[str, Any], tmp_path: Path
     assert "by over 5 % faster in 2 calls and slower in 0. By mask: packed 1.68, full 1.00 (`benchmarks/" in said
 
 
-def test_accelerated_models_are_a_line_for_each_record_dtype_and_dropout(record: dict[str, Any]) -> None:
-    def renamed(name: str) -> dict[str, Any]:
+def test_accelerated_models_are_a_line_for_each_record_and_dropout(record: dict[str, Any]) -> None:
+    def renamed(name: str, **changes: str) -> dict[str, Any]:
         of_step = {key: [r for r in record[key] if r["op"] == "transformer"] for key in ("cases", "rows")}
-        return {key: [r | {"op": "accelerate", "case": name} for r in of_step[key]] for key in of_step}
+        return {key: [r | {"op": "accelerate", "case": name} | changes for r in of_step[key]] for key in of_step}
 
     one, two, default = renamed("T5 a step"), renamed("BERT a step"), renamed(f"BART a step{ATTENTION_DROPOUT}0")
     two["rows"][4] = two["rows"][4] | {"timings": {"step": timed(90.0)}}  # torch.compile; plain PyTorch is 1.9x
-    both = record | {key: one[key] + two[key] + default[key] for key in one}
+    half = renamed("T5 half a step", dtype="bf16")
+    both = record | {key: one[key] + two[key] + default[key] + half[key] for key in one}
     said = report_markdown.figures([(Path("report_a.json"), both), (Path("report_b.json"), record | one)])
-    line = f"| {report_markdown.machine(record).partition(';')[0]} | fp32 |"
-    assert f"{line} 0.1 | 1.69x (1.50x to 1.90x) | 1.35x (1.20x to 1.52x) |\n{line} 0 (BART) | 1.50x (1.50x" in said
-    assert f"1.20x) |\n{line} 0.1 | 1.50x (1.50x to 1.50x) |" in said
+    same = "1.50x (1.50x to 1.50x) | 1.20x (1.20x to 1.20x)"
+    line = f"| {report_markdown.machine(record).partition(';')[0]} |"
+    assert f"{line} 0.1 | 1.69x (1.50x to 1.90x) | 1.35x (1.20x to 1.52x) | {same} |\n" in said
+    assert f"{line} 0 (BART) | {same} | - | - |\n{line} 0.1 | {same} | - | - |\n" in said
     words = " ".join(said.split())
     assert "of T5 and BERT, a quarter padding" in words and "`benchmarks/results/report_b.json`):" in words
 
