@@ -78,7 +78,7 @@ class Launch:
 
     def __init__(self, launches: Launches, tile: Any, named: dict[str, Any]) -> None:
         self.kernel, self.kinds, self.tile, self.named = launches.kernel, launches.kinds, tile, named
-        self.hooks = self.kernel.pre_run_hooks
+        self.hooks = getattr(self.kernel, "pre_run_hooks", [])  # the interpreter of Triton 3.5 has none
         self.launcher: Any = None  # until the first call
 
     def run(
