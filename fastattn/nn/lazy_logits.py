@@ -1,4 +1,4 @@
-"""Logits that are multiplied only where somebody reads them, so that a model's own loss is computed without them.
+"""Logits that are multiplied only where their values are read, so that a model's own loss is computed without them.
 
 A language model's forward calls its head, reshapes the logits, shifts them against the labels or not, and passes both
 to torch.nn.functional.cross_entropy. Within `lazy_logits(head)` the head returns LazyLogits, which remember its input.
@@ -56,7 +56,7 @@ _request = _Request()
 
 @contextmanager
 def lazy_logits(head: Head | None, label_smoothing: float | None, num_items: Tensor | int | None) -> Iterator[_Request]:
-    """Within it the head returns LazyLogits to this thread, and a model's loss is computed as _Request tells.
+    """Within it the head returns LazyLogits to this thread, and a model's loss is computed by these options.
 
     head: unmodified, or None: logits are computed, and the other options hold for every cross_entropy.
     """
@@ -126,7 +126,7 @@ class LazyLogits(Tensor):
 
 
 def _multiply(logits: LazyLogits) -> Tensor:
-    """The logits, kept: somebody may change them in place."""
+    """The logits, kept: the model may change them in place."""
     if logits.dense is None:
         logits.dense = product(logits.x, logits.weight, logits.bias).to(logits.dtype)
     return logits.dense
@@ -169,7 +169,7 @@ def _add_bias(func: Callable[..., Tensor], logits: LazyLogits, other: Any) -> La
         return None
     if other.dim() > logits.dim() or other.dtype != logits.weight.dtype:
         return None
-    # Nothing but zeros, as in most checkpoints, would be a pass over the logits. A CPU can tell without waiting.
+    # Nothing but zeros, as in most checkpoints, would be a pass over the logits. A CPU reads them without waiting.
     if can_read_values(other) and not other.requires_grad and not bool(other.any()):
         return logits
     bias = other.flatten() if logits.bias is None else logits.bias + other.flatten()

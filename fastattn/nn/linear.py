@@ -78,7 +78,7 @@ Group = tuple[Tensor | None, ...]
 
 def without_gaps(weights: Sequence[Tensor], biases: Group) -> Group:
     """biases of linear maps that are one product: all of them, or none. Where only some maps have one, the others get
-    zeros, whose gradient nobody reads."""
+    zeros, whose gradient is not used."""
     if all([b is None for b in biases]):
         return biases
     pairs = zip(weights, biases, strict=True)
