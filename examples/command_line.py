@@ -28,6 +28,16 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(main())
 
 
+def exit_status(run: Callable[[], None]) -> int:
+    """0 after run(), or 2 where a CommandError ends it, with its reason on stderr."""
+    try:
+        run()
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def whole_number(text: str) -> int:
     try:
         return int(text)

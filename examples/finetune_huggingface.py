@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from pathlib import Path
 
 import torch
 import transformers
-from command_line import CommandError, DataError, positive, read_lines, run_command, writing
+from command_line import CommandError, DataError, exit_status, positive, read_lines, run_command, writing
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -133,12 +132,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command. Exit status 2, with the reason on stderr, where the model, the pairs or --out cannot be used."""
     options = parse_arguments(argv)
-    try:
-        run(options)
-    except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import json
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from captioning.scenes import IMAGE_WIDTH, MOTION_WIDTH, PAD, Scenes, Vocabulary, make_scenes
-from command_line import CommandError, positive, run_command, seed_number, usable_device, writing
+from command_line import exit_status, positive, run_command, seed_number, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 
@@ -167,12 +166,7 @@ def run(settings: Settings, out: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit status 2, with the reason on stderr, where --out cannot be written."""
     settings, out = parse_arguments(arguments)
-    try:
-        run(settings, out)
-    except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(settings, out))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from command_line import CommandError, decode_lines, positive, read_lines, run_command, usable_device, writing
+from command_line import (
+    CommandError,
+    decode_lines,
+    exit_status,
+    positive,
+    read_lines,
+    run_command,
+    usable_device,
+    writing,
+)
 from torch import Tensor
 from tqdm import tqdm
 from translation.checkpoint import load_model
@@ -141,12 +150,7 @@ def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit status 2, with the reason on stderr, where the model or a file cannot be used."""
     options = parse_arguments(arguments)
-    try:
-        run(options)
-    except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,17 @@ def has_second_derivative(backend: str, device: str) -> bool:
     return (backend, device) != ("aten", "cuda")
 
 
+def autograd_nodes(out: Tensor) -> set[str]:
+    """The names of the autograd nodes behind a result."""
+    new, found = [out.grad_fn], set()
+    while new:
+        node = new.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            new += [following for following, _ in node.next_functions]
+    return {type(node).__name__ for node in found}
+
+
 def import_torch_tests(name: str) -> ModuleType:
     """torch.testing._internal's module of this name, which has samples of PyTorch's functions or modules. Skips the
     test without expecttest, which these modules import."""

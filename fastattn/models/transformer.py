@@ -287,7 +287,7 @@ class FusedTransformer(nn.Module):
         return AttentionMask(key_padding=trg_seq != self.trg_pad_idx, is_causal=True)
 
     def project(self, dec_output: Tensor, cache: DecoderCache | None = None) -> Tensor:
-        """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj says.
+        """Logits (..., n_trg_vocab) of the decoder's output (..., d_model), scaled as scale_emb_or_prj sets.
 
         cache: of a step of decoding, by the weights that it keeps.
         """

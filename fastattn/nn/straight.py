@@ -533,7 +533,7 @@ def _fit(
 ) -> bool:
     """Whether the parameters have the device, the dtypes and the sizes that products and kernels need.
 
-    last (d_model, k), last_bias: of the product that gives the branch. TypeError where no product could take the input.
+    last (d_model, k), last_bias: of the product that gives the branch. TypeError where no product accepts the input.
     """
     dtype, device = last.dtype, plan.device
     if dtype is not plan.dtype and not plan.is_under_autocast:

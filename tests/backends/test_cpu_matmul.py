@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import autograd_nodes
 from torch import Tensor, nn
 
 from fastattn import feed_forward, linear_cross_entropy
@@ -22,17 +23,6 @@ def chosen_onednn() -> Iterator[None]:
         yield
 
 
-def nodes(out: Tensor) -> set[str]:
-    """The names of the autograd nodes behind a result."""
-    todo, found = [out.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return {type(node).__name__ for node in found}
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layout", ["matrix", "batch", "transposed"])
 def test_linear(layout: str, bias: bool) -> None:
@@ -46,7 +36,7 @@ def test_linear(layout: str, bias: bool) -> None:
         view = leaves[0].t() if layout == "transposed" else leaves[0]
         out = cpu_matmul.linear(view, *leaves[1:])
         if dtype == torch.float32:
-            assert "_LinearBackward" in nodes(out)
+            assert "_LinearBackward" in autograd_nodes(out)
         grads = torch.autograd.grad(out.sum(), leaves, retain_graph=True)  # a gradient of strides 0
         more = torch.autograd.grad(out, leaves, out.detach().cos(), retain_graph=True)
         again = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)[0]
@@ -100,7 +90,7 @@ def test_how_a_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ops_and_the_model_use_them() -> None:
     x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((512, 96), (192, 96), (96, 192)))
-    assert "_LinearBackward" in nodes(feed_forward(x, weight1, None, weight2, None))
+    assert "_LinearBackward" in autograd_nodes(feed_forward(x, weight1, None, weight2, None))
     target = torch.randint(0, 192, (512,))
     options: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 0.3}
     found = []
@@ -111,9 +101,9 @@ def test_ops_and_the_model_use_them() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     model = FusedTransformer(50, 50, 0, 0, d_word_vec=64, d_model=64, d_inner=128, n_layers=1, n_head=2, d_k=32, d_v=32)
     tokens = torch.randint(1, 50, (32, 24))
-    assert "_LinearBackward" in nodes(model(tokens, tokens))
+    assert "_LinearBackward" in autograd_nodes(model(tokens, tokens))
     with torch.autocast("cpu", torch.bfloat16):
-        assert "_LinearBackward" not in nodes(model(tokens, tokens))
+        assert "_LinearBackward" not in autograd_nodes(model(tokens, tokens))
     expected = model.eval()(tokens, tokens)
     with timings.override_choices({"product": {"float32": "PyTorch"}}):
         torch.testing.assert_close(model(tokens, tokens), expected, rtol=1e-4, atol=1e-5)

@@ -109,7 +109,7 @@ def test_a_layer_of_another_class_decodes(kind, sentences):
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 def test_a_layer_that_the_stack_holds_twice(backend, changed, sentences):
-    """Each place has a past of its own, also op by op."""
+    """Each place has its own past, also op by op."""
     model = fused(backend=backend).eval()
     for stack in (model.encoder.layer_stack, model.decoder.layer_stack):
         stack[1] = stack[0]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import ProblemBase, assert_close_as_torch, backends_of, rounding_scale
+from helpers import ProblemBase, assert_close_as_torch, autograd_nodes, backends_of, rounding_scale
 from mask_cases import mask_kinds
 from torch import Tensor
 
@@ -223,15 +223,9 @@ def out_alone(way: str) -> Attend:
     def attend(q, k, v, mask, dropout_p, scale):
         with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, mask, dropout_p): way}}):
             out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
-        nodes, names = [out.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is not None:
-                names.add(type(node).__name__)
-                nodes += [following for following, _ in node.next_functions]
         at_once = q.shape[:3].numel() * k.shape[2] * max(q.itemsize, 4) <= BLOCK_BYTES
         by_blocks = "AttentionAtOnceBackward" if at_once else "BlockedAttentionBackward"
-        assert (by_blocks if way == aten.BLOCKED else "FusedAttentionBackward") in names
+        assert (by_blocks if way == aten.BLOCKED else "FusedAttentionBackward") in autograd_nodes(out)
         return out, torch.zeros(out.shape[:3]), None
 
     return attend
