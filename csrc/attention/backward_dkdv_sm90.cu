@@ -57,7 +57,7 @@ class Consumer {
   static constexpr bool kSumsDq = kOutputs == Outputs::dk_dv_dq;
 
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles, kOutputs>& shared)
-      : a_(a), shared_(shared), item_(shared.item), group_(threadIdx.x / kGroup - 1), thread_(threadIdx.x % kGroup),
+      : a_(a), shared_(shared), item_(shared.item), group_(warpgroup() - 1), thread_(threadIdx.x % kGroup),
         dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
@@ -74,6 +74,7 @@ class Consumer {
         if (tile.m0 < 0) break;
         tile.is_partial ? step<true>(dk, dv, tile.h, tile.m0) : step<false>(dk, dv, tile.h, tile.m0);
       }
+      hand_over_dq();
       named_barrier_sync(kEmpty + group_, kGroup + 32);
       named_barrier_arrive(kFull + group_, kGroup + 32);
       named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both have read k
@@ -152,8 +153,7 @@ class Consumer {
     Tile s, dp;
     Packed p, ds;
     uint32_t bits[2];
-    start_scores<kMasked>(s, m0);
-    start_gradients(dp);
+    start_products<kMasked>(s, dp, m0);
     load_mask<kMasked>(bits, h, m0);
     draw_dropout(h, m0);
     wgmma_wait<1>(s);
@@ -173,13 +173,12 @@ class Consumer {
     Tile s, dp;
     Packed p, ds;
     uint32_t bits[2];
-    start_scores<kMasked>(s, m0);
-    start_gradients(dp);
+    start_products<kMasked>(s, dp, m0);
     load_mask<kMasked>(bits, h, m0);
     wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     draw_dropout(h, m0);  // not earlier: likewise
-    if constexpr (!kSumsDq) shared_.full_kv.arrive_if(are_negative_zeros(s));
+    if constexpr (kScores != Scores::dropout) shared_.full_kv.arrive_if(are_negative_zeros(s));
     wgmma_wait<0>(dp);
     make_gradients(ds, s, dp);
     if (kScores == Scores::dropout) __syncwarp();  // as the next loads would come earlier, into too few registers
@@ -195,8 +194,7 @@ class Consumer {
     Tile s, dp;
     Packed ds;
     uint32_t bits[2];
-    start_scores<kMasked>(s, m0);
-    start_gradients(dp);
+    start_products<kMasked>(s, dp, m0);
     load_mask<kMasked>(bits, h, m0);
     draw_dropout(h, m0);
     wgmma_wait<1>(s);
@@ -228,20 +226,23 @@ class Consumer {
   __device__ __forceinline__ auto& q() { return shared_.q[places_.queries().stage]; }
   __device__ __forceinline__ auto& dout() { return shared_.dout[places_.gradients().stage]; }
 
-  // s = k q^T
+  // s = k q^T and dp = v dout^T. While the first runs, the last tile's part of dq goes to its sender; of a partial tile
+  // before it, as ptxas would wait for the product first.
+  template <bool kMasked>
+  __device__ __forceinline__ void start_products(Tile& s, Tile& dp, int m0) {
+    if constexpr (kSumsDq && kMasked) hand_over_dq();
+    start_scores<kMasked>(s, m0);
+    if constexpr (kSumsDq && !kMasked) hand_over_dq();
+    shared_.full_dout[places_.gradients().stage].wait(places_.gradients().phase);
+    wgmma_fence();
+    multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kGroupRows, dout());
+  }
   template <bool kMasked>
   __device__ __forceinline__ void start_scores(Tile& s, int m0) {
     shared_.full_q[places_.queries().stage].wait(places_.queries().phase);
     if (kMasked) clear_queries(m0);
     wgmma_fence();
     multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kGroupRows, q());
-  }
-
-  // dp = v dout^T
-  __device__ __forceinline__ void start_gradients(Tile& dp) {
-    shared_.full_dout[places_.gradients().stage].wait(places_.gradients().phase);
-    wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kGroupRows, dout());
   }
 
   // Starts dk += ds q. If dq is computed here, it also finishes the step.
@@ -333,21 +334,25 @@ class Consumer {
     wgmma_fence(dk, ds);
     add_lines<T, kHeadDim>(dk, ds, q());
     named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both wrote dS and read the last one
-    constexpr int kPartColumns = 64;
     const int row = Tiles::kDqByColumns ? 0 : group_ * kGroupRows, column = Tiles::kDqByColumns ? group_ * kPanel : 0;
-    float dq[kPartColumns / 2];
     wgmma_fence();
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16)
-      wgmma<T, kPartColumns, true, true>(dq, along_lines<kBlockN>(ds_tile, key, row),
-                                         along_lines<kBlockN>(shared_.k, key, column), key > 0);
+      wgmma<T, kPanel, true, true>(dq_, along_lines<kBlockN>(ds_tile, key, row),
+                                   along_lines<kBlockN>(shared_.k, key, column), key > 0);
     wgmma_commit();
     finish_step<1>(dk, dv);
-    wgmma_wait<0>(dq);
+    wgmma_wait<0>(dq_);
+    has_dq_ = true;
+  }
+
+  // Gives the last tile's part of dq to its sender.
+  __device__ __forceinline__ void hand_over_dq() {
+    if (!has_dq_) return;
     named_barrier_sync(kEmpty + group_, kGroup + 32);
 #pragma unroll
-    for (int i = 0; i < kPartColumns / 8; i++)
-      shared_.dq[group_][i][thread_] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int i = 0; i < kPanel / 8; i++)
+      shared_.dq[group_][i][thread_] = make_float4(dq_[4 * i], dq_[4 * i + 1], dq_[4 * i + 2], dq_[4 * i + 3]);
     fence_async_proxy();
     named_barrier_arrive(kFull + group_, kGroup + 32);
   }
@@ -439,6 +444,8 @@ class Consumer {
   const DropoutMask dropout_;
   Places<Tiles> places_;
   float key_sum_[2];
+  float dq_[kSumsDq ? kPanel / 2 : 1];  // the last tile's part, until it is handed over
+  bool has_dq_ = false;
 };
 
 template <class T, class Tiles, Scores kScores, Outputs kOutputs>
@@ -456,14 +463,14 @@ __global__ void __launch_bounds__(Registers::kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    fewer_registers<SplitRegisters<kOutputs>::kProducer>();
+    fewer_registers<Registers::kProducer>();
     if (threadIdx.x == 0) produce<Tiles>(a, shared);
     if constexpr (kOutputs == Outputs::dk_dv_dq) {
       const int warp = threadIdx.x / 32;
       if (warp == 1 || warp == 2) send_dq<Tiles>(a, shared, warp - 1);
     }
   } else {
-    more_registers<SplitRegisters<kOutputs>::kConsumer>();
+    more_registers<Registers::kConsumer>();
     Consumer<T, Tiles, kScores, kOutputs>(a, shared).run();
   }
 }
@@ -476,8 +483,7 @@ void start(Arguments a, cudaStream_t stream) {
   a.heads_together = heads_together(s.batch * s.key_heads, rows * row_bytes);
   a.dk = matrix_map(a.p.dk, s.head_dim_k, 0, s.seqlen_k, s.key_heads, s.batch, kGroupRows);
   a.dv = matrix_map(a.p.dv, s.head_dim_v, 0, s.seqlen_k, s.key_heads, s.batch, kGroupRows);
-  launch_with_registers<SplitRegisters<kOutputs>>(
-      "backward_dkdv_sm90_kernel", backward_dkdv_sm90_kernel<T, Tiles, kScores, kOutputs>,
+  launch_with_registers<Registers>("backward_dkdv_sm90_kernel", backward_dkdv_sm90_kernel<T, Tiles, kScores, kOutputs>,
                                    dim3(s.batch * s.key_heads * ceil_div(s.seqlen_k, kBlockN)),
                                    sizeof(Shared<Tiles, kOutputs>), stream, a);
 }

@@ -13,10 +13,6 @@ enum NamedBarrier { kGroupBarrier = 1, kBothBarrier = 3, kEmpty = 4, kFull = 6 }
 // blocks.
 enum class Outputs { dk, dv, dk_dv, dk_dv_dq };
 
-// With senders the producer's warpgroup needs more.
-template <Outputs kOutputs>
-using SplitRegisters = std::conditional_t<kOutputs == Outputs::dk_dv_dq, RegisterSplit<kConsumers, 24, 240>, Registers>;
-
 template <int kHeadDimPadded>
 struct Tiles {
   static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
@@ -32,8 +28,8 @@ struct alignas(16) QueryTile {
   int m0, h, is_partial;
   int turn;  // how many tiles of keys come before this one
 };
-// A consumer releases the queries of a tile before it waits for the sender of the tile before. So if the producer may
-// load tile i + 4, all are done with the entry of tile i.
+// A consumer hands over tile i + 1, for which the sender has to be done with tile i, before it releases the queries of
+// tile i + 2. So if the producer may load tile i + 4, all are done with the entry of tile i.
 constexpr int kTilesKept = 2 * kStages;
 
 // dS of both warpgroups, and their parts of dq before they are sent.

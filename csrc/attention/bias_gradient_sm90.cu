@@ -86,7 +86,7 @@ template <class T>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, const Target& target, Shared& shared)
-      : a_(a), target_(target), shared_(shared), item_(block_item(a.p.shape, target)), group_(threadIdx.x / kGroup - 1),
+      : a_(a), target_(target), shared_(shared), item_(block_item(a.p.shape, target)), group_(warpgroup() - 1),
         rows_(a) {}
 
   __device__ __forceinline__ void run() {

@@ -82,12 +82,18 @@ __device__ __forceinline__ void attend(const Forward& p) {
   load_tile<T, 16, kHeadDim, 32>(warp_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + warp_row,
                                  [](int) { return true; });
   cp_async_commit();
+  const auto load_values = [&](int i) { load_keys(shared.v, p.v, p.shape.head_dim_v, i); };
   if (loop.count > 0) load_keys(shared.k, p.k, p.shape.head_dim_k, 0);
+  if (!kLists && loop.count > 0) load_values(0);  // a short sequence has few tiles, and would wait twice for memory
   for (int i = 0; i < loop.count; i++) {
     const int n0 = loop.tile(i) * kBlockN;
-    cp_async_wait<0>();
+    if (!kLists && i == 0) {
+      cp_async_wait<1>();
+    } else {
+      cp_async_wait<0>();
+    }
     __syncthreads();  // k is there, and v was read
-    load_keys(shared.v, p.v, p.shape.head_dim_v, i);
+    if (kLists || i > 0) load_values(i);
     float s[kTiles][4];  // (j, e) is query m + e / 2 * 8, key n0 + 8 j + 2 c + e % 2
     multiply_rows<T, kHeadDim>(s, warp_q, 0, shared.k);
     cp_async_wait<0>();

@@ -92,8 +92,8 @@ template <class T, class Tiles, Kind kKind>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
-      : a_(a), shared_(shared), group_(static_cast<int>(__shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0)) - 1),
-        thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
+      : a_(a), shared_(shared), group_(warpgroup() - 1), thread_(threadIdx.x % kGroup),
+        dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
     if (group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);  // group 0 has the first turn
@@ -353,7 +353,7 @@ class Consumer {
 
   const Arguments& a_;
   Shared<Tiles>& shared_;
-  const int group_, thread_;  // group_: from a shuffle, so that the compiler knows it as equal in a warp
+  const int group_, thread_;
   const DropoutMask dropout_;
   Ring keys_, values_;
   bool some_excluded_ = false, excluded_ = false;

@@ -61,7 +61,9 @@ K_IS_THERE = "    __syncthreads();  // k is there, and v was read\n"
 LEAVE = "    named_barrier_sync(kGroupBarrier + group_, kGroup);\n    if (thread_ == 0) {"
 BUGS = {
     "80": [
-        Bug("copy not waited for", "band", FORWARD, f"    cp_async_wait<0>();\n{K_IS_THERE}", K_IS_THERE),
+        Bug("copy not waited for", "band", FORWARD,
+            "    } else {\n      cp_async_wait<0>();\n", "    } else if (!BUG) {\n      cp_async_wait<0>();\n"),
+        Bug("first keys not waited for", "short", FORWARD, "cp_async_wait<1>()", "cp_async_wait<2>()"),
         Bug("tile overwritten while it is read", "band", FORWARD, K_IS_THERE, ""),
         Bug("sum not rescaled", "full", FORWARD, "row_sum[half] *= rescale", "row_sum[half] *= 1.0f"),
         Bug("an interval without its last column", "packed", MASK, "end = interval.y;", "end = interval.y - BUG;"),
@@ -93,8 +95,9 @@ BUGS = {
             "    named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both wrote dS and read the last one\n",
             "    (void)0;\n"),
         Bug("a part overwritten before it is sent", "causal", DKDV_90,
-            "    wgmma_wait<0>(dq);\n    named_barrier_sync(kEmpty + group_, kGroup + 32);\n",
-            "    wgmma_wait<0>(dq);\n    named_barrier_arrive(kEmpty + group_, kGroup + 32);\n"),
+            "    if (!has_dq_) return;\n    named_barrier_sync(kEmpty + group_, kGroup + 32);\n",
+            "    if (!has_dq_) return;\n    named_barrier_arrive(kEmpty + group_, kGroup + 32);\n"),
+        Bug("the last part of dq not sent", "causal", DKDV_90, "      hand_over_dq();\n", "      (void)0;\n"),
         Bug("out of turn", "packed", ROWS_90, "turns[entry] = before;", "turns[entry] = 0;"),
     ],
 }  # fmt: skip

@@ -72,7 +72,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 namespace fastattn::sm90 {
 
 constexpr int kLineBytes = 128;  // of a swizzled tile: 64 elements of 16 bits
-constexpr int kGroup = 128;      // threads of a warpgroup
 
 // The byte offset of 16-byte chunk `chunk` of line `line` in a swizzled tile, which starts at a multiple of 1024.
 __device__ __forceinline__ int swizzled(int line, int chunk) { return line * kLineBytes + ((chunk ^ (line % 8)) * 16); }

@@ -141,10 +141,12 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4]
 
 namespace fastattn::sm90 {
 
+constexpr int kGroup = 128;  // threads of a warpgroup
+
 // The registers of each thread after more_registers() and fewer_registers(): one producer warpgroup, and consumers.
 template <int kConsumers, int kOfProducer, int kOfConsumer>
 struct RegisterSplit {
-  static constexpr int kProducer = kOfProducer, kConsumer = kOfConsumer, kThreads = 128 * (kConsumers + 1);
+  static constexpr int kProducer = kOfProducer, kConsumer = kOfConsumer, kThreads = kGroup * (kConsumers + 1);
   static constexpr int kAtLaunch = (kProducer + kConsumers * kConsumer) / (kConsumers + 1);
   static_assert((kProducer + kConsumers * kConsumer) % (8 * (kConsumers + 1)) == 0,
                 "a warp gets them by eights a thread");
@@ -170,22 +172,30 @@ void launch_with_registers(const char* name, void (*kernel)(Parameters...), dim3
   launch(kernel, grid, dim3(Registers::kThreads), shared_bytes, stream, arguments...);
 }
 
-// A tile is panels of 64 columns, one after the other, each of kLines swizzled lines of 128 bytes.
+// The thread's warpgroup. From a shuffle, so that the compiler knows that it is equal in a warp.
+__device__ __forceinline__ int warpgroup() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / kGroup), 0);
+}
+
+// A tile is panels of 64 columns, one after the other, each of kLines swizzled lines of 128 bytes. Its operands start
+// `offset` bytes after `at`; leading: in units of 16 bytes. Addresses of shared memory are below 2^18, so that adding
+// the offset to a shifted address is exact: the compiler then computes one address a tile, and adds constants.
+__device__ __forceinline__ uint64_t descriptor(const void* at, uint32_t offset, uint32_t leading) {
+  const uint32_t low = (descriptor_address(at) >> 4) + (leading << 16);
+  return uint64_t{low + (offset >> 4)} | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
 // An operand with 16 columns of the tile along the product's sum, from (line, column) on: 64 or kN lines of it.
 template <int kLines>
 __device__ __forceinline__ uint64_t along_columns(const void* tile, int line, int column) {
-  const char* at = static_cast<const char*>(tile) + column / 64 * (kLines * 128) + line * 128 + column % 64 * 2;
-  return static_cast<uint64_t>((descriptor_address(at) & 0x3ffff) >> 4) | uint64_t{1} << 16 |
-         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return descriptor(static_cast<const char*>(tile) + line * 128, column / 64 * (kLines * 128) + column % 64 * 2, 1);
 }
 
 // A transposed operand: 16 lines of the tile along the product's sum, from (line, column) on: 64 or kN columns of it.
 // `line` is a multiple of 8 and `column` of 64.
 template <int kLines>
 __device__ __forceinline__ uint64_t along_lines(const void* tile, int line, int column) {
-  const char* at = static_cast<const char*>(tile) + column / 64 * (kLines * 128) + line * 128;
-  return static_cast<uint64_t>((descriptor_address(at) & 0x3ffff) >> 4) | uint64_t{kLines * 128 >> 4} << 16 |
-         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return descriptor(static_cast<const char*>(tile) + column / 64 * (kLines * 128), line * 128, kLines * 128 >> 4);
 }
 
 }  // namespace fastattn::sm90
