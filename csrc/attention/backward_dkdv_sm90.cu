@@ -16,15 +16,20 @@
 //   key tile, mostly from L2.
 // With dq (Outputs::dk_dv_dq; backward_sum_sm90), 5 products in all, without a bias and up to head dimension 128: both
 //   consumers write dS to shared memory, double buffered. Each starts dk's product, waits for the other's dS, and
-//   computes a half of the tile's dq. A warp of the producer's warpgroup, one for each consumer, adds it to a float32
-//   sum in memory: 16 KiB in the order of the accumulators, so that shared memory has no bank conflicts.
+//   computes a half of the tile's dq. It keeps this half in registers, and hands it over while the product of the next
+//   scores runs: handed over at once, tensor cores were idle for 200 to 350 of a tile's 4500 clocks (counted). A warp
+//   of the producer's warpgroup, one for each consumer, adds it to a float32 sum in memory: 16 KiB in the order of the
+//   accumulators, so that shared memory has no bank conflicts.
 //   A counter of each part of the sum says how many tiles of keys were added. A warp waits for its turn,
 //   adds, waits until the sum is in memory, and raises the counter; the first one stores, so that nothing is cleared.
 //   All blocks go from the last query to the first: under a causal mask and in a window they then rarely wait for each
 //   other, but for the first tile.
 //   2 Dk more FLOPs a score, and 4 Dk more bytes for each query and tile, read and written in L2.
-// Compiled offline, nvcc 13.0: nothing spills, which tests/codegen asserts.
-// H200, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
+// Compiled offline, nvcc 13.0: nothing spills, which tests/codegen asserts. Instructions of a thread for a full tile of
+//   the kernel that sums dq, without / with dropout, whose draws are not counted: D 128 425 / 769, D 64 624 / 1154. When
+//   each product computed its descriptors from an address they were 630 / 996 and 759 / 1337. Limits of a tile, in
+//   clocks of tensor cores, shared memory, issue: D 128 2560, 2944, 850 / 1538; D 64 2560, 2816, 1248 / 2308.
+// H200, before those changes, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
 //   2 x 16 heads, 8192 tokens, D 128             5.13 (4.88), 536 TFLOP/s; causal 2.56 (2.57), 537 TFLOP/s
 //   2 x 32 heads, 8192 tokens, D 64              5.59 (5.96), 492 TFLOP/s, tensor cores busy for 54 % of the time
 //   1 x 8 heads, 8192 tokens                     D 128: 1.30, with dropout 1.72; D 64: 0.711, with dropout 1.27
@@ -39,7 +44,19 @@
 //   for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's product overlapping the
 //   work on dS with 128 queries, for which P, S and dP would need 160 registers; dq in float32 by TMA in rows of 32
 //   floats, whose stores to shared memory had bank conflicts; 80 queries a tile at head dimension 128, as the product
-//   of dq takes queries by 64; more registers for the senders, which serialised wgmma.
+//   of dq takes queries by 64; more registers for the senders, which serialised wgmma; dq handed over after dP's
+//   product has started, which spills 256 to 384 bytes; the next scores' product started before the wait for dq, which
+//   made ptxas serialise wgmma.
+// Open. Dq in any order, 4 % and in long causal calls 5 to 12 % faster, bounds what each of these can bring:
+//   a poll of the counter by relaxed loads and one fence: an acquiring load empties the L1 cache, with the mask's bits;
+//   two buffers of dq a consumer, so that a late sender does not hold it up: at head dimension 128 they need all of
+//     shared memory and `tiles` behind the swizzled tiles, at 64 they fit only without dropout;
+//   a larger bound in heads_together() here: a chain of blocks that wait for each other is as long as the number of
+//     multiprocessors divided by the heads;
+//   without a mask, blocks that start at different tiles of queries, in groups that are certainly resident together.
+//   In public: FlashAttention 3 in order at D 64 without a mask, 1024, 4096 and 16384 tokens, has 298, 394 and 507
+//     TFLOP/s, with shifted starts 339, 468 and 514 (its pull request 2207); causal, D 128, 8192 tokens: 575 in any
+//     order, 464 from the last query, as here (1893).
 #include "attention/backward_dkdv_sm90_pipeline.cuh"
 #include "common/check.h"
 

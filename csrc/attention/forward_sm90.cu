@@ -21,8 +21,11 @@
 //   warpgroups issue in turns, the products of another warpgroup.
 // Work: 2 (Dk + Dv) FLOPs a score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
 // Compiled offline, nvcc 13.0: nothing spills, and all exponentials of a tile, 64 a thread and two factors, are between
-//   the wait for its scores and the wait for the last P V. tests/codegen asserts both.
-// H200, bf16, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
+//   the wait for its scores and the wait for the last P V. tests/codegen asserts both. Instructions of a thread for a
+//   full tile, without / with dropout: D 128 477 / 942, D 64 428 / 890, D 256 426 / 686. When each product computed its
+//   descriptors from an address they were 554 / 1018, 457 / 937 and 530 / 804. Limits of a tile, in clocks of tensor
+//   cores, shared memory, issue: D 128 2048, 1790, 954 / 1884; D 64 1536, 1216, 1284 / 2670, exponentials 1536.
+// H200, before that change, bf16, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
 //   2 x 16 heads, 8192 tokens, D 128             1.79 (1.74), 616 TFLOP/s; causal 0.874 (0.935), 629 TFLOP/s
 //   2 x 32 heads, 8192 tokens, D 64              2.15 (2.41), 512 TFLOP/s, tensor cores busy for 55 % of the time
 //   16 x 32 heads, 1024 tokens, D 64, padding    0.296 (0.604)
@@ -37,6 +40,9 @@
 //   for the producer, which then spills 32 to 44 bytes; a template parameter for the kind of mask: once loaded, band,
 //   intervals and bits are one word a row, and full tiles have no mask code; dropout drawn before the softmax at 192
 //   rows, or in kind general: 10 to 17 accesses of spilled registers.
+// Open: at head dimension 128 without a mask, tiles of 128 x 176 and clusters of two blocks that share keys and values
+//   by multicast, as in FlashAttention 3: 4 to 7 % (estimated). The output then has to be over the values in shared
+//   memory, and masks have to keep 128 keys, as their bits come in such blocks.
 #include "attention/forward_sm90_pipeline.cuh"
 #include "common/check.h"
 #include "common/mma.cuh"
