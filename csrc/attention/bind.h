@@ -18,14 +18,19 @@ class Matrix {
  public:
   Matrix(const Tensor& t, const Sizes& sizes) : sizes(sizes), strides_(t.strides<4>()), data_(t) {}
 
-  // t, or a copy, kept as long as this: the launch comes before another tensor of the stream can get its memory.
-  static Matrix to_read(const Tensor& t, const Sizes& sizes, Kernels kernels) {
-    const Matrix given(t, sizes);
+  // An input: matrix_of(t), or that of a copy, kept as long as this: the launch comes before another tensor of the
+  // stream can get its memory. A result is not copied, but checked().
+  template <class MatrixOf>
+  static Matrix to_read(const Tensor& t, Kernels kernels, MatrixOf matrix_of) {
+    const Matrix given = matrix_of(t);
     if (given.suits(kernels)) return given;
     pybind11::object owner;
-    Matrix copy(t.contiguous_copy(owner), sizes);
+    Matrix copy = matrix_of(t.contiguous_copy(owner));
     copy.owner_ = owner;
     return copy;
+  }
+  static Matrix to_read(const Tensor& t, const Sizes& sizes, Kernels kernels) {
+    return to_read(t, kernels, [&](const Tensor& from) { return Matrix(from, sizes); });
   }
 
   // Heads side by side in rows, from element `first` of a row on.
@@ -34,22 +39,13 @@ class Matrix {
     return {sizes, {stride_b, sizes[3], stride, 1}, static_cast<char*>(rows) + first * bytes};
   }
 
-  // The heads that a tensor (B, L, rows) holds, or a copy.
-  static Matrix in_memory(const Tensor& t, DType dtype, int64_t heads, int64_t dim, Kernels kernels) {
+  // The heads that a tensor (B, L, rows) holds.
+  static Matrix in_memory(const Tensor& t, int64_t heads, int64_t dim) {
     const auto [batch, length] = t.sizes<2>();
-    const auto of = [&, batch = batch, length = length](const Tensor& from) {
-      const auto [stride_b, stride] = from.strides<2>();
-      return in_rows(from, dtype, {batch, heads, length, dim}, stride_b, stride, 0);
-    };
-    const Matrix given = of(t);
-    if (given.suits(kernels)) return given;
-    pybind11::object owner;
-    Matrix copy = of(t.contiguous_copy(owner));
-    copy.owner_ = owner;
-    return copy;
+    const auto [stride_b, stride, stride_column] = t.strides<3>();
+    return {{batch, heads, length, dim}, {stride_b, dim * stride_column, stride, stride_column}, t};
   }
 
-  // For what is not copied.
   const Matrix& checked(Kernels kernels) const {
     if (!suits(kernels)) throw std::invalid_argument("fastattn: the kernel cannot read or write in these strides");
     return *this;
@@ -143,19 +139,27 @@ struct Rows {
   }
 
   // k, v: the memory, or None.
-  Heads of(const Tensor& projected, const Tensor& k, const Tensor& v) const {
-    const int64_t width = heads * dim_k + (k ? 0 : heads_kv * (dim_k + dim_v));
-    const Matrix q = own(projected, heads, dim_k, width, 0);
-    if (k)
-      return {q, Matrix::in_memory(k, dtype, heads_kv, dim_k, kernels),
-              Matrix::in_memory(v, dtype, heads_kv, dim_v, kernels)};
-    return {q, own(projected, heads_kv, dim_k, width, heads * dim_k),
-            own(projected, heads_kv, dim_v, width, (heads + heads_kv) * dim_k)};
+  Heads to_read(const Tensor& projected, const Tensor& k, const Tensor& v) const {
+    return of(projected, k, v, [&](const Tensor& t, int64_t dim) {
+      return Matrix::to_read(t, kernels, [&](const Tensor& from) { return Matrix::in_memory(from, heads_kv, dim); });
+    });
+  }
+  Heads to_write(const Tensor& projected, const Tensor& k, const Tensor& v) const {
+    return of(projected, k, v, [&](const Tensor& t, int64_t dim) { return Matrix::in_memory(t, heads_kv, dim); });
   }
 
   Matrix out(const Tensor& rows) const { return own(rows, heads, dim_v, heads * dim_v, 0); }
 
  private:
+  template <class OfMemory>
+  Heads of(const Tensor& projected, const Tensor& k, const Tensor& v, OfMemory of_memory) const {
+    const int64_t width = heads * dim_k + (k ? 0 : heads_kv * (dim_k + dim_v));
+    const Matrix q = own(projected, heads, dim_k, width, 0);
+    if (k) return {q, of_memory(k, dim_k), of_memory(v, dim_v)};
+    return {q, own(projected, heads_kv, dim_k, width, heads * dim_k),
+            own(projected, heads_kv, dim_v, width, (heads + heads_kv) * dim_k)};
+  }
+
   Matrix own(const Tensor& rows, int64_t count, int64_t dim, int64_t width, int64_t first) const {
     return Matrix::in_rows(rows, dtype, {batch, count, length, dim}, length * width, width, first).checked(kernels);
   }
@@ -195,7 +199,7 @@ inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle 
   const Stream stream(projected);
   const DType dtype = projected.dtype();
   const Rows rows(sizes, dtype, forward_kernels(tile_rows_sm90));
-  launch_forward(rows.of(projected, k, v), rows.out(out), dtype, Tensor(pybind11::none()), prepared_mask, lse,
+  launch_forward(rows.to_read(projected, k, v), rows.out(out), dtype, Tensor(pybind11::none()), prepared_mask, lse,
                  tile_rows_sm90, next_item, softmax_scale, dropout_p, rng_state, tf32, stream);
 }
 
@@ -278,9 +282,9 @@ inline void rows_backward(Tensor dout, Tensor projected, Tensor k, Tensor v, Ten
   const DType dtype = projected.dtype();
   const Rows rows(sizes, dtype, kernels);
   const Tensor none{pybind11::none()};
-  launch_backward(rows.of(projected, k, v), rows.out(out), rows.out(dout), rows.of(dprojected, dk, dv), dtype, none,
-                  lse, none, by_query, by_key, kernels, none, none, work, sums, order, softmax_scale, dropout_p,
-                  rng_state, tf32, stream);
+  launch_backward(rows.to_read(projected, k, v), rows.out(out), rows.out(dout), rows.to_write(dprojected, dk, dv),
+                  dtype, none, lse, none, by_query, by_key, kernels, none, none, work, sums, order, softmax_scale,
+                  dropout_p, rng_state, tf32, stream);
 }
 
 // (rows, columns) of the tiles of the forward, of backward_dq and of backward_dkdv.

@@ -1,7 +1,7 @@
 """Attention between products: it reads heads from the rows of their results, and writes such rows.
 
 projected   (B * L, rows): queries, keys and values of all heads, or the queries where the others are in `memory`
-memory      keys and values of all heads, (B, Lk, rows) each, or nothing
+memory      keys and values of all heads, (B, Lk, rows) each, in contiguous rows, or nothing
 sizes       B, L, n_head, n_head_kv, d_k, d_v
 out         (B * L, n_head * d_v), contiguous, and so is dout
 """

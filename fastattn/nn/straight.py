@@ -492,7 +492,7 @@ def _attention_call(
     if memory:
         (_, seqlen_k, keys), (_, same, values) = memory[0].shape, memory[1].shape
         layout = memory[0].stride(), memory[1].stride()
-        if same != seqlen_k or keys * d_v != values * d_k:
+        if same != seqlen_k or keys * d_v != values * d_k or not layout[0][2] == layout[1][2] == 1:
             return None
         n_head_kv = keys // d_k
     elif len(weights) == 1:

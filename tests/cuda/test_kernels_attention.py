@@ -196,17 +196,24 @@ def test_gradients_in_given_tensors(L: int, kernels: torch.device) -> None:
     assert all(a is b and torch.equal(a, c) for a, b, c in zip(given, grads, expected, strict=True))
 
 
+def by_columns(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @pytest.mark.parametrize("L", [70, 150])
-@pytest.mark.parametrize("shift", [None, 0, 1])
-def test_rows(shift: int | None, L: int, kernels: torch.device) -> None:
-    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one; with 1 it is copied."""
+@pytest.mark.parametrize("shift", [None, 0, 1, "columns"])
+def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
+    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one; with 1 it is copied, and
+    so it is where its columns are contiguous."""
     sizes = B, L, H, Hk, Dk, Dv = 2, L, 4, 2, 16, 24
     mask, width = AttentionMask(is_causal=True), H * Dk + (Hk * (Dk + Dv) if shift is None else 0)
     torch.manual_seed(0)
     projected, dout = (torch.randn(B * L, n, dtype=BFLOAT16, device=kernels) for n in (width, H * Dv))
     wide = torch.randn(B, L, 2 * Hk * (Dk + Dv), dtype=BFLOAT16, device=kernels)
-    memory = [] if shift is None else wide[..., shift : shift + Hk * (Dk + Dv)].split([Hk * Dk, Hk * Dv], 2)
+    begin = 0 if shift == "columns" else shift
+    memory = [] if shift is None else wide[..., begin : begin + Hk * (Dk + Dv)].split([Hk * Dk, Hk * Dv], 2)
     q, k, v = attention_rows.heads(projected, memory, sizes)
+    memory = [by_columns(t) for t in memory] if shift == "columns" else memory
     first, *others = (mask.prepare(L, L, layout, kernels) for layout in backend.mask_layouts(q, k, v, None))
     out, lse = backend.attention_rows_fwd(projected, memory, sizes, first, 0.25, 0.0, None)
     expected, expected_lse = backend.attention_fwd(q, k, v, None, first, 0.25, 0.0, None)
@@ -214,8 +221,12 @@ def test_rows(shift: int | None, L: int, kernels: torch.device) -> None:
     dprojected, *dmemory = (
         torch.full(t.shape, torch.nan, dtype=BFLOAT16, device=kernels) for t in (projected, *memory)
     )
-    call = dout, projected, memory, out, lse, dprojected, dmemory, sizes, others, 0.25, 0.0, None
-    backend.attention_rows_bwd(*call)
+    call = dout, projected, memory, out, lse, dprojected
+    options = sizes, others, 0.25, 0.0, None
+    backend.attention_rows_bwd(*call, dmemory, *options)
+    if shift == "columns":  # a copy would be lost
+        with pytest.raises(ValueError, match="cannot read or write in these strides"):
+            backend.attention_rows_bwd(*call, [by_columns(t) for t in dmemory], *options)
     dheads = dout.view(B, L, H, Dv).transpose(1, 2)
     grads = backend.attention_bwd(dheads, None, q, k, v, expected, lse, None, others, 0.25, 0.0, None, False)
     for given, expected in zip(attention_rows.heads(dprojected, dmemory, sizes), grads, strict=False):

@@ -340,6 +340,21 @@ def test_what_else_goes_op_by_op(batch, taken):
     assert taken[1:] == [False] * 2
 
 
+@pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
+def test_a_memory_of_contiguous_columns(backend, request):
+    """The projections of a decoder layer may have any strides."""
+    if backend != "aten":
+        request.getfixturevalue(backend)
+    layer, results = fused(**TINY, backend=backend).decoder.layer_stack[0].eval(), []
+    x, encoded, *rows = (torch.randn(2, *shape, device=DEVICE) for shape in ((5, 16), (7, 16), (7, 16), (7, 24)))
+    for memory in (rows, [t.mT.contiguous().mT for t in rows]):
+        memory = [t.requires_grad_() for t in memory]
+        out, *_ = layer(x, encoded, enc_projected=memory)
+        results.append((out, *torch.autograd.grad(out.square().sum(), memory)))
+    for by_columns, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(by_columns, expected)
+
+
 WRONG = {
     "norm": lambda layer: setattr(layer.pos_ffn, "layer_norm", nn.LayerNorm(24, device=DEVICE)),
     "w_2": lambda layer: setattr(layer.pos_ffn, "w_2", nn.Linear(24, 12, device=DEVICE)),
