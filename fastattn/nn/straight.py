@@ -531,7 +531,7 @@ def _norm_call(plan: Plan, parts: NormParts, x: Tensor, backend: Backend | None)
 def _fit(
     plan: Plan, norm: Norm, d_model: int, last: Tensor, last_bias: Tensor | None, *parameters: Tensor | None
 ) -> bool:
-    """Whether the parameters have the device, the dtypes and the sizes that products and kernels need.
+    """Whether the parameters have the device, dtypes, sizes and contiguous memory that products and kernels need.
 
     last (d_model, k), last_bias: of the product that gives the branch. TypeError where no product accepts the input.
     """
@@ -546,7 +546,7 @@ def _fit(
     w, b = norm.weight, norm.bias
     if not (w.dtype is plan.stream_dtype or w.dtype is torch.float32) or last.shape[0] != d_model:
         return False
-    fits = b.dtype is w.dtype and w.device == b.device == device
+    fits = b.dtype is w.dtype and w.device == b.device == device and w.is_contiguous() and b.is_contiguous()
     return fits and w.numel() == b.numel() == (d_model if last_bias is None else last_bias.numel()) == d_model
 
 

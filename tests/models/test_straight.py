@@ -309,6 +309,9 @@ CHANGES = {
         layer.slf_attn, "fc", type("Linear2", (nn.Linear,), {})(24, 16, bias=False, device=DEVICE)
     ),
     "another norm": lambda layer: setattr(layer.pos_ffn, "layer_norm", nn.LayerNorm(16, bias=False, device=DEVICE)),
+    "a norm that is not contiguous": lambda layer: setattr(
+        layer.pos_ffn.layer_norm, "weight", nn.Parameter(torch.randn(16, 2, device=DEVICE)[:, 0])
+    ),
     "a layer in float64": lambda layer: layer.pos_ffn.w_1.double(),
 }
 
