@@ -2,7 +2,8 @@
 // up in memory, the order of the additions, and the rounding of dq.   Formulas: backward.h
 //
 // They are limited by memory. Bytes: of the first, out and dout once; of the last, the sum and dq. H200, bf16, 8 x 32
-//   heads, 2048 queries, D 64: 43 us at 3.3 TB/s, 46 us at 3.9 TB/s, and the order 3 us: 5 % of the backward.
+//   heads, 2048 queries, D 64: 43 us at 3.3 TB/s, 46 us at 3.9 TB/s, and the order, by an earlier kernel, 3 us: 5 % of
+//   the backward.
 #include "attention/backward_sm90_common.cuh"
 
 namespace fastattn::attention {
@@ -32,34 +33,43 @@ __global__ void __launch_bounds__(kRowThreads)
   rows.delta[to] = lse == -kInfinity ? 0.0f : delta;
 }
 
-// PartialSums.turns. Grid: lists of all (b, h) by blocks of query tiles. A block notes, for each of its query tiles, a
-// bit for each tile of keys that has it in its list, then counts the bits of earlier tiles of keys.
-constexpr int kTurnThreads = 256, kTurnWords = 12 << 10;  // 48 KiB of shared memory
+// PartialSums.turns. Grid: groups of 32 tiles of keys of all (b, h), by groups of query tiles. A warp reads the list of
+// a tile of keys, and its lanes read only the places in use. For each query tile, a block counts the entries of earlier
+// groups, and notes those of its own group as bits, which it then counts.
+// Estimated for 32k packed tokens in sequences of 2k at D 128, 256 lists of 512 places with 32 in use: eight blocks
+// read 1408 lists, 191 KB, the last one nine lists a warp, 10 us. Dropped: one block over all 131072 places, twice,
+// each with a 64-bit division, estimated at 200 to 400 us.
+constexpr int kTurnTiles = 2048;
 
-__global__ void __launch_bounds__(kTurnThreads)
-    backward_turns_sm90_kernel(const Mask by_key, int key_tiles, int* turns) {
-  auto& bits = shared_memory<uint32_t[kTurnWords]>();
-  const int words = ceil_div(key_tiles, 32), in_block = kTurnWords / words, first = blockIdx.y * in_block;
-  const int64_t list0 = static_cast<int64_t>(blockIdx.x) * key_tiles;
-  for (int i = threadIdx.x; i < kTurnWords; i += kTurnThreads) bits[i] = 0;
-  __syncthreads();
-  const auto for_each_entry = [&](auto&& f) {
-    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(key_tiles) * by_key.max_tiles; i += kTurnThreads) {
-      const int key_tile = static_cast<int>(i / by_key.max_tiles), place = static_cast<int>(i % by_key.max_tiles);
-      if (place >= by_key.counts[list0 + key_tile].y) continue;
-      const int64_t entry = (list0 + key_tile) * by_key.max_tiles + place;
+struct TurnShared {
+  int earlier[kTurnTiles];
+  uint32_t listed[kTurnTiles];
+};
+
+__global__ void __launch_bounds__(32 * 32) backward_turns_sm90_kernel(const Mask by_key, int key_tiles, int* turns) {
+  TurnShared& shared = shared_memory<TurnShared>();
+  const int warp = threadIdx.x / 32, groups = ceil_div(key_tiles, 32), group = blockIdx.x % groups * 32;
+  const int64_t list = static_cast<int64_t>(blockIdx.x / groups) * key_tiles;
+  const int own = group + warp, first = blockIdx.y * kTurnTiles;
+  const auto for_each_entry = [&](int key_tile, auto&& f) {
+    const int count = by_key.counts[list + key_tile].y;
+    for (int place = threadIdx.x % 32; place < count; place += 32) {
+      const int64_t entry = (list + key_tile) * by_key.max_tiles + place;
       const int tile = by_key.tiles[entry] - first;
-      if (tile >= 0 && tile < in_block) f(entry, bits + tile * words, key_tile);
+      if (tile >= 0 && tile < kTurnTiles) f(entry, tile);
     }
   };
-  // An entry is in a list once, so that adding sets its bit.
-  for_each_entry([](int64_t, uint32_t* of, int key_tile) { atomicAdd(of + key_tile / 32, 1u << key_tile % 32); });
+  for (int i = threadIdx.x; i < kTurnTiles; i += blockDim.x) shared.earlier[i] = 0, shared.listed[i] = 0;
   __syncthreads();
-  for_each_entry([&](int64_t entry, const uint32_t* of, int key_tile) {
-    int before = __popc(of[key_tile / 32] & first_bits(key_tile % 32));
-    for (int word = 0; word < key_tile / 32; word++) before += __popc(of[word]);
-    turns[entry] = before;
-  });
+  for (int key_tile = warp; key_tile < group; key_tile += 32)
+    for_each_entry(key_tile, [&](int64_t, int tile) { atomicAdd(shared.earlier + tile, 1); });
+  // An entry is in a list once, so that adding sets its bit.
+  if (own < key_tiles) for_each_entry(own, [&](int64_t, int tile) { atomicAdd(shared.listed + tile, 1u << warp); });
+  __syncthreads();
+  if (own < key_tiles)
+    for_each_entry(own, [&](int64_t entry, int tile) {
+      turns[entry] = shared.earlier[tile] + __popc(shared.listed[tile] & first_bits(warp));
+    });
 }
 
 // dq = softmax_scale * sum, rounded. A warpgroup rounds a part; without tiles of keys it is zero, and was not written.
@@ -105,9 +115,8 @@ void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const Partial
   const int key_tiles = ceil_div(p.shape.seqlen_k, tile.rows), query_tiles = ceil_div(p.shape.seqlen_q, tile.columns);
   const int batches = by_key.lists_stride_b != 0 ? p.shape.batch : 1;
   const int lists = batches * (by_key.lists_stride_h != 0 ? p.shape.heads : 1);
-  const int in_block = kTurnWords / ceil_div(key_tiles, 32);
-  launch(backward_turns_sm90_kernel, dim3(lists, ceil_div(query_tiles, in_block)), dim3(kTurnThreads),
-         kTurnWords * sizeof(uint32_t), stream, by_key, key_tiles, sums.turns);
+  launch(backward_turns_sm90_kernel, dim3(lists * ceil_div(key_tiles, 32), ceil_div(query_tiles, kTurnTiles)),
+         dim3(32 * 32), sizeof(TurnShared), stream, by_key, key_tiles, sums.turns);
 }
 
 void backward_round_sm90(const Backward& p, const PartialSums& sums, cudaStream_t stream) {

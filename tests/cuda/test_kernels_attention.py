@@ -203,8 +203,8 @@ def by_columns(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("L", [70, 150])
 @pytest.mark.parametrize("shift", [None, 0, 1, "columns"])
 def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
-    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one; with 1 it is copied, and
-    so it is where its columns are contiguous."""
+    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one. It is copied with 1, and
+    where its columns are contiguous."""
     sizes = B, L, H, Hk, Dk, Dv = 2, L, 4, 2, 16, 24
     mask, width = AttentionMask(is_causal=True), H * Dk + (Hk * (Dk + Dv) if shift is None else 0)
     torch.manual_seed(0)
@@ -299,6 +299,45 @@ def test_sum_of_dq(D: int, kind: str, kernels: torch.device, monkeypatch: pytest
     )
     result = solve(far, cuda_attention(kernels))
     assert result.lse.min() < -11 and result.dq.isfinite().all()
+
+
+class Made(TorchDispatchMode):
+    """Keeps what is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.empty:
+            self.tensors.append(result)
+        return result
+
+
+@pytest.mark.parametrize("kernels", ["90"], indirect=True)
+def test_turns(kernels: torch.device) -> None:
+    """For each entry of the lists, how many tiles of keys before it list its tile of queries. A warp reads 32 entries at
+    a time, and a block has 32 tiles of keys."""
+    Lq, Lk = 2200, 4300
+    visible = torch.rand(2, 1, 35, 34, generator=torch.Generator().manual_seed(0)) < 0.03
+    visible[0, :, :, 20] = True
+    visible = visible.repeat_interleave(64, 2).repeat_interleave(128, 3)[..., :Lq, :Lk].to(kernels)
+    p = make(B=2, H=1, Lq=Lq, Lk=Lk, D=72, mask={"attn_mask": visible}, dtype=BFLOAT16, device=kernels)
+    layouts = backend.mask_layouts(p.q, p.k, p.v, None)
+    _, *masks = (AttentionMask(**p.mask).prepare(Lq, Lk, layout, kernels) for layout in layouts)
+    out, lse = torch.zeros_like(p.dout), torch.zeros(2, 1, Lq, device=kernels)
+    with Made() as made:
+        backend.attention_bwd(p.dout, None, p.q, p.k, p.v, out, lse, None, tuple(masks), 1.0, 0.0, None, False)
+    (order,) = (t for t in made.tensors if t.dtype == torch.int32)
+    tiles = masks[1].tiles.long()
+    turns = order[-tiles.numel() :].view_as(tiles)
+    is_listed = torch.arange(tiles.shape[3], device=kernels) < masks[1].counts[..., 1:]
+    tiles = tiles.where(is_listed, 0)
+    listed = torch.zeros_like(tiles).scatter_add_(3, tiles, is_listed.long())
+    before = (listed.cumsum(2) - listed).gather(3, tiles)
+    assert listed.shape[2] > 32 and listed.sum(3).max() > 32
+    assert torch.equal(turns[is_listed].long(), before[is_listed])
 
 
 def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,8 @@ BUGS = {
             "    if (!has_dq_) return;\n    named_barrier_sync(kEmpty + group_, kGroup + 32);\n",
             "    if (!has_dq_) return;\n    named_barrier_arrive(kEmpty + group_, kGroup + 32);\n"),
         Bug("the last part of dq not sent", "causal", DKDV_90, "      hand_over_dq();\n", "      (void)0;\n"),
-        Bug("out of turn", "packed", ROWS_90, "turns[entry] = before;", "turns[entry] = 0;"),
+        Bug("out of turn", "packed", ROWS_90,
+            "shared.earlier[tile] + __popc(shared.listed[tile] & first_bits(warp))", "0"),
     ],
 }  # fmt: skip
 CHANGES = [
