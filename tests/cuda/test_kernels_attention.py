@@ -203,8 +203,8 @@ def by_columns(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("L", [70, 150])
 @pytest.mark.parametrize("shift", [None, 0, 1, "columns"])
 def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
-    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one. It is copied with 1, and
-    where its columns are contiguous."""
+    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one. With 1 it is copied,
+    and so are contiguous columns."""
     sizes = B, L, H, Hk, Dk, Dv = 2, L, 4, 2, 16, 24
     mask, width = AttentionMask(is_causal=True), H * Dk + (Hk * (Dk + Dv) if shift is None else 0)
     torch.manual_seed(0)
@@ -317,7 +317,7 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.parametrize("kernels", ["90"], indirect=True)
 def test_turns(kernels: torch.device) -> None:
-    """For each entry of the lists, how many tiles of keys before it list its tile of queries. A warp reads 32 entries at
+    """For each entry of the lists, how many earlier tiles of keys list its tile of queries. A warp reads 32 entries at
     a time, and a block has 32 tiles of keys."""
     Lq, Lk = 2200, 4300
     visible = torch.rand(2, 1, 35, 34, generator=torch.Generator().manual_seed(0)) < 0.03

@@ -77,6 +77,7 @@ def cross_entropy_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         case(83, BF16, rows=6, gap=0),
         case(2061, rows=2),
         case(4104, FP16, logit_scale=-40.0, dloss="one"),
+        case(42001, rows=1),  # 40 chunks more than shared memory holds
     ):
         linear_cross_entropy_cases.run(one, CPU)
         linear_cross_entropy_cases.run(one, CPU, needs_gradient=False)
@@ -162,6 +163,8 @@ PLANTS = {
             Bug("classes after the chunks left out", ROWS,
                 "int col = chunks * kChunk + threadIdx.x;", "int col = (chunks + BUG) * kChunk + threadIdx.x;"),
             Bug("rows too near", ROWS, "row_index * p.stride", "row_index * (p.stride - 8 * BUG)"),
+            Bug("a chunk neither held nor read again", ROWS, "each_chunk(held,", "each_chunk(held + BUG,"),
+            Bug("held chunks of another thread", ROWS, "copy(chunk, kept[index])", "copy(chunk, kept[index ^ BUG])"),
             Bug("the target of another chunk", ROWS, "label / kChunk == index", "label / kChunk == index + BUG"),
         ],
         cross_entropy_cases,
