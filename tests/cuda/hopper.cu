@@ -10,6 +10,7 @@
 #include <string>
 
 #include "common/mma.cuh"
+#include "common/philox.cuh"
 #include "common/sm90/tma.cuh"
 #include "common/sm90/wgmma.cuh"
 
@@ -294,6 +295,15 @@ __global__ void __launch_bounds__(128, 1) transposed(const __grid_constant__ Tra
   bulk_wait<0>();
 }
 
+// kept (rows, 32): the halves of pair_mask() in the order of their columns. A quad has a row.
+__global__ void __launch_bounds__(128, 1) kept_columns(const Dropout dropout, uint32_t (*kept)[16], int rows) {
+  const DropoutMask mask(dropout);
+  for (int row = threadIdx.x / 4; row < rows; row += 32) {
+    const uint32_t words = mask.kept_in_quad(row, 0);
+    for (int k = 0; k < 4; k++) kept[row][4 * k + threadIdx.x % 4] = DropoutMask::pair_mask(words, k);
+  }
+}
+
 template <Misuse kMisuse>
 void run_misuse(const Problem&) {
   launch(misuse<kMisuse>, dim3(1), dim3(64), 0, nullptr);
@@ -379,4 +389,10 @@ EXPORT run_transposed(void* x, const void* y, float* out, float* sums, int offse
 
 EXPORT run_slip(int which, float* out) {
   return error_of([&] { kSlips[which](out); });
+}
+
+// rows: a multiple of 32.
+EXPORT run_kept_columns(const int64_t* rng_state, uint32_t threshold, uint32_t (*kept)[16], int rows) {
+  return error_of(
+      [&] { launch(kept_columns, dim3(1), dim3(128), 0, nullptr, Dropout{rng_state, threshold, 1.0f}, kept, rows); });
 }

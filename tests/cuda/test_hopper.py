@@ -21,6 +21,8 @@ import pytest
 import torch
 from emulator_build import CSRC, ELSEWHERE, ORDERS, SM90_COMPLETIONS
 
+from fastattn.backends.reference.philox import philox_lanes
+
 SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
 Setting = Callable[[tuple[str, str]], None]
 
@@ -32,7 +34,7 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 
 def loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for function in (library.run_products, library.run_transposed, library.run_slip):
+    for function in (library.run_products, library.run_transposed, library.run_slip, library.run_kept_columns):
         function.restype = ctypes.c_char_p
     return library
 
@@ -132,6 +134,20 @@ def test_transposed_operands_and_adds(values: tuple[str, str], place: Place, set
     tolerance = {"rtol": 0.0, "atol": (64 + 2 * 4 + 1) * 2.0**-23 * most}
     torch.testing.assert_close(out, expected, **tolerance)
     torch.testing.assert_close(sums, 1 + expected, **tolerance)
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 2, 30000, 65535, 65536])
+def test_kept_columns(threshold: int, place: Place, setting: Setting) -> None:
+    """The dropout rule for a quad, by instructions that add to both halves of a word: the sums must wrap."""
+    setting(SETTINGS[0])
+    rows, rng_state = 8192, torch.tensor([1, 7])
+    kept = torch.full((rows, 32), 7, dtype=torch.int16, device=place.device)
+    on_device = rng_state.to(place.device)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (on_device, kept)]
+    assert place.library.run_kept_columns(pointers[0], threshold, pointers[1], rows) == b""
+    lanes = philox_lanes(rng_state, rows, 32).int() & 0xFFFF
+    assert {0, 1, 2, 29999, 30000, 65534, 65535} <= set(lanes.flatten().tolist())
+    assert torch.equal(kept.cpu(), -(lanes >= threshold).short())
 
 
 @pytest.mark.full
