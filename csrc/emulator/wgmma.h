@@ -24,11 +24,11 @@ void store_matrices(void* row, const uint32_t* words, Site site);
 
 namespace fastattn::sm90 {
 
-inline uint32_t descriptor_address(const void* at) {
+inline uint32_t descriptor_address(const void* at, uint32_t offset) {
   auto& block = *emulator::Block::current;
-  const size_t offset = block.shared_offset(at, 1, "descriptor");
-  if (offset % 16 != 0) block.fail("descriptor: an operand does not start at a multiple of 16 bytes");
-  return static_cast<uint32_t>(offset);
+  const size_t start = block.shared_offset(at, 1, "descriptor") + offset;
+  if (start % 16 != 0) block.fail("descriptor: an operand does not start at a multiple of 16 bytes");
+  return static_cast<uint32_t>(start >> 4);
 }
 
 // Only nvcc needs the arrays of registers.

@@ -25,7 +25,11 @@
 
 namespace fastattn::sm90 {
 
-__device__ __forceinline__ uint32_t descriptor_address(const void* at) { return shared_address(at); }
+// Where an operand starts, `offset` bytes after `at`, in units of 16 bytes. Addresses of shared memory are below 2^18, so
+// that the sum fits: the compiler computes one address a tile, and adds constants.
+__device__ __forceinline__ uint32_t descriptor_address(const void* at, uint32_t offset) {
+  return (shared_address(at) >> 4) + (offset >> 4);
+}
 
 // For the compiler only: code that uses these registers stays after this line, and code that sets them before it.
 template <class T>
@@ -177,14 +181,12 @@ __device__ __forceinline__ int warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / kGroup), 0);
 }
 
-// A tile is panels of 64 columns, one after the other, each of kLines swizzled lines of 128 bytes. Its operands start
-// `offset` bytes after `at`; leading: in units of 16 bytes. Addresses of shared memory are below 2^18, so that adding
-// the offset to a shifted address is exact: the compiler then computes one address a tile, and adds constants.
+// leading: the stride between panels, in units of 16 bytes.
 __device__ __forceinline__ uint64_t descriptor(const void* at, uint32_t offset, uint32_t leading) {
-  const uint32_t low = (descriptor_address(at) >> 4) + (leading << 16);
-  return uint64_t{low + (offset >> 4)} | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return uint64_t{descriptor_address(at, offset) + (leading << 16)} | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
+// A tile is panels of 64 columns, one after the other, each of kLines swizzled lines of 128 bytes.
 // An operand with 16 columns of the tile along the product's sum, from (line, column) on: 64 or kN lines of it.
 template <int kLines>
 __device__ __forceinline__ uint64_t along_columns(const void* tile, int line, int column) {
