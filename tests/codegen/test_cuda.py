@@ -1,5 +1,5 @@
 """The CUDA sources compiled by nvcc with the options of setup.py, for sm_80 and sm_90, or for sm_90a where only Hopper
-can run them: no spills, and tensor core instructions in every product. On Hopper also: wgmma that
+can run them: no spills, no message of ptxas, and tensor core instructions in every product. On Hopper also: wgmma that
 is not serialized, the registers that warps keep, and in attention's forward the order of waits. `pytest -rP` prints the
 registers and static shared memory of each kernel.
 """
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ NO_PRODUCTS = (
 )
 # Kernels that may write over what they read. They must not read it by the read-only path, ld.global.nc.
 IN_PLACE = r"cross_entropy::rows_kernel|pointwise_kernel<\w+, true>"
+# The messages that ptxas may print: "attention::a_kernel C7517" -> how often for all its template arguments, and why.
+# It prints C7506 to C7519 where it ignores setmaxnreg, serializes wgmma, or adds a wait for it.
+MESSAGES: dict[str, int] = {}
 MARKS = {  # instruction -> its letter in `order`; a wait is followed by the number of products it leaves under way
     r"HGMMA": "G",
     r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)": "W",
@@ -38,21 +42,30 @@ MARKS = {  # instruction -> its letter in `order`; a wait is followed by the num
 }
 
 
-def compiled(source: str, folder: Path) -> list[Kernel]:
-    """The kernels of a source on each architecture it is for, with their demangled names."""
+def compiled(source: str, folder: Path) -> tuple[list[Kernel], list[str]]:
+    """The kernels of a source on each architecture it is for, with their demangled names; and ptxas' messages."""
     hopper = source.endswith("_sm90.cu")
-    found = []
+    found, messages = [], []
     for virtual, arch in (("compute_90a", "sm_90a"),) if hopper else (("compute_80", "sm_80"), ("compute_80", "sm_90")):
         cubin = folder / f"{arch}.cubin"
         command = ["nvcc", "-std=c++17", "-O2", f"-I{CSRC}", f"-gencode=arch={virtual},code={arch}", "-cubin"]
         done = subprocess.run([*command, CSRC / source, "-o", cubin], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        messages += messages_of(done.stderr)
         kernels = kernels_of(cubin, arch)
-        symbols = "\n".join(kernel.name for kernel in kernels)
-        names = subprocess.run(["c++filt"], input=symbols, capture_output=True, text=True, check=True).stdout
-        pairs = zip(kernels, names.splitlines(), strict=True)
+        pairs = zip(kernels, demangled("\n".join(kernel.name for kernel in kernels)).splitlines(), strict=True)
         found += [kernel._replace(name=short(name)) for kernel, name in pairs]
-    return found
+    return found, messages
+
+
+def messages_of(stderr: str) -> list[str]:
+    """ptxas' messages in nvcc's output, as in MESSAGES. C7508 names no kernel."""
+    found = re.findall(r"ptxas \w+\s*: \((C\d+)\).*?(?:function '(.*)')?$", demangled(stderr), flags=re.MULTILINE)
+    return [f"{short(name).split('<')[0] if name else 'a kernel'} {code}" for code, name in found]
+
+
+def demangled(text: str) -> str:
+    return subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True).stdout
 
 
 def short(demangled: str) -> str:
@@ -78,8 +91,9 @@ def order(kernel: Kernel) -> str:
 
 @pytest.mark.parametrize("source", [pytest.param(s, marks=() if s in EVERYDAY else pytest.mark.full) for s in SOURCES])
 def test_kernels(source: str, tmp_path: Path) -> None:
-    problems = []
-    for kernel in compiled(source, tmp_path):
+    kernels, messages = compiled(source, tmp_path)
+    problems = [f"ptxas: {message}, {n} too many" for message, n in (Counter(messages) - Counter(MESSAGES)).items()]
+    for kernel in kernels:
         print(kernel)
         problems += [f"{problem}: {kernel}" for problem in problems_of(kernel)]
     report(problems, "nvcc", nvcc_version())
