@@ -65,6 +65,23 @@ class Kernel(NamedTuple):
                 todo.append(i + 1)
         return found
 
+    def gaps(self) -> list[int]:
+        """How many instructions each HGMMA has between it and the last one of its product, whose end is marked gsb0.
+
+        Left out are gaps with a wait, a branch, or floating-point work that ptxas moved there.
+        """
+        found, since = [], None
+        for instruction in self.code:
+            if instruction.startswith("HGMMA"):
+                if since is not None:
+                    found.append(since)
+                since = None if "gsb0" in instruction else 0
+            elif re.match("WARPGROUP|BAR|SYNCS|BRA|BSSY|BSYNC|CALL|RET|EXIT|F", instruction):
+                since = None
+            elif since is not None:
+                since += 1
+        return found
+
     def __str__(self) -> str:
         names = "UTCHMMA HGMMA HMMA UTMALDG LDGSTS LDSM LDG STG MUFU SHFL BAR LDL STL".split()
         mix = Counter({name: self.count(name) for name in names})

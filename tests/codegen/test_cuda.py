@@ -1,7 +1,7 @@
 """The CUDA sources compiled by nvcc with the options of setup.py, for sm_80 and sm_90, or for sm_90a where only Hopper
 can run them: no spills, no message of ptxas, and tensor core instructions in every product. On Hopper also: wgmma that
-is not serialized, the registers that warps keep, and in attention's forward the order of waits. `pytest -rP` prints the
-registers and static shared memory of each kernel.
+is not serialized and whose addresses are ready, the registers that warps keep, and in attention's forward the order of
+waits. `pytest -rP` prints the registers and static shared memory of each kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median_low
 
 import pytest
 from machine_code import Kernel, cuobjdump, kernels_of, report
@@ -33,6 +34,12 @@ IN_PLACE = r"cross_entropy::rows_kernel|pointwise_kernel<\w+, true>"
 # The messages that ptxas may print: "attention::a_kernel C7517" -> how often for all its template arguments, and why.
 # It prints C7506 to C7519 where it ignores setmaxnreg, serializes wgmma, or adds a wait for it.
 MESSAGES: dict[str, int] = {}
+# The median of instructions between two HGMMAs of a product is at most 4: two addresses in shared memory, each of two
+# words. With more, each address is computed from its start and not from the one before: csrc/common/sm90/wgmma.cuh.
+BETWEEN_PRODUCTS = {
+    "attention::backward_dq_sm90_kernel": 6,  # the warpgroup's number is not uniform for ptxas: R2UR for two words
+    "attention::bias_gradient_sm90_kernel": 8,  # the same; a part is only four HGMMAs, with the ring's counters between
+}
 MARKS = {  # instruction -> its letter in `order`; a wait is followed by the number of products it leaves under way
     r"HGMMA": "G",
     r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)": "W",
@@ -119,6 +126,9 @@ def problems_of(kernel: Kernel) -> list[str]:
     if kernel.count("USETMAXREG") and kernel.registers not in (128, 168):
         found.append("not 128 or 168 registers")
     found += problems_of_registers(kernel)
+    between, most = median_low(kernel.gaps() or [0]), BETWEEN_PRODUCTS.get(kernel.name.split("<")[0], 4)
+    if between > most:
+        found.append(f"{between} instructions between two HGMMAs of a product, not {most}")
     if kernel.name.startswith("attention::forward_sm90_kernel"):
         found += problems_of_forward_order(kernel)
     return found
