@@ -20,6 +20,11 @@ using Work = std::function<void()>;
 class AsyncGroups {
  public:
   void add(Work work) { open_.push_back(std::move(work)); }
+  // Does the work now; its group is under way until a wait.
+  void add_done(const Work& work) {
+    work();
+    add([] {});
+  }
   void commit() { closed_.push_back(std::exchange(open_, {})); }
   // Completes the oldest groups, so that at most `left` remain.
   void wait(size_t left) {

@@ -1,6 +1,7 @@
 #include "emulator/block.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -23,16 +24,17 @@ struct alignas(1024) SharedArena {
   unsigned char guard[kGuardBytes], bytes[kMaxSharedBytes + kGuardBytes];
 };
 
+// Two for each resident block.
 unsigned char* shared_arena(int which) {
-  static thread_local const std::unique_ptr<SharedArena[]> arenas(new SharedArena[2]);
+  static thread_local const std::unique_ptr<SharedArena[]> arenas(new SharedArena[2 * kMaxResident]);
   return arenas[which].bytes;
 }
 
-thread_local std::vector<Stack> stacks;
+thread_local std::array<std::vector<Stack>, kMaxResident> stacks;
 
-const Stack& stack_of(int thread) {
-  while (static_cast<int>(stacks.size()) <= thread) stacks.emplace_back();
-  return stacks[thread];
+const Stack& stack_of(int place, int thread) {
+  while (static_cast<int>(stacks[place].size()) <= thread) stacks[place].emplace_back();
+  return stacks[place][thread];
 }
 
 std::vector<std::string> listed(const char* variable, const char* otherwise) {
@@ -45,7 +47,7 @@ std::vector<std::string> listed(const char* variable, const char* otherwise) {
 
 }  // namespace
 
-void release_stacks() { stacks.clear(); }
+void release_stacks() { stacks = {}; }
 
 thread_local Block* Block::current = nullptr;
 
@@ -100,10 +102,11 @@ size_t Order::first_warp(size_t last, size_t count) { return kind_ == Kind::rand
 
 bool Order::groups_stay() { return kind_ != Kind::random || next_random() % 2 == 1; }
 
-Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body)
-    : grid(grid), dim(dim), index(index), shared(shared_arena(0)), async_view(shared_arena(1)),
-      shared_bytes_(shared_bytes), order_(order), body_(body), threads_(dim.x * dim.y * dim.z),
-      alive_(static_cast<int>(threads_.size())) {
+Block::Block(dim3 grid, dim3 dim, uint3 index, int place, size_t shared_bytes, Order& order,
+             const std::function<void()>& body)
+    : grid(grid), dim(dim), index(index), place(place), shared(shared_arena(2 * place)),
+      async_view(shared_arena(2 * place + 1)), shared_bytes_(shared_bytes), order_(order), body_(body),
+      threads_(dim.x * dim.y * dim.z), alive_(static_cast<int>(threads_.size())) {
   if (threads_.empty() || threads_.size() > kMaxThreads)
     throw std::runtime_error("emulator: a block has 1 to 1024 threads");
   if (shared_bytes > kMaxSharedBytes)
@@ -121,26 +124,33 @@ Block::Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order
     Thread& thread = threads_[i];
     thread.linear = i;
     thread.index = {i % dim.x, i / dim.x % dim.y, i / (dim.x * dim.y)};
-    thread.fiber.start(stack_of(i), enter);
+    thread.fiber.start(stack_of(place, i), enter);
     wake(thread.warp(), 1u << thread.lane());
   }
 }
 
-void Block::run() {
+Block::State Block::run() {
   current = this;
-  while (alive_ > 0 && failure_.empty()) {
+  yields_ = false;
+  bool waits = false;
+  while (alive_ > 0 && failure_.empty() && !yields_ && !waits) {
     if (Thread* const ready = next(); ready != nullptr) {
       thread = ready;
       in_fiber_ = true;
       Fiber::switch_between(scheduler_, thread->fiber);
       in_fiber_ = false;
+    } else if (wake_counted()) {
+      continue;
     } else if (!in_flight_.empty()) {
       complete_one();
+    } else if (!count_waits_.empty()) {
+      waits = true;
     } else {
       failure_ = "deadlock: " + whereabouts();
     }
   }
   current = nullptr;
+  if (failure_.empty() && alive_ > 0) return waits ? State::waits : State::yields;
   if (failure_.empty()) failure_ = left_undone();
   const auto broken = [](const unsigned char* guard) {
     return guard[0] != kGuard || std::memcmp(guard, guard + 1, kGuardBytes - 1) != 0;
@@ -148,9 +158,20 @@ void Block::run() {
   if (failure_.empty() && broken(shared + shared_bytes_))
     failure_ = "a write past the end of shared memory (" + std::to_string(shared_bytes_) + " bytes)";
   if (failure_.empty() && broken(shared - kGuardBytes)) failure_ = "a write before the start of shared memory";
-  if (!failure_.empty())
-    throw std::runtime_error("emulator: block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
-                             std::to_string(index.z) + "): " + failure_);
+  if (!failure_.empty()) report();
+  return State::finished;
+}
+
+void Block::report() {
+  throw std::runtime_error("emulator: block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
+                           std::to_string(index.z) + "): " + failure_);
+}
+
+void Block::report_wait() {
+  const CountWait& wait = count_waits_.front();
+  failure_ = wait.thread->waits_at.text() + ": waits for a count of " + std::to_string(wait.count) + " at " +
+             std::to_string(*wait.counter) + ", which no resident block will raise";
+  report();
 }
 
 void Block::complete_one() {
@@ -325,11 +346,36 @@ void Block::wake_sleepers() {
   sleepers_.clear();
 }
 
+void Block::yield() {
+  yields_ = true;
+  Fiber::switch_between(thread->fiber, scheduler_);
+}
+
+void Block::wait_for_count(const int* counter, int count, Site site) {
+  while (*counter != count) {
+    count_waits_.push_back({counter, count, thread});
+    wait(site);
+  }
+}
+
+// Whether a count that a thread waits for is there.
+bool Block::wake_counted() {
+  const auto there = [&](const CountWait& wait) {
+    if (*wait.counter != wait.count) return false;
+    wake(wait.thread->warp(), 1u << wait.thread->lane());
+    return true;
+  };
+  const auto left = std::remove_if(count_waits_.begin(), count_waits_.end(), there);
+  if (left == count_waits_.end()) return false;
+  count_waits_.erase(left, count_waits_.end());
+  return true;
+}
+
 size_t Block::shared_offset(const void* pointer, size_t bytes, const char* what) {
-  const auto* const at = static_cast<const unsigned char*>(pointer);
-  if (at < shared || at >= shared + shared_bytes_) fail(std::string(what) + ": not an address in shared memory");
-  check_shared(at - shared, bytes, what);
-  return at - shared;
+  if (!is_shared(pointer)) fail(std::string(what) + ": not an address in shared memory");
+  const size_t offset = static_cast<const unsigned char*>(pointer) - shared;
+  check_shared(offset, bytes, what);
+  return offset;
 }
 
 void Block::check_shared(size_t offset, size_t bytes, const char* what) {

@@ -1,9 +1,14 @@
-// One block of a launch on the CPU: its threads as fibers, its barrier, its warps' collectives, its shared memory.
+// A block of a launch on the CPU: its threads as fibers, its barrier, its warps' collectives, its shared memory.
 //
 // A thread runs until it waits; then the next ready thread of its warp runs. If its whole warp waits, another warp
 // runs, first one of its warpgroup. So warps and warpgroups run as far ahead of each other as the barriers allow, in an
 // order (Order) that tests vary. Shared memory starts as NaN in every block, so a missing barrier gives a wrong or NaN
 // result in some order. Asynchronous work is done as early or as late as possible: async.h.
+// Up to three blocks are resident at once. A block yields after atomicAdd on global memory and raise_count(), before a
+// bulk store or addition, and when all its threads wait and one of them in wait_for_count(). Then the next block starts
+// if fewer than three are resident; else, of those that can continue, the one that started last does. So later blocks
+// overtake earlier ones unless they wait for them, and a wait for a block that has not started is a deadlock. A kernel
+// without these calls runs one block after the other. A loop that polls memory in any other way does not end.
 // Deadlocks, and what is undefined on a GPU, raise an exception: a barrier reached from two places of the source, lanes
 // in the mask of a collective that have left or wait elsewhere, a shuffle that reads a lane outside its mask,
 // asynchronous work without a wait, and a write to the 4 KiB before or after shared memory.
@@ -28,6 +33,7 @@ namespace fastattn::emulator {
 
 constexpr int kLanes = 32, kGroupWarps = 4, kGroupThreads = kLanes * kGroupWarps;
 constexpr int kMaxThreads = 1024;
+constexpr int kMaxResident = 3;  // blocks
 
 // The source line at which a thread waits.
 struct Site {
@@ -70,8 +76,9 @@ struct Thread {
   int linear;
   bool finished = false;
   Site waits_at = {};
-  AsyncGroups copies = {}, stores = {};  // cp.async; stores from shared memory by TMA and bulk copies
-  bool proxy_fenced = false;             // by fence.proxy.async, since its last barrier
+  AsyncGroups copies = {};                    // cp.async
+  AsyncGroups store_reads = {}, stores = {};  // of TMA and bulk copies: reads of the source, and writes
+  bool proxy_fenced = false;                  // by fence.proxy.async, since its last barrier
 
   int warp() const { return linear / kLanes; }
   int lane() const { return linear % kLanes; }
@@ -105,8 +112,13 @@ class Block {
   using Exchange = std::function<void(void* const* slots)>;
   static constexpr int kNamedBarriers = 16;
 
-  Block(dim3 grid, dim3 dim, uint3 index, size_t shared_bytes, Order& order, const std::function<void()>& body);
-  void run();  // throws std::runtime_error with the error
+  enum class State { yields, waits, finished };  // waits: for other blocks
+
+  // place: of its shared memory and stacks, 0 to kMaxResident - 1. No other block has it.
+  Block(dim3 grid, dim3 dim, uint3 index, int place, size_t shared_bytes, Order& order,
+        const std::function<void()>& body);
+  State run();                      // continues; throws std::runtime_error with the error
+  [[noreturn]] void report_wait();  // for a count that no block will raise
 
   void barrier(Site site);
   void named_barrier(int id, int count, bool waits, Site site);
@@ -121,12 +133,19 @@ class Block {
 
   // Work that writes shared memory, and ends at its group's wait or at a barrier in shared memory; and work that reads
   // it, and ends at its group's wait.
-  void start(AsyncGroups& groups, Work work) { order_.writes_early() ? work() : groups.add(std::move(work)); }
+  void start(AsyncGroups& groups, Work work) {
+    order_.writes_early() ? groups.add_done(work) : groups.add(std::move(work));
+  }
   void start(Work work) { order_.writes_early() ? work() : in_flight_.push_back(std::move(work)); }
-  void start_reading(AsyncGroups& groups, Work work) { order_.reads_early() ? work() : groups.add(std::move(work)); }
+  void start_reading(AsyncGroups& groups, Work work) {
+    order_.reads_early() ? groups.add_done(work) : groups.add(std::move(work));
+  }
   void sleep(Site site);  // until wake_sleepers(): for a thread that polls a barrier
   void wake_sleepers();
+  void yield();  // other blocks may run
+  void wait_for_count(const int* counter, int count, Site site);
 
+  bool is_shared(const void* pointer) const { return pointer >= shared && pointer < shared + shared_bytes_; }
   // The offset in shared memory of `bytes` bytes at `pointer`, which must be inside it.
   size_t shared_offset(const void* pointer, size_t bytes, const char* what);
   void check_shared(size_t offset, size_t bytes, const char* what);
@@ -136,6 +155,7 @@ class Block {
 
   const dim3 grid, dim;
   const uint3 index;
+  const int place;
   Thread* thread = nullptr;  // the one that runs
   unsigned char* const shared;
   unsigned char* const async_view;   // of shared memory, as the asynchronous proxy reads it
@@ -150,17 +170,25 @@ class Block {
     void* slots[kLanes];
   };
 
+  struct CountWait {
+    const int* counter;
+    int count;
+    const Thread* thread;
+  };
+
   struct Failure {};  // thrown by fail() outside the fibers
 
   static void enter();
   void complete_one();
   Thread* next();
+  bool wake_counted();
   void wait(Site site);
   void come_to(std::bitset<kMaxThreads>& fenced);
   void check_fences(const std::bitset<kMaxThreads>& arrived, std::bitset<kMaxThreads>& fenced, Site site);
   void wake(int warp, uint32_t lanes) { ready_[warp] |= lanes; }
   std::string whereabouts() const;
   std::string left_undone() const;
+  [[noreturn]] void report();
 
   const size_t shared_bytes_;
   Order& order_;
@@ -175,8 +203,9 @@ class Block {
   std::bitset<kMaxThreads> fenced_;  // of those at __syncthreads()
   std::vector<Work> in_flight_;
   std::vector<Thread*> sleepers_;
+  std::vector<CountWait> count_waits_;
   int alive_, at_barrier_ = 0, free_registers_ = 0;  // given back and free
-  bool in_fiber_ = false;
+  bool in_fiber_ = false, yields_ = false;
   Site barrier_site_ = {};
   std::string failure_;
 };

@@ -109,11 +109,13 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate, FASTATTN_EMULATOR_PL
   return fastattn::emulator::exchange(mask, static_cast<uint32_t>(predicate != 0), FASTATTN_EMULATOR_SITE, take);
 }
 
-// Threads run one at a time, so each access is atomic and ordered.
+// Threads run one at a time, so each access is atomic and ordered. Then other blocks may run.
 template <class T>
 T atomicAdd(T* address, T value) {
   const T old = *address;
   *address = old + value;
+  auto& block = *fastattn::emulator::Block::current;
+  if (!block.is_shared(address)) block.yield();
   return old;
 }
 

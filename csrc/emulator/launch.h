@@ -1,4 +1,4 @@
-// Launching a kernel on the CPU: the blocks run one after the other, to the end, before launch() returns.
+// Launching a kernel on the CPU: all blocks run to the end before launch() returns.
 #pragma once
 #include <vector>
 

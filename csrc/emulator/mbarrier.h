@@ -85,12 +85,15 @@ inline void named_barrier_arrive(int id, int threads, FASTATTN_EMULATOR_PLACE) {
   emulator::Block::current->named_barrier(id, threads, false, FASTATTN_EMULATOR_SITE);
 }
 
-// Blocks run one after the other: a count that is not there yet never will be.
 inline void wait_for_count(const int* counter, int count, FASTATTN_EMULATOR_PLACE) {
-  if (*counter != count)
-    emulator::Block::current->fail(FASTATTN_EMULATOR_SITE.text() + ": waits for a count of " + std::to_string(count) +
-                                   " at " + std::to_string(*counter) + ", which no block before it will raise");
+  emulator::Block::current->wait_for_count(counter, count, FASTATTN_EMULATOR_SITE);
 }
-inline void raise_count(int* counter) { ++*counter; }
+inline void raise_count(int* counter, FASTATTN_EMULATOR_PLACE) {
+  auto& block = *emulator::Block::current;
+  if (!block.thread->stores.idle())
+    block.fail(FASTATTN_EMULATOR_SITE.text() + ": no bulk_wait() for a store or an addition of this thread");
+  ++*counter;
+  block.yield();
+}
 
 }  // namespace fastattn::sm90

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -69,10 +71,29 @@ void run_grid(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, co
   const struct Release {  // a stack is two mappings; a process with many libraries of kernels would run out of them
     ~Release() { release_stacks(); }
   } release;
-  for (const uint64_t i : orders[0].permutation(size_of(grid))) {
-    const uint3 index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
-                         static_cast<unsigned>(i / grid.x / grid.y)};
-    Block(grid, block, index, shared_bytes, orders[i % orders.size()], body).run();
+  const std::vector<uint64_t> order = orders[0].permutation(size_of(grid));
+  size_t started = 0;
+  std::vector<std::unique_ptr<Block>> resident;  // the last one started last
+  std::vector<int> free_places(kMaxResident);
+  std::iota(free_places.rbegin(), free_places.rend(), 0);
+  while (started < order.size() || !resident.empty()) {
+    const bool starts = started < order.size() && !free_places.empty();
+    if (starts) {
+      const uint64_t i = order[started++];
+      const uint3 index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                           static_cast<unsigned>(i / grid.x / grid.y)};
+      resident.push_back(std::make_unique<Block>(grid, block, index, free_places.back(), shared_bytes,
+                                                 orders[i % orders.size()], body));
+      free_places.pop_back();
+    }
+    auto chosen = resident.end();  // a new block, or the last one that does not wait
+    Block::State state;
+    do state = (*--chosen)->run();
+    while (state == Block::State::waits && chosen != resident.begin() && !starts);
+    if (state == Block::State::waits && !starts) (*chosen)->report_wait();
+    if (state != Block::State::finished) continue;
+    free_places.push_back((*chosen)->place);
+    resident.erase(chosen);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "emulator/tma.h"
 
 #include <algorithm>
+#include <memory>
 #include <stdexcept>
 
 #include "common/launch.cuh"
@@ -38,10 +39,12 @@ int box_bytes(const sm90::TensorMap& map) {
   return bytes;
 }
 
-void move_box(Direction direction, const sm90::TensorMap& map, size_t offset, const std::array<int, 4>& corner) {
+void move_box(Direction direction, const sm90::TensorMap& map, size_t offset, unsigned char* box,
+              const std::array<int, 4>& corner) {
   const sm90::TensorLayout& layout = map.layout;
   constexpr size_t element = 2;
   Block& block = *Block::current;
+  const size_t first = offset;
   std::array<uint64_t, 4> at;  // in the tensor; wraps around below zero, and so is outside
   for (uint32_t i3 = 0; i3 < layout.box[3]; i3++)
     for (uint32_t i2 = 0; i2 < layout.box[2]; i2++)
@@ -54,7 +57,7 @@ void move_box(Direction direction, const sm90::TensorMap& map, size_t offset, co
             inside = inside && at[d] < layout.size[d];
           }
           const size_t place = swizzle_128(offset);
-          unsigned char* const seen = block.async_view + place;
+          unsigned char* const seen = box + place - first;
           if (!inside) {
             if (direction != Direction::load) continue;
             std::memset(seen, 0, element);
@@ -102,10 +105,15 @@ void start_load(void* to, int bytes, int alignment, sm90::Barrier& barrier, Site
   });
 }
 
-void start_store(const void* from, int bytes, int alignment, Site site, std::function<void(size_t)> copy) {
+void start_store(const void* from, int bytes, int alignment, Site site,
+                 std::function<void(unsigned char*, size_t)> write) {
+  Block& block = *Block::current;
   const size_t offset = check_place(from, bytes, alignment, site);
-  Block::current->check_barrier_after_fence(site);
-  Block::current->start_reading(Block::current->thread->stores, [copy = std::move(copy), offset] { copy(offset); });
+  block.check_barrier_after_fence(site);
+  const auto source = std::make_shared<std::vector<unsigned char>>(bytes);
+  unsigned char* const seen = block.async_view + offset;
+  block.start_reading(block.thread->store_reads, [=] { std::memcpy(source->data(), seen, source->size()); });
+  block.start_reading(block.thread->stores, [=] { write(source->data(), offset); });
 }
 
 }  // namespace fastattn::emulator

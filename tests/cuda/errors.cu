@@ -87,6 +87,17 @@ __global__ void blocks_in_order(float* out) {
   if (threadIdx.x == 0) out[blockIdx.x] = blockIdx.x == 0 ? 0.0f : out[blockIdx.x - 1] + 1.0f;
 }
 
+// out[1] = how many warps of all blocks had written when the last block came; out[0] counts blocks.
+template <bool kBarrier>
+__global__ void last_block(float* out) {
+  if (threadIdx.x % 32 == 0) out[8 + blockIdx.x * 4 + threadIdx.x / 32] = 1.0f;
+  if (kBarrier) __syncthreads();
+  const bool is_last = threadIdx.x == 0 && atomicAdd(out, 1.0f) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  for (unsigned i = 0; i < gridDim.x * 4; i++) out[1] += out[8 + i];
+}
+
 // out[block] = the warp that came first, and 10 where a copy was done before it was waited for.
 __global__ void settings(float* out) {
   Row& row = shared_memory<Row>();
@@ -146,6 +157,8 @@ void run(const std::string& name, float* out) {
     return;
   }
   if (name == "blocks in order") return with(blocks_in_order, 8);
+  if (name == "last block") return with(last_block<true>, 8);
+  if (name == "last block without barrier") return with(last_block<false>, 8);
   if (name == "settings") return with(settings, 6);
   if (name == "too many threads") return launch(shuffle, dim3(1), dim3(1056), 0, nullptr, out);
   if (name == "no blocks") return with(shuffle, 0);

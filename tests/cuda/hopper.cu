@@ -304,6 +304,47 @@ __global__ void __launch_bounds__(128, 1) kept_columns(const Dropout dropout, ui
   }
 }
 
+// Each block adds its item + 1 to `sums`, in turn; item 0 stores it. seen[item]: a sum when its terms had been read.
+enum TurnBug { kInTurn, kNoTurn, kRaisedBeforeWait, kWrongTurn, kReadWaitOnly };
+struct TurnShared {
+  float terms[32];
+  int item;
+};
+struct Turns {
+  float *sums, *seen;
+  int *next_item, *count;
+};
+template <TurnBug kBug>
+__global__ void __launch_bounds__(32, 1) turns(const Turns p) {
+  TurnShared& shared = shared_memory<TurnShared>();
+  if (threadIdx.x == 0) shared.item = atomicAdd(p.next_item, 1);
+  __syncthreads();
+  const int item = shared.item;
+  shared.terms[threadIdx.x] = static_cast<float>(item + 1);
+  fence_async_proxy();
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  if (kBug != kNoTurn) wait_for_count(p.count, kBug == kWrongTurn ? gridDim.x - 1 - item : item);
+  if (item == 0)
+    bulk_store(p.sums, shared.terms, sizeof shared.terms);
+  else
+    bulk_add(p.sums, shared.terms, sizeof shared.terms);
+  bulk_commit();
+  bulk_wait_read<0>();
+  p.seen[item] = p.sums[31];
+  if (kBug == kReadWaitOnly) return;
+  if (kBug != kRaisedBeforeWait) bulk_wait<0>();
+  raise_count(p.count);
+  bulk_wait<0>();
+}
+template <TurnBug kBug>
+void run_turns(const Turns& p, unsigned blocks) {
+  launch(turns<kBug>, dim3(blocks), dim3(32), sizeof(TurnShared), nullptr, p);
+}
+constexpr void (*kTurns[])(const Turns&, unsigned) = {run_turns<kInTurn>, run_turns<kNoTurn>,
+                                                      run_turns<kRaisedBeforeWait>, run_turns<kWrongTurn>,
+                                                      run_turns<kReadWaitOnly>};
+
 template <Misuse kMisuse>
 void run_misuse(const Problem&) {
   launch(misuse<kMisuse>, dim3(1), dim3(64), 0, nullptr);
@@ -385,6 +426,10 @@ EXPORT run_transposed(void* x, const void* y, float* out, float* sums, int offse
     const TensorMap map = make_tensor_map({data, {64, 64, 1, 1}, {128, 8192, 8192}, {64, 64, 1, 1}});
     launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr, Transposed{map, y, out, sums});
   });
+}
+
+EXPORT run_turns(int which, float* sums, float* seen, int* counters, int blocks) {
+  return error_of([&] { kTurns[which]({sums, seen, counters, counters + 1}, static_cast<unsigned>(blocks)); });
 }
 
 EXPORT run_slip(int which, float* out) {

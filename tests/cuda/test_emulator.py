@@ -53,6 +53,7 @@ DEFINED = {
     "ballot": (torch.arange(THREADS) % 3 == 0).float(),
     "half warps": THREAD.view(-1, 16).sum(1, keepdim=True).expand(-1, 16).flatten(),
     "count": torch.cat([torch.full((4,), THREADS / 4.0), torch.zeros(THREADS - 4)]),
+    "last block": torch.cat([torch.tensor([8.0, 32.0]), torch.zeros(6), torch.ones(32), torch.zeros(THREADS - 40)]),
 }
 
 
@@ -92,6 +93,7 @@ def test_reports(name: str, said: str, run: Runner) -> None:
     [
         ("neighbour without barrier", DEFINED["neighbour"]),
         ("neighbour again without barrier", DEFINED["neighbour again"]),
+        ("last block without barrier", DEFINED["last block"]),
         ("blocks in order", torch.cat([THREAD[:8], torch.zeros(THREADS - 8)])),
     ],
 )

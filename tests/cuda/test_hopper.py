@@ -34,7 +34,13 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 
 def loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for function in (library.run_products, library.run_transposed, library.run_slip, library.run_kept_columns):
+    for function in (
+        library.run_products,
+        library.run_transposed,
+        library.run_slip,
+        library.run_kept_columns,
+        library.run_turns,
+    ):
         function.restype = ctypes.c_char_p
     return library
 
@@ -224,6 +230,48 @@ def test_catches(name: str, library: ctypes.CDLL, setting: Setting) -> None:
             found.append(str(error))
     assert found
     assert all(RACES[name] in what for what in found if RACES[name]), found
+
+
+TURNS = {  # in the order of hopper.cu's TurnBug: what shows them
+    "in turn": None,
+    "no wait for the turn": "a wrong result",
+    "raised before the wait": r"raise_count \(.*hopper.cu:\d+\): no bulk_wait\(\)",
+    "a turn that comes later": r"wait_for_count \(.*hopper.cu:\d+\): waits for a count of 7 at 0",
+    "only a wait for reads": "nobody waited for",
+}
+BLOCKS = 8
+
+
+def sum_in_turns(library: ctypes.CDLL, name: str, device: str = "cpu") -> torch.Tensor:
+    """What the blocks saw. RuntimeError with what the runner found, or for a wrong sum."""
+    sums, seen = torch.full((32,), torch.nan, device=device), torch.full((BLOCKS,), torch.nan, device=device)
+    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (sums, seen, counters)]
+    if message := library.run_turns(list(TURNS).index(name), *pointers, BLOCKS):
+        raise RuntimeError(message.decode())
+    if not (sums == BLOCKS * (BLOCKS + 1) / 2).all():
+        raise RuntimeError("a wrong result")
+    return seen
+
+
+def test_turns(place: Place, setting: Setting) -> None:
+    """Blocks that add in turn. On the runner, what they add is in memory after bulk_wait, unless reads are early."""
+    after = torch.arange(1.0, BLOCKS + 1).cumsum(0)
+    before = torch.cat([torch.tensor([torch.nan]), after[:-1]])
+    for values in SETTINGS:
+        setting(values)
+        seen = sum_in_turns(place.library, "in turn", place.device)
+        if place.device == "cpu":
+            torch.testing.assert_close(seen, after if values[1] == "eager" else before, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name, shown in TURNS.items() if shown])
+def test_catches_wrong_turns(name: str, library: ctypes.CDLL, setting: Setting) -> None:
+    """In every setting: blocks overtake each other unless they wait."""
+    for values in SETTINGS:
+        setting(values)
+        with pytest.raises(RuntimeError, match=TURNS[name]):
+            sum_in_turns(library, name)
 
 
 SLIPS = {  # in the order of hopper.cu's Slip: what shows them

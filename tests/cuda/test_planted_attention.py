@@ -5,6 +5,7 @@ The copies compile one kernel of each kind: bfloat16, head dimension up to 64. I
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ FORWARD, DQ, DKDV, SHORT = (
 FORWARD_90, DQ_90, DKDV_90, ROWS_90 = (
     f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv", "backward_rows")
 )
+PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
 MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward_common.cuh", "attention/backward_scores_sm90.cuh"
 # Orders and completions: enough to catch every bug, and all that the copy as such must pass.
 TRIES = [("forward", "lazy"), ("reverse", "eager"), ("2", "crossed"), ("2", "lazy"), ("3", "lazy")]
@@ -98,8 +100,13 @@ BUGS = {
             "    if (!has_dq_) return;\n    named_barrier_sync(kEmpty + group_, kGroup + 32);\n",
             "    if (!has_dq_) return;\n    named_barrier_arrive(kEmpty + group_, kGroup + 32);\n"),
         Bug("the last part of dq not sent", "causal", DKDV_90, "      hand_over_dq();\n", "      (void)0;\n"),
-        Bug("out of turn", "packed", ROWS_90,
+        Bug("turns of lists that are all first", "packed", ROWS_90,
             "shared.earlier[tile] + __popc(shared.listed[tile] & first_bits(warp))", "0"),
+        Bug("turns one too low", "causal", PIPELINE_90,
+            "return item.n0 / kBlockN - max(m0 - mask.band_hi, 0) / kBlockN;",
+            "return max(item.n0 / kBlockN - max(m0 - mask.band_hi, 0) / kBlockN - 1, 0);"),
+        Bug("turns not waited for", "causal", PIPELINE_90, "wait_for_count(counters + part, tile.turn);", "(void)0;"),
+        Bug("turns passed on too early", "causal", PIPELINE_90, "bulk_wait<0>();", "(void)0;"),
     ],
 }  # fmt: skip
 CHANGES = [
@@ -119,13 +126,20 @@ def extension(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return mutations.build(build_folder, copy, [FORWARD, DQ, DKDV, SHORT, FORWARD_90, DQ_90, DKDV_90, ROWS_90])
 
 
-def fails(extension: Path, capability: str, number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Is a result of the problem off, in one of TRIES?"""
+def fails(
+    extension: Path,
+    capability: str,
+    number: int,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tries: Sequence[tuple[str, str]] = TRIES,
+) -> bool:
+    """Is a result of the problem off, in one of the tries?"""
     monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", capability)
     fastattn.backends.cuda.load_emulator(extension)
     mutations.choose(extension, number)
     try:
-        for order, completion in TRIES:
+        for order, completion in tries:
             monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
             monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", completion)
             p = problems()[name]
@@ -151,3 +165,15 @@ NUMBERED = [(capability, bug) for capability, bugs in BUGS.items() for bug in bu
 def test_is_caught(number: int, extension: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capability, bug = NUMBERED[number - 1]
     assert fails(extension, capability, number, bug.problem, monkeypatch)
+
+
+TURNS = {bug.name: number for number, (_, bug) in enumerate(NUMBERED, start=1) if bug.name.startswith("turns ")}
+
+
+@pytest.mark.parametrize("values", TRIES, ids="-".join)
+@pytest.mark.parametrize("name", TURNS)
+def test_turns_are_caught_in_every_order(
+    name: str, values: tuple[str, str], extension: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability, bug = NUMBERED[TURNS[name] - 1]
+    assert fails(extension, capability, TURNS[name], bug.problem, monkeypatch, [values])
