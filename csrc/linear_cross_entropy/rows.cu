@@ -207,12 +207,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2) rows_kernel(const Params p, co
     row.write(index, grad);
   };
   row.each_chunk(held, chunks, read, write_gradient);  // first, as they may still be in L2
-  const auto take = [&](int index) {
+  const auto read_kept = [&](int index) {
     Chunk<T> chunk;
     copy(chunk, kept[index]);
     return chunk;
   };
-  row.each_chunk(0, held, take, write_gradient);
+  row.each_chunk(0, held, read_kept, write_gradient);
   row.each_other([&](int col) {
     const float grad = fmaf(sums.power(row.with_bias(col)), share, -p.on_each);
     row.logits[col] = T((grad - (col == label ? p.on_target : 0.0f)) * rate);
