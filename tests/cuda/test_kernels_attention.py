@@ -301,17 +301,18 @@ def test_sum_of_dq(D: int, kind: str, kernels: torch.device, monkeypatch: pytest
     assert result.lse.min() < -11 and result.dq.isfinite().all()
 
 
-class Made(TorchDispatchMode):
-    """Keeps what is allocated."""
+class NoWait(TorchDispatchMode):
+    """To read a tensor on the host, which would wait for the device, is an error. Keeps the tensors made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: list[Tensor] = []
+        self.made: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"), name
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.empty:
-            self.tensors.append(result)
+        self.made += [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         return result
 
 
@@ -327,9 +328,9 @@ def test_turns(kernels: torch.device) -> None:
     layouts = backend.mask_layouts(p.q, p.k, p.v, None)
     _, *masks = (AttentionMask(**p.mask).prepare(Lq, Lk, layout, kernels) for layout in layouts)
     out, lse = torch.zeros_like(p.dout), torch.zeros(2, 1, Lq, device=kernels)
-    with Made() as made:
+    with NoWait() as watch:
         backend.attention_bwd(p.dout, None, p.q, p.k, p.v, out, lse, None, tuple(masks), 1.0, 0.0, None, False)
-    (order,) = (t for t in made.tensors if t.dtype == torch.int32)
+    order = next(t for t in watch.made if t.dtype == torch.int32)
     tiles = masks[1].tiles.long()
     turns = order[-tiles.numel() :].view_as(tiles)
     is_listed = torch.arange(tiles.shape[3], device=kernels) < masks[1].counts[..., 1:]
@@ -376,21 +377,6 @@ def test_explained_and_refused(device: torch.device) -> None:
 # --- launches, which csrc/emulator records and does not run -----------------------------------------------------------
 
 
-class NoWait(TorchDispatchMode):
-    """To read a tensor on the host, which would wait for the device, is an error. Notes the sizes of tensors made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"), name
-        result = func(*args, **(kwargs or {}))
-        self.made += [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor)]
-        return result
-
-
 @pytest.fixture
 def launches(emulator_library: Path) -> Callable[..., Any]:
     """launches(capability, problem): (kernel, blocks, threads, bytes of shared memory) of its forward and of its
@@ -411,7 +397,7 @@ def launches(emulator_library: Path) -> Callable[..., Any]:
             inputs = (p.q, p.k, p.v, out, lse, p.bias, tuple(others))
             backend.attention_bwd(p.dout, p.dlse, *inputs, *options, p.bias is not None)
             noted.append(take_launches())
-        return *noted, watch.made
+        return *noted, [t.numel() for t in watch.made]
 
     return run
 
