@@ -31,8 +31,11 @@ from fastattn.integrations.layers import (
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import all_can_fuse, hook_reason, is_unmodified
 from fastattn.nn.linear import joint_linear
+from fastattn.nn.params import AttentionParams as AttentionParts
+from fastattn.nn.params import FeedForwardParams as FeedForwardParts
+from fastattn.nn.params import NormParams as NormParts
+from fastattn.nn.params import Params as Parts
 from fastattn.nn.residual import PendingResidual, current_dropout_p
-from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 
 

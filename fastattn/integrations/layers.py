@@ -17,10 +17,15 @@ from torch import Tensor, nn
 
 from fastattn.integrations.hidden_padding import pack, restore_padding
 from fastattn.masks import AttentionMask
+from fastattn.nn.fused_calls import Sublayer as S2
+from fastattn.nn.fused_calls import prepare
 from fastattn.nn.fusible import can_fuse, hook_reason
 from fastattn.nn.linear import without_gaps
-from fastattn.nn.residual import PendingResidual, add_norm, current_dropout_p
-from fastattn.nn.straight import NormParts, Parts, open_plan, run_parts, shared_plan
+from fastattn.nn.params import NormParams
+from fastattn.nn.params import Params as Parts
+from fastattn.nn.plan import open_plan, shared_plan
+from fastattn.nn.residual import PendingResidual, current_dropout_p
+from fastattn.nn.run_layer import Called, run_layer
 from fastattn.ops.feed_forward import feed_forward
 
 
@@ -76,9 +81,9 @@ def activation_name(activation: Any) -> Any:
     return "gelu_tanh" if name == "gelu" and getattr(activation, "approximate", "none") == "tanh" else name
 
 
-def norm_parts(norm: nn.Module, dropout_p: float) -> NormParts:
+def norm_parts(norm: nn.Module, dropout_p: float) -> NormParams:
     """Of an unmodified LayerNorm and the dropout before it."""
-    return NormParts(norm.weight, norm.bias, norm.eps, dropout_p)
+    return NormParams(norm.weight, norm.bias, norm.eps, dropout_p)
 
 
 def run_straight(
@@ -101,9 +106,13 @@ def run_straight(
         x, masks, memory, unpadded = packed
     plan = shared_plan(masks, x)
     projected = () if memory is None else layer.project(memory)
-    out = None if plan is None else run_parts(plan, parts, layer.norm_first, x, masks, *projected)
-    if out is None:
+    if plan is None:
         return None
+    reads = iter([(masks[0], ()), (masks[-1], projected)])
+    subs = [S2(part, None, *(next(reads) if hasattr(part, "fc") else ())) for part in parts]
+    if None in prepare(plan, layer.norm_first, PendingResidual(x, None, None, 0.0) if layer.norm_first else x, subs):
+        return None
+    out = run_layer(plan, layer.norm_first, x, subs)
     return out if packed is None else restore_padding(out, unpadded)
 
 
@@ -119,13 +128,12 @@ def run_sublayers(x: Tensor, sublayers: Sequence[Sublayer], norm_first: bool) ->
     """The layer's output for x (B, L, d_model): each residual connection fused with the norm after it."""
     if not norm_first:
         for branch, dropout, norm in sublayers:
-            x = add_norm(PendingResidual(branch(x), x), dropout, norm, None)
+            x = Called(branch, dropout, norm)(x)
         return x
-    pending, before = PendingResidual(x, None), 0.0
+    pending = PendingResidual(x, None, None, 0.0)
     for branch, dropout, norm in sublayers:
-        normed, z = add_norm(pending, before, norm, None, return_sum=True)
-        pending, before = PendingResidual(branch(normed), z), dropout
-    return pending.sum(before)
+        pending = Called(branch, dropout, norm)(pending)
+    return pending.sum()
 
 
 def run_feed_forward(

@@ -33,8 +33,11 @@ from fastattn.integrations.layers import (
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import all_can_fuse, is_unmodified
 from fastattn.nn.leaves import product, pytorch_may_compute
+from fastattn.nn.params import AttentionParams as AttentionParts
+from fastattn.nn.params import FeedForwardParams as FeedForwardParts
+from fastattn.nn.params import NormParams as NormParts
+from fastattn.nn.params import Params as Parts
 from fastattn.nn.residual import current_dropout_p
-from fastattn.nn.straight import AttentionParts, FeedForwardParts, NormParts, Parts
 from fastattn.ops.attention import scaled_dot_product_attention
 
 Mask = Tensor | AttentionMask | None

@@ -18,8 +18,8 @@ from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.decoding import StraightSteps
 from fastattn.nn.fusible import all_can_fuse, can_fuse, check_steps
 from fastattn.nn.linear import joint_linear
+from fastattn.nn.plan import Plan
 from fastattn.nn.residual import add_norm, current_dropout_p
-from fastattn.nn.straight import Plan
 from fastattn.ops import _checks
 from fastattn.ops.embed_layer_norm import embed_known_tokens
 from fastattn.ops.feed_forward import Activation
@@ -84,7 +84,7 @@ class _Stack(nn.Module):
         if self.norm_first or not (fusible and can_fuse(position_enc) and can_fuse(dropout) and can_fuse(layer_norm)):
             words = embedding(seq) if scale == 1 else embedding(seq) * scale
             pending = PendingResidual(position_enc(words, position), None)
-            return pending if self.norm_first else add_norm(pending, dropout, layer_norm, self.backend)
+            return pending if self.norm_first else add_norm(pending, dropout, layer_norm, self.backend)[0]
         if position is None:
             position_enc.check(seq.shape[1])
         elif not known_position:
@@ -107,7 +107,7 @@ class _Stack(nn.Module):
 
     def normalised(self, x: Tensor | PendingResidual) -> Tensor:
         """The stack's output from that of its last layer."""
-        return add_norm(x, self.dropout, self.layer_norm, self.backend) if self.norm_first else x
+        return add_norm(x, self.dropout, self.layer_norm, self.backend)[0] if self.norm_first else x
 
 
 class Encoder(_Stack):

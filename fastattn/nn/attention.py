@@ -14,13 +14,9 @@ from fastattn.nn._checks import check_arguments
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear, linear
-from fastattn.nn.residual import (
-    HiddenState,
-    PendingResidual,
-    current_dropout_p,
-    residual_connection,
-    sublayer_input,
-)
+from fastattn.nn.params import AttentionParams, norm_params
+from fastattn.nn.residual import HiddenState, PendingResidual, current_dropout_p
+from fastattn.nn.run_layer import run_module
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention
 
@@ -156,10 +152,26 @@ class MultiHeadAttention(nn.Module):
         self-attention q itself.     projected: (w_ks(k), w_vs(v)), where they were computed before.
         Returns (output, of q's type; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
-        fusible = all_can_fuse(self, READ_BY_OPS)
-        normed, residual = sublayer_input(self, q, fusible)
-        k, v = (normed if x is q else x for x in (k, v))
-        for name, x in (("q", normed), ("k", k), ("v", v)):
+        fusible, attn = all_can_fuse(self, READ_BY_OPS), None
+
+        def attend(normed: Tensor) -> Tensor:
+            nonlocal attn
+            inputs = {"q": normed} | {name: normed if x is q else x for name, x in (("k", k), ("v", v))}
+            out, attn = self._attend(inputs, mask, return_attn, projected, fusible)
+            return out
+
+        return run_module(q, self, attend, fusible), attn
+
+    def _attend(
+        self,
+        inputs: dict[str, Tensor],
+        mask: Tensor | AttentionMask | None,
+        return_attn: bool,
+        projected: tuple[Tensor, Tensor] | None,
+        fusible: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the residual connection is around: fc of the heads, (B, Lq, d_model), and the weights on request."""
+        for name, x in inputs.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
             if x.dim() != 3 or x.shape[2] != self.d_model:
@@ -167,39 +179,64 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
         if mask is not None and not isinstance(mask, AttentionMask):
             mask = as_attention_mask(mask)
-        options = {"backend": likely_backend("linear", normed.device, self.backend), "fusible": fusible or None}
+        q, k, v = inputs.values()
+        options = {"backend": likely_backend("linear", q.device, self.backend), "fusible": fusible or None}
         if projected is not None:
-            queries, (keys, values) = linear(self.w_qs, normed, **options), projected
-        elif normed is k is v:
-            queries, keys, values = joint_linear(normed, (self.w_qs, self.w_ks, self.w_vs), **options)
+            queries, (keys, values) = linear(self.w_qs, q, **options), projected
+        elif q is k is v:
+            queries, keys, values = joint_linear(q, (self.w_qs, self.w_ks, self.w_vs), **options)
         else:
-            maps = ((self.w_qs, normed), (self.w_ks, k), (self.w_vs, v))
+            maps = ((self.w_qs, q), (self.w_ks, k), (self.w_vs, v))
             queries, keys, values = (linear(w, x, **options) for w, x in maps)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
         queries, keys, values = _heads(queries, self.d_k), _heads(keys, self.d_k), _heads(values, self.d_v)
         out, attn = self.attention(queries, keys, values, mask, return_attn=return_attn)
-        out = linear(self.fc, out.transpose(1, 2).flatten(2), **options)
-        return residual_connection(self, q, residual, out, fusible), attn
+        return linear(self.fc, out.transpose(1, 2).flatten(2), **options), attn
+
+    def params(self, norm_first: bool, reads_memory: bool) -> AttentionParams | None:
+        """What the executor reads; None where something is modified.
+
+        norm_first: the layer's.     reads_memory: whether keys and values come projected.
+        """
+        if not is_unmodified(self, MultiHeadAttention, READ_BY_OPS) or self.norm_first is not norm_first:
+            return None
+        children = self._modules
+        core = children["attention"]
+        if not is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
+            return None
+        q, fc, dropout_p = children["w_qs"]._parameters, children["fc"]._parameters, core._modules["dropout"]
+        weights, biases, dropout_p = (q["weight"],), (q["bias"],), current_dropout_p(dropout_p)
+        if not reads_memory:
+            k, v = children["w_ks"]._parameters, children["w_vs"]._parameters
+            weights, biases = (*weights, k["weight"], v["weight"]), (*biases, k["bias"], v["bias"])
+        # Under tensor parallelism written by hand a process has some of the heads.
+        n_head_kv = self.n_head_kv if reads_memory else weights[1].shape[0] // self.d_k
+        norm, heads = norm_params(self), (n_head_kv, self.d_k, self.d_v, 1 / core.temperature)
+        return AttentionParams(weights, biases, fc["weight"], fc["bias"], norm, *heads, dropout_p, core.backend)
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """Self-attention of one new token a beam: x (B, W, d_model), or with norm_first also a PendingResidual.
 
         Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
         """
-        fusible = all_can_fuse(self, READ_BY_OPS)
-        normed, residual = sublayer_input(self, x, fusible)
-        q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
-        q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
-        out = cache.attend(self, q, k, v, self._attend_in_steps())
-        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
+
+        def attend(normed: Tensor) -> Tensor:
+            q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
+            q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
+            out = cache.attend(self, q, k, v, self._attend_in_steps())
+            return cache.linear(self.fc, out.flatten(2), self.backend)
+
+        return run_module(x, self, attend, all_can_fuse(self, READ_BY_OPS))
 
     def step_to_memory(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """Attention of one new token a beam to the encoder's output, whose keys and values the cache holds."""
-        fusible = all_can_fuse(self, READ_BY_OPS)
-        normed, residual = sublayer_input(self, x, fusible)
-        q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
-        out = cache.attend_memory(self, q, self._attend_in_steps())
-        return residual_connection(self, x, residual, cache.linear(self.fc, out.flatten(2), self.backend), fusible)
+
+        def attend(normed: Tensor) -> Tensor:
+            q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
+            out = cache.attend_memory(self, q, self._attend_in_steps())
+            return cache.linear(self.fc, out.flatten(2), self.backend)
+
+        return run_module(x, self, attend, all_can_fuse(self, READ_BY_OPS))
 
     def _attend_in_steps(self) -> AttendInSteps:
         core = self.attention

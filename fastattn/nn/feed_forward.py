@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend
 from fastattn.nn._checks import check_arguments, check_choice
-from fastattn.nn.fusible import all_can_fuse, can_fuse
+from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
+from fastattn.nn.params import FeedForwardParams, norm_params
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import HiddenState, residual_connection, sublayer_input
+from fastattn.nn.residual import HiddenState
+from fastattn.nn.run_layer import run_module
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, activate, feed_forward
 
 
@@ -54,25 +56,36 @@ class PositionwiseFeedForward(nn.Module):
     def forward(self, x: HiddenState) -> HiddenState:
         """x: (B, L, d_in), or with norm_first also a PendingResidual of such, else TypeError. Returns x's type."""
         fusible = all_can_fuse(self, self.fused_children)
-        normed, residual = sublayer_input(self, x, fusible)
-        if not fusible and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
-            out = self._call_linears(normed, lambda linear, x: linear(x))
-            return residual_connection(self, x, residual, out, fusible)
-        weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
-        out = feed_forward(normed, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
-        return residual_connection(self, x, residual, out, fusible)
+
+        def compute(normed: Tensor) -> Tensor:
+            if not fusible and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
+                return self._call_linears(normed, lambda linear, x: linear(x))
+            weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
+            return feed_forward(normed, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
+
+        return run_module(x, self, compute, fusible)
+
+    def params(self, norm_first: bool) -> FeedForwardParams | None:
+        """What the executor reads; None where something is modified. norm_first: the layer's."""
+        children = self.fused_children
+        if not is_unmodified(self, PositionwiseFeedForward, children) or self.norm_first is not norm_first:
+            return None
+        w_1, w_2 = self._modules["w_1"]._parameters, self._modules["w_2"]._parameters
+        weights = w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]
+        return FeedForwardParams(*weights, norm_params(self), self.activation, 0.0, self.backend)
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""
         fusible, linear = all_can_fuse(self, self.fused_children), cache.linear
-        normed, residual = sublayer_input(self, x, fusible)
-        is_prepacked = linear.prepacks(self.w_1, normed, self.backend)
-        if is_prepacked or not (fusible or (can_fuse(self.w_1) and can_fuse(self.w_2))):
-            out = self._call_linears(normed, lambda module, x: linear(module, x, self.backend))
-        else:
+
+        def compute(normed: Tensor) -> Tensor:
+            is_prepacked = linear.prepacks(self.w_1, normed, self.backend)
+            if is_prepacked or not (fusible or (can_fuse(self.w_1) and can_fuse(self.w_2))):
+                return self._call_linears(normed, lambda module, x: linear(module, x, self.backend))
             weights = (*linear.weights(self.w_1, normed.device), *linear.weights(self.w_2, normed.device))
-            out = feed_forward(normed, *weights, self.activation, backend=self.backend)
-        return residual_connection(self, x, residual, out, fusible)
+            return feed_forward(normed, *weights, self.activation, backend=self.backend)
+
+        return run_module(x, self, compute, fusible)
 
     def _call_linears(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         """w_2(activation(w_1(x))), where call(w, x) is w(x). ValueError where processes share a gated w_1."""

@@ -10,9 +10,12 @@ from fastattn.masks import AttentionMask
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
+from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.kv_cache import DecoderCache
+from fastattn.nn.params import Params
+from fastattn.nn.plan import Plan, open_plan
 from fastattn.nn.residual import HiddenState
-from fastattn.nn.straight import Parts, Plan, attention_parts, feed_forward_parts, run_layer
+from fastattn.nn.run_layer import run_layer
 from fastattn.ops.feed_forward import Activation
 
 
@@ -48,18 +51,18 @@ class _Layer(nn.Module):
         self.norm_first = norm_first
         self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
 
-    def parts(self) -> list[Parts] | None:
-        """What the straight path reads, or None: something is modified. An attention after the first has a memory."""
-        parts: list[Parts] = []
-        for name in (*self.attentions, "pos_ffn"):
-            if name == "pos_ffn":
-                part = feed_forward_parts(self._modules[name], self.norm_first)
-            else:
-                part = attention_parts(self._modules[name], self.norm_first, bool(parts))
-            if part is None:
-                return None
-            parts.append(part)
-        return parts
+    def _self_attention(self, mask: Tensor | AttentionMask | None) -> Sublayer:
+        attn = self._modules["slf_attn"]
+        return Sublayer(_params(attn, self.norm_first, False), lambda x: attn(x, x, x, mask)[0], mask)
+
+    def _feed_forward(self) -> Sublayer:
+        ffn = self._modules["pos_ffn"]
+        return Sublayer(_params(ffn, self.norm_first), ffn)
+
+
+def _params(sublayer: nn.Module, *options: bool) -> Params | None:
+    """Of a sublayer; None of a module of the user's in its place."""
+    return sublayer.params(*options) if isinstance(sublayer, (MultiHeadAttention, PositionwiseFeedForward)) else None
 
 
 class EncoderLayer(_Layer):
@@ -95,10 +98,11 @@ class EncoderLayer(_Layer):
         slf_attn_mask: see as_attention_mask.     plan: what the forward has decided, shared by its layers.
         Returns (output, of enc_input's type; attention weights (B, n_head, L, L) or None).
         """
-        if not return_attns and (out := run_layer(plan, self, enc_input, (slf_attn_mask,))) is not None:
-            return out, None
-        x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
-        return self.pos_ffn(x), slf_attn
+        if return_attns or (plan := open_plan(plan, enc_input)) is None:
+            x, slf_attn = self.slf_attn(enc_input, enc_input, enc_input, slf_attn_mask, return_attn=return_attns)
+            return self.pos_ffn(x), slf_attn
+        sublayers = self._self_attention(slf_attn_mask), self._feed_forward()
+        return run_layer(plan, self.norm_first, enc_input, sublayers), None
 
 
 class DecoderLayer(_Layer):
@@ -135,15 +139,20 @@ class DecoderLayer(_Layer):
         Returns (output, of dec_input's type; weights of the self-attention (B, n_head, Lt, Lt) and of the
         attention to the encoder (B, n_head, Lt, Ls), or None).
         """
-        if not return_attns and enc_projected is not None:
-            masks = slf_attn_mask, dec_enc_attn_mask
-            if (out := run_layer(plan, self, dec_input, masks, *enc_projected)) is not None:
-                return out, None, None
-        x, slf_attn = self.slf_attn(dec_input, dec_input, dec_input, slf_attn_mask, return_attn=return_attns)
-        x, enc_attn = self.enc_attn(
-            x, enc_output, enc_output, dec_enc_attn_mask, return_attn=return_attns, projected=enc_projected
+        if return_attns or (plan := open_plan(plan, dec_input)) is None:
+            x, slf_attn = self.slf_attn(dec_input, dec_input, dec_input, slf_attn_mask, return_attn=return_attns)
+            options = {"return_attn": return_attns, "projected": enc_projected}
+            x, enc_attn = self.enc_attn(x, enc_output, enc_output, dec_enc_attn_mask, **options)
+            return self.pos_ffn(x), slf_attn, enc_attn
+        attn, mask, projected = self._modules["enc_attn"], dec_enc_attn_mask, enc_projected
+        to_memory = Sublayer(
+            None if projected is None else _params(attn, self.norm_first, True),
+            lambda x: attn(x, enc_output, enc_output, mask, projected=projected)[0],
+            mask,
+            projected or (),
         )
-        return self.pos_ffn(x), slf_attn, enc_attn
+        sublayers = self._self_attention(slf_attn_mask), to_memory, self._feed_forward()
+        return run_layer(plan, self.norm_first, dec_input, sublayers), None, None
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """The layer for one new token a beam, as MultiHeadAttention.step. x: (B, W, d_model)."""

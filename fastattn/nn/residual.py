@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, requested
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.leaves import Dropout, dropout_add
-from fastattn.nn.recompute import is_recomputing, remember_cast, remember_norm
+from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
@@ -21,17 +22,19 @@ class PendingResidual(NamedTuple):
 
     The fused op adds two tensors and normalises the sum in one pass. With norm_first the addition belongs to one
     sublayer and the LayerNorm to the next. A sublayer therefore returns the summands, and the next sublayer's norm adds
-    them. That sublayer also applies its own dropout rate to the branch.
+    them.
 
     branch: (B, L, d_model).     residual: likewise, or None where the sum is dropout(branch) alone, as at the input.
     bias: (d_model,), added to the branch before dropout; None where there is none or the branch already contains it.
+    dropout: that of the sublayer that made the branch: a module, or its current probability of dropping. None: that of
+        whoever adds the summands.
 
     A pre-norm stack, and the same with each sum fused with the norm that follows it:
 
         x = dropout(embedded)        x = PendingResidual(embedded, None)
         for layer in layers:         for layer in layers:
             x, _ = layer(x, mask)        x, _ = layer(x, mask)
-        out = norm(x)                out = norm(x.sum(layers[-1].pos_ffn.dropout))
+        out = norm(x)                out = norm(x.sum())
 
     norm: a LayerNorm for the end of the stack. On the right the first layer's dropout is applied to embedded.
     """
@@ -39,26 +42,43 @@ class PendingResidual(NamedTuple):
     branch: Tensor
     residual: Tensor | None
     bias: Tensor | None = None
+    dropout: nn.Module | float | None = None
 
-    def sum(self, dropout: nn.Module | float | None) -> Tensor:
+    def sum(self, dropout: nn.Module | float | None = None) -> Tensor:
         """residual + dropout(branch + bias), (B, L, d_model).
 
-        dropout: that of the sublayer which made the branch, or its current probability of dropping."""
-        branch, residual, bias = self
+        dropout: used where the summands have none."""
+        dropout = dropout if self.dropout is None else self.dropout
+        branch, residual, bias, dropout = self._replace(dropout=dropout).with_known_dropout()
         branch, _ = _autocast.stream_inputs(branch if bias is None else branch + bias, residual)
-        if isinstance(dropout, nn.Module) and can_fuse(dropout):
-            dropout = current_dropout_p(dropout)
-        if isinstance(dropout, nn.Module):
-            branch = dropout(branch)
-        elif dropout and can_read_values(branch):
+        if dropout and can_read_values(branch):
             return dropout_add(branch, residual, dropout)
-        elif dropout:
-            branch = F.dropout(branch, dropout)
+        branch = F.dropout(branch, dropout) if dropout else branch
         return branch if residual is None else residual + branch
+
+    def with_known_dropout(self) -> PendingResidual:
+        """The same with a number in place of a dropout module, which is called where it is modified."""
+        branch, residual, bias, dropout = self
+        if not isinstance(dropout, nn.Module):
+            return self
+        if can_fuse(dropout):
+            return self._replace(dropout=current_dropout_p(dropout))
+        return PendingResidual(dropout(branch if bias is None else branch + bias), residual, None, 0.0)
 
 
 # A sublayer's input and output. Post-norm: a normalised tensor. norm_first: a sum to be normalised, or its summands.
 HiddenState = TypeVar("HiddenState", Tensor, PendingResidual)
+
+
+Compute = Callable[[Tensor, Tensor], PendingResidual]  # of (norm(z), z); post-norm of (x, x)
+AddNorm = Callable[[PendingResidual], tuple[Tensor, Tensor]]  # (norm(z), z)
+
+
+def connect(x: HiddenState, norm_first: bool, compute: Compute, norm: AddNorm) -> HiddenState:
+    """A sublayer with its residual connection: x and the result are tensors, or with norm_first PendingResiduals."""
+    if norm_first:
+        return compute(*norm(x))
+    return norm(compute(x, x))[0]
 
 
 def current_dropout_p(dropout: nn.Module) -> float:
@@ -72,74 +92,30 @@ def add_norm(
     layer_norm: nn.Module,
     backend: Backend | None,
     *,
-    return_sum: bool = False,
     fusible: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """layer_norm(z), or with return_sum (layer_norm(z), z), where z = residual + dropout(branch + bias).
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(z), z), where z = residual + dropout(branch + bias).
 
-    dropout: a module, its current probability of dropping, or None where there is none. fusible: whether can_fuse is
-    known to be true of both modules. A module of which it is false is called.
+    dropout: used where `pending` has none: a module, or its current probability of dropping.
+    fusible: whether can_fuse is known to be true of layer_norm. A module of which it is false is called.
     Under torch.autocast the results keep the dtype of residual, as in PyTorch, where float32 + bfloat16 is float32.
     """
     if not (fusible or can_fuse(layer_norm)):
         z = pending.sum(dropout)
-        return (layer_norm(z), z) if return_sum else layer_norm(z)
-    branch, residual, bias = pending
-    dropout_p = 0.0
-    if isinstance(dropout, float):
-        dropout_p = dropout
-    elif dropout is not None and (fusible or can_fuse(dropout)):
-        dropout_p = current_dropout_p(dropout)
-    elif dropout is not None:
-        branch, bias = dropout(branch if bias is None else branch + bias), None
+        return layer_norm(z), z
+    dropout = dropout if pending.dropout is None else pending.dropout
+    branch, residual, bias, dropout = pending._replace(dropout=dropout).with_known_dropout()
     norm = {"weight": layer_norm.weight, "bias": layer_norm.bias, "eps": layer_norm.eps}
-    options = norm | {"dropout_p": dropout_p, "x_bias": bias, "backend": backend}
-    if not is_recomputing():
-        return dropout_add_layer_norm(branch, residual, **options, return_sum=return_sum)
-    out, z = dropout_add_layer_norm(branch, residual, **options, return_sum=True)
-    saved_sum = z.detach()
-    chosen_backend = requested(backend)[0]  # the backward may run outside of use_backend
-    remember_norm(out, lambda: dropout_add_layer_norm(saved_sum, None, **norm, backend=chosen_backend))
-    return (out, z) if return_sum else out
+    options = {"dropout_p": dropout or 0.0, "x_bias": bias, "backend": backend, "return_sum": True}
+    out, z = dropout_add_layer_norm(branch, residual, **norm, **options)
+    if is_recomputing():  # the backward may run outside of use_backend
+        remember_add_norm(out, z.detach(), *norm.values(), requested(backend)[0])
+    return out, z
 
 
-# The residual connection around a sublayer, and its norm where sublayer.norm_first puts it:
-#     normed, residual = sublayer_input(sublayer, x, fusible)
-#     out = ..what the sublayer computes from normed..
-#     return residual_connection(sublayer, x, residual, out, fusible)
-
-
-def sublayer_input(sublayer: Any, x: HiddenState, fusible: bool) -> tuple[Tensor, Tensor]:
-    """What the sublayer's block reads, and what its output is added to, both (B, L, d_model).
-
-    Under torch.autocast the first is cast here, once for all linear maps that read it.
-    fusible: what all_can_fuse answered of the sublayer's dropout and layer_norm.
-    TypeError for a PendingResidual without norm_first.
-    """
-    if isinstance(x, PendingResidual):
-        if not sublayer.norm_first:
-            raise TypeError(f"{type(sublayer).__name__} got a PendingResidual, expected a Tensor: norm_first is False")
-        norm = (sublayer.dropout, sublayer.layer_norm, sublayer.backend)
-        normed, z = add_norm(x, *norm, return_sum=True, fusible=fusible)
-        return _product_input(normed), z
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{type(sublayer).__name__} got a {type(x).__name__}, expected a Tensor")
-    if not sublayer.norm_first:
-        return _product_input(x), x
-    normed = add_norm(PendingResidual(x, None), None, sublayer.layer_norm, sublayer.backend, fusible=fusible)
-    return _product_input(normed), x
-
-
-def _product_input(x: Tensor) -> Tensor:
-    (cast,) = _autocast.autocast_inputs(x)
-    if cast is not x and is_recomputing():
-        remember_cast(cast, x)
-    return cast
-
-
-def residual_connection(sublayer: Any, x: HiddenState, residual: Tensor, out: Tensor, fusible: bool) -> HiddenState:
-    """The sublayer's output, of the type of its input x. out: its block's."""
-    pending = PendingResidual(out, residual)
-    if not sublayer.norm_first:
-        return add_norm(pending, sublayer.dropout, sublayer.layer_norm, sublayer.backend, fusible=fusible)
-    return pending if isinstance(x, PendingResidual) else pending.sum(sublayer.dropout)
+def remember_add_norm(
+    out: Tensor, z: Tensor, weight: Tensor, bias: Tensor, eps: float, backend: Backend | None
+) -> None:
+    """Let the backward compute out again, a LayerNorm of z, in place of keeping it."""
+    norm = {"weight": weight, "bias": bias, "eps": eps, "backend": backend}
+    remember_norm(out, lambda: dropout_add_layer_norm(z, None, **norm))

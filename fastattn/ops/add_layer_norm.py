@@ -205,14 +205,30 @@ def _run(
     chosen = backends.choose(op_name, device, inputs, backend)
     x, residual, weight, bias, dropout_p, x_bias = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
-    options = (float(eps), dropout_p, rng_state)
     with _autocast.no_autocast(device):
-        if chosen.differentiable:
-            out, z = chosen.module.add_layer_norm(x, residual, weight, bias, *options, x_bias, eps_on_std)
-        else:
-            tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
-            out, z = _AddLayerNorm.apply(*tensors, *options, eps_on_std, chosen)
+        options = float(eps), dropout_p, rng_state, x_bias, eps_on_std
+        out, z = add_layer_norm_unchecked(x, residual, weight, bias, *options, chosen)
     return (out, z) if return_sum else out
+
+
+def add_layer_norm_unchecked(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    x_bias: Tensor | None,
+    eps_on_std: bool,
+    chosen: Implementation,
+) -> tuple[Tensor, Tensor]:
+    """(out, z) of a call that is known to be valid, by the chosen backend, without torch.autocast."""
+    if chosen.differentiable:
+        options = eps, dropout_p, rng_state, x_bias, eps_on_std
+        return chosen.module.add_layer_norm(x, residual, weight, bias, *options)
+    tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
+    return _AddLayerNorm.apply(*tensors, eps, dropout_p, rng_state, eps_on_std, chosen)
 
 
 class _AddLayerNorm(Operator, name="add_layer_norm"):

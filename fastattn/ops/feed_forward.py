@@ -107,16 +107,33 @@ def feed_forward(
     chosen = backends.choose("feed_forward", device, inputs, backend)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     with _autocast.no_autocast(device):
-        if chosen.differentiable:
-            formula = chosen.module.feed_forward
-            if recompute and torch.is_grad_enabled() and not is_transformed():
-                # On a CPU dropout's draw is an argument, see draw_rng_state: no generator has to be kept.
-                draws = dropout_p > 0 and chosen.name == "aten" and x.is_cuda
-                return checkpoint(formula, *inputs, rng_state, use_reentrant=False, preserve_rng_state=draws)
-            return formula(*inputs, rng_state)
-        x, *options = inputs
-        (out,) = _FeedForward.apply(_checks.as_matrix(x), *options, rng_state, recompute, chosen)
-    return out.view(*x.shape[:-1], out.shape[-1])
+        return feed_forward_unchecked(*inputs, rng_state, recompute, chosen)
+
+
+def feed_forward_unchecked(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    recompute: bool,
+    chosen: Implementation,
+) -> Tensor:
+    """``feed_forward`` of a call that is known to be valid, by the chosen backend, without torch.autocast."""
+    options = activation, dropout_p, rng_state
+    if chosen.differentiable:
+        formula, inputs = chosen.module.feed_forward, (x, weight1, bias1, weight2, bias2, *options)
+        if recompute and torch.is_grad_enabled() and not is_transformed():
+            # On a CPU dropout's draw is an argument, see draw_rng_state: no generator has to be kept.
+            draws = dropout_p > 0 and chosen.name == "aten" and x.is_cuda
+            return checkpoint(formula, *inputs, use_reentrant=False, preserve_rng_state=draws)
+        return formula(*inputs)
+    matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
+    (out,) = _FeedForward.apply(matrix, weight1, bias1, weight2, bias2, *options, recompute, chosen)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _FeedForward(Operator, name="feed_forward"):

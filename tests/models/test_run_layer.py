@@ -1,4 +1,4 @@
-"""The straight path of an unmodified layer gives what its modules give op by op, and only such a layer takes it."""
+"""Fused sublayers compute what their modules compute op by op, and only unmodified ones are fused."""
 
 from functools import partial
 from itertools import product
@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fastattn import AttentionMask, use_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
-from fastattn.nn import layers, straight
+from fastattn.nn import kernel_sublayer, layers, run_layer
 
 VARIANTS = {
     "public": {},
     "beyond": dict(norm_first=True, activation="swiglu", n_head_kv=1),
-    "small": dict(d_k=8, d_v=8),  # a node with aten too
+    "small": dict(d_k=8, d_v=8),
     "small, gated": dict(norm_first=True, activation="geglu", d_k=8, d_v=8),
     "small, packed": dict(pack_padding=True, d_k=8, d_v=8),
     "packed": dict(pack_padding=True, attn_dropout=0.0),
@@ -32,34 +32,36 @@ full = pytest.mark.full
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether each call of a layer went straight, in order."""
-    taken, run_layer = [], straight.run_layer
+    """Of each layer that ran, in order, whether each of its sublayers was fused."""
+    taken, prepare = [], run_layer.prepare
 
-    def run_and_note(*arguments):
-        out = run_layer(*arguments)
-        taken.append(out is not None)
-        return out
+    def prepare_and_note(*arguments):
+        calls = prepare(*arguments)
+        taken.append([call is not None for call in calls])
+        return calls
 
-    monkeypatch.setattr(layers, "run_layer", run_and_note)
+    monkeypatch.setattr(run_layer, "prepare", prepare_and_note)
     return taken
 
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """The backends of the layers that became one node."""
-    nodes, forward = [], straight._Layer.forward
+    """The backends of the sublayers that became one node."""
+    nodes, forward = [], kernel_sublayer._Sublayer.forward
 
     def forward_and_note(ctx, given, *tensors):
-        _, calls, *_ = given
-        nodes.append(calls[0].norm.chosen.name)
+        nodes.append(given.call.norm.name)
         return forward(ctx, given, *tensors)
 
-    monkeypatch.setattr(straight._Layer, "forward", staticmethod(forward_and_note))
+    monkeypatch.setattr(kernel_sublayer._Sublayer, "forward", staticmethod(forward_and_note))
     return nodes
 
 
 def op_by_op(monkeypatch):
-    monkeypatch.setattr(layers, "run_layer", lambda *_: None)
+    monkeypatch.setattr(layers, "open_plan", lambda *_: None)
+
+
+ENCODER, DECODER = [True] * 2, [True] * 3  # all sublayers are fused
 
 
 def step(model, batch, autocast=False):
@@ -112,10 +114,8 @@ def test_same_as_op_by_op(backend, variant, autocast, biased, batch, taken, node
     model = fused(**given | dict(n_layers=n_layers), backend=backend)
     model = with_biases(model, biased.split())
     loss, grads = step(model, batch, autocast)
-    goes_straight = not (backend == "aten" and "recompute" in variant)
-    assert taken == [goes_straight] * 2 * n_layers
-    is_node = backend != "aten" or (DEVICE == "cpu" and "small" in variant)
-    assert nodes == [backend] * (len(taken) if is_node else 0)
+    assert taken == [ENCODER] * n_layers + [DECODER] * n_layers
+    assert nodes == ([] if backend == "aten" else [backend] * (5 * n_layers))
     op_by_op(monkeypatch)
     same_loss, same_grads = step(model, batch, autocast)
     torch.testing.assert_close(loss, same_loss, rtol=2e-3 if autocast else 1e-6, atol=0)
@@ -160,7 +160,7 @@ def test_second_derivatives(backend, variant, batch, taken, request, monkeypatch
 
     with use_backend(backend):
         actual = penalty()
-    assert taken == [True] * 2
+    assert taken == [ENCODER, DECODER]
     if "packed" in variant:
         op_by_op(monkeypatch)
     with use_backend(backend if "packed" in variant else "reference"), reference_dropout_rule(backend):
@@ -208,7 +208,7 @@ def test_batches_of_gradients(backend, dropout, triton, batch, taken):
     for direction, grad in zip(directions, together, strict=True):
         (alone,) = torch.autograd.grad(logits, weight, direction, retain_graph=True)
         torch.testing.assert_close(grad, alone, rtol=1e-4, atol=1e-5)
-    assert taken == [True] * 2
+    assert taken == [ENCODER, DECODER]
 
 
 @pytest.mark.parametrize("backend", ["aten", pytest.param("triton", marks=full)])
@@ -219,7 +219,7 @@ def test_frozen_parameters_get_no_gradient(backend, triton, batch, taken):
     for name, p in model.named_parameters():
         p.requires_grad_("slf_attn" in name and "w_" not in name)
     _, grads = step(model, batch)
-    assert taken == [True] * 4
+    assert taken == [ENCODER, DECODER] * 2
     for name, p in model.named_parameters():
         assert (grads[name] is not None) == p.requires_grad, name
         if p.requires_grad:
@@ -231,7 +231,6 @@ def test_frozen_parameters_get_no_gradient(backend, triton, batch, taken):
     [
         ("aten", "pos_ffn.w_2.weight", False),
         ("triton", "pos_ffn.w_2.weight", False),
-        ("aten", "slf_attn.w_qs.weight", True),  # of which a copy is saved
         ("aten", "slf_attn.layer_norm.bias", True),  # which the first gradient does not need
         pytest.param("triton", "slf_attn.w_qs.weight", True, marks=full),
     ],
@@ -267,7 +266,7 @@ def test_checkpointed_layers(use_reentrant, backend, batch, taken, triton):
     wrap_layers(checkpointed)
     taken.clear()
     loss, grads = step(model, batch)
-    assert taken == [True] * (4 if use_reentrant else 2)  # what is computed again may stop before its end
+    assert taken == [ENCODER, DECODER, DECODER, ENCODER]
     assert torch.equal(loss, expected_loss)
     for name, grad in expected.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
@@ -288,7 +287,7 @@ def test_selective_checkpointing_of_one_layer(batch, taken):
     expected = {name: grad.clone() for name, grad in expected.items()}
     layer.forward = checkpointed
     loss, grads = step(model, batch)
-    assert all(taken)
+    assert all(map(all, taken))
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     for name, grad in expected.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
@@ -316,31 +315,41 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_modified_layer_goes_op_by_op(change, batch, taken):
-    model = fused(**TINY, backend="aten").eval()
-    CHANGES[change](model.encoder.layer_stack[0])
+def test_a_modified_sublayer_is_called(change, norm_first, batch, taken, monkeypatch):
+    """And the others are fused, with the same results."""
+    model = fused(**TINY | DROPOUT | dict(norm_first=norm_first), backend="aten")
+    layer = model.encoder.layer_stack[0]
+    CHANGES[change](layer)
     if change == "a layer in float64":
         with pytest.raises((TypeError, RuntimeError)):  # named by the op, not computed in a wrong dtype
             model(*batch)
-        assert taken == [False]
-    else:
-        model(*batch)
-        assert taken == [False, True]
+        assert taken == [[True, False]]
+        return
+    loss, grads = step(model, batch)
+    assert taken[0].count(False) == 1 and taken[1] == DECODER
+    op_by_op(monkeypatch)
+    if DEVICE == "cpu" and "dropout" not in change:  # all draws of dropout are made in the same order
+        same_loss, same_grads = step(model, batch)
+        torch.testing.assert_close(loss, same_loss, rtol=1e-6, atol=0)
+        for name, grad in same_grads.items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
 
 
 def test_what_else_goes_op_by_op(batch, taken):
     model, (src, trg) = fused(**TINY).eval(), batch
     with use_backend("reference"):
         model(src, trg)
-    assert taken == [False] * 2
+    assert taken == [[False] * 2, [False] * 3]
     taken.clear()
     mask = AttentionMask(bias=torch.zeros(1, 1, 1, src.shape[1], device=DEVICE))
     model.encoder(src, mask)
-    assert taken == [False]
+    assert taken == [[False, True]]
+    taken.clear()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     torch.func.grad(lambda p: torch.func.functional_call(model, p, (src, trg)).sum())(parameters)
-    assert taken[1:] == [False] * 2
+    assert taken == []
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
@@ -373,7 +382,7 @@ def test_wrong_parameters_reach_no_kernel(wrong, batch, triton, taken):
     WRONG[wrong](model.decoder.layer_stack[0])
     with pytest.raises((ValueError, RuntimeError)):
         model(*batch)
-    assert taken == [True, False]
+    assert taken[0] == ENCODER and taken[1].count(False) == 1
 
 
 def test_wrong_sizes_are_named(batch):

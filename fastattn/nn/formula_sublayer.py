@@ -1,0 +1,54 @@
+"""A fused sublayer over a backend's formulas, whose operators and nodes autograd records: aten, and for second
+derivatives the reference."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from fastattn.backends import attention_rows, cpu_matmul
+from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights
+from fastattn.nn.plan import Plan
+from fastattn.nn.residual import HiddenState, PendingResidual, connect, remember_add_norm
+from fastattn.ops.feed_forward import feed_forward_unchecked
+
+
+def run_formula_sublayer(
+    plan: Plan, norm_first: bool, x: HiddenState, call: Call, weights: Weights, draw: Draw
+) -> HiddenState:
+    """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
+    compute = _attend if isinstance(call, AttentionCall) else _feed_forward
+    return connect(x, norm_first, partial(compute, plan, call, weights, draw), partial(_add_norm, plan, call, draw))
+
+
+def _add_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) -> tuple[Tensor, Tensor]:
+    """(norm(z), z), z = residual + dropout(branch + bias), in the dtype of the stream."""
+    (branch, residual, bias, dropout_p), (weight, norm_bias, eps, _) = pending, call.params.norm
+    if branch.dtype is not plan.stream_dtype:
+        branch = branch.to(plan.stream_dtype)
+    options = eps, dropout_p, draw(call.norm, dropout_p), bias
+    out, z = call.norm.module.add_layer_norm(branch, residual, weight, norm_bias, *options)
+    if plan.is_recomputing:
+        remember_add_norm(out, z.detach(), weight, norm_bias, eps, call.norm.name)
+    return out, z
+
+
+def _attend(
+    plan: Plan, call: AttentionCall, weights: Weights, draw: Draw, x: Tensor, residual: Tensor
+) -> PendingResidual:
+    (weight, bias, fc, fc_bias), params, (chosen, mask, *_) = weights, call.params, call.choice
+    options = params.softmax_scale, params.dropout_p, draw(chosen, params.dropout_p)
+    q, k, v = attention_rows.heads(cpu_matmul.linear(plan.cast(x), weight, bias), call.memory, call.sizes)
+    out, *_ = chosen.module.attention(q, k, v, mask, *options, return_lse=False)
+    rows = out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])
+    return PendingResidual(cpu_matmul.linear(rows, fc, fc_bias), residual, None, params.norm.dropout_p)
+
+
+def _feed_forward(
+    plan: Plan, call: FeedForwardCall, weights: Weights, draw: Draw, x: Tensor, residual: Tensor
+) -> PendingResidual:
+    params, chosen = call.params, call.chosen
+    options = params.activation, params.dropout_p, draw(chosen, params.dropout_p), plan.is_recomputing, chosen
+    branch = feed_forward_unchecked(plan.cast(x), *weights, *options)
+    return PendingResidual(branch, residual, None, params.norm.dropout_p)

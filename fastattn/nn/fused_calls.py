@@ -1,0 +1,223 @@
+"""Which sublayers of a layer may be fused, and what their calls read. Everything is checked here, once a call.
+
+A sublayer is fused from its params, where these fit each other and the input; otherwise it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import Backend, Implementation, implementation
+from fastattn.masks import AttentionMask
+from fastattn.nn.linear import joined, without_gaps
+from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, Params
+from fastattn.nn.plan import AttentionChoice, Plan
+from fastattn.nn.residual import HiddenState, PendingResidual
+
+
+class Sublayer(NamedTuple):
+    """A sublayer of a layer, which run_layer fuses where it can.
+
+    params: None where something is modified.     call: the whole sublayer, of x, where it is not fused.
+    mask, memory: of an attention; memory: projected keys and values (B, Lk, rows), or () for self-attention.
+    """
+
+    params: Params | None
+    call: Callable[[Any], Any]
+    mask: Tensor | AttentionMask | None = None
+    memory: Sequence[Tensor] = ()
+
+
+class AttentionCall(NamedTuple):
+    """An attention sublayer that is fused. sizes: B, L, n_head, n_head_kv, d_k, d_v.
+
+    biases: of the projections, all or none.
+    """
+
+    params: AttentionParams
+    sizes: tuple[int, ...]
+    memory: Sequence[Tensor]
+    choice: AttentionChoice
+    norm: Implementation
+    biases: tuple[Tensor, ...]
+
+    @property
+    def chosen(self) -> Implementation:
+        return self.choice.chosen
+
+    @property
+    def groups(self) -> Sequence[tuple[Tensor | None, ...]]:
+        """What the products read. The tensors of a group are concatenated."""
+        params = self.params
+        return params.weights, self.biases or (None,), (params.fc,), (params.fc_bias,)
+
+    @property
+    def last_bias(self) -> Tensor | None:
+        return self.params.fc_bias
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        params = self.params
+        return *params.weights, *self.biases, params.fc, params.fc_bias, params.norm.weight, params.norm.bias
+
+    def by_formula(
+        self, tensors: Sequence[Tensor | None], memory: Sequence[Tensor], without_last_bias: bool
+    ) -> AttentionCall:
+        """The same call by the reference, of other tensors."""
+        *given, fc, fc_bias, weight, bias = tensors
+        count = len(self.params.weights)
+        norm = self.params.norm._replace(weight=weight, bias=bias)
+        params = self.params._replace(
+            weights=tuple(given[:count]), fc=fc, fc_bias=None if without_last_bias else fc_bias, norm=norm
+        )
+        choice = self.choice._replace(chosen=implementation("attention", "reference"))
+        reference = implementation("add_layer_norm", "reference")
+        return AttentionCall(params, self.sizes, memory, choice, reference, tuple(given[count:]))
+
+
+class FeedForwardCall(NamedTuple):
+    """A feed-forward sublayer that is fused. Its other names are those of AttentionCall."""
+
+    params: FeedForwardParams
+    chosen: Implementation
+    norm: Implementation
+
+    memory = ()
+
+    @property
+    def groups(self) -> Sequence[tuple[Tensor | None, ...]]:
+        return [(t,) for t in self.params[:4]]
+
+    @property
+    def last_bias(self) -> Tensor | None:
+        return self.params.bias2
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        params = self.params
+        return *params[:4], params.norm.weight, params.norm.bias
+
+    def by_formula(self, tensors: Sequence[Tensor | None], _: Any, without_last_bias: bool) -> FeedForwardCall:
+        weight1, bias1, weight2, bias2, weight, bias = tensors
+        norm = self.params.norm._replace(weight=weight, bias=bias)
+        given = weight1, bias1, weight2, None if without_last_bias else bias2
+        params = FeedForwardParams(*given, norm, *self.params[5:])
+        chosen, reference = (implementation(name, "reference") for name in ("feed_forward", "add_layer_norm"))
+        return FeedForwardCall(params, chosen, reference)
+
+
+Call = AttentionCall | FeedForwardCall
+Draw = Callable[[Implementation, float], Tensor | None]  # of a backend and dropout_p: an op's rng_state
+Weights = tuple[Tensor | None, ...]  # weight and bias of the products before and after the heads or hidden units
+
+
+def joined_weights(calls: Sequence[Call], dtype: torch.dtype) -> list[Weights]:
+    """What the products of each call read, in their dtype: each group of tensors as one."""
+    made = joined([group for call in calls for group in call.groups], dtype)
+    return [tuple(made[i : i + 4]) for i in range(0, len(made), 4)]
+
+
+def prepare(plan: Plan, norm_first: bool, x: HiddenState, sublayers: Sequence[Sublayer]) -> list[Call | None]:
+    """The call of each sublayer that is fused; None for one that is called."""
+    is_pending = isinstance(x, PendingResidual)
+    t, residual = (x.branch, x.residual) if is_pending else (x, None)
+    fits = is_pending is norm_first and type(t) is Tensor and t.dim() == 3
+    fits = fits and t.dtype in (plan.stream_dtype, plan.dtype)  # a branch may have either
+    if not fits or (residual is not None and (residual.device != t.device or residual.dim() != 3)):
+        return [None] * len(sublayers)
+    calls: list[Call | None] = []
+    for params, _, mask, memory in sublayers:
+        if params is None:
+            calls.append(None)
+        elif isinstance(params, AttentionParams):
+            calls.append(_attention_call(plan, params, t, memory, mask))
+        else:
+            calls.append(_feed_forward_call(plan, params, t))
+    return calls
+
+
+def _attention_call(
+    plan: Plan, params: AttentionParams, x: Tensor, memory: Sequence[Tensor], mask: Any
+) -> AttentionCall | None:
+    """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
+    mask = mask if isinstance(mask, AttentionMask) else AttentionMask.of(mask, has_heads=False)
+    if mask is not None and mask.bias is not None:
+        return None
+    weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = params
+    B, L, d_model = x.shape
+    missing = sum([b is None for b in biases])  # count(None) would compare the tensors
+    if missing:
+        biases = () if missing == len(biases) else without_gaps(weights, biases)
+    norm_backend = _norm_backend(plan, norm, x, backend)
+    if not _fit(plan, norm, d_model, fc, fc_bias, *weights, *biases) or weights[0].shape[1] != d_model:
+        return None
+    keys, values, seqlen_k, queries = n_head_kv * d_k, n_head_kv * d_v, L, weights[0].shape[0]
+    if memory:
+        for t in memory:
+            if t.dtype is not plan.dtype or t.device != plan.device or t.dim() != 3 or t.stride(2) != 1:
+                return None
+        (batch, seqlen_k, keys), (same_batch, same, values) = memory[0].shape, memory[1].shape
+        if not B == batch == same_batch or same != seqlen_k or keys * d_v != values * d_k:
+            return None
+        n_head_kv = keys // d_k
+    elif len(weights) == 1:
+        queries -= keys + values
+    elif not (weights[1].shape[0] == keys and weights[2].shape[0] == values):
+        return None
+    sizes = queries // d_k, n_head_kv, d_k, d_v
+    layout = (memory[0].stride(), memory[1].stride()) if memory else None
+    choice = plan.choose_attention(backend, mask, (B, L, seqlen_k, *sizes), dropout_p, softmax_scale, layout)
+    if not _match(choice.chosen, norm_backend):
+        return None
+    return AttentionCall(params, (B, L, *sizes), memory, choice, norm_backend, biases)
+
+
+def _feed_forward_call(plan: Plan, params: FeedForwardParams, x: Tensor) -> FeedForwardCall | None:
+    """x: (B, L, d_model)."""
+    weight1, bias1, weight2, bias2, norm, activation, dropout_p, backend = params
+    norm_backend = _norm_backend(plan, norm, x, backend)
+    if not _fit(plan, norm, x.shape[2], weight2, bias2, weight1, bias1):
+        return None
+    if weight1.shape[1] != x.shape[2] or (bias1 is not None and bias1.numel() != weight1.shape[0]):
+        return None
+    key = x.shape, activation, weight1.shape, dropout_p
+    op_args = weight1, bias1, weight2, bias2, activation, dropout_p
+    chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args)
+    return FeedForwardCall(params, chosen, norm_backend) if _match(chosen, norm_backend) else None
+
+
+def _match(chosen: Implementation, norm: Implementation) -> bool:
+    """Whether one way of computing a sublayer has both ops. Under the reference all modules are called."""
+    return chosen.differentiable is norm.differentiable and "reference" not in (chosen.name, norm.name)
+
+
+def _norm_backend(plan: Plan, norm: NormParams, x: Tensor, backend: Backend | None) -> Implementation:
+    weight, bias, _, dropout_p = norm
+    key = x.shape, weight.dtype, dropout_p
+    return plan.choose("add_layer_norm", backend, key, plan.stream_dtype, x, None, weight, bias, dropout_p, None)
+
+
+def _fit(
+    plan: Plan, norm: NormParams, d_model: int, last: Tensor, last_bias: Tensor | None, *parameters: Tensor | None
+) -> bool:
+    """Whether the parameters have the device, dtypes, sizes and contiguous memory that products and kernels need.
+
+    last (d_model, k), last_bias: of the product that gives the branch. TypeError where no product accepts the input.
+    """
+    dtype, device = last.dtype, plan.device
+    if dtype is not plan.dtype and not plan.is_under_autocast:
+        raise TypeError(f"the layer's input has dtype {plan.dtype}, expected {dtype} as its weights, or torch.autocast")
+    if dtype is not plan.dtype and dtype is torch.float64:
+        return False
+    for t in (last, last_bias, *parameters):
+        if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
+            return False
+    w, b = norm.weight, norm.bias
+    if not (w.dtype is plan.stream_dtype or w.dtype is torch.float32) or last.shape[0] != d_model:
+        return False
+    fits = b.dtype is w.dtype and w.device == b.device == device and w.is_contiguous() and b.is_contiguous()
+    return fits and w.numel() == b.numel() == (d_model if last_bias is None else last_bias.numel()) == d_model

@@ -1,0 +1,302 @@
+"""A fused sublayer over a kernel backend: one node of autograd around `connect`.
+
+For small launches a GPU waits for Python, so one node holds what would be five. Its backward hands dresidual to the
+product that adds to it, and the kernels write the gradients of queries, keys and values into one tensor.
+
+`kept` is a stack: what the forward of a sublayer or norm pushes, its backward pops. It is None without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn._tracing import differentiable_gradients, needs_formula, same_for_the_batch
+from fastattn.backends.reference.philox import dropout
+from fastattn.nn.formula_sublayer import run_formula_sublayer
+from fastattn.nn.fused_calls import AttentionCall, Call, Draw, joined_weights
+from fastattn.nn.plan import Plan
+from fastattn.nn.residual import HiddenState, PendingResidual, connect, remember_add_norm
+from fastattn.ops import _autocast
+
+Kept = list[tuple[Tensor | None, ...]]
+Gradients = tuple[Tensor | None, ...]
+
+
+class _Given(NamedTuple):
+    """What a sublayer needs next to tensors. dropout_p: of the norm, with norm_first of the stream's branch."""
+
+    plan: Plan
+    norm_first: bool
+    call: Call
+    dropout_p: float
+
+
+States = tuple[Tensor | None, Tensor | None]  # what dropout draws from: in the norm, and within the sublayer
+
+
+def run_kernel_sublayer(plan: Plan, norm_first: bool, x: HiddenState, call: Call, draw: Draw) -> HiddenState:
+    """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
+    params = call.params
+    if norm_first:
+        branch, residual, bias, dropout_p = x
+        stream = branch.contiguous(), None if residual is None else residual.contiguous(), bias
+        norm_state = draw(call.norm, dropout_p)
+        op_state = draw(call.chosen, params.dropout_p)
+    else:
+        stream, dropout_p = (x.contiguous(),), params.norm.dropout_p
+        op_state = draw(call.chosen, params.dropout_p)
+        norm_state = draw(call.norm, dropout_p)
+    given, states = _Given(plan, norm_first, call, dropout_p), (norm_state, op_state)
+    if plan.keeps:
+        out = _Sublayer.apply(given, states, *stream, *call.memory, *call.tensors)
+    else:
+        out = _forward(given, states, stream, None)
+    if not norm_first:
+        return out[0]
+    return PendingResidual(*out, _last_bias(given), params.norm.dropout_p)
+
+
+def _last_bias(given: _Given) -> Tensor | None:
+    """The bias of the branch that the norm adds: its kernels do so, and sum its gradient, in passes that they make
+    anyway. Without gradients the product adds it."""
+    return given.call.last_bias if given.plan.keeps else None
+
+
+class _Sublayer(torch.autograd.Function):
+    """The results of `connect`, of the stream, the memory and the tensors of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, given: _Given, states: States, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        kept: Kept = []
+        width, memory = 3 if given.norm_first else 1, given.call.memory
+        out = _forward(given, states, tensors[:width], kept)
+        # What is kept first is x, or with norm_first z: an input or output, which a second derivative passes through.
+        # x is kept in the dtype of the stream, and cast again.
+        kept[0] = out[1] if given.norm_first else tensors[0], *kept[0][1:]
+        first, second = kept
+        ctx.save_for_backward(*states, *memory, *first, *second)
+        ctx.set_materialize_grads(False)
+        ctx.given, ctx.starts = given, (2, 2 + len(memory), 2 + len(memory) + len(first))
+        ctx.versions = _versions(tensors[width + len(memory) :])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
+        given, (a, b, c) = ctx.given, ctx.starts
+        saved = ctx.saved_tensors  # activation checkpointing gives them out once
+        states, memory, start = saved[:a], saved[a:b], saved[b]
+        if needs_formula(*douts):
+            if ctx.versions != _versions(given.call.tensors):
+                raise RuntimeError(
+                    "a parameter of a layer has been modified by an inplace operation since its forward, which a "
+                    "backward with create_graph=True, or of a batch of gradients, computes again"
+                )
+            grads = _formula_backward(given, states, douts, memory, start)
+        else:
+            if not given.norm_first and start.dtype is not given.plan.dtype:
+                start = start.to(given.plan.dtype)
+            kept = [(start, *saved[b + 1 : c]), saved[c:]]
+            grads = _backward(given, states, douts, memory, kept)
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *[grad if need else None for grad, need in zip(grads, needs, strict=True)]
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> int:
+    return sum([t._version for t in tensors if t is not None])
+
+
+def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kept: Kept | None) -> tuple[Tensor, ...]:
+    """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, z)."""
+    (weights,) = joined_weights([given.call], given.plan.dtype)
+    compute = _attend if isinstance(given.call, AttentionCall) else _feed_forward
+    compute, norm = partial(compute, given, states[1], kept, *weights), partial(_add_norm, given, states[0], kept)
+    if not given.norm_first:
+        return (connect(stream[0], False, compute, norm),)
+    branch, z, *_ = connect(PendingResidual(*stream), True, compute, norm)
+    return branch, z.view_as(z) if z is stream[0] else z  # an argument must not be returned as it is
+
+
+def _backward(
+    given: _Given, states: States, douts: Sequence[Tensor | None], memory: Sequence[Tensor], kept: Kept
+) -> Gradients:
+    """Gradients of the stream, the memory and the tensors of the call: `connect` backwards."""
+    plan, call = given.plan, given.call
+    dmemory = [torch.empty_like(t) for t in memory]
+    norm_state, op_state = states
+    compute = _attend_backward if isinstance(call, AttentionCall) else _feed_forward_backward
+    if not given.norm_first:
+        dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, douts[0].contiguous(), None)
+        dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
+        dx, dweights = compute(given, op_state, kept, dbranch, dresidual, memory, dmemory, dbias)
+        return dx, *dmemory, *dweights, *dnorm
+    dbranch, dz = (None if t is None else t.contiguous() for t in douts)
+    if dbranch is None:
+        dbranch = torch.zeros_like(kept[0][0])
+    dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
+    dx, dweights = compute(given, op_state, kept, dbranch, None, memory, dmemory, None)
+    dx = dx if dx.dtype is plan.stream_dtype else dx.to(plan.stream_dtype)
+    dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, dx, dz)
+    return dbranch, dresidual, dbias, *dmemory, *dweights, *dnorm
+
+
+def _formula_backward(
+    given: _Given, states: States, douts: Sequence[Tensor | None], memory: Sequence[Tensor], start: Tensor
+) -> Gradients:
+    """As _backward, by operators that can be differentiated again: the reference with the same dropout, recorded.
+
+    start: x, or with norm_first the sum z that the norm reads.
+    """
+    (plan, norm_first, call, dropout_p), (norm_state, op_state) = given, states
+
+    def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        memory, parameters = tensors[: len(call.memory)], tensors[len(call.memory) :]
+        of_calls = iter([state for state in (op_state, None if norm_first else norm_state) if state is not None])
+        if norm_first:  # the next sublayer adds the bias
+            x = PendingResidual(x, None, None, 0.0)
+        exact = call.by_formula(parameters, memory, without_last_bias=norm_first)
+        with _autocast.no_autocast(plan.device), same_for_the_batch():
+            (weights,) = joined_weights([exact], plan.dtype)
+            draw = lambda _, p: next(of_calls) if p > 0 else None  # noqa: E731
+            out = run_formula_sublayer(plan, norm_first, x, exact, weights, draw)
+        return out[:2] if norm_first else (out,)
+
+    dx, *others = differentiable_gradients(formula, (start, *memory, *call.tensors), douts)
+    if not norm_first:
+        return dx, *others
+    dbranch = None if dx is None else dropout(dx, dropout_p, norm_state)
+    return dbranch, dx, None if dbranch is None else dbranch.sum(0), *others
+
+
+# Forward and backward next to each other: what the one pushes, the other pops.
+
+
+def _add_norm(
+    given: _Given, rng_state: Tensor | None, kept: Kept | None, pending: PendingResidual
+) -> tuple[Tensor, Tensor]:
+    """(norm(z), z), z = residual + dropout(branch + bias), in the dtype of the stream."""
+    plan, (branch, residual, bias, _), (weight, norm_bias, eps, _) = given.plan, pending, given.call.params.norm
+    if branch.dtype is not plan.stream_dtype:
+        branch = branch.to(plan.stream_dtype)
+    options, norm = (eps, given.dropout_p, rng_state, bias), given.call.norm
+    out, z, *statistics = norm.module.add_layer_norm_fwd(branch, residual, weight, norm_bias, *options)
+    if kept is not None:
+        kept.append((z, weight, bias, *statistics))
+        if plan.is_recomputing:
+            remember_add_norm(out, z, weight, norm_bias, eps, norm.name)
+    return out, z
+
+
+def _add_norm_backward(
+    given: _Given, rng_state: Tensor | None, kept: Kept, dout: Tensor, dz: Tensor | None
+) -> Gradients:
+    """dbranch, dresidual (which may be dbranch itself), dweight, dbias, and the gradient of the bias of the branch."""
+    z, weight, branch_bias, *statistics = kept.pop()
+    options = given.dropout_p, rng_state, True, branch_bias
+    inputs = dout, dz, z, weight, given.call.params.norm.bias, *statistics
+    return given.call.norm.module.add_layer_norm_bwd(*inputs, *options)
+
+
+def _attend(
+    given: _Given,
+    rng_state: Tensor | None,
+    kept: Kept | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    fc: Tensor,
+    fc_bias: Tensor | None,
+    x: Tensor,
+    residual: Tensor,
+) -> PendingResidual:
+    call, x = given.call, given.plan.cast(x)
+    (chosen, _, masks, bound), params = call.choice, call.params
+    projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
+    tensors = projected, call.memory, call.sizes
+    rows, lse = chosen.module.attention_rows_fwd(*tensors, masks[0], *options, bound)
+    if kept is not None:
+        kept.append((x, weight, fc, rows, lse, projected))
+        fc_bias = None
+    return PendingResidual(F.linear(rows, fc, fc_bias), residual, _last_bias(given))
+
+
+# A backward returns dresidual [+ the gradient of x], and the gradients of what the products read. It fills dmemory.
+# Only dresidual, where it is not None, has the dtype of the stream; all else that of the products.
+# dbias: the gradient of the branch's bias, where the norm of this sublayer has added it.
+
+
+def _attend_backward(
+    given: _Given,
+    rng_state: Tensor | None,
+    kept: Kept,
+    dbranch: Tensor,
+    dresidual: Tensor | None,
+    memory: Sequence[Tensor],
+    dmemory: Sequence[Tensor],
+    dbias: Tensor | None,
+) -> tuple[Tensor, Gradients]:
+    x, weight, fc, rows, lse, projected = kept.pop()
+    call = given.call
+    (chosen, _, masks, bound), params = call.choice, call.params
+    dfc, drows = dbranch.t().mm(rows) if params.fc.requires_grad else None, dbranch.mm(fc)
+    options, dprojected = (params.softmax_scale, params.dropout_p, rng_state), torch.empty_like(projected)
+    tensors = drows, projected, memory, rows, lse, dprojected, dmemory
+    chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
+    if dresidual is None:
+        dx = dprojected.mm(weight)
+    elif dresidual.dtype is weight.dtype:
+        dx = torch.addmm(dresidual, dprojected, weight)
+    else:
+        dx = dresidual.add_(dprojected.mm(weight))
+    projections, biases, *_ = call.groups
+    lengths = [w.shape[0] for w in projections]
+    dweights: Gradients = (None,) * len(lengths)
+    if any([w.requires_grad for w in projections]):
+        dweights = dprojected.t().mm(x).split_with_sizes(lengths)
+    dbiases = () if biases[0] is None else dprojected.sum(0).split_with_sizes(lengths)
+    return dx, (*dweights, *dbiases, dfc, dbias)
+
+
+def _feed_forward(
+    given: _Given,
+    rng_state: Tensor | None,
+    kept: Kept | None,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    x: Tensor,
+    residual: Tensor,
+) -> PendingResidual:
+    (params, chosen, _), x = given.call, given.plan.cast(x)
+    options = params.activation, params.dropout_p, rng_state
+    bias2 = bias2 if kept is None else None
+    branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
+    if kept is not None:
+        kept.append((x, weight1, bias1, weight2, *(() if given.plan.is_recomputing else saved)))
+    return PendingResidual(branch, residual, _last_bias(given))
+
+
+def _feed_forward_backward(
+    given: _Given,
+    rng_state: Tensor | None,
+    kept: Kept,
+    dbranch: Tensor,
+    dresidual: Tensor | None,
+    memory: Sequence[Tensor],
+    dmemory: Sequence[Tensor],
+    dbias: Tensor | None,
+) -> tuple[Tensor, Gradients]:
+    x, weight1, bias1, weight2, *saved = kept.pop()
+    params, chosen, _ = given.call
+    module, options = chosen.module, (params.activation, params.dropout_p, rng_state)
+    if not saved:
+        saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]
+    dx, *dweights, _ = module.feed_forward_bwd(dbranch, x, weight1, bias1, weight2, None, *options, tuple(saved))
+    if dresidual is not None:
+        dx = dx.add_(dresidual) if dx.dtype is dresidual.dtype else dresidual.add_(dx)
+    return dx, (*dweights, dbias)

@@ -1,0 +1,71 @@
+"""What the sublayers of a layer consist of: the one description that every layer is computed from.
+
+The modules of this package make it of their parameters (MultiHeadAttention.params, PositionwiseFeedForward.params), and
+accelerated classes make it of a table of names. run_layer.py computes it; decoding.py computes its steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fastattn.backends import Backend
+from fastattn.nn.residual import current_dropout_p
+
+
+class NormParams(NamedTuple):
+    """The end of a sublayer: a dropout, with its current probability, and a LayerNorm. weight, bias (d_model,)."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    dropout_p: float
+
+
+class AttentionParams(NamedTuple):
+    """An attention sublayer.
+
+    weights, biases: of the projections of queries, keys and values, (rows, d_model) each, or of one projection with all
+        their rows. Where keys and values come projected, the queries' alone. A projection without a bias has None.
+    fc (d_model, n_head * d_v), fc_bias: of the projection that follows the heads.
+    dropout_p: on the attention weights.
+    """
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    fc: Tensor
+    fc_bias: Tensor | None
+    norm: NormParams
+    n_head_kv: int
+    d_k: int
+    d_v: int
+    softmax_scale: float
+    dropout_p: float
+    backend: Backend | None
+
+
+class FeedForwardParams(NamedTuple):
+    """A feed-forward sublayer. weight1 (rows, d_model), weight2 (d_model, d_inner).
+
+    dropout_p: on the hidden units.
+    """
+
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    norm: NormParams
+    activation: str
+    dropout_p: float
+    backend: Backend | None
+
+
+Params = AttentionParams | FeedForwardParams
+
+
+def norm_params(sublayer: Any) -> NormParams:
+    """Of an unmodified MultiHeadAttention or PositionwiseFeedForward."""
+    norm = sublayer._modules["layer_norm"]
+    weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+    return NormParams(weight, bias, norm.eps, current_dropout_p(sublayer._modules["dropout"]))

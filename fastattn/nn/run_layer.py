@@ -1,0 +1,171 @@
+"""The executor of a layer: own layers, those of other libraries, and single sublayers go through it.
+
+    post-norm, for each sublayer:   branch = compute(x);   x = norm(x + dropout(branch))
+    norm_first, likewise:           z = residual + dropout(branch);   branch, residual = compute(norm(z)), z
+
+`connect` has these two lines, and nothing else has them. A sublayer is fused, from its params, or called, where it is
+modified: that costs this sublayer alone. Fused sublayers call the ops without their checks: the Plan and prepare have
+checked everything. Each op is a node of autograd. Between fused sublayers x is a matrix, (B * L, d_model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.backends import Implementation
+from fastattn.backends.reference.philox import draw_rng_states
+from fastattn.nn.formula_sublayer import run_formula_sublayer
+from fastattn.nn.fused_calls import Call, Draw, Sublayer, joined_weights, prepare
+from fastattn.nn.kernel_sublayer import run_kernel_sublayer
+from fastattn.nn.plan import Plan
+from fastattn.nn.recompute import is_recomputing, remember_cast
+from fastattn.nn.residual import HiddenState, PendingResidual, add_norm, connect, current_dropout_p
+from fastattn.ops import _autocast
+
+
+class Called(NamedTuple):
+    """The call of a sublayer of another library: its branch is called, and what is unmodified around it is fused.
+
+    branch: (B, L, d_model) -> likewise.     dropout: a module, or its current probability.     norm: a LayerNorm.
+    """
+
+    branch: Callable[[Tensor], Tensor]
+    dropout: nn.Module | float
+    norm: nn.Module
+
+    def __call__(self, x: HiddenState) -> HiddenState:
+        branch, dropout, norm = self
+
+        def compute(normed: Tensor, residual: Tensor) -> PendingResidual:
+            return PendingResidual(branch(normed), residual, None, dropout)
+
+        add = partial(add_norm, dropout=dropout, layer_norm=norm, backend=None)
+        return connect(x, isinstance(x, PendingResidual), compute, add)
+
+
+def run_module(x: HiddenState, sublayer: Any, compute: Callable[[Tensor], Tensor], fusible: bool) -> HiddenState:
+    """A MultiHeadAttention or PositionwiseFeedForward around its block: compute(normed), all (B, L, d_model).
+
+    fusible: what all_can_fuse returned of its dropout and layer_norm.
+    Under torch.autocast the block's input is cast here, once for all linear maps that read it.
+    TypeError for a PendingResidual without norm_first.
+    """
+    norm_first, is_pending = sublayer.norm_first, isinstance(x, PendingResidual)
+    dropout = current_dropout_p(sublayer.dropout) if fusible else sublayer.dropout
+    if is_pending and not norm_first:
+        raise TypeError(f"{type(sublayer).__name__} got a PendingResidual, expected a Tensor: norm_first is False")
+    if not is_pending and not isinstance(x, Tensor):
+        raise TypeError(f"{type(sublayer).__name__} got a {type(x).__name__}, expected a Tensor")
+
+    def block(normed: Tensor, residual: Tensor) -> PendingResidual:
+        (read,) = _autocast.autocast_inputs(normed)
+        if read is not normed and is_recomputing():
+            remember_cast(read, normed)
+        return PendingResidual(compute(read), residual, None, dropout)
+
+    options = {"layer_norm": sublayer.layer_norm, "backend": sublayer.backend, "fusible": fusible}
+    norm = partial(add_norm, dropout=dropout, **options)
+    if not norm_first or is_pending:
+        return connect(x, norm_first, block, norm)
+    return connect(PendingResidual(x, None, None, 0.0), norm_first, block, norm).sum()
+
+
+def run_layer(plan: Plan | None, norm_first: bool, x: HiddenState, sublayers: Sequence[Sublayer]) -> HiddenState:
+    """The output of a layer, of the type of its input x.
+
+    plan: of open_plan; None: every sublayer is called.
+    x: (B, L, d_model), or with norm_first also a PendingResidual of such.
+    """
+    is_sum = norm_first and isinstance(x, Tensor)
+    if is_sum:
+        x = PendingResidual(x, None, None, 0.0)
+    if plan is None:
+        calls: list[Call | None] = [None] * len(sublayers)
+    else:
+        calls = prepare(plan, norm_first, x, sublayers)
+    fused = [call for call in calls if call is not None]
+    if fused:
+        x = _run_fused(plan, norm_first, x, sublayers, calls, fused, is_sum)
+    else:
+        for sublayer in sublayers:
+            x = _run_called(sublayer, x, is_sum)
+    return x.sum() if is_sum else x
+
+
+def _run_fused(
+    plan: Plan,
+    norm_first: bool,
+    x: HiddenState,
+    sublayers: Sequence[Sublayer],
+    calls: Sequence[Call | None],
+    fused: Sequence[Call],
+    is_sum: bool,
+) -> HiddenState:
+    """run_layer where at least one sublayer is fused. Others are called under torch.autocast, as they were."""
+    if norm_first:
+        x = x.with_known_dropout()
+    shape, all_fused = (x.branch if norm_first else x).shape, len(fused) == len(calls)
+    draw = _draws(plan, norm_first, x, fused, all_fused)
+    with _autocast.no_autocast(plan.device) if plan.is_under_autocast else nullcontext():
+        weights = iter(joined_weights([call for call in fused if call.norm.differentiable], plan.dtype))
+        for sublayer, call in zip(sublayers, calls, strict=True):
+            if call is None:
+                with torch.autocast(plan.device.type, plan.dtype) if plan.is_under_autocast else nullcontext():
+                    x = _run_called(sublayer, _reshaped(x, shape), is_sum)
+                continue
+            x = _as_matrices(x, call.params.norm.dropout_p)
+            if call.norm.differentiable:
+                x = run_formula_sublayer(plan, norm_first, x, call, next(weights), draw)
+            else:
+                x = run_kernel_sublayer(plan, norm_first, x, call, draw)
+        return _reshaped(x, shape)
+
+
+def _run_called(sublayer: Sublayer, x: HiddenState, is_sum: bool) -> HiddenState:
+    """is_sum: whether a module of the user's gets a tensor, as it would without fusion."""
+    if is_sum and not isinstance(sublayer.call, Called):
+        return PendingResidual(sublayer.call(x.sum()), None, None, 0.0)
+    return sublayer.call(x)
+
+
+def _as_matrices(x: HiddenState, dropout_p: float) -> HiddenState:
+    """(B, L, d_model) -> (B * L, d_model). The dropout of a PendingResidual is known afterwards.
+
+    dropout_p: that of the sublayer which reads it."""
+    if isinstance(x, Tensor):
+        return x if x.dim() == 2 else x.flatten(0, 1)
+    if not isinstance(x.dropout, float):
+        x = (x._replace(dropout=dropout_p) if x.dropout is None else x).with_known_dropout()
+    return x if x.branch.dim() == 2 else _reshaped(x, (-1, x.branch.shape[2]))
+
+
+def _reshaped(x: HiddenState, shape: Sequence[int]) -> HiddenState:
+    if isinstance(x, Tensor):
+        return x.reshape(shape)
+    branch, residual, bias, dropout = x
+    return PendingResidual(branch.reshape(shape), None if residual is None else residual.reshape(shape), bias, dropout)
+
+
+def _draws(plan: Plan, norm_first: bool, x: HiddenState, calls: Sequence[Call], all_fused: bool) -> Draw:
+    """What dropout draws from, in the order of the layer's ops; where all are fused, by one operator for the layer."""
+    ps = [call.params.norm.dropout_p for call in calls]
+    if norm_first:  # the norm of a sublayer reads what the one before made
+        ps = [ps[0] if x.dropout is None else x.dropout, *ps[:-1]]
+    count = sum([p > 0 for p in (*ps, *[call.params.dropout_p for call in calls])])
+    names = {chosen.name for call in calls for chosen in (call.norm, call.chosen)}
+    states: list[Tensor] = []
+    if all_fused and count and len(names) == 1:
+        states = list(reversed(draw_rng_states(plan.device, calls[0].norm.name, count)))
+
+    def draw(chosen: Implementation, dropout_p: float) -> Tensor | None:
+        if dropout_p == 0:
+            return None
+        return states.pop() if states else draw_rng_states(plan.device, chosen.name, 1)[0]
+
+    return draw
