@@ -24,7 +24,7 @@ from fastattn import AttentionMask, scaled_dot_product_attention
 
 
 def make_inputs(case: MaskCase, device: torch.device) -> Inputs:
-    """Everything lies in memory as a projection gives it: (batch, length, heads, width). The loss ignores padding."""
+    """All tensors have the layout of a projection's result: (batch, length, heads, width). The loss ignores padding."""
     randn = harness.seeded_randn(device, case.dtype)
     query, key, value, dout = (randn(*case.shape).transpose(1, 2) for _ in range(4))
     restrictions = {

@@ -164,7 +164,7 @@ def providers(device: torch.device) -> list[Provider]:
         soon = build is models.plain_sdpa or not on_gpu
         found.append(provider(f"torch.compile of {name}", build, compiled="default", later=later if soon else seldom))
     if on_gpu:
-        # A GPU drops padding only where it is asked to.
+        # On a GPU padding is dropped only on request.
         found.append(provider("default, pack_padding", models.packed, later=seldom))
         found += [provider(backend, models.padded, backend, later=seldom) for backend in ("aten", "triton")]
         graphs = "torch.compile of plain PyTorch with SDPA, CUDA graphs"

@@ -3,7 +3,7 @@
 `work` gives the FLOPs and the bytes of main memory that any implementation needs, for each direction. Products of
 masked pairs do not count, and every tensor is read or written once. Rates and the bound follow from it: no
 implementation is faster than max(flop / rate of matrix products, byte / rate of copies), except where tensors stay in a
-cache. tables.py says which cases are measured on which device.
+cache. tables.py lists which cases are measured on which device.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class Checked:
         return max(check.ratio for check in checks)
 
     def default(self) -> Run | None:
-        """What fastattn does with this case unless told otherwise."""
+        """What fastattn does with this case by default."""
         for provider in self.providers:
             if provider.ours:
                 try:

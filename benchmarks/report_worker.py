@@ -2,7 +2,7 @@
 or use all memory.
 
 One worker runs many jobs, since importing torch takes seconds. It is replaced when it dies or a job takes too long. A
-ProcessPoolExecutor cannot end a job that hangs, nor tell by which signal a process died.
+ProcessPoolExecutor cannot end a job that hangs, and does not report by which signal a process died.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 
 class Task(NamedTuple):
-    """What a worker must know before its first job. tables: the module with the function `plan(table)`."""
+    """What a worker needs before its first job. tables: the module with the function `plan(table)`."""
 
     tables: str
     table: str
@@ -48,7 +48,7 @@ class Worker:
 
     def ask(self, job: Job, limit_s: float, deadline: float) -> dict[str, Any] | None:
         """The job's row, or {"status": "timed out" or "crashed", "reason": ...}; None when time.monotonic() reached the
-        deadline before there was an answer."""
+        deadline before there was a result."""
         if self.process is None:
             self._start()
         left = deadline - time.monotonic()

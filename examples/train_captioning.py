@@ -47,7 +47,7 @@ class Settings:
 
 
 def build_model(settings: Settings, vocabulary: Vocabulary) -> ABDTransformer:
-    """A model of image and motion features. It sees the positions of frames, so it knows which motion came first."""
+    """A model of image and motion features. It reads the positions of frames, so it sees the order of motions."""
     torch.manual_seed(settings.seed)
     sizes = (settings.d_model, settings.d_ff, settings.heads, settings.layers, settings.dropout)
     widths = (IMAGE_WIDTH, MOTION_WIDTH)

@@ -47,7 +47,7 @@ EXAMPLES_SHOWN = 8
 
 
 class StopRequest:
-    """Within its context a call says whether Ctrl-C or a termination signal came. A second signal ends the program."""
+    """Within its context a call returns whether Ctrl-C or a termination signal came. A second one ends the program."""
 
     signal_number = 0
 

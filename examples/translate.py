@@ -88,7 +88,7 @@ def draw(path: Path, model: FusedTransformer, tokenizer: Tokenizer, text: str, b
     try:
         with writing(path):
             figure.savefig(path, dpi=130)
-    except ValueError as error:  # matplotlib does not know the ending
+    except ValueError as error:  # no format of matplotlib
         raise CommandError(f"{path}: {error}") from error
     finally:
         pyplot.close(figure)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f"fastattn.check.{arguments.command}").main(options)
     except KeyboardInterrupt:
-        parser.exit(130, "stopped by Ctrl-C\n")  # as a shell says it
+        parser.exit(130, "stopped by Ctrl-C\n")  # the exit status of a shell
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def is_batch(t: Tensor | None) -> bool:
 
 
 def needs_formula(*doutputs: Tensor | None) -> bool:
-    """Whether a backward has to go through operators that autograd and vmap know: it is to be differentiated again
+    """Whether a backward needs operators that autograd and vmap support: it is to be differentiated again
     (create_graph=True), or its gradients are batches."""
     return torch.is_grad_enabled() or any(map(is_batch, doutputs))
 

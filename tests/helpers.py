@@ -20,7 +20,7 @@ P = TypeVar("P", bound="ProblemBase")
 
 
 def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
-    """The backends that implement this op. Its unsupported_reason says whether it runs on this machine."""
+    """The backends that implement this op. Its unsupported_reason decides whether it runs on this machine."""
     there = (b for b in BACKENDS if has_kernel(op_name, b))
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 

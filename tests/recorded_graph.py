@@ -59,7 +59,7 @@ def recorded_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphedStep]
     monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream", raising=False)
 
     def make(*arguments: Any, **options: Any) -> GraphedStep:
-        step = GraphedStep(*arguments, **options, capture=False)  # with True it asks for a GPU
+        step = GraphedStep(*arguments, **options, capture=False)  # True needs a GPU
         step.capture = True
         step.reset()
         return step

@@ -1,4 +1,4 @@
-"""What the README and the documentation say can be done, and the site that is made of it."""
+"""What the README and the documentation promise, and the site that is made of it."""
 
 from __future__ import annotations
 

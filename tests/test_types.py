@@ -1,4 +1,4 @@
-"""What mypy makes of the public functions, as a user's own check would."""
+"""The package's annotations, checked by mypy: in the package itself, and in a user's calls of the public functions."""
 
 import inspect
 import os
@@ -10,6 +10,8 @@ import pytest
 
 import fastattn
 from fastattn.generate.loop import Decodable
+
+ROOT = Path(__file__).resolve().parents[1]
 
 USE = """
 from torch import Tensor
@@ -54,8 +56,16 @@ def test_a_models_own_parameter_names_fit_the_protocol() -> None:
         assert {p.kind for p in inspect.signature(method).parameters.values()} == {inspect.Parameter.POSITIONAL_ONLY}
 
 
+def test_the_package(tmp_path: Path) -> None:
+    """`mypy` in a checkout: [tool.mypy] in pyproject.toml."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.mark.full
-def test_types(tmp_path: Path) -> None:
+def test_a_users_calls(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "use.py").write_text(USE)
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--strict", "use.py"]

@@ -33,7 +33,7 @@ EMULATOR_SOURCES = tuple(sorted((CSRC / "emulator").glob("*.cpp")))
 ORDERS = ("forward", "reverse", "1", "2")
 COMPLETIONS = ("lazy", "eager")  # of asynchronous work, for FASTATTN_EMULATOR_ASYNC: csrc/emulator/async.h
 SM90_COMPLETIONS = (*COMPLETIONS, "crossed")  # where work also reads shared memory
-# Hidden symbols: a CUDA runtime that torch has loaded must not answer in place of csrc/emulator/runtime.cpp.
+# Hidden symbols: a CUDA runtime that torch has loaded must not be called in place of csrc/emulator/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_EMULATOR")
 FLAGS += ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi")
 ELSEWHERE = ("-funsigned-char",)  # as on aarch64
@@ -44,7 +44,7 @@ def cuda_include() -> tuple[Path, ...] | str:
     """The folders of CUDA's headers, the toolkit's before those of PyPI's wheels; or why there are none."""
     roots = []
     if nvcc := shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '')}/bin{os.pathsep}{os.environ['PATH']}"):
-        # nvcc on PATH may be a wrapper; the compiler itself says where its toolkit is.
+        # nvcc on PATH may be a wrapper; the compiler itself prints where its toolkit is.
         said = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
         roots += re.findall(r"#\$ TOP=(.*)", said)
     if spec := importlib.util.find_spec("nvidia"):
@@ -70,7 +70,7 @@ def recording(library: Path | None = None, capability: int = 90) -> Iterator[Cal
 
     What is left is the host's part of a call. Gives a function that returns the launches since it was last called:
     (kernel's address, blocks, threads of a block, its bytes of shared memory).
-    library: fastattn._C built for the CPU; None: it is built.     capability: of the GPU whose kernels are launched.
+    library: fastattn._C built for the CPU; it is built if None.     capability: of the GPU whose kernels are launched.
     """
     from fastattn.backends import cuda
 

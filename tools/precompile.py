@@ -31,7 +31,7 @@ MULTIPROCESSORS = 132
 
 
 class _NoDriver:
-    """What Triton's launcher asks a driver before it compiles, and what launches ask in place of a GPU's properties."""
+    """What Triton's launcher reads of a driver before it compiles, and the GPU's properties that launches read."""
 
     multiprocessors = MULTIPROCESSORS
 

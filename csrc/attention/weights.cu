@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) 
   const float scale = (dropout.active() ? dropout.scale() : 1.0f) / heads;
   store_tile<T, kBlockN>(Matrix<T>(rows, b, matrix, Lq, min(Lk - n0, kBlockN)), m0 + warp_row,
                          shared.q[0] + warp_row * kStride, sum,
-                         scale);  // nobody else reads these rows of q
+                         scale);  // no other thread reads these rows of q
 }
 
 template <class T, int kHeadDim>

@@ -420,13 +420,13 @@ void Block::fail(const std::string& what) {
 }
 
 std::string Block::left_undone() const {
-  if (!in_flight_.empty()) return "the block ended before loads that nobody waited for";
+  if (!in_flight_.empty()) return "the block ended before loads without a wait";
   for (const Thread& other : threads_) {
-    if (!other.copies.idle()) return "the block ended before a cp.async that nobody waited for";
-    if (!other.stores.idle()) return "the block ended before a store from shared memory that nobody waited for";
+    if (!other.copies.idle()) return "the block ended before a cp.async without a wait";
+    if (!other.stores.idle()) return "the block ended before a store from shared memory without a wait";
   }
   for (const Warpgroup& group : warpgroups_)
-    if (!group.products.idle()) return "the block ended before a wgmma that nobody waited for";
+    if (!group.products.idle()) return "the block ended before a wgmma without a wait";
   return "";
 }
 

@@ -30,7 +30,7 @@ except ImportError:  # Windows
 
 
 class ResumeError(CommandError):
-    """The run in --out cannot be continued as asked."""
+    """The run in --out cannot be continued with these options."""
 
 
 class ModelError(CommandError):

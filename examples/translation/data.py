@@ -41,7 +41,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded int64 token ids. The decoder reads `target_in` (BOS first) and is to say `target_out` (EOS last)."""
+    """Padded int64 token ids. The decoder reads `target_in` (BOS first); `target_out` (EOS last) is its target."""
 
     source: Tensor  # (B, Ls)
     target_in: Tensor  # (B, Lt)

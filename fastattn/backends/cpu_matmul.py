@@ -1,7 +1,7 @@
 """Matrix products in float32 on a CPU, by oneDNN where it is faster than the library that PyTorch uses.
 
-PyTorch's float32 products on x86 are MKL's, which on AMD's processors compute 256 bits at a time. From Zen 5 on that is
-half of their speed. Measured on two cores of an AMD EPYC of that kind, torch 2.13, GFLOP/s of F.linear and of oneDNN's:
+PyTorch's float32 products on x86 are MKL's, which on AMD's processors compute 256 bits at a time. From Zen 5 on
+oneDNN is about 2x faster. Measured on two cores of such an AMD EPYC, torch 2.13, GFLOP/s of F.linear and of oneDNN:
 336 x 512 -> 512: 194 and 452; 336 x 512 -> 2048: 214 and 489; 307 x 256 -> 768: 224 and 483; 3000 x 512 -> 2048: 196
 and 478. oneDNN reads transposed views equally fast, so the two products of the backward gain as much. On Zen 4, whose
 AVX-512 computes 256 bits at a time too, 320 x 512 -> 512 runs at 202 and 216, and the three products of 1280 x 128 ->
@@ -10,16 +10,16 @@ AVX-512 computes 256 bits at a time too, 320 x 512 -> 512 runs at 202 and 216, a
 Weights that many calls read, as in decoding, can be prepacked: MKL's product packs its weights at every call, oneDNN's
 reads weights that were packed before. Measured as above, torch 2.13, 512 -> 2048 in float32, best of four: 1, 5, 32 and
 160 rows take 80, 186, 433 and 1676 us by F.linear, and 51, 55, 169 and 689 us prepacked. Packing such a weight takes as
-long as ten products of 5 rows, so it does not pay for a single call. A call of oneDNN takes at least 15 us, F.linear of
+long as ten products of 5 rows, so it is slower for a single call. A call of oneDNN takes at least 15 us, F.linear of
 5 rows of 96 -> 96 or of one row of 256 -> 256 takes 6 us: small products are left to F.linear.
 
 One row reads each weight once, from main memory where a step of decoding uses more weights than the caches hold. MKL
 then reads long rows of memory faster. Measured so on one core, in turn over 24 MB of weights: 256 -> 1024, 512 -> 2048
 and 256 -> 8000 take 136, 412 and 898 us, of a transposed copy 75, 228 and 401, prepacked 114, 354 and 607; 1024 -> 256,
 whose rows are long as they are, 72, 143 and 103. So wide weights are transposed for one row, and others prepacked only
-where they are large. It pays on AMD's processors, Zen 4 too, where single products do not: greedy decoding of one
+where they are large. It is faster on AMD's processors, Zen 4 too, where single products do not: greedy decoding of one
 sentence, 64 tokens, 3 + 3 layers of width 256, takes 100 ms with it and 140 without on two cores, of 32 sentences 333
-and 457. It does not pay in float32 on an Intel Xeon, where packing cost as much as it gained.
+and 457. It is not faster in float32 on an Intel Xeon, where packing cost as much as it gained.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def choice() -> str:
-    """ "oneDNN" or "PyTorch": what the record of this processor says, or else the rule that was measured."""
+    """ "oneDNN" or "PyTorch": by the record of this processor, or else by the rule that was measured."""
     return timings.choice("product", "cpu", lambda: "float32") or _rule()
 
 
@@ -116,7 +116,7 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
     """How to keep a weight (n, k) for many products with x (rows, k) in this dtype: "prepacked", "transposed" or None.
 
     None where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
-    oneDNN on every processor; in float32 it pays on AMD's, and where oneDNN is the choice for products.
+    oneDNN on every processor; in float32 it is faster on AMD's, and where oneDNN is the choice for products.
     """
     products = rows * weight.numel()
     if (

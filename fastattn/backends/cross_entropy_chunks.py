@@ -3,7 +3,7 @@
     logits = x weight^T;    dlogits: a backend's kernel over rows                  linear_cross_entropy.py
     dx = dlogits weight;    dweight = dlogits^T x;    dbias = column sums of dlogits
 
-aten, Triton and CUDA share this: each brings a RowKernel. The three products are PyTorch's. Logits exist once, in x's
+aten, Triton and CUDA share this: each has a RowKernel. The three products are PyTorch's. Logits exist once, in x's
 dtype, and the kernel writes dlogits in their place: of a reduced loss only the gradients outlive the forward. One
 launch does all tokens. They are cut into chunks only if their logits exceed LOGITS_BYTES. Weight's gradient is then
 added up in float32, which costs 8 bytes of traffic for each of its elements and chunk. Nothing waits for the device:
@@ -30,10 +30,10 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class RowKernel(NamedTuple):
-    """What a backend brings.
+    """What a backend provides.
 
     cross_entropy_rows(logits, bias, target, losses, dloss, count, label_smoothing, ignore_index, logit_scale,
-    needs_gradient) writes losses and, if asked, the gradient in place of logits. It adds the bias and scales.
+    needs_gradient) writes losses and, if needs_gradient, the gradient in place of logits. It adds the bias and scales.
     count: what a mean divides by, else None. A number where ignore_index is None: no row is ignored.
     empty_logits(rows, n_class, like): memory for the logits.
     scaled_logits(x, weight, bias, logit_scale): instead, logits to which the bias was added, and which were scaled.
@@ -77,7 +77,7 @@ def _losses_and_grads(
     reduction: str,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | int | None, Gradients]:
-    """Losses (tokens,); the count that a mean divides by, or None; the gradients that `needs` asks for, else None.
+    """Losses (tokens,); the count that a mean divides by, or None; the gradients that `needs` selects, else None.
 
     x (tokens, d), target (tokens,), both contiguous. dloss: (tokens,) if reduction is "none", else (); None is 1.
     """

@@ -1,10 +1,10 @@
 """What is fastest on this machine, if it was measured: a backend, or an algorithm of the backend aten.
 
 `python -m fastattn tune` writes a record of a device: for each op and class of calls the backends that are right, the
-fastest first, or for the backend aten the fastest algorithm. The dispatcher and aten read it before they follow their
-built-in rules. Records are in the user's cache folder, one for each device. A user's record of another version of
-fastattn or PyTorch, or of another number of threads on a CPU, is ignored: `Record.ignored` holds the reason, and
-`explain` says it. One that cannot be read is ignored too, with a warning. No file or folder stops an op.
+fastest first, or for the backend aten the fastest algorithm. The choice of a backend, and aten, read it before they
+use their built-in rules. Records are in the user's cache folder, one for each device. A user's record of another
+version of fastattn or PyTorch, or of another number of threads on a CPU, is ignored: `Record.ignored` holds the reason,
+and `explain` prints it. An unreadable record is ignored too, with a warning: a bad file never makes an op fail.
 SHIPPED is a folder of the package with records of GPUs. They come after the user's, and hold for every GPU of the same
 compute capability and every version of PyTorch.
 
@@ -47,7 +47,7 @@ class Record(NamedTuple):
 def choice(op_name: str, device_type: str, call_class: Callable[[], str]) -> str | None:
     """What the record of a device, see `load_record`, names for such a call, or None.
 
-    None in what torch.compile traces, where it would stay for good.
+    None in what torch.compile traces: there it would be a constant.
     """
     op_choices = choices(op_name, device_type)
     return op_choices.get(call_class()) if op_choices else None
@@ -85,8 +85,8 @@ def size_bucket(size: int, what: str, *limits: int) -> str:
 
 
 def load_record(device_type: str, index: int | None = None) -> Record:
-    """What the records of the CPU or of a GPU say; index: None for the current one. They are read once in a process;
-    see `reload_records`."""
+    """The record that counts for the CPU or a GPU. index: of the GPU, None for the current one. Records are read once
+    in a process; see `reload_records`."""
     return _found(device_type, index, torch.get_num_threads() if device_type == "cpu" else None)
 
 
@@ -94,17 +94,19 @@ def load_record(device_type: str, index: int | None = None) -> Record:
 def _found(device_type: str, index: int | None, threads: int | None) -> Record:
     if device_type not in ("cpu", "cuda"):
         return Record({}, None, {})
-    ignored = {}
+    ignored: dict[str, str] = {}
     name, capability = device_name(device_type, index), compute_capability(device_type, index)
     for path in _paths(name):
         record = _load(path)
         is_shipped = path.parent == SHIPPED
         if record is None or (is_shipped and not _is_for(record, capability)):
             continue
-        reason = record if isinstance(record, str) else _why_ignored(record, name, threads, is_shipped)
-        if reason is None:
+        if isinstance(record, str):  # the reason why it cannot be read
+            ignored[str(path)] = record
+        elif (reason := _ignored_reason(record, name, threads, is_shipped)) is not None:
+            ignored[str(path)] = reason
+        else:
             return Record(record["choices"], path, ignored)
-        ignored[str(path)] = reason
     return Record({}, None, ignored)
 
 
@@ -130,13 +132,13 @@ def user_path(name: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """What a record must agree with."""
+    """The versions for which a record holds."""
     return {"fastattn": fastattn.__version__, "torch": torch.__version__}
 
 
 @functools.cache
 def device_name(device_type: str, index: int | None = None) -> str:
-    """A GPU's name, the current one's unless index says which; or the processor's."""
+    """The name of the processor or of a GPU. index: of the GPU, None for the current one."""
     return torch.cuda.get_device_name(index) if device_type == "cuda" else _cpu_name()
 
 
@@ -172,7 +174,7 @@ def _is_for(shipped: dict[str, Any] | str, capability: list[int] | None) -> bool
     return capability is not None and isinstance(shipped, dict) and shipped.get("capability") == capability
 
 
-def _why_ignored(record: dict[str, Any], name: str, threads: int | None, is_shipped: bool) -> str | None:
+def _ignored_reason(record: dict[str, Any], name: str, threads: int | None, is_shipped: bool) -> str | None:
     """Why a record that can be read does not count here. threads: of this process, None on a GPU."""
     if record.get("format") != FORMAT:
         return f"has format {record.get('format')}, expected {FORMAT}"
@@ -193,12 +195,12 @@ def _cpu_name() -> str:
 
 
 def cpu_family() -> int:
-    """The number that the processor's maker gave its generation, 0 where it is not known."""
+    """The processor's family number, or 0 if it is unknown."""
     return int(_cpu_info("cpu family") or 0)
 
 
 def _cpu_info(name: str) -> str:
-    """Of the first processor, or "" where Linux does not say."""
+    """Of the first processor, or "" if it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:  # not Linux, or a closed /proc

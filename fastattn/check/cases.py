@@ -29,8 +29,8 @@ class Problem(NamedTuple):
 
 
 def problems(device: torch.device, large: bool | None = None) -> Iterator[Problem]:
-    """The problems of every op, in float64, with lengths that leave ragged tiles. Equal on all devices, but for their
-    size: large ones on a GPU, unless `large` says otherwise."""
+    """The problems of every op, in float64, with lengths that make ragged tiles. Equal on all devices except for their
+    size: large on a GPU, unless `large` is given."""
     generator = torch.Generator().manual_seed(SEED)
 
     def randn(*shape: int) -> Tensor:

@@ -110,8 +110,8 @@ def versions() -> dict[str, Any]:
             return None
 
     compiled = cuda._compiled()
-    reason = compiled if isinstance(compiled, str) else None
-    extension = {"built": reason is None, "reason": reason, "path": None if reason else compiled.__file__}
+    reason, path = (compiled, None) if isinstance(compiled, str) else (None, compiled.__file__)
+    extension = {"built": reason is None, "reason": reason, "path": path}
     driver = None
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -172,7 +172,7 @@ def render(report: dict[str, Any]) -> str:
 
 def _starred() -> str:
     name, source = requested(None)
-    return "the default" if name is None else f"the choice, as {source} asks for {name}"
+    return "the default" if name is None else f"the choice, as {source} requests {name}"
 
 
 def _where(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastattn import backends
 from fastattn.backends import timings
-from fastattn.nn.fusible import hook_reason, why_not_fusible, why_not_stepped
+from fastattn.nn.fusible import hook_reason, step_override_error, unfusible_reason
 
 # How a kernel runs on CPU tensors, where it does.
 _ON_A_CPU = {
@@ -26,10 +26,10 @@ class Explanation:
     """Which backend a call would use, and why not the others. ``str()`` is the text to read.
 
     op: the public function's name.     device: of the call's tensors.
-    source: where the backend was asked for, or "automatic choice".
-    chosen: the backend; None where the one that was asked for by name cannot compute the call.
-    refusals: for each backend the reason why it cannot, or None where it can.
-    notes: for some backends how they would compute it, where that is unusual.
+    source: what requested the backend, or "automatic choice".
+    chosen: the backend, or None if the requested one does not support the call.
+    refusals: for each backend the reason why it does not support the call, or None if it does.
+    notes: for some backends how they would compute it, if that is unusual.
     remarks: on the records of this device, see `python -m fastattn tune`.
     """
 
@@ -59,7 +59,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
 
     op: a public function of fastattn, its name, or the op's name ("attention"). Or a module, such as FusedTransformer,
         alone: which of its submodules are called instead of being computed by a fused op, and why.
-    Returns an Explanation, of a module a ModelExplanation. If a backend was asked for by name and does not support the
+    Returns an Explanation, of a module a ModelExplanation. If a backend was requested by name and does not support the
     call, nothing is raised: ``chosen`` is None.
     Raises ValueError if op is no op of fastattn, TypeError for further arguments after a module, and TypeError or
     ValueError where the call itself would.
@@ -79,14 +79,14 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     order = backends.automatic_order(found.name, device, arguments)
     order += tuple(b for b in backends.BACKENDS if b not in order)
     refusals = {b: backends.unsupported_reason(found.backend_module, b, arguments) for b in order}
-    asked = name is not None
-    if not asked:
+    is_requested = name is not None
+    if not is_requested:
         name = next(b for b in order if refusals[b] is None)
     chosen = name if refusals[name] is None else None
     if chosen is None and kwargs.get("backend") is None and not backends.has_kernel(found.backend_module, name):
         chosen = next(b for b in backends.GPU_ORDER if refusals[b] is None)  # as choose()
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
-    source = f"{source} asks for {name}" if asked else source
+    source = f"{source} requests {name}" if is_requested else source
     remarks = _remarks(found, device, arguments)
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
         results = {key: kwargs[key] for key in ("return_lse", "return_weights") if key in kwargs}
@@ -95,19 +95,19 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
 
 
 def _remarks(op: backends.Op, device: torch.device, arguments: tuple[Any, ...]) -> list[str]:
-    """What the record of this device says of the call, and why others are ignored."""
+    """What the record of this device contains for the call, and why others are ignored."""
     records = timings.load_record(device.type, device.index)
     remarks = [f"the record {path} is ignored: it {reason}" for path, reason in records.ignored.items()]
     if records.source is None:
         return remarks
     order = backends.recorded_order(op.name, device, arguments)
-    said = [f"the fastest first: {', '.join(order)}"] if order else []
+    found = [f"the fastest first: {', '.join(order)}"] if order else []
     if device.type == "cpu":
         dtype = op.call_class(*arguments).split(",")[0]
         for kind in sorted(records.choices.keys() & {f"{op.name} by aten", "product"}):
             ways = sorted(records.choices[kind].items())
-            said += [f"{kind}: {of_class}: {way}" for of_class, way in ways if of_class.split(",")[0] == dtype]
-    return [*remarks, f"the record {records.source} says: {'; '.join(said) or 'nothing of such calls'}"]
+            found += [f"{kind}: {of_class}: {way}" for of_class, way in ways if of_class.split(",")[0] == dtype]
+    return [*remarks, f"the record {records.source}: {'; '.join(found) or 'nothing for such calls'}"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ModelExplanation:
 
     def __str__(self) -> str:
         if not self.modules:
-            return f"{self.model}: it has no module of fastattn, and explain() knows no others"
+            return f"{self.model}: it has no module of fastattn, and explain() reads no others"
         lines = [f"{self.model}: {'not fused, but called:' if self.called else 'everything is fused'}"]
         lines += [f"  {name} {reason}" for name, reason in self.called.items()]
         if self.not_stepped:
@@ -143,8 +143,8 @@ def _explain_model(model: nn.Module) -> ModelExplanation:
         modules += hasattr(module, "fused_children")
         for child in getattr(module, "fused_children", ()):
             found = getattr(module, child, None)
-            if found is not None and (reason := why_not_fusible(found)) is not None:
+            if found is not None and (reason := unfusible_reason(found)) is not None:
                 called[prefix + child] = reason
-        if hasattr(module, "step") and (reason := why_not_stepped(module) or hook_reason(module)) is not None:
+        if hasattr(module, "step") and (reason := step_override_error(module) or hook_reason(module)) is not None:
             not_stepped[name or type(module).__name__] = reason
     return ModelExplanation(type(model).__name__, called, not_stepped, modules)

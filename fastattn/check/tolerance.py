@@ -128,11 +128,12 @@ def measure_rounding_scale(
 
 
 class _Roundings(TorchDispatchMode):
-    """Moves what measure_rounding_scale says. The signs depend on the seed alone."""
+    """Perturbs the results that measure_rounding_scale describes. The signs depend on the seed alone."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed, self.generators = seed, {}
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
 
     def change(self, t: Tensor) -> Tensor:
         return t * (1 + self._signed_perturbation(t)) if t.is_floating_point() else t

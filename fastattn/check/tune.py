@@ -3,7 +3,7 @@
 Each op is timed on a small table of calls, forward and backward, by every backend that can run them, except the
 reference path. On a GPU the time of the GPU alone counts, as in models that keep it busy. On a CPU only the backend
 `aten` is left, and each of its ways is timed. A backend counts only where the doctor finds it right. Their order, the
-fastest first, is written to a record in the user's cache folder, which the dispatcher reads from then on
+fastest first, is written to a record in the user's cache folder, which the choice of a backend reads from then on
 (fastattn/backends/timings.py). A way that is not faster than the built-in choice by 3 % does not replace it. Calls that
 a run does not reach keep what an earlier run found. `fastattn.explain(...)` names the record.
 """
@@ -43,12 +43,13 @@ MIN_SAMPLES, MAX_SAMPLES = 5, 50
 ATEN = "attention by aten"  # the ways of aten in a record; the other is "product"
 
 Step = Callable[[], Any]
+Ways = dict[str, Callable[[], AbstractContextManager]]  # name -> makes a context in which this way is used
 
 
 class TimedCall(NamedTuple):
-    """A call to measure. op_name, call_class: as in a record. ways: name -> a context in which that way is taken.
+    """A call to measure. op_name, call_class: as in a record.
 
-    built_in: the way that is taken without a record.
+    built_in: the way that is used without a record.
     """
 
     op_name: str
@@ -56,7 +57,7 @@ class TimedCall(NamedTuple):
     what: str
     dtype: torch.dtype
     step: Step
-    ways: dict[str, Callable[[], AbstractContextManager]]
+    ways: Ways
     built_in: str
 
 
@@ -83,13 +84,14 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[TimedCall]:
         for dropout_p in (0.0, 0.1):
             options, said = {"dropout_p": dropout_p}, ", dropout" if dropout_p else ""
             for columns in (width,) if tiny else (width, 8 * width):
-                norm = {"x": randn(tokens, columns), "residual": randn(tokens, columns)}
-                norm |= {"weight": randn(columns), "bias": randn(columns)} | options
+                norm = {"x": randn(tokens, columns), "residual": randn(tokens, columns)} | options
+                norm |= {"weight": randn(columns), "bias": randn(columns)}
                 yield from _by_backends("add_layer_norm", norm, dtype, f"{tokens} x {columns}{said}")
             for rows, activation in itertools.product((tokens // 16, tokens), ("relu", "gelu", "swiglu")):
                 hidden = 2 * wide if activation == "swiglu" else wide
-                given = {"x": randn(rows, width), "weight1": randn(hidden, width), "bias1": randn(hidden)} | options
-                given |= {"weight2": randn(width, wide), "bias2": randn(width), "activation": activation}
+                given = {"x": randn(rows, width), "weight1": randn(hidden, width), "bias1": randn(hidden)}
+                given |= {"weight2": randn(width, wide), "bias2": randn(width)}
+                given = given | options | {"activation": activation}
                 yield from _by_backends("feed_forward", given, dtype, f"{rows} x {width}, {activation}{said}")
             words = torch.randint(0, 1000, (8, tokens // 8), device=device)
             embedding = {"embedding": randn(1000, width), "weight": randn(width), "bias": randn(width)} | options
@@ -143,7 +145,7 @@ def _by_backends(op_name: str, given: dict[str, Any], dtype: torch.dtype, what: 
     with timings.override_choices({}):
         explanation = fastattn.explain(op.function, **given)
     usable = [b for b, reason in explanation.refusals.items() if reason is None and b not in explanation.notes]
-    ways = {name: partial(fastattn.use_backend, name) for name in usable if name != "reference"}
+    ways: Ways = {name: partial(fastattn.use_backend, name) for name in usable if name != "reference"}
     if len(ways) < 2:
         return
     of_call = op.call_class(*op.validate(**given)[1])
@@ -158,7 +160,7 @@ def _ways_of_aten(given: dict[str, Any], dtype: torch.dtype, what: str) -> Itera
         with torch.set_grad_enabled(gradient), timings.override_choices({}):
             of_call, built_in = aten_attention.algorithm_key(*arguments), aten_attention.algorithm(*arguments)
         step = torch.set_grad_enabled(gradient)(_step(fastattn.scaled_dot_product_attention, tensors))
-        ways = {way: partial(timings.override_choices, {ATEN: {of_call: way}}) for way in names}
+        ways: Ways = {way: partial(timings.override_choices, {ATEN: {of_call: way}}) for way in names}
         yield TimedCall(ATEN, of_call, what if gradient else f"{what}, forward", dtype, step, ways, built_in)
 
 
@@ -169,7 +171,8 @@ def _products_of(device: torch.device, size: int) -> Iterator[TimedCall]:
     given["weight"] = torch.randn(4 * size, size, device=device, requires_grad=True)
     with timings.override_choices({}):
         built_in = cpu_matmul.choice()
-    ways = {way: partial(timings.override_choices, {"product": {"float32": way}}) for way in ("oneDNN", "PyTorch")}
+    names = ("oneDNN", "PyTorch")
+    ways: Ways = {way: partial(timings.override_choices, {"product": {"float32": way}}) for way in names}
     what = f"{size} x {size} -> {4 * size}"
     yield TimedCall("product", "float32", what, torch.float32, _step(cpu_matmul.linear, given), ways, built_in)
 
@@ -251,7 +254,8 @@ class _DoctorVerdicts:
     """Which backends the doctor finds right, each op and dtype looked at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.known = device, {}
+        self.device = device
+        self.known: dict[tuple[str, torch.dtype, str], bool] = {}
 
     def __call__(self, op_name: str, dtype: torch.dtype, backend: str) -> bool:
         key = op_name, dtype, backend
@@ -298,7 +302,7 @@ def tune(
 def _row(
     call: TimedCall, device: torch.device, is_right: _DoctorVerdicts, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What was found about a call. order: of the ways that are right and work, the one to take first."""
+    """What was found about a call. order: of the ways that are right and work, the preferred one first."""
     wrong = [w for w in call.ways if w in backends.BACKENDS and not is_right(call.op_name, call.dtype, w)]
     failed: dict[str, str] = {}
     for way in wrong:
@@ -372,8 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        if (asked := backends.requested(None)[0]) is not None:
-            parser.error(f"FASTATTN_BACKEND={asked} leaves nothing to choose: unset it")
+        if (name := backends.requested(None)[0]) is not None:
+            parser.error(f"with FASTATTN_BACKEND={name} there is nothing to choose: unset it")
         path = arguments.out or writable_file(timings.user_path(timings.device_name(device.type)))
     except (ValueError, RuntimeError, argparse.ArgumentTypeError) as error:  # FASTATTN_BACKEND; no home; the folder
         parser.error(str(error))

@@ -52,7 +52,7 @@ class Steps:
 
     def __init__(self, model: Decodable, search: Search) -> None:
         self.model = model
-        self._kept: _Searches | None = None  # None: nothing is kept
+        self._kept: _Searches | None = None  # None if nothing is kept
         if search.cache.on_device and _tokens(search) <= MAX_TOKENS:
             self._kept = _kept_searches(model)
         if self._kept is not None:
@@ -129,7 +129,7 @@ def _kept_searches(model: Decodable) -> _Searches | None:
 
 def _fingerprint(model: nn.Module) -> Hashable | None:
     """All of a model that its graphs depend on: tensors, numbers and names. None where they may depend on more."""
-    parts: list[Hashable] = []
+    parts: list[object] = []
     for module in model.modules():
         own, kind = vars(module), type(module)
         if not kind.__module__.startswith(("fastattn.", "torch.nn.modules.")) or hook_reason(module) is not None:
@@ -148,7 +148,7 @@ def _fingerprint(model: nn.Module) -> Hashable | None:
     return tuple(parts)
 
 
-def _key(model: Decodable, search: Search) -> Hashable:
+def _key(model: nn.Module, search: Search) -> Hashable:
     """All that a search's graph depends on, except the fingerprint of the model."""
     cache, device, matmul = search.cache, search.cache.position.device, torch.backends.cuda.matmul
     options = tuple((name, v) for name, v in vars(search).items() if name not in ("cache", "state"))

@@ -59,7 +59,7 @@ class Search(ABC):
             # What each beam read at each position. A beam's history is found as its keys are: cache.ancestors.
             "fed": torch.full((batch, cache.capacity, beams), bos_idx, device=device),
             "done": torch.zeros(batch, dtype=torch.bool, device=device),
-            "broken": torch.zeros(batch, dtype=torch.bool, device=device),  # a NaN came
+            "broken": torch.zeros(batch, dtype=torch.bool, device=device),  # a NaN was found
         }
 
     def step(self, model: Decodable) -> None:
@@ -204,7 +204,7 @@ def check_token(name: str, token: int, model: Any, minimum: int = 0) -> None:
 
 def _check_below(name: str, token: int, n_vocab: int) -> None:
     if token >= n_vocab:
-        raise ValueError(f"{name} must be below {n_vocab}, how many tokens the model knows, got {token}")
+        raise ValueError(f"{name} must be below {n_vocab}, the size of the model's vocabulary, got {token}")
 
 
 def _check_integer(name: str, value: int, minimum: int) -> None:

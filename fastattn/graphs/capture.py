@@ -159,7 +159,7 @@ def _autograd_on_capturing_stream() -> Iterator[None]:
     if override is None:
         yield
         return
-    before = torch._C._override_stale_capture_stream()
+    before = torch._C._override_stale_capture_stream()  # type: ignore[attr-defined]  # of newer versions
     override(True)
     try:
         yield

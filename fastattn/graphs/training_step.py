@@ -43,7 +43,7 @@ class GraphedStep:
     buckets: lengths of source and target to pad to; 16, 32, 64 and 128 unless given. Those that are longer than the
         model's n_position become n_position.
     batch_tokens: padded tokens of source, or of target, in a batch: a bucket of length L takes batch_tokens // L
-        sentences, and `rows` says how many. Or batch_size: the number of sentences in every bucket. Empty sentences
+        sentences, and `rows` returns how many. Or batch_size: the number of sentences in every bucket. Empty sentences
         fill up smaller batches.
     label_smoothing, smooth_over: as in ``FusedTransformer.loss``.
     max_grad_norm: clips the gradients' norm to this.
@@ -129,7 +129,12 @@ class GraphedStep:
         # Each combination of these has a graph of its own.
         key = (inputs, self.model.training, requested(None)[0])
         if self.accumulate == 1:
-            self._run(key, lambda: (self._backward(inputs), self._update()))
+
+            def step() -> None:
+                self._backward(inputs)
+                self._update()
+
+            self._run(key, step)
             return inputs.loss.clone()
         self._run(key, lambda: self._backward(inputs))
         self._calls += 1
@@ -152,7 +157,7 @@ class GraphedStep:
         self._captured_work[key]()
 
     def _check_nothing_is_held(self) -> None:
-        """Without PyTorch's setting such a capture would fail, without a word about why, and spoil the stream."""
+        """Without PyTorch's setting such a capture would fail without a reason, and the stream would be unusable."""
         if held := held_parameters(self.model.named_parameters()):
             more = f" and {len(held) - 1} more" if len(held) > 1 else ""
             raise RuntimeError(
@@ -164,7 +169,7 @@ class GraphedStep:
     # --- the step itself, which graphs capture ------------------------------------------------------------------------
 
     def _attach_gradients(self) -> None:
-        """Set gradients to the buffers of accumulation, or to None: then the backward sets tensors of its own."""
+        """Set gradients to the buffers of accumulation, or to None, so that the backward makes new tensors."""
         for i, p in enumerate(self._parameters):
             p.grad = None if self._gradients is None else self._gradients[i]
 
@@ -225,8 +230,9 @@ class GraphedStep:
                 "taken: plan batches by step.rows(length), or raise batch_tokens or batch_size"
             )
         if length not in self._inputs:
-            sequences = (torch.empty(rows, length, dtype=torch.int64, device=self._device) for _ in range(3))
-            self._inputs[length] = _Inputs(*sequences, torch.empty((), dtype=torch.float32, device=self._device))
+            src, trg, following = (torch.empty(rows, length, dtype=torch.int64, device=self._device) for _ in range(3))
+            loss = torch.empty((), dtype=torch.float32, device=self._device)
+            self._inputs[length] = _Inputs(src, trg, following, loss)
         inputs = self._inputs[length]
         batch = (src_seq, trg_seq, gold.reshape(trg_seq.shape))
         pads = (self.model.src_pad_idx, self.model.trg_pad_idx, self.model.trg_pad_idx)

@@ -32,7 +32,7 @@ class AttentionMask:
     bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); may require grad; -inf masks the entry.
     key_padding: bool (B, Lk) or (1, Lk), True = a real key.
     query_padding: bool (B, Lq) or (1, Lq), True = a real query.
-    is_causal: query i attends to key j when j <= i, counted as ``align`` says.
+    is_causal: query i attends to key j when j <= i, counted by ``align``.
     window: (left, right): i - left <= j <= i + right, counted likewise; None for a side without limit.
     align: "top_left" counts from the first query and key, as torch does; "bottom_right" from the last:
 
@@ -110,9 +110,9 @@ class AttentionMask:
     def of(cls, attn_mask: AttentionMask | Tensor | None, *, has_heads: bool = True) -> AttentionMask | None:
         """The AttentionMask of a tensor. An AttentionMask or None is returned as it is.
 
-        has_heads: True: a tensor as scaled_dot_product_attention takes it, broadcastable to (B, H, Lq, Lk). bool is a
-            mask, floating point is a bias. False: a tensor as the models take it, (B, 1, Lk), (B, Lq, Lk) or
-            (1, Lq, Lk), bool or integer; what is not 0 means attend.
+        has_heads: if True, a tensor as for scaled_dot_product_attention, broadcastable to (B, H, Lq, Lk). bool is a
+            mask, floating point is a bias. Else a tensor as for the models, (B, 1, Lk), (B, Lq, Lk) or (1, Lq, Lk),
+            bool or integer; nonzero means attend.
         """
         if attn_mask is None or isinstance(attn_mask, AttentionMask):
             return attn_mask
@@ -199,7 +199,7 @@ class AttentionMask:
 
     @property
     def band_only(self) -> bool:
-        """Whether only the band and a bias restrict. Then no tensor says which tiles hold work."""
+        """True if only a band (and a bias) restricts; which tiles are visible then follows from arithmetic."""
         return not any([t is not None for t in self._structure()])
 
     @property
@@ -361,8 +361,9 @@ class AttentionMask:
             # Kernels with one tile share the tensors, also if their launches differ in something else.
             args = rows, columns, block_rows, block_columns, device
             made = partial(build, restricted, *args)
-            *tensors, _ = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
-            prepared.append(PreparedMask(*tensors, layout))
+            found = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
+            low, high, intervals, columns, bits, counts, tiles, _ = found
+            prepared.append(PreparedMask(low, high, intervals, columns, bits, counts, tiles, layout))
         return prepared
 
     def _restriction(self) -> Restriction:

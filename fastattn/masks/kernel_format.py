@@ -29,8 +29,8 @@ class Layout(NamedTuple):
     """How a kernel reads a mask, and the launch that it is read by.
 
     by_key: rows are keys and columns are queries.
-    block_rows, block_columns: the kernel's tile of the scores, if it needs lists of its tiles. 0: it needs no lists and
-        visits every tile that the band leaves.
+    block_rows, block_columns: the kernel's tile of the scores, if it needs lists of its tiles. 0 if it needs no lists
+        and visits every tile in the band.
     launch: the backend's numbers of the launch, such as tile, warps and stages. It finds them again in the
         PreparedMask, so a launch never uses another tile than its lists. Nothing else reads them.
     """
@@ -47,15 +47,15 @@ class PreparedMask(NamedTuple):
     band_lo, band_hi: without intervals, row r may attend to the columns r + band_lo .. r + band_hi. An absent band is
         (-rows, columns).
     intervals (b, rows, 2): row r may attend to the columns begin <= c < end. They include the band, packed sequences
-        and the padding of rows. An empty interval is (0, 0). None: the band says it.
+        and the padding of rows. An empty interval is (0, 0). None if the band alone restricts.
     columns (b, ceil(columns / 128), 4): bits of the columns that are read: no padding and, with packed sequences, part
-        of a sequence. A kernel reads the other columns as 0, because they may hold NaN. None: all are read.
-    bits (b, h, rows or 1, ceil(columns / 128), 4): bits of a bool matrix, combined with `columns`. None: no matrix.
+        of a sequence. A kernel reads the other columns as 0, because they may hold NaN. None if all are read.
+    bits (b, h, rows or 1, ceil(columns / 128), 4): bits of a bool matrix, combined with `columns`, or None.
     counts (b, h, row tiles, 2), tiles (b, h, row tiles, column tiles): for each row tile, `tiles` lists first the
         partial column tiles and then the full ones, each in ascending order. counts holds how many are partial, and how
         many are listed. The elements of a partial tile must be tested, those of a full tile need no test. A tile that
         is not listed has nothing visible. A ragged tile is partial. `tiles` may hold anything after the listed ones.
-        None: the layout needs no lists, or the band gives the same by arithmetic.
+        None if the layout needs no lists, or if they follow from the band by arithmetic.
     layout: what the mask was prepared for.
     """
 
@@ -70,7 +70,7 @@ class PreparedMask(NamedTuple):
 
     @property
     def band_only(self) -> bool:
-        """Whether only the band restricts. It then also says which tiles are full."""
+        """True if only the band restricts; which tiles are full then follows from arithmetic."""
         return self.intervals is None and self.columns is None and self.bits is None
 
 
@@ -92,11 +92,11 @@ def from_operator_args(tensors: Sequence[Tensor], numbers: Sequence[int]) -> lis
     masks = []
     for band_lo in next_number:
         band_hi = next(next_number)
-        fields = [next(next_tensor) if next(next_number) else None for _ in range(5)]
+        intervals, columns, bits, counts, tiles = (next(next_tensor) if next(next_number) else None for _ in range(5))
         by_key, block_rows, block_columns, length = (next(next_number) for _ in range(4))
         launch = tuple(next(next_number) for _ in range(length))
         layout = Layout(bool(by_key), block_rows, block_columns, launch)
-        masks.append(PreparedMask(band_lo, band_hi, *fields, layout))
+        masks.append(PreparedMask(band_lo, band_hi, intervals, columns, bits, counts, tiles, layout))
     return masks
 
 

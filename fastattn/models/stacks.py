@@ -154,8 +154,8 @@ class Encoder(_Stack):
     ) -> None:
         super().__init__()
         check_arguments(n_src_vocab=n_src_vocab, d_word_vec=d_word_vec)
-        layer = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "d_k": d_k, "d_v": d_v, "dropout": dropout}
-        layer |= {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
+        layer: dict[str, Any] = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "n_head_kv": n_head_kv}
+        layer |= {"d_k": d_k, "d_v": d_v, "dropout": dropout, "attn_dropout": attn_dropout, "activation": activation}
         layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
         self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
         self._build(EncoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
@@ -230,8 +230,8 @@ class Decoder(_Stack):
     ) -> None:
         super().__init__()
         check_arguments(n_trg_vocab=n_trg_vocab, d_word_vec=d_word_vec)
-        layer = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "d_k": d_k, "d_v": d_v, "dropout": dropout}
-        layer |= {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv, "activation": activation}
+        layer: dict[str, Any] = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "n_head_kv": n_head_kv}
+        layer |= {"d_k": d_k, "d_v": d_v, "dropout": dropout, "attn_dropout": attn_dropout, "activation": activation}
         layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
         self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
         self._build(DecoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
@@ -281,7 +281,7 @@ class Decoder(_Stack):
         layers = [layer for layer in self.layer_stack if type(layer) is DecoderLayer]
         modules, names = [layer._modules["enc_attn"] for layer in layers], ("w_ks", "w_vs")
         linears = [module._modules[name] for module in modules for name in names]
-        fusible = all([all_can_fuse(module, names) for module in modules]) or None  # None: ask each
+        fusible = all([all_can_fuse(module, names) for module in modules]) or None  # if None, each is checked
         backend = likely_backend("linear", enc_output.device, self.backend)
         projected = joint_linear(enc_output, linears, backend=backend, fusible=fusible)
         return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))

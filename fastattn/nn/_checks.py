@@ -9,11 +9,11 @@ from fastattn.backends import Backend, requested
 
 def check_arguments(*, backend: Backend | None = None, **arguments: object) -> None:
     """ValueError unless each argument is a positive integer, or for one named *dropout a number from 0 to 1, and the
-    backend's name is known, so that an error is told here and not in the first forward."""
+    backend's name is known. Errors are raised here and not in the first forward."""
     requested(backend)
     for name, value in arguments.items():
         if name.endswith("dropout"):
-            if not isinstance(value, Real) or not 0 <= value <= 1:
+            if not isinstance(value, Real) or not 0 <= float(value) <= 1:
                 raise ValueError(f"{name} must be a number from 0 to 1, the probability of dropping, got {value!r}")
         elif not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -31,14 +31,16 @@ def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | No
 
 
 def attend_calling_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout: nn.Module, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None, dropout: nn.Module, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose dropout is a module that can_fuse denies. Returns (out, weights after dropout).
+    """Attention whose dropout is a modified module (see can_fuse). Returns (out, weights after dropout).
 
     The module is called with the weights, which the formula gives together with their gradient.
     """
-    options = {"scale": scale, "enable_gqa": k.size(1) != q.size(1), "return_weights": True, "backend": "reference"}
-    _, attn = scaled_dot_product_attention(q, k, v, mask, **options)
+    is_grouped = k.size(1) != q.size(1)
+    _, attn = scaled_dot_product_attention(
+        q, k, v, mask, scale=scale, enable_gqa=is_grouped, return_weights=True, backend="reference"
+    )
     attn = dropout(attn)
     return attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype), attn
 
@@ -50,6 +52,9 @@ class ScaledDotProductAttention(nn.Module):
     """
 
     fused_children = ("dropout",)
+    temperature: float
+    backend: Backend | None
+    dropout: nn.Module
 
     def __init__(self, temperature: float, attn_dropout: float = 0.1, *, backend: Backend | None = None) -> None:
         super().__init__()
@@ -82,7 +87,7 @@ class ScaledDotProductAttention(nn.Module):
             return_weights=return_attn,
             backend=self.backend,
         )
-        return result if return_attn else (result, None)
+        return (result, None) if isinstance(result, Tensor) else (result[0], result[1])
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature:.6g}"
@@ -134,7 +139,7 @@ class MultiHeadAttention(nn.Module):
         self.fc = nn.Linear(n_head * d_v, d_model, bias=False, **factory)
         self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
         self.dropout = nn.Dropout(dropout)
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -180,18 +185,19 @@ class MultiHeadAttention(nn.Module):
         if mask is not None and not isinstance(mask, AttentionMask):
             mask = as_attention_mask(mask)
         q, k, v = inputs.values()
-        options = {"backend": likely_backend("linear", q.device, self.backend), "fusible": fusible or None}
+        backend, known = likely_backend("linear", q.device, self.backend), fusible or None
+        project = partial(linear, backend=backend, fusible=known)
         if projected is not None:
-            queries, (keys, values) = linear(self.w_qs, q, **options), projected
+            queries, (keys, values) = project(self.w_qs, q), projected
         elif q is k is v:
-            queries, keys, values = joint_linear(q, (self.w_qs, self.w_ks, self.w_vs), **options)
+            maps = (self.w_qs, self.w_ks, self.w_vs)
+            queries, keys, values = joint_linear(q, maps, backend=backend, fusible=known)
         else:
-            maps = ((self.w_qs, q), (self.w_ks, k), (self.w_vs, v))
-            queries, keys, values = (linear(w, x, **options) for w, x in maps)
+            queries, keys, values = project(self.w_qs, q), project(self.w_ks, k), project(self.w_vs, v)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
         queries, keys, values = _heads(queries, self.d_k), _heads(keys, self.d_k), _heads(values, self.d_v)
         out, attn = self.attention(queries, keys, values, mask, return_attn=return_attn)
-        return linear(self.fc, out.transpose(1, 2).flatten(2), **options), attn
+        return project(self.fc, out.transpose(1, 2).flatten(2)), attn
 
     def params(self, norm_first: bool, reads_memory: bool) -> AttentionParams | None:
         """What the executor reads; None where something is modified.
@@ -246,7 +252,8 @@ class MultiHeadAttention(nn.Module):
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
         """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
-        return tuple(_heads(t, d).contiguous() for t, d in zip(projected, (self.d_k, self.d_v), strict=True))
+        keys, values = projected
+        return _heads(keys, self.d_k).contiguous(), _heads(values, self.d_v).contiguous()
 
     def extra_repr(self) -> str:
         return (

@@ -1,9 +1,9 @@
-"""The steps of an unmodified decoder on a CPU: one straight path over PyTorch's operators.
+"""The steps of an unmodified decoder on a CPU, by PyTorch's operators and without calling its modules.
 
-One token of a small model is half a millisecond of work for a CPU. A module call, a check or a question to the
-dispatcher per op would take as long again. So everything is decided once for a generation, at its first step: that no
-module was modified, that the backend aten is used, the dtype, which weights are concatenated or packed, all shapes.
-A step is then some 25 operators and views a layer. Where `StraightSteps.of` gives None the modules step op by op, by
+One token of a small model is 0.5 ms of work for a CPU. Module calls, checks and the choice of a backend for each op
+would take as long again. So everything is decided once for a generation, at its first step: that no module is modified,
+that the backend aten is used, the dtype, which weights are concatenated or packed, all shapes.
+A step is then some 25 operators and views a layer. If `StraightSteps.of` returns None, the modules step op by op, by
 their `step` methods, with the same numbers up to rounding.
 
 B sequences with W beams, rows = B * W, the newest tokens of all beams. Hidden states are matrices (rows, d_model).
@@ -59,7 +59,7 @@ class StraightSteps:
 
     @staticmethod
     def of(decoder: Any, cache: DecoderCache) -> StraightSteps | None:
-        """For a models.Decoder; None where it is not unmodified, or not on a CPU with the backend aten."""
+        """For a models.Decoder. Returns None if it is modified, or not on a CPU with the backend aten."""
         device = cache.position.device
         if (
             device.type != "cpu"
@@ -251,7 +251,7 @@ class _FeedForward:
 
 
 def _is_unmodified(decoder: Any) -> bool:
-    """Whether its steps do what the classes of the modules say. Hooks of modules that no step calls do not count.
+    """Whether its steps compute what the classes of the modules do. Hooks of modules that no step calls do not count.
 
     Dropout may be in training mode in a module that is not, for samples of a decoder's uncertainty.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +45,12 @@ class PositionwiseFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         check_arguments(d_in=d_in, d_hid=d_hid, dropout=dropout, backend=backend)
         check_choice("activation", activation, (*ACTIVATIONS, *GATED))
         self.activation, self.norm_first, self.backend = activation, norm_first, backend
-        self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid, **factory)
-        self.w_2 = nn.Linear(d_hid, d_in, **factory)
-        self.layer_norm = nn.LayerNorm(d_in, eps=1e-6, **factory)
+        self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid, device=device, dtype=dtype)
+        self.w_2 = nn.Linear(d_hid, d_in, device=device, dtype=dtype)
+        self.layer_norm = nn.LayerNorm(d_in, eps=1e-6, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: HiddenState) -> HiddenState:
@@ -81,9 +81,10 @@ class PositionwiseFeedForward(nn.Module):
         def compute(normed: Tensor) -> Tensor:
             is_prepacked = linear.prepacks(self.w_1, normed, self.backend)
             if is_prepacked or not (fusible or (can_fuse(self.w_1) and can_fuse(self.w_2))):
-                return self._call_linears(normed, lambda module, x: linear(module, x, self.backend))
-            weights = (*linear.weights(self.w_1, normed.device), *linear.weights(self.w_2, normed.device))
-            return feed_forward(normed, *weights, self.activation, backend=self.backend)
+                return self._call_linears(normed, partial(linear, backend=self.backend))
+            weight1, bias1 = linear.weights(self.w_1, normed.device)
+            weight2, bias2 = linear.weights(self.w_2, normed.device)
+            return feed_forward(normed, weight1, bias1, weight2, bias2, self.activation, backend=self.backend)
 
         return run_module(x, self, compute, fusible)
 

@@ -1,8 +1,8 @@
 """Whether an op may compute what a module would, from its parameters, instead of calling it. Decided only here.
 
-The modules of fastattn fuse several of their children into one op; `fused_children` of a class names them. Where
-somebody has changed such a child, by an adapter, a hook, a parametrisation, pruning or quantisation, the child is
-called, and the op computes the rest. A change may come between any two calls, so every call asks.
+The modules of fastattn fuse several of their children into one op; `fused_children` of a class names them. A child that
+is modified, by an adapter, a hook, a parametrisation, pruning or quantisation, is called, and the op computes the rest.
+A module may be modified between any two calls, so every call checks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PLAIN = (nn.Parameter, Tensor, FakeTensor)  # not other subclasses: quantised a
 
 
 def can_fuse(module: nn.Module) -> bool:
-    """Whether a call of the module does what its class says and nothing else."""
-    return why_not_fusible(module) is None
+    """True if the module is unmodified and of a class that ops can replace: no hooks, no patched forward."""
+    return unfusible_reason(module) is None
 
 
 def all_can_fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether can_fuse is true of all these children of parent: one question, in a third of the time.
+    """Whether can_fuse is true of all these children of parent. About 3x faster than one call for each.
 
-    False is also the answer where it is not sure, for FSDP's weights that are no parameters: then ask can_fuse of each.
+    Also False where it cannot decide, for FSDP's weights that are no parameters: then call can_fuse for each.
     """
     return not torch_module._has_any_global_hook() and _are_unmodified(parent._modules, names)
 
@@ -48,7 +48,7 @@ def all_can_fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
 def is_unmodified(module: Any, kind: type, names: tuple[str, ...]) -> bool:
     """Whether the module is of this class, without hooks, and all_can_fuse is true of these children.
 
-    Global hooks are left to the caller, who asks once for many modules.
+    Global hooks are not checked: the caller checks them once for many modules.
     """
     if type(module) is not kind:
         return False
@@ -75,8 +75,8 @@ def _are_unmodified(children: dict[str, Any], names: tuple[str, ...]) -> bool:
     return True
 
 
-def why_not_fusible(module: Any) -> str | None:
-    """Why the module has to be called: None, or what was done to it. Costs about a microsecond."""
+def unfusible_reason(module: Any) -> str | None:
+    """Why the module has to be called, or None if an op may replace it. Takes about a microsecond."""
     kind = type(module)
     if kind not in _READ:
         return f"is a {kind.__module__}.{kind.__qualname__}"
@@ -90,8 +90,8 @@ def why_not_fusible(module: Any) -> str | None:
     return None
 
 
-def why_not_stepped(module: Any) -> str | None:
-    """Why decoding by `step` would not do what the module's class does in `forward`, or None."""
+def step_override_error(module: Any) -> str | None:
+    """The error of a class that overrides `forward` but not `step`, so that decoding would differ; else None."""
     kind = type(module)
     if not hasattr(kind, "step"):
         return None
@@ -102,12 +102,12 @@ def why_not_stepped(module: Any) -> str | None:
 def check_steps(decoder: nn.Module) -> None:
     """TypeError for the first of a decoder's modules whose steps would not do what its forward does."""
     for name, module in decoder.named_modules():
-        if (reason := why_not_stepped(module)) is not None:
+        if (reason := step_override_error(module)) is not None:
             raise TypeError(f"cannot decode by steps: {name or 'the decoder'} {reason}")
 
 
 def hook_reason(module: nn.Module) -> str | None:
-    """What changes a call of the module, next to its class: hooks of any kind, or a forward set on the object."""
+    """Hooks of any kind, or a forward set on the object, as a sentence. None if a call is that of the class."""
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return f"has {', '.join(name[1:].replace('_', ' ') for name in _HOOKS if own[name])}"

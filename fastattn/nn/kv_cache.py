@@ -52,7 +52,7 @@ class DecoderCache:
     Memory: 2 * B * capacity * W * Hk * D numbers a layer, allocated by the first step in the dtype of its keys.
 
     On a GPU nothing depends on numbers of the host, so that a CUDA graph can repeat a step: the position is a tensor,
-    the kernels read all positions, and `lengths` says how many count. On a CPU slices of the cache are faster.
+    the kernels read all positions, and `lengths` is how many count. On a CPU slices of the cache are faster.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class DecoderCache:
         )  # keys that count at this step, its own included
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
-        self.linear = PreparedLinears()  # for the maps of every step
-        # How a decoder steps, as its first step decided: fastattn/nn/decoding.py. None: op by op.
+        self.linear: PreparedLinears = PreparedLinears()  # for the maps of every step
+        # How a decoder steps, as decided in its first step: fastattn/nn/decoding.py. None if it steps op by op.
         self.straight: StraightSteps | None = None
         self.depth = 0  # the layer that a step computes, for a stack that holds one module twice
         # (B, Hk, capacity, W, D) of each depth and attention that goes op by op
@@ -81,9 +81,8 @@ class DecoderCache:
         """
         place = self.depth, layer
         if place not in self._past:
-            self._past[place] = tuple(
-                t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)
-            )
+            past = [t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)]
+            self._past[place] = past[0], past[1]
         keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[place])  # (B, capacity, W, Hk, D)
         self.write(keys, k)
         self.write(values, v)
@@ -150,7 +149,7 @@ class DecoderCache:
         self.linear.refresh()
 
     def pad_memories(self, multiple: int) -> None:
-        """Pad memories to a multiple of this many keys. Their lengths say which count."""
+        """Pad memories to a multiple of this many keys. Keys after a memory's length do not count."""
         for projected, _ in self.memories:
             for layer, (k, v) in projected.items():
                 if missing := -k.shape[2] % multiple:

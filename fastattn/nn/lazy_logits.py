@@ -58,7 +58,7 @@ _request = _Request()
 def lazy_logits(head: Head | None, label_smoothing: float | None, num_items: Tensor | int | None) -> Iterator[_Request]:
     """Within it the head returns LazyLogits to this thread, and a model's loss is computed by these options.
 
-    head: unmodified, or None: logits are computed, and the other options hold for every cross_entropy.
+    head: unmodified. If it is None, logits are computed, and the other options hold for every cross_entropy.
     """
     before = dict(_request.__dict__)
     _request.__dict__.update(head=head, label_smoothing=label_smoothing, num_items=num_items, losses=0)

@@ -1,7 +1,7 @@
-"""nn.Linear and nn.Dropout in less time on a CPU, under their own names.
+"""nn.Linear and nn.Dropout, faster on a CPU, under their own names.
 
-accelerate() makes a model's own modules of these classes. Elsewhere than on a CPU, and where calls are traced or
-transformed, they are PyTorch's.
+accelerate() changes the classes of a model's own modules to these. On other devices, and where calls are traced or
+transformed, they call PyTorch's.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def products_are_pytorch() -> bool:
 
 
 def pytorch_may_compute(x: Tensor) -> bool:
-    """Whether PyTorch's own layers may be the fastest for x: in float32 on a CPU whose products are PyTorch's, where
-    nobody asks for a backend."""
+    """Whether PyTorch's own layers may be the fastest for x: in float32 on a CPU where PyTorch's products are the
+    fastest, and no backend is requested."""
     if x.dtype is not torch.float32 or not can_read_values(x) or _autocast.autocast_dtype(x.device) is not None:
         return False
     return requested(None)[0] is None and products_are_pytorch()
 
 
 class Dropout(nn.Dropout):
-    """By the numbers of the backend aten, which take a tenth of PyTorch's time. Seeds come from torch's generator."""
+    """With the random numbers of the backend aten, about 10x faster. Seeds come from torch's generator."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if not self.training or self.p == 0 or self.inplace or not input.dim() or not can_read_values(input):

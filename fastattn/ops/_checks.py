@@ -81,13 +81,13 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 
-def check_finite(name: str, value: object) -> None:
+def check_finite(name: str, value: float) -> None:
     check_number(name, value)
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
-def check_eps(eps: object) -> None:
+def check_eps(eps: float) -> None:
     check_number("eps", eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, got {eps}")

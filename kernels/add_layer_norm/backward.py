@@ -121,8 +121,8 @@ def add_layer_norm_bwd(
     dz_total = torch.empty_like(z)
     dx = torch.empty_like(z) if dropout_p > 0 else dz_total
     if z.numel() == 0:
-        nothing = (None if t is None else torch.zeros_like(t) for t in (weight, bias, x_bias))
-        return dx, dz_total if has_residual else None, *nothing
+        dweight, dbias, dx_bias = (None if t is None else torch.zeros_like(t) for t in (weight, bias, x_bias))
+        return dx, dz_total if has_residual else None, dweight, dbias, dx_bias
     x_bias_dtype, bias_dtype = None if x_bias is None else x_bias.dtype, None if bias is None else bias.dtype
     device, has_dropout, stores_dresidual = z.get_device(), dropout_p > 0, has_residual or dropout_p == 0
     inputs = dout, dz, z, weight, statistics
@@ -134,11 +134,11 @@ def add_layer_norm_bwd(
     launch = _LAUNCHES.get(key)
     if launch is None:
         block_m, block_n, num_warps, stages = norm.backward_tile(hidden, x_bias is not None)
-        constants = {"HAS_DZ": dz is not None, "HAS_DROPOUT": has_dropout, "HAS_X_BIAS": x_bias is not None}
-        constants |= {"STORE_DRESIDUAL": stores_dresidual, "IS_RMS": bias is None, "EPS_ON_STD": eps_on_std}
-        constants |= {"FINISH": hidden <= norm.FINISH_HIDDEN, "SPAN": norm.SPAN, "REREAD": hidden > 8192}
-        constants |= {"TICKETS": norm.TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
-        launch = _LAUNCHES.add(key, block_m, **constants, num_warps=num_warps)
+        flags = {"HAS_DZ": dz is not None, "HAS_DROPOUT": has_dropout, "HAS_X_BIAS": x_bias is not None}
+        flags |= {"STORE_DRESIDUAL": stores_dresidual, "IS_RMS": bias is None, "EPS_ON_STD": eps_on_std}
+        flags |= {"FINISH": hidden <= norm.FINISH_HIDDEN, "REREAD": hidden > 8192}
+        sizes = {"SPAN": norm.SPAN, "TICKETS": norm.TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
+        launch = _LAUNCHES.add(key, block_m, **flags, **sizes, num_warps=num_warps)
     programs, width, sums = norm.empty_sums(z, launch.tile, weight, bias, x_bias)
     results = dx, dz_total, *sums
     arguments = *found, *addresses(*results)[0], rng_place, rows, hidden, width, *dropout_constants(dropout_p)

@@ -86,10 +86,10 @@ def add_layer_norm_fwd(
     launch = _LAUNCHES.get(key)
     if launch is None:
         block_m, block_n, num_warps = forward_tile(hidden)
-        constants = {"HAS_X_BIAS": x_bias is not None, "HAS_RESIDUAL": residual is not None, "IS_RMS": bias is None}
-        constants |= {"HAS_DROPOUT": has_dropout, "EPS_ON_STD": eps_on_std, "TICKETS": TICKETS}
-        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
-        launch = _LAUNCHES.add(key, block_m, **constants)
+        flags = {"HAS_X_BIAS": x_bias is not None, "HAS_RESIDUAL": residual is not None, "IS_RMS": bias is None}
+        flags |= {"HAS_DROPOUT": has_dropout, "EPS_ON_STD": eps_on_std}
+        sizes = {"TICKETS": TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
+        launch = _LAUNCHES.add(key, block_m, **flags, **sizes)
     arguments = *found, rows, hidden, float(eps), *dropout_constants(dropout_p)
     launch.run(device, -(-rows // launch.tile), arguments, tensors)
     return out, z, statistics

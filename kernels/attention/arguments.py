@@ -77,7 +77,8 @@ NO_MASK = (None, 0, None, 0, None, 0, 0, 0, None, None, 0, 0)
 
 def strided(*tensors: Tensor) -> tuple[list[tuple[int, ...]], Any]:
     """StridedTensors of (B, H, L, D). The key is True if 16 divides all addresses and strides."""
-    found, bits, strides = [], 0, 0
+    found: list[tuple[int, ...]] = []
+    bits = strides = 0
     for t in tensors:
         address, (stride_b, stride_h, stride_l, _) = t.data_ptr(), t.stride()
         found.append((address, stride_b, stride_h, stride_l))
@@ -88,7 +89,7 @@ def strided(*tensors: Tensor) -> tuple[list[tuple[int, ...]], Any]:
     return found, True
 
 
-def moved(addresses: list[int | None], strides: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def moved(addresses: Iterable[int | None], strides: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """StridedTensors of other tensors with the same strides."""
     return [(address, *stride) for address, stride in zip(addresses, strides, strict=False)]
 

@@ -208,18 +208,19 @@ def attention_bwd(
     bound: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
-    it. masks: in the layouts of mask_layouts() after the first, which also say the tiles. grads: memory for dq, dk, dv
+    it. masks: in the layouts of mask_layouts() after the first, which also have the tiles. grads: memory for dq, dk, dv
     whose last dimension is contiguous; without it they are allocated in the inputs' memory order. Returns dq, dk, dv,
     and dbias, as bias, if needed. bound: gets the launches as "dq" and "dkv", or "short", as in attention_fwd."""
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     if grads is None:
-        grads = tuple(arguments.empty_like(t, t.shape[3]) for t in (q, k, v))
+        dq, dk, dv = (arguments.empty_like(t, t.shape[3]) for t in (q, k, v))
+        grads = dq, dk, dv
     options = softmax_scale, dropout_p, rng_state
     if len(masks) == 1:
         delta = torch.empty_like(lse) if needs_dbias else None
-        short_backward(dout, dlse, q, k, v, lse, delta, bias, *masks, *options, grads, bound)
+        short_backward(dout, dlse, q, k, v, lse, delta, bias, masks[0], *options, grads, bound)
     else:
         delta = torch.empty_like(lse)
         _by_tiles(dout, dlse, q, k, v, out, lse, delta, bias, masks, *options, grads, bound)

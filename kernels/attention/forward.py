@@ -124,7 +124,7 @@ def attention_fwd(
     bound: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also says the tile. rng_state: int64
+    lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also has the tile. rng_state: int64
     (seed, offset), or None without dropout.
 
     bound: gets the launch as "forward", if nothing but its addresses distinguishes it: see rows.py."""

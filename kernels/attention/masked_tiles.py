@@ -5,7 +5,7 @@ programs own keys it is the other way round. Offsets are 64-bit: an index is wid
 multiplied by a stride.
 
 A kernel first visits its partial tiles, where it tests every element, and then its full tiles, where it tests none.
-The mask's lists say which tiles these are. If a band is the only restriction, arithmetic says it. If there is neither,
+The mask's lists name these tiles. If a band is the only restriction, they follow from arithmetic. If there is neither,
 all tiles are partial.
 """
 
@@ -162,7 +162,7 @@ def visible_elements(
     """[ROWS, BLOCK] bool: which elements of a partial tile are visible. False outside the scores.
 
     begin, end: row_intervals(row); inside: readable_columns(). Column 8 * octet + 2 * word + e of a block is bit
-    2 * octet + e of that word of the row, as fastattn/masks/kernel_format.py says.
+    2 * octet + e of that word of the row: fastattn/masks/kernel_format.py.
     """
     col = (first_column + tl.arange(0, BLOCK))[None, :]
     keep = (col >= begin[:, None]) & (col < end[:, None])

@@ -2,7 +2,7 @@
 
 The forward needs no running maximum and no rescaling, because a program has all scores of its rows. The backward makes
 dq, dk and dv in one launch: delta is the row sum of P * dP, so out is not read, S and dP are computed once, and there
-are 5 products where backward.py needs 7. tile_sizes.py says up to how many keys and queries, by dtype and head
+are 5 products where backward.py needs 7. tile_sizes.py has the largest number of keys and queries, by dtype and head
 dimension. A mask has no lists of tiles here, and one layout for the whole backward.
 
 Grid: forward, one program per (batch, head, BLOCK_M queries). Backward, one program per (batch, key head), over the
@@ -19,8 +19,8 @@ CUDA's in brackets. At 128 tokens the backward is that of backward.py: dq 76 us 
     64        96,  5    255, 2     0.0416 (0.0615)   0.0495 (0.0697)
     128      158,  3               0.0885 (0.0932)   0.110  (0.107)
 Tried and dropped:
-    one warp for 32 x 32: the forward spills 6 and issues a quarter less, the backward spills 255;
-    four warps for 32 x 32: more than a quarter more instructions, 3 programs an SM;
+    one warp for 32 x 32: the forward spills 6 and issues 25 % less, the backward spills 255;
+    four warps for 32 x 32: over 25 % more instructions, 3 programs an SM;
     the backward at 128 keys: 64 queries a turn spill 180; 32 a turn are one program of 8 warps an SM, about as many
     instructions as two launches that skip tiles of padding;
     two stages: nothing to overlap in one tile, 140 and 240 instructions more.
@@ -71,7 +71,7 @@ def attention_short_fwd_kernel(
     scores = tl.where(keep, scores, float("-inf"))
     unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
     row_max = tl.max(scores, axis=1)
-    # Not -inf - -inf, in a row that sees no key. The maximum does not say which one that is: it drops NaN.
+    # Not -inf - -inf, in a row that sees no key. The maximum does not show which one that is: it drops NaN.
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     p = tiles.exponential(scores, (shift * unit if FOLD_SCALE else shift)[:, None], unit, FOLD_SCALE)
     row_sum = tl.sum(p, axis=1)

@@ -4,7 +4,7 @@ The interpreter keeps bfloat16 as the raw bits in a numpy uint16 array. Without 
   1. multiplies those bit patterns as integers in tl.dot: the result is silently wrong by orders of magnitude;
   2. cuts float32 -> bfloat16 towards zero, where a GPU rounds to nearest even (half of all elements differ by one ulp);
   3. fails on `range(0, tensor)` with numpy >= 2.4, which no longer turns one-element arrays into Python integers;
-  4. lists all members of triton.language at every call of a function, tl.sum and tl.cdiv among them: half of the time.
+  4. lists all members of triton.language at every call of a function, tl.sum and tl.cdiv among them: 50 % of the time.
 Elementwise bfloat16 arithmetic stays wrong, so kernels convert to float32 first, as they should for accuracy anyway.
 """
 

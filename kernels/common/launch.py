@@ -1,8 +1,8 @@
-"""How kernels are launched, and what a launch must know of its device and tensors. Nothing waits for the device.
+"""How kernels are launched, and what a launch reads of its device and tensors. Nothing waits for the device.
 
 `kernel[grid](...)` binds and specialises its arguments in Python, 11 to 20 us. Here only the first call of a class uses
 it. The next ones go to the C launcher of the compiled kernel that it returned (triton 3.5 to 3.9), with addresses in
-place of tensors, which saves the launcher a question to the driver for each. They use the current stream, and a CUDA
+place of tensors, which saves the launcher a driver call for each. They use the current stream, and a CUDA
 graph captures them. Triton's interpreter, and calls while a profiler has hooks in Triton, always use `kernel[grid]`.
 """
 
@@ -43,8 +43,8 @@ class Launches(dict[tuple[Any, ...], "Launch"]):
     and which are None; what the tile follows from; and what Triton specialises, see specialization(). So calls with
     equal keys differ in addresses, floats and integers of the same specialization only.
 
-    kinds: of the kernel's first arguments: Tensor, or the NamedTuple that the kernel reads by names. Its hints say
-    which of its fields are tensors.
+    kinds: of the kernel's first arguments: Tensor, or the NamedTuple that the kernel reads by names. Its type hints
+    show which of its fields are tensors.
     """
 
     all: "list[Launches]" = []

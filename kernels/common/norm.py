@@ -2,8 +2,8 @@
 
 A tile is BLOCK_M whole rows, [BLOCK_M, BLOCK_N] float32, zero in columns from `hidden` on. IS_RMS: RMSNorm, without
 mean and bias. `statistics` is float32, written by the forward for the backward: mean (rows), rstd (rows), then TICKETS
-zeros. The backward counts its programs with them and leaves them zero. EPS_ON_STD: rstd is 1 / (std + eps), where std
-has Bessel's correction, and ratio (rows) follows, the factor of mean(g * normal) in the backward:
+zeros. The backward counts its programs with them and sets them to zero again. EPS_ON_STD: rstd is 1 / (std + eps),
+where std has Bessel's correction, and ratio (rows) follows, the factor of mean(g * normal) in the backward:
     ratio = (std + eps) / std * hidden / (hidden - 1), or 0 where std is 0
 It is stored because rstd alone cannot distinguish a std that is far below eps from 0.
 """

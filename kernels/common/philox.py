@@ -40,7 +40,7 @@ def dropout_keep_in_product(rng_state, threshold, rows, first_col, BLOCK_N: tl.c
     """dropout_keep() for a tile in the layout of a product, in fewer instructions.
 
     There four threads share an octet, so the thread of a Philox call gives its result to others: here one word with the
-    octet's eight bits. gather() leaves each word at its place, but Triton does not compute again what is before it.
+    octet's eight bits. gather() moves no word, but Triton does not compute again what is before it.
     Without it all four threads would make the whole call.
     In the machine code of triton 3.6, sm_90a, bfloat16: 12 instructions an element where dropout_keep() takes 17. The
     whole kernels, D 64 and key padding: forward 2657 for 2977, dq 2659 for 2963, dk and dv 3142 for 3311, not timed;
@@ -55,7 +55,7 @@ def dropout_keep_in_product(rng_state, threshold, rows, first_col, BLOCK_N: tl.c
         c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
         k0, k1 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False), tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     words = c0, c1, c2, c3
-    # Both 16-bit lanes of a word at once. The top bit of a lane of `least` says whether its lower 15 bits reach those
+    # Both 16-bit lanes of a word at once. The top bit of a lane of `least` is set if its lower 15 bits reach those
     # of the threshold.
     low = tl.cast(threshold & 0xFFFF, tl.uint32)  # a threshold of 1 is a constant, which has no `to`
     limit = low << 16 | low

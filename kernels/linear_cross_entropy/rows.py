@@ -12,7 +12,7 @@ that a turn needs one reduction across the program's warps, that of the maximum.
 every sum has one order: equal inputs give equal bits.
 
 Floor, n rows of v classes: n v elements read and n v written; without the gradient, n v read. 2 n v exponentials, which
-at 16-bit logits need two thirds of the time that memory needs.
+at 16-bit logits need 67 % of the time that memory needs.
 """
 
 from typing import NamedTuple
@@ -137,7 +137,7 @@ def cross_entropy_rows(
     logit_scale: float,
     needs_gradient: bool,
 ) -> None:
-    """Writes losses (rows,) float32 and, if asked, each row's gradient over its logits, from empty_logits.
+    """Writes losses (rows,) float32 and, if needs_gradient, each row's gradient over its logits, from empty_logits.
 
     bias: (classes,), added to each row, or None.    target: (rows,) int64.    dloss: (rows,) or () float32, None is 1.
     count: () int64, divides the gradient, or None.
@@ -156,9 +156,9 @@ def cross_entropy_rows(
     launch = _LAUNCHES.get(key)
     if launch is None:
         tile = tile_for(logits.dtype, n_class)
-        constants = {"HAS_BIAS": bias is not None, "HAS_SMOOTHING": label_smoothing > 0, "HAS_DLOSS": dloss is not None}
-        constants |= {"HAS_GRADIENT": needs_gradient, "IS_MEAN": count is not None, "BLOCK": tile.block}
-        launch = _LAUNCHES.add(key, **constants, STAGES=tile.stages, num_warps=tile.num_warps)
+        flags = {"HAS_BIAS": bias is not None, "HAS_SMOOTHING": label_smoothing > 0, "HAS_DLOSS": dloss is not None}
+        flags |= {"HAS_GRADIENT": needs_gradient, "IS_MEAN": count is not None}
+        launch = _LAUNCHES.add(key, **flags, BLOCK=tile.block, STAGES=tile.stages, num_warps=tile.num_warps)
     weights = 1.0 - label_smoothing, label_smoothing / n_class
     arguments = *found, n_class, stride, dloss_stride, ignore_index, float(logit_scale), *weights
     launch.run(device, rows, arguments, tensors)

@@ -1,6 +1,6 @@
 """What attention's kernels read of a mask, in one launch. Specification: fastattn/masks/kernel_format.py
 
-    intervals_r = the columns that band, packed sequences and the padding of rows leave to row r
+    intervals_r = the columns that row r may attend to, by band, packed sequences and the padding of rows
     columns_c   = column c is no padding and, where sequences are packed, visible to some row
     bits_rc     = matrix_rc and columns_c
     tiles       = of a tile of rows, the column tiles that hold something: partial ones, then full ones, each ascending
@@ -8,12 +8,12 @@
 Grid: one program per (batch, head, slot). Slot i owns tile i of the rows: their intervals, their bits of the matrix and
 their list. It also owns block i of 128 columns, of which it writes the bits. No two programs write one element.
 A program sweeps the columns in spans, of 128 with a matrix and of 1024 without. It visits the spans that the hull of
-its rows' intervals meets, or all of them where it writes bits of a matrix. In each it asks of every column tile whether
-it holds something and whether it holds everything, and writes the answer to `tiles`. At the end it reads the answers,
-numbers the partial and the full tiles, and writes the list over them. After the list, `tiles` keeps the answers.
+its rows' intervals meets, or all of them where it writes bits of a matrix. In each it classifies every column tile as
+empty, partial or full, and writes the class to `tiles`. At the end it reads the classes, numbers the partial and the
+full tiles, and writes the list over them. After the list, `tiles` keeps the classes.
 Packed sequences: the sequence of a row or column is found in cu_seqlens by bisection.
-Registers: at most 64 rows of the matrix by 128 columns, and an answer for each column tile. Offsets are 64-bit.
-Bytes: a matrix once, a byte an element, and its bits, an eighth of that. Without a matrix 8 bytes a row, and the
+Registers: at most 64 rows of the matrix by 128 columns, and a class for each column tile. Offsets are 64-bit.
+Bytes: a matrix once, a byte an element, and its bits, 1/8 of that. Without a matrix 8 bytes a row, and the
 padding of the visited columns once per tile of rows, from L2: less than what a launch costs.
 Lengths and the strides of paddings are not specialised: batches of all lengths share a compiled kernel.
 Compiled offline with triton 3.6, sm_90a: packed sequences with padding 22 registers; a matrix in tiles of 128 x 64 106

@@ -15,7 +15,7 @@ import torch
 
 import fastattn
 from fastattn import backends
-from fastattn.backends import cuda
+from fastattn.backends import choice, cuda
 
 
 def _call(**changes: object) -> dict[str, object]:
@@ -43,7 +43,7 @@ def test_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         with fastattn.use_backend("reference"):
             assert backends.requested(None)[0] == "reference"
         with fastattn.use_backend(None):
-            assert backends.requested(None)[0] == "reference"  # what the environment asks for
+            assert backends.requested(None)[0] == "reference"  # that of the environment
         assert backends.requested(None)[0] == "aten"
     monkeypatch.delenv("FASTATTN_BACKEND")
     assert backends.requested(None) == (None, "automatic choice")
@@ -81,7 +81,7 @@ def test_use_backend_holds_only_for_its_async_task() -> None:
         await asyncio.gather(ask("aten"), ask("reference"))
 
     asyncio.run(both())
-    assert backends.requested(None)[0] is None and backends._thread_state.name is None
+    assert backends.requested(None)[0] is None and choice._thread_state.name is None
 
 
 def test_use_backend_ends_with_an_exception() -> None:
@@ -110,13 +110,13 @@ def test_a_named_backend_that_is_unsupported_raises_its_reason(monkeypatch: pyte
         fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
     explanation = fastattn.explain("feed_forward", x, weight, None, weight, None, backend="cuda")
     assert explanation.chosen is None
-    assert str(explanation).startswith("feed_forward on cpu: no backend (backend= asks for cuda)\n")
+    assert str(explanation).startswith("feed_forward on cpu: no backend (backend= requests cuda)\n")
     assert "there is no cuda kernel for this op\n" in f"{explanation}\n"
 
 
 @pytest.mark.parametrize("triton_can", [True, False])
 def test_an_op_without_a_kernel_in_the_backend_for_all_ops(triton_can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It follows the order of a GPU. What is asked for one call raises; so does a kernel that refuses."""
+    """It follows the order of a GPU. What is requested for one call raises; so does a kernel that refuses."""
     triton = backends.load_backend("embed_layer_norm", "aten")  # in its place
     refusing = SimpleNamespace(unsupported_reason=lambda *_: None if triton_can else "no")
     refusing.embed_layer_norm = triton.embed_layer_norm
@@ -166,7 +166,7 @@ def test_a_missing_module_is_a_reason_only_if_it_is_triton(missing: str, monkeyp
 
     entry = backends.Implementation("triton", "fastattn.kernels.attention")
     monkeypatch.setitem(backends.REGISTRY["attention"], "triton", entry)
-    monkeypatch.setattr(backends.importlib, "import_module", fail)
+    monkeypatch.setattr(choice.importlib, "import_module", fail)
     if missing == "triton":
         assert (
             backends.import_failure("attention", "triton") == "triton is not installed (it has wheels for Linux only)"

@@ -82,7 +82,7 @@ def test_the_command_measures_and_its_record_is_used(tmp_path: Path) -> None:
     first = made["rows"][0]
     assert min(first["ms"].values()) > 0 and first["order"][0] in first["ms"]
     script = "import fastattn, torch; q = torch.randn(1, 2, 200, 16); print(fastattn.explain('attention', q, q, q))"
-    assert f"the record {path} says: " in run("-c", script)
+    assert f"the record {path}: " in run("-c", script)
 
 
 def test_out_leaves_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_record_changes_the_choice_and_explain_names_it() -> None:
     path = write(json.dumps(record()))
     explanation = fastattn.explain(*call)
     assert explanation.chosen == "reference"
-    assert f"the record {path} says: the fastest first: reference" in str(explanation)
+    assert f"the record {path}: the fastest first: reference" in str(explanation)
     assert fastattn.explain("attention", *[Q[:, :, :100]] * 3).chosen == "aten"  # of another class
     assert fastattn.explain(*call, backend="aten").chosen == "aten"
     with fastattn.use_backend("aten"):
@@ -300,7 +300,7 @@ def test_an_unsupported_choice_is_skipped() -> None:
 
 
 def test_a_wrong_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the doctor finds one wrong. tune reports it and does not measure it."""
+    """A fault on purpose: the doctor finds one wrong. tune reports it and does not measure it."""
     monkeypatch.setattr(tune, "check", lambda problem, dtype, backends: [{"ok": backends != ["cuda"]}])
     ways = {"cuda": fastattn.use_backend, "aten": fastattn.use_backend}
     call = tune.TimedCall("attention", "a class", "a call", torch.float32, lambda: None, {}, "aten")

@@ -216,7 +216,7 @@ def test_commands_explain_themselves(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_doctor_runs_where_triton_is_missing() -> None:
-    """In a process in which `import triton` fails: the doctor says so and the rest is examined."""
+    """In a process in which `import triton` fails: the doctor reports it and the rest is examined."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from fastattn.__main__ import main\n"

@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-# Errors that launch_cases.py plants, and what must be said of them.
+# Known errors in launch_cases.py, and the messages that must follow.
 OTHER = "a kernel that was compiled for other arguments"
 PLANTED = {
     **dict.fromkeys(("alignment", "integers", "strides", "mask"), OTHER),

@@ -1,4 +1,4 @@
-"""Known bugs in a copy of csrc/, all compiled at once: planted_bug, a variable of the library, says which is there.
+"""Known bugs in a copy of csrc/, all compiled at once: planted_bug, a variable of the library, selects one.
 
 A bug replaces one text of a file, `right`, by `wrong`. What is compiled, for bug 7:
     expressions          (planted_bug == 7 ? (wrong) : (right))

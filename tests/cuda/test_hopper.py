@@ -202,7 +202,7 @@ RACES = {  # what shows the error: a wrong result, or what the runner says
     "fence behind barrier": "no barrier since fence_async_proxy()",
     "no store barrier": "",
     "no read wait": "",
-    "no store wait": "nobody waited for",
+    "no store wait": "without a wait",
     "wrong bytes": "",
     "no init fence": "no fence_barrier_init()",
     "not initialised": "never initialised",
@@ -237,7 +237,7 @@ TURNS = {  # in the order of hopper.cu's TurnBug: what shows them
     "no wait for the turn": "a wrong result",
     "raised before the wait": r"raise_count \(.*hopper.cu:\d+\): no bulk_wait\(\)",
     "a turn that comes later": r"wait_for_count \(.*hopper.cu:\d+\): waits for a count of 7 at 0",
-    "only a wait for reads": "nobody waited for",
+    "only a wait for reads": "without a wait",
 }
 BLOCKS = 8
 

@@ -53,7 +53,7 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
 def test_sentences_and_files_agree(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of the input, blank lines in their places; words that the model does not know are no error."""
+    """In the order of the input, blank lines in their places; words that are not in the vocabulary are no error."""
     texts = ["abc", "", "fedfed", "a", "  ", "xyz", "bcdefa"]
     file = run / "input.txt"
     file.write_text("".join(f"{text}\n" for text in texts))

@@ -156,7 +156,7 @@ def test_logits_and_gradients(name, train, straight):
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu_new", "tanh", "quick_gelu"])
 @pytest.mark.parametrize("name", ["marian", "mbart", "bert", "vit"])
 def test_activations(name, activation):
-    """Also those that fastattn does not know."""
+    """Also models without a class of their own here."""
     option = "hidden_act" if name in ("bert", "vit") else "activation_function"
     theirs, ours = pair(name, **{option: activation})
     check(solve(ours), solve(theirs))
@@ -463,7 +463,7 @@ def test_nothing_is_left_after_an_exception(name):
     check(solve(ours), solve(theirs))
 
 
-# What somebody changes is called.
+# Modified modules are called.
 
 
 @pytest.mark.parametrize("name", tiers([*MODELS, "gated"], ("marian", "bert")))

@@ -79,7 +79,7 @@ def inputs(kind, dtype=torch.float32, batch_first=True, d_model=D):
 
 
 def mask(rows, columns, is_3d=False, kind=torch.bool):
-    """True or -inf, and other values of a float mask, where blocked. Nobody is left without a key."""
+    """True or -inf, and other values of a float mask, where blocked. Every query sees a key."""
     shape = (N * HEADS, rows, columns) if is_3d else (rows, columns)
     generator = torch.Generator().manual_seed(rows + columns)
     blocked = torch.rand(shape, generator=generator) < 0.4
@@ -760,7 +760,7 @@ CHANGES = [
 @pytest.mark.parametrize("when", tiers(["before", "after"], "after"))
 @pytest.mark.parametrize("kind", tiers(["encoder", "decoder"], "decoder"))
 def test_changes(change, when, kind):
-    """What somebody does to one layer of two, before or after accelerate, has its effect."""
+    """A change of one layer of two, before or after accelerate, has its effect."""
     theirs = build(kind)
     ours = copy.deepcopy(theirs)
     if when == "after":

@@ -77,7 +77,7 @@ def test_and_with_packed_segments() -> None:
         try:
             both = AttentionMask(**packed) & AttentionMask(**band)
         except ValueError as refused:
-            assert "cu_seqlens" in str(refused)  # refusing what cannot be said is honest; another meaning is not
+            assert "cu_seqlens" in str(refused)  # refusing is honest; another meaning is not
             continue
         expected = brute_force(packed, *shape) & brute_force(band, *shape)
         assert torch.equal(both.dense(*shape, CPU), expected)

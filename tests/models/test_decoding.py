@@ -256,7 +256,7 @@ def test_a_step_has_few_operators():
 
 @torch.no_grad()
 def test_when_the_modules_step():
-    """Where one of them is modified or drops, where another backend is asked for, and where gradients are recorded."""
+    """Where one of them is modified or drops, where another backend is requested, and where gradients are recorded."""
     src, token = torch.full((2, 5), 3), torch.full((2, 1), 3)
 
     def logits(model, straight):

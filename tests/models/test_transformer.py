@@ -239,7 +239,7 @@ def test_shapes_alone(batch):
 
 
 def test_backend_is_given_to_every_op(batch, monkeypatch):
-    """In training and in decoding. An op that is not asked for the reference never chooses it."""
+    """In training and in decoding. An op without this request never chooses the reference."""
     used, choose = set(), backends.choose
 
     def choose_and_note(op, *arguments):

@@ -99,7 +99,7 @@ def multiplier(p: Problem) -> Tensor:
 
 
 def solve(p: Problem, backend: Backend, needs: str = "xrwbi") -> Results:
-    """Forward and backward. needs: which of x, residual, weight, bias, x_bias (i) ask for a gradient."""
+    """Forward and backward. needs: which of x, residual, weight, bias, x_bias (i) require a gradient."""
     tensors = zip((p.x, p.residual, p.weight, p.bias, p.x_bias), "xrwbi", strict=True)
     x, residual, weight, bias, x_bias = leaves = [
         None if t is None else t.detach().requires_grad_(n in needs) for t, n in tensors

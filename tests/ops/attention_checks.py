@@ -184,12 +184,12 @@ def terms(p: Problem) -> dict[str, Tensor]:
 
 
 def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
-    """Forward and backward. needs: which of q, k, v and the bias ask for a gradient."""
+    """Forward and backward. needs: which of q, k, v and the bias require a gradient."""
     q, k, v = (t.detach().requires_grad_(n in needs) for t, n in ((p.q, "q"), (p.k, "k"), (p.v, "v")))
     bias = None if p.bias is None else p.bias.detach().requires_grad_("b" in needs)
     torch.manual_seed(p.seed)
     out, lse, weights = attend(q, k, v, AttentionMask(**p.mask, bias=bias), p.dropout_p, p.scale)
-    # Where v alone asks for a gradient, lse has none to give.
+    # Where v alone requires a gradient, lse has none to give.
     losses = [(t, dt) for t, dt in ((out, p.dout), (lse, p.dlse)) if t.requires_grad and dt is not None]
     if losses:
         torch.autograd.backward(*zip(*losses, strict=True))

@@ -1,4 +1,4 @@
-"""A kernel around kernels/common/philox.py, so that a test can ask for any tile of the dropout rule."""
+"""A kernel around kernels/common/philox.py, so that a test can read any tile of the dropout rule."""
 
 import torch
 import triton

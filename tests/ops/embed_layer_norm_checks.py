@@ -88,7 +88,7 @@ def make(
 
 
 def solve(p: Problem, backend: Backend, needs: str = "ewb") -> Results:
-    """Forward and backward. needs: which of embedding, weight, bias ask for a gradient."""
+    """Forward and backward. needs: which of embedding, weight, bias require a gradient."""
     tensors = zip((p.embedding, p.weight, p.bias), "ewb", strict=True)
     embedding, weight, bias = (t.detach().requires_grad_(name in needs) for t, name in tensors)
     torch.manual_seed(p.seed)

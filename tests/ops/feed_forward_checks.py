@@ -98,7 +98,7 @@ def multiplier(p: Problem) -> Tensor:
 
 
 def solve(p: Problem, backend: Backend, needs: str = "x1b2c") -> Results:
-    """Forward and backward. needs: which of x, weight1, bias1, weight2, bias2 (x 1 b 2 c) ask for a gradient."""
+    """Forward and backward. needs: which of x, weight1, bias1, weight2, bias2 (x 1 b 2 c) require a gradient."""
     inputs = [
         None if t is None else t.detach().requires_grad_(n in needs) for t, n in zip(p.inputs, "x1b2c", strict=True)
     ]

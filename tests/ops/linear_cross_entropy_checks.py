@@ -106,7 +106,7 @@ def plain_formula(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
 
 
 def solve(p: Problem, backend: Backend, needs: str = "xwb") -> Results:
-    """Forward and backward. needs: which of x, weight, bias ask for a gradient."""
+    """Forward and backward. needs: which of x, weight, bias require a gradient."""
     x, weight, bias = (
         None if t is None else t.detach().requires_grad_(n in needs)
         for t, n in zip((p.x, p.weight, p.bias), "xwb", strict=True)

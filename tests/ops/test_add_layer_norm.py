@@ -165,7 +165,7 @@ def test_triton_weight_gradients_of_many_programs(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rms_norm(backend: str, device: torch.device) -> None:
-    """No sum returned; a row of zeros gives 0, as eps says; its dropout draws the bits of dropout_add_layer_norm."""
+    """No sum returned; a row of zeros gives 0, because of eps; its dropout draws the bits of dropout_add_layer_norm."""
     p, call = make(12, 40, rms=True, device=device), backend_call(backend, device)
     x = p.x.clone()
     x[3] = 0

@@ -156,7 +156,7 @@ def test_a_hidden_layer_that_is_made_again_drops_the_same(
         torch.manual_seed(1)
         options = {"dropout_p": 0.5, "recompute": recompute, "backend": "aten"}
         out = fastattn.feed_forward(x, weight1, None, weight2, None, **options)
-        torch.rand(1, device=device)  # somebody else draws
+        torch.rand(1, device=device)  # another draw
         found.append([out, *torch.autograd.grad(out.sum(), (x, weight1, weight2))])
     torch.testing.assert_close(*found)
 

@@ -83,7 +83,7 @@ def test_mask_kinds_float64(backend: str, kind: str, device: torch.device) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_aten_fused_path(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """aten hands a call that asks for out alone to PyTorch's fused operator."""
+    """aten passes a call that needs out alone to PyTorch's fused operator."""
     p = make(H=4, Hk=2, mask=kind, device=device, dtype=dtype, dlse=False)
 
     def attend(q, k, v, mask, dropout_p, scale):
@@ -211,7 +211,7 @@ def test_what_is_returned(backend: str, device: torch.device) -> None:
     both = SDPA(p.q, p.k, p.v, mask, return_lse=True, return_weights=True, backend=backend)
     for results in ((out, lse, weights), (with_lse, lse, weights), (with_weights, *both[1:]), both):
         compare(p, Results(*results, *[None] * 4), ("out", "lse", "weights"))
-    # With a gradient asked for or not, the numbers are the same.
+    # With a gradient or without, the numbers are the same.
     training = SDPA(p.q.clone().requires_grad_(), p.k, p.v, mask, backend=backend)
     assert training.requires_grad and torch.equal(training.detach(), out)
 

@@ -169,7 +169,7 @@ def test_inductor(call: Callable[..., Any], shapes: Shapes, backend: str, device
     run("norm", backend, inputs_of(OPS["norm"][1], device))  # or skip
     dropout_p = 0.0 if backend == "aten" else DROPOUT  # compiled, aten drops by the compiler's generator
     found = []
-    # Seeds are drawn as in eager. Graphs that are kept on disk know nothing of a fake that has changed.
+    # Seeds are drawn as in eager. Graphs that are kept on disk may be of a fake that has changed since.
     options = torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False)
     with use_backend(backend), options, torch._functorch.config.patch(enable_autograd_cache=False):
         for function in (torch.compile(call, fullgraph=True), call):

@@ -204,7 +204,7 @@ def test_transforms_use_the_reference() -> None:
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_dropout_under_vmap(randomness: str) -> None:
-    """Each sample draws its own dropout, or all the same, as vmap was asked."""
+    """Each sample draws its own dropout, or all the same, by vmap's randomness."""
     x, one = torch.ones(3, 4, 32), torch.ones(32)
 
     def call(x: Tensor) -> Tensor:

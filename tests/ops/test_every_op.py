@@ -93,7 +93,7 @@ def on_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @EVERY_OP
 @EVERY_BACKEND
 def test_frozen_inputs(backend: str, name: str, device: torch.device) -> None:
-    """Only the inputs that ask for a gradient get one, and it is the one they get among all. Without gradients the
+    """Only the inputs that require a gradient get one, and it is the one they get among all. Without gradients the
     results are the same."""
     inputs = inputs_of(OPS[name][1], device)
     results = run(name, backend, inputs)

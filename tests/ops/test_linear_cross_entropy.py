@@ -182,7 +182,7 @@ def test_float16_with_a_loss_scale(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_a_kernel_makes_nan_of_a_target_out_of_range(backend: str, device: torch.device) -> None:
-    """The public op finds it on a CPU; on a GPU nobody looks, and a kernel must not read past the row."""
+    """The public op finds it on a CPU; on a GPU nothing checks it, and a kernel must not read past the row."""
     backend_call(backend, device)
     products = importlib.import_module(
         f"fastattn.{'kernels' if backend == 'triton' else 'backends.cuda'}.linear_cross_entropy"

@@ -58,7 +58,7 @@ def on_gpu(problem: cases.Problem, mode: FakeTensorMode) -> tuple[dict[str, torc
     [(op, b) for op, b in product(PROBLEMS, ("triton", "cuda")) if has_kernel(OPS[op].backend_module, b)],
 )
 def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
-    """No graph break, and nothing in the graph that asks for the device."""
+    """No graph break, and nothing in the graph that reads the device."""
     torch.compiler.reset()  # of the same lines for the ops before
     graphs = []
 
@@ -96,7 +96,7 @@ def test_triton_wants_tensor_cores_of_nvidia(
 
 @pytest.mark.parametrize("backend", ["triton"])
 def test_without_a_compiler_aten_is_chosen(backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton compiles C before its first launch. It is asked once, and explain says what it said."""
+    """Triton compiles C before its first launch. This is tried once, and explain prints its error."""
     asked = []
 
     def cannot_compile() -> None:

@@ -83,7 +83,8 @@ def add_layer_norm_fwd(
     if rng_state is None:
         z = x if residual is None else residual + x
     else:
-        factor = philox.keep_mask(rng_state, *x.shape, dropout_p, x.dtype)
+        rows, cols = x.shape
+        factor = philox.keep_mask(rng_state, rows, cols, dropout_p, x.dtype)
         if x.dtype in _16_BITS:
             scale = dropout_scale(dropout_p)
         else:

@@ -1,12 +1,12 @@
 """Attention of new tokens to a cache by PyTorch's operators.
 
 All queries of a sequence are one problem. If rows differ, its keys are those of all rows, in the order of memory, and a
-mask says which row a query reads. That is R times the products, which are few, but nothing is copied.
+mask selects the row that a query reads. That is R times the products, which are few, but nothing is copied.
 
-One query goes to the fused operator. Several queries go to two products, if the keys of a head are together in memory,
-as in fastattn.nn.kv_cache. On two cores of an AMD EPYC, float32, 5 queries, 8 heads of 64, 32 sequences, the fused
-operator takes 517 us for 30 keys and 1397 us for 160 with a mask, two products 178 and 986; for one query and 32 keys
-of one sequence 6 and 16.
+The fused operator computes one query. Two products compute several queries, if the keys of a head are together in
+memory, as in fastattn.nn.kv_cache. On two cores of an AMD EPYC, float32, 5 queries, 8 heads of 64, 32 sequences, the
+fused operator takes 517 us for 30 keys and 1397 us for 160 with a mask, two products 178 and 986; for one query and 32
+keys of one sequence 6 and 16.
 """
 
 from __future__ import annotations

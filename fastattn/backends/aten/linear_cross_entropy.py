@@ -112,7 +112,7 @@ def _cross_entropy_rows(
         label = target.where(valid, 0)
     label, losses_column, rate = label.unsqueeze(1), losses.unsqueeze(1), logit_scale
     if valid is None and dloss is None:
-        rate = logit_scale / max(count, 1) if count is not None else logit_scale
+        rate = logit_scale / max(count, 1) if count is not None else logit_scale  # type: ignore[operator]  # a number
     elif needs_gradient:
         rate = torch.full((), logit_scale, dtype=acc, device=logits.device) * (1 if dloss is None else dloss)
         rate = rate if count is None else rate / count

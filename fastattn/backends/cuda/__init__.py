@@ -22,8 +22,8 @@ _emulator: ModuleType | None = None
 
 
 def load_emulator(path: str | Path | None) -> None:
-    """From now on the CUDA backend runs CPU tensors by the extension at `path`, built against csrc/emulator; None: it
-    refuses CPU tensors again."""
+    """From now on the CUDA backend runs CPU tensors by the extension at `path`, built against csrc/emulator. With None
+    it refuses CPU tensors again."""
     global _emulator
     _emulator = None if path is None else _load(Path(path))
 
@@ -67,7 +67,7 @@ def _installed_elsewhere() -> Path | None:
     for distribution in importlib.metadata.distributions(name="fastattn"):
         for file in distribution.files or ():
             if file.parent.as_posix() == "fastattn" and file.name.startswith("_C."):
-                return Path(distribution.locate_file(file)).parent
+                return Path(str(distribution.locate_file(file))).parent
     return None
 
 
@@ -112,9 +112,9 @@ def compute_capability(x: Tensor) -> int:
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace C++
 def _capability(on_cpu: bool, index: int) -> int:
-    return _emulator.compute_capability(0) if on_cpu else _gpu_capability(index)  # tests change the emulator's answer
+    return _emulator.compute_capability(0) if on_cpu else _gpu_capability(index)  # tests change the emulator's
 
 
 @cache
 def _gpu_capability(index: int) -> int:
-    return _compiled().compute_capability(index)
+    return extension(on_gpu=True).compute_capability(index)

@@ -47,7 +47,9 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _plan takes no symbolic bool
         uses_sm90 = False
     place = q.is_cuda, device_index(q), capability
-    rows, columns, *tiles, narrow_rows, max_short, has_short_backward = _plan(*place, q.dtype, max(Dk, Dv), uses_sm90)
+    rows, columns, dq_rows, dq_columns, dkv_rows, dkv_columns, narrow_rows, max_short, has_short_backward = _plan(
+        *place, q.dtype, max(Dk, Dv), uses_sm90
+    )
     launch, longest = SM90 if uses_sm90 else SM80, max(Lq, Lk)
     if uses_sm90 and longest > _MOST_SM80:
         if bias is not None:  # for which the larger tile has too few registers
@@ -59,7 +61,7 @@ def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[
         forward = Layout(launch=forward.launch)
         if has_short_backward:
             return forward, Layout(launch=SHORT)
-    return forward, Layout(False, *tiles[:2], launch), Layout(True, *tiles[2:], launch)
+    return forward, Layout(False, dq_rows, dq_columns, launch), Layout(True, dkv_rows, dkv_columns, launch)
 
 
 def _route(mask: PreparedMask, device: torch.device) -> tuple[int, Tensor | None]:
@@ -125,7 +127,7 @@ def attention_bwd(
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; masks: in mask_layouts()[1:]; the rest
     from the forward. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias.
 
-    grads: where dq, dk and dv are written, uninitialised; None: new tensors. Any strides with a contiguous last
+    grads: where dq, dk and dv are written, uninitialised; new tensors if None. Any strides with a contiguous last
     dimension; for SM90 rows, heads and samples start at multiples of 16 bytes.
     """
     launch, module = masks[0].layout.launch, extension(q.is_cuda)

@@ -43,8 +43,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (..., features): of x, or of x + residual."""
-        options = {"eps": self.eps, "eps_on_std": True, "backend": self.backend}
-        return dropout_add_layer_norm(x, residual, self.a_2, self.b_2, **options)
+        return dropout_add_layer_norm(
+            x, residual, self.a_2, self.b_2, eps=self.eps, eps_on_std=True, backend=self.backend
+        )
 
 
 class SublayerConnection(nn.Module):
@@ -86,8 +87,8 @@ class MultiHeadAttention(nn.Module):
             q, k, v = self.linear_query(query), self.linear_key(memory), self.linear_value(memory)
         q, k, v = (self._heads(t).transpose(1, 2) for t in (q, k, v))
         if can_fuse(self.dropout):
-            options = {"dropout_p": current_dropout_p(self.dropout), "scale": self._scale, "backend": self.backend}
-            out = scaled_dot_product_attention(q, k, v, mask, **options)
+            dropout_p = current_dropout_p(self.dropout)
+            out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=self._scale, backend=self.backend)
         else:
             out, _ = attend_calling_dropout(q, k, v, mask, self.dropout, self._scale)
         return self.linear_out(out.transpose(1, 2).flatten(2))

@@ -8,8 +8,8 @@ attends to the states of the best right-to-left sentence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from numbers import Integral
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -199,7 +199,7 @@ class ABDTransformer(nn.Module):
         super().__init__()
         check_choice("feature_mode", feature_mode, tuple(FEATURES))
         names = FEATURES[feature_mode]
-        widths = (d_feat,) if isinstance(d_feat, Integral) else tuple(d_feat)
+        widths = tuple(d_feat) if isinstance(d_feat, Iterable) else (d_feat,)
         if len(widths) != len(names):
             raise ValueError(f"d_feat must have {len(names)} widths for feature_mode {feature_mode!r}, got {d_feat}")
         heads = {"n_heads": n_heads, "n_heads_big": n_heads_big}
@@ -305,15 +305,15 @@ class ABDTransformer(nn.Module):
         with inference(self):
             src_mask = src_trg_mask(src, None, None, self.vocab.word2idx["<PAD>"])
             r2l_memory, memory, mask = self._encodings(src, src_mask)
-            options = {"beam_size": beam_size, "n_best": beam_size, "max_len": max_len + 1, "length_penalty": 0.0}
-            options |= {"bos_idx": self._ends, "eos_idx": self._ends}
-            r2l = beam_search(_Direction(self, self.r2l_decoder), [(r2l_memory, mask)], **options)
+            search = partial(beam_search, beam_size=beam_size, n_best=beam_size, max_len=max_len + 1)
+            search = partial(search, length_penalty=0.0, bos_idx=self._ends, eos_idx=self._ends)
+            r2l = search(_Direction(self, self.r2l_decoder), [(r2l_memory, mask)])
             best = [[self._ends, *found[0].tokens] if found else [self._ends] for found in r2l]
             captions = [torch.tensor(tokens, device=memory.device) for tokens in best]
             r2l_trg = pad_sequence(captions, batch_first=True, padding_value=self.vocab.word2idx["<PAD>"])
             real = pad_sequence([torch.ones_like(t, dtype=torch.bool) for t in captions], batch_first=True)[:, None]
             states = self.r2l_decode(r2l_trg, r2l_memory, mask, get_subsequent_mask(r2l_trg))
-            l2r = beam_search(_Direction(self, self.l2r_decoder), [(memory, mask), (states, real)], **options)
+            l2r = search(_Direction(self, self.l2r_decoder), [(memory, mask), (states, real)])
         return self._words(r2l), self._words(l2r)
 
     @property
@@ -349,7 +349,7 @@ class ABDTransformer(nn.Module):
 
 
 class _Direction(nn.Module):
-    """One decoder of a captioner, as fastattn.generate sees a model."""
+    """One decoder of a captioner, with the methods that fastattn.generate needs."""
 
     def __init__(self, model: ABDTransformer, decoder: Decoder) -> None:
         super().__init__()
