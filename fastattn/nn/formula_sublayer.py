@@ -37,11 +37,14 @@ def _add_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) -> t
 def _attend(
     plan: Plan, call: AttentionCall, weights: Weights, draw: Draw, x: Tensor, residual: Tensor
 ) -> PendingResidual:
-    (weight, bias, fc, fc_bias), params, (chosen, mask, *_) = weights, call.params, call.choice
+    (weight, bias, fc, fc_bias), params, (chosen, mask, way, *_) = weights, call.params, call.choice
     options = params.softmax_scale, params.dropout_p, draw(chosen, params.dropout_p)
-    q, k, v = attention_rows.heads(cpu_matmul.linear(plan.cast(x), weight, bias), call.memory, call.sizes)
-    out, *_ = chosen.module.attention(q, k, v, mask, *options, return_lse=False)
-    rows = out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])
+    projected = cpu_matmul.linear(plan.cast(x), weight, bias)
+    if way is not None:
+        rows = chosen.module.attend_rows(projected, call.memory, call.sizes, way, *options)
+    else:
+        out, *_ = chosen.module.attention(*attention_rows.heads(projected, call.memory, call.sizes), mask, *options)
+        rows = out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])
     return PendingResidual(cpu_matmul.linear(rows, fc, fc_bias), residual, None, params.norm.dropout_p)
 
 

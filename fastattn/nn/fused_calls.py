@@ -74,7 +74,7 @@ class AttentionCall(NamedTuple):
         params = self.params._replace(
             weights=tuple(given[:count]), fc=fc, fc_bias=None if without_last_bias else fc_bias, norm=norm
         )
-        choice = self.choice._replace(chosen=implementation("attention", "reference"))
+        choice = self.choice._replace(chosen=implementation("attention", "reference"), way=None)
         reference = implementation("add_layer_norm", "reference")
         return AttentionCall(params, self.sizes, memory, choice, reference, tuple(given[count:]))
 

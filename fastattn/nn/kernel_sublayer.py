@@ -214,7 +214,7 @@ def _attend(
     residual: Tensor,
 ) -> PendingResidual:
     call, x = given.call, given.plan.cast(x)
-    (chosen, _, masks, bound), params = call.choice, call.params
+    (chosen, _, _, masks, bound), params = call.choice, call.params
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
     tensors = projected, call.memory, call.sizes
     rows, lse = chosen.module.attention_rows_fwd(*tensors, masks[0], *options, bound)
@@ -241,7 +241,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Gradients]:
     x, weight, fc, rows, lse, projected = kept.pop()
     call = given.call
-    (chosen, _, masks, bound), params = call.choice, call.params
+    (chosen, _, _, masks, bound), params = call.choice, call.params
     dfc, drows = dbranch.t().mm(rows) if params.fc.requires_grad else None, dbranch.mm(fc)
     options, dprojected = (params.softmax_scale, params.dropout_p, rng_state), torch.empty_like(projected)
     tensors = drows, projected, memory, rows, lse, dprojected, dmemory

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import backends
-from fastattn._tracing import is_transformed
+from fastattn._tracing import is_transformed, may_write_in_place
 from fastattn.backends import Backend, Implementation
 from fastattn.masks import AttentionMask
 from fastattn.nn.recompute import is_recomputing, remember_cast
@@ -24,12 +24,13 @@ from fastattn.ops.attention import prepare_masks
 class AttentionChoice(NamedTuple):
     """What the calls of attention with one mask, one size and one layout share.
 
-    masks: as the kernels of the backend read `mask`; () of a backend whose formula reads mask itself.
+    way: how aten computes them; None of other backends.     masks: as kernels read `mask`.
     bound: a dictionary in which the backend keeps the launches that these calls share.
     """
 
     chosen: Implementation
     mask: AttentionMask | None
+    way: Any
     masks: Sequence[Any]
     bound: dict[str, Any]
 
@@ -47,7 +48,7 @@ class Plan:
         self._state = _state(x)
         self.is_open = self._state is not None
         if self._state is not None:
-            self.device, self.stream_dtype, autocast_dtype, self.keeps, self.is_recomputing = self._state
+            self.device, self.stream_dtype, autocast_dtype, self.keeps, self.is_recomputing, _ = self._state
             self.is_under_autocast = autocast_dtype is not None
             keeps_dtype = autocast_dtype is None or self.stream_dtype is torch.float64
             self.dtype = self.stream_dtype if keeps_dtype else autocast_dtype
@@ -101,9 +102,12 @@ class Plan:
             if mask is not None:
                 mask.check(B, H, Lq, Lk, self.device)
             chosen = backends.choose("attention", self.device, (q, k, v, mask, dropout_p), backend)
-            kernels = not chosen.differentiable
-            masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps) if kernels else ()
-            choice = self._choices[key] = AttentionChoice(chosen, mask, masks, {})
+            way, masks = None, ()
+            if not chosen.differentiable:
+                masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
+            elif chosen.name == "aten":
+                way = chosen.module.decide(q, k, v, mask, softmax_scale, dropout_p)
+            choice = self._choices[key] = AttentionChoice(chosen, mask, way, masks, {})
         return choice
 
 
@@ -114,7 +118,8 @@ def _state(x: Tensor | PendingResidual) -> tuple[Any, ...] | None:
         t = x.branch if x.residual is None else x.residual
     if type(t) is not Tensor or torch.compiler.is_compiling() or is_transformed() or _has_any_global_hook():
         return None
-    return t.device, t.dtype, _autocast.autocast_dtype(t.device), torch.is_grad_enabled(), is_recomputing()
+    modes = torch.is_grad_enabled(), is_recomputing(), may_write_in_place()
+    return t.device, t.dtype, _autocast.autocast_dtype(t.device), *modes
 
 
 def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:

@@ -25,7 +25,6 @@ from torch import Tensor
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends import timings, unsupported_reason
 from fastattn.backends.aten import attention as aten
-from fastattn.backends.aten._blocks import BLOCK_BYTES
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
 
@@ -218,14 +217,13 @@ def backend_call(backend: str, device: torch.device, *, weights: bool = True) ->
 
 
 def out_alone(way: str) -> Attend:
-    """aten asked for out alone, computed in one of its ways. The nodes of autograd show that it was."""
+    """aten asked for out alone, computed in one of its ways: as it decides, and as the nodes of autograd show."""
 
     def attend(q, k, v, mask, dropout_p, scale):
         with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, mask, dropout_p): way}}):
+            assert aten.decide(q, k, v, mask, scale, dropout_p).by == way
             out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
-        at_once = q.shape[:3].numel() * k.shape[2] * max(q.itemsize, 4) <= BLOCK_BYTES
-        by_blocks = "AttentionAtOnceBackward" if at_once else "BlockedAttentionBackward"
-        assert (by_blocks if way == aten.BLOCKED else "FusedAttentionBackward") in autograd_nodes(out)
+        assert "BlockAttentionBackward" in autograd_nodes(out)
         return out, torch.zeros(out.shape[:3]), None
 
     return attend

@@ -1,176 +1,297 @@
-"""Attention on a CPU by products of a few heads at a time, whose scores stay in the cache.
+"""Attention on a CPU as a loop over the visible blocks of a mask (_visible.py), whose scores stay in the cache.
 
-For each visible block (_visible.py), a few heads at a time:
+A block is computed by PyTorch's fused operator, or by products:
     S = softmax_scale q k^T + score_mask,   P = softmax(S),   out = (P * factor) v
-PyTorch's fused operator has no dropout on a CPU: with it, all heads' scores are written to memory several times. In
-bfloat16 its products are slower than those of whole matrices. Measured on two cores of an AMD EPYC, torch
-2.13, heads of width 64, 32 to 1024 tokens, forward and backward, against the fastest of PyTorch's ways: with dropout
-1.3 to 2.9 times as fast in float32 and 1.5 to 3.6 times in bfloat16; without it 1 to 2 times in bfloat16, and 0.85 to
-1.3 times in float32, which is left to PyTorch where sequences are long.
+The operator has no dropout on a CPU: with it, PyTorch writes all heads' scores to memory several times. In bfloat16 its
+products are slower than those of whole matrices. Measured on two cores of an AMD EPYC, torch 2.13, heads of width 64,
+32 to 1024 tokens, forward and backward, products against the fastest of PyTorch's ways: with dropout 1.3 to 2.9 times
+as fast in float32 and 1.5 to 3.6 times in bfloat16; without it 1 to 2 times in bfloat16, and 0.85 to 1.3 times in
+float32, which is left to PyTorch where sequences are long.
 
-Saved for the backward: q, k, v, with dropout one byte a weight, and the weights where they are few.
+Saved for the backward: q, k, v, and of the operator out and the logarithms of the softmax's sums. Of products P before
+and after dropout where these are few; else the backward computes P again, and keeps one byte a weight with dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
-from fastattn.backends.aten._at_once import add_score_mask
-from fastattn.backends.aten._visible import Block, Visible, formula
+from fastattn.backends.aten._plain import add_score_mask, repeat_heads
+from fastattn.backends.aten._visible import BLOCK_SCORES, Block, Visible
 from fastattn.backends.constants import dropout_scale
-from fastattn.backends.reference.philox import LaneStream, keep_mask_from_lanes
-from fastattn.masks.attention_mask import cut
+from fastattn.backends.reference.philox import LaneStream, draw_kept, keep_mask_from_lanes
 
-BLOCK_BYTES = 1 << 21  # of the scores that are computed at a time: what the L2 caches of two cores hold
 MAX_SAVED_BYTES = 1 << 23  # more weights a call are not saved for the backward, which makes them again
+# A row of scores in fewer bytes, a vector register's, is computed number by number. On an AMD EPYC, torch 2.13, the
+# softmax of 6,400 scores in rows of 10 takes 112 us forward and 45 backward in float32, by four operators 26 and 11; of
+# 262,144 scores in rows of 20 1270 and 1680 us in bfloat16, by float32 620 and 300. Rows of 33 take 350 and 190.
+SHORT_ROW = 64
+
+_operator = torch._scaled_dot_product_flash_attention_for_cpu
+_operator_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class _Piece:
-    """Some heads of a block, whose scores fit into the cache: all heads of some sentences, or some heads of one, so
-    that two dimensions of its tensors are one."""
+class Call(NamedTuple):
+    """rng_state: (seed,) of dropout, or None. With by_torch there is none."""
 
-    def __init__(self, block: Block, batch: slice, heads: slice) -> None:
-        self.batch, self.heads, self.rows, self.keys = batch, heads, block.rows, block.keys
-        self.score_mask = block.score_mask
-        if self.score_mask is not None:
-            of_block = slice(batch.start - block.batch.start, batch.stop - block.batch.start)
-            self.score_mask = cut(self.score_mask, of_block, heads)
+    visible: Visible
+    by_torch: bool
+    softmax_scale: float
+    dropout_p: float
+    rng_state: Tensor | None
 
-    def queries_of(self, t: Tensor) -> Tensor:
-        """(B, H, Lq, ..) -> (heads of the piece, rows, ..), a view."""
-        return t[self.batch, self.heads, self.rows].flatten(0, 1)
-
-    def keys_of(self, t: Tensor) -> Tensor:
-        """(B, H, Lk, D) -> (heads of the piece, keys, D), a view."""
-        return t[self.batch, self.heads, self.keys].flatten(0, 1)
-
-    def scores_of(self, t: Tensor) -> Tensor:
-        """(B, H, Lq, Lk) -> (heads of the piece, rows, keys), a view."""
-        return t[self.batch, self.heads, self.rows, self.keys].flatten(0, 1)
+    @property
+    def kept_scale(self) -> float:
+        """Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was."""
+        return 1.0 if self.rng_state is None else dropout_scale(self.dropout_p) or 1.0
 
 
-def _pieces(visible: Visible, H: int, itemsize: int) -> Iterator[_Piece]:
-    for block in visible.blocks:
-        head_bytes = (block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start) * itemsize
-        heads = max(BLOCK_BYTES // max(head_bytes, 1), 1)
-        sentences, heads = (heads // H, H) if heads >= H else (1, heads)
-        for batch in range(block.batch.start, block.batch.stop, sentences):
-            for head in range(0, H, heads):
-                place = slice(batch, min(batch + sentences, block.batch.stop)), slice(head, min(head + heads, H))
-                yield _Piece(block, *place)
+class BlockAttention(torch.autograd.Function):
+    """out (B, H, Lq, Dv) of q, k, v (B, H, L, D), given as three tensors, or those of one shape stacked in front.
 
-
-class _Workspace:
-    """Scratch memory that every piece uses again, so that it stays in the cache."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.like, self.tensors = like, {}
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        heads, rows, keys = shape
-        if name not in self.tensors or self.tensors[name].numel() < heads * rows * keys:
-            self.tensors[name] = self.like.new_empty(heads * rows * keys)
-        return self.tensors[name][: heads * rows * keys].view(shape)
-
-
-class BlockedAttention(torch.autograd.Function):
-    """q, k, v: (B, H, L, D), contiguous, equally many heads.
-
-    visible: without is_causal; the score_masks are in q's dtype or bool.     rng_state: (seed,) of dropout, or None.
+    Products need them contiguous, with equally many heads.
+    bias: what score_masks are views of, or None: it must not be edited before the backward.
+    formula: the same of the same tensors, by operators that autograd differentiates.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visible: Visible,
-        softmax_scale: float,
-        dropout_p: float,
-        rng_state: Tensor | None,
-    ) -> Tensor:
-        (B, H, Lq, _), (Lk, Dv) = q.shape, v.shape[2:]
-        dropout_mask = saved = None
-        if rng_state is not None:
-            dropout_mask = _draw(rng_state, (B * H, Lq * Lk), dropout_p).view(B, H, Lq, Lk)
-        if any(ctx.needs_input_grad) and B * H * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES:
-            saved = q.new_empty(B, H, Lq, Lk)
-        out, space = visible.new_queries(q.new_empty(B, H, Lq, Dv)), _Workspace(q)
-        # Not 0, even if dropout drops all: baddbmm with factors of 0 alone leaves the memory as it was.
-        alpha = 1.0 if rng_state is None else dropout_scale(dropout_p) or 1.0
-        for piece in _pieces(visible, H, q.itemsize):
-            weights = _weights(q, k, softmax_scale, piece, space, saved)
-            if dropout_mask is not None:
-                factor = space("factor", *weights.shape).copy_(piece.scores_of(dropout_mask))
-                weights = factor.mul_(weights)
-            piece.queries_of(out).baddbmm_(weights, piece.keys_of(v), beta=0, alpha=alpha)
-        ctx.save_for_backward(q, k, v, dropout_mask, saved)
-        ctx.options = visible, softmax_scale, alpha
+    def forward(ctx: Any, call: Call, formula: Callable[..., Tensor], bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        out, saved = forward(call, *unstacked(tensors), saves=any(ctx.needs_input_grad))
+        ctx.save_for_backward(bias, *tensors, *saved)
+        ctx.call, ctx.formula, ctx.count = call, formula, len(tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, dropout_mask, saved = ctx.saved_tensors
-        visible, softmax_scale, alpha = ctx.options
+        _, *tensors = ctx.saved_tensors
+        tensors, saved = tensors[: ctx.count], tensors[ctx.count :]
         if needs_formula(dout):
-            acc = torch.promote_types(q.dtype, torch.float32)
-            factor = None if dropout_mask is None else dropout_mask.to(acc) * alpha
-            found = differentiable_gradients(
-                lambda *inputs: formula(*inputs, visible, softmax_scale, factor), (q, k, v), (dout,)
-            )
-            return *found, *(None,) * 4
-        dout, space = dout.contiguous(), _Workspace(q)
-        dq, dk, dv = visible.new_queries(q), visible.new_keys(k), visible.new_keys(v)
-
-        def add(total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-            if total.dtype is q.dtype:
-                total.baddbmm_(left, right, beta=int(visible.shares_keys), alpha=factor)
-            else:
-                total.add_(torch.bmm(left, right), alpha=factor)
-
-        for piece in _pieces(visible, q.shape[1], q.itemsize):
-            if saved is not None:
-                weights = piece.scores_of(saved)
-            else:
-                weights = _weights(q, k, softmax_scale, piece, space, None)
-            dweights = space("dweights", *weights.shape)
-            dweights.baddbmm_(piece.queries_of(dout), piece.keys_of(v).mT, beta=0, alpha=alpha)
-            dropped = weights
-            if dropout_mask is not None:
-                factor = space("factor", *weights.shape).copy_(piece.scores_of(dropout_mask))
-                dweights.mul_(factor)
-                dropped = factor.mul_(weights)
-            add(piece.keys_of(dv), dropped.mT, piece.queries_of(dout), alpha)
-            dscores = torch._softmax_backward_data(
-                dweights, weights, -1, weights.dtype, grad_input=space("scores", *weights.shape)
-            )
-            piece.queries_of(dq).baddbmm_(dscores, piece.keys_of(k), beta=0, alpha=softmax_scale)
-            add(piece.keys_of(dk), dscores.mT, piece.queries_of(q), softmax_scale)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), *(None,) * 4
+            return None, None, None, *differentiable_gradients(ctx.formula, tensors, (dout,))
+        return None, None, None, *backward(ctx.call, dout, tensors, saved)
 
 
-def _draw(rng_state: Tensor, shape: tuple[int, int], dropout_p: float) -> Tensor:
-    """Which weights are kept, bool. The number of a weight is its place, however the call is cut."""
-    keep, lanes = torch.empty(shape, dtype=torch.bool), LaneStream(rng_state)
-    rows = max(BLOCK_BYTES // (2 * max(shape[1], 1)), 1)  # as many as have their lanes in the cache
-    for part in keep.split(rows):
-        keep_mask_from_lanes(lanes.take(part.numel()).view(part.shape), dropout_p, torch.bool, out=part)
-    return keep
+def unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """q, k and v."""
+    return [part for t in tensors for part in (t.unbind() if t.dim() == 5 else (t,))]
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """out, and what `backward` reads. saves: whether there will be one."""
+    visible, (B, H, Lq, _), (Lk, Dv) = call.visible, q.shape, v.shape[2:]
+    blocks, kept = visible.blocks, None
+    if call.by_torch:
+        if len(blocks) == 1 and visible.has_all_queries:  # no copy
+            keys, values = repeat_heads(*visible.keys_of(k), *visible.keys_of(v), H)
+            out, lse = _operator(q, keys, values, **_options(call, blocks[0]))
+            return out, (out, lse)
+        k, v = repeat_heads(k, v, H)
+        out = visible.new_queries(q.new_empty(B, Lq, H, Dv)).transpose(1, 2)  # in the memory that a projection reads
+        compute, saved = _by_operator, [out]
+    else:
+        out = visible.new_queries(q.new_empty(B, H, Lq, Dv))
+        kept = None if call.rng_state is None else _draw(call, (B, H, Lq, Lk))
+        saves = saves and B * H * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
+        compute, saved = _by_products, [] if saves else [kept]
+    workspace = _Workspace(q)
+    parts = visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
+    for block, block_kept, *given in zip(blocks, visible.scores_of(kept), *parts, strict=True):
+        found = compute(call, block, None if saves else workspace, block_kept, *given)
+        saved += found if saves else ()
+    return out, saved
+
+
+def backward(call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The gradients of the tensors, which are as BlockAttention gets them."""
+    visible, (q, k, v) = call.visible, unstacked(tensors)
+    blocks, H, Hk = visible.blocks, q.shape[1], k.shape[1]
+    if call.by_torch:
+        compute, of_blocks = _gradients_by_operator, zip(visible.queries_of(saved[0]), saved[1:], strict=True)
+        if H != Hk:
+            tensors = q, k, v = q, *repeat_heads(k, v, H)
+    else:
+        compute, dout = _gradients_by_products, dout.contiguous()
+        has_weights = len(saved) == 2 * len(blocks)
+        of_blocks = zip(saved[::2], saved[1::2], strict=True) if has_weights else zip(visible.scores_of(saved[0]))
+    if call.by_torch and visible.is_whole and len(tensors) == 3:  # no copy
+        grads = _operator_backward(dout, q, k, v, *saved, **_options(call, blocks[0]))
+    else:
+        grads, workspace = _new_gradients(visible, tensors), _Workspace(q)
+        dq, dk, dv = unstacked(grads)
+        parts = *map(visible.queries_of, (dout, q, dq)), *map(visible.keys_of, (k, v, dk, dv))
+        for block, of_block, *given in zip(blocks, of_blocks, *parts, strict=True):
+            compute(call, block, workspace, of_block, *given)
+    if call.by_torch and H != Hk:
+        grads = grads[0], *(t.unflatten(1, (Hk, -1)).sum(2) for t in grads[1:])
+    return [t.to(q.dtype) for t in grads]
+
+
+def _new_gradients(visible: Visible, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for the gradients: 0 for what is in no block and for what is added to, which is in float32 at least."""
+    grads = []
+    for number, t in enumerate(tensors):
+        of_queries, of_keys = number == 0, number > 0 or len(tensors) == 1
+        adds = of_keys and visible.shares_keys
+        is_written = (visible.has_all_queries or not of_queries) and (visible.has_all_keys or not of_keys)
+        dtype = _wide(t.dtype) if adds else t.dtype
+        grads.append((torch.empty_like if is_written and not adds else torch.zeros_like)(t, dtype=dtype))
+    return grads
+
+
+class _Workspace:
+    """Scratch memory that every block uses again, so that it stays in the cache."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like, self.tensors = like, {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        t, count = self.tensors.get(name), math.prod(shape)
+        if t is None or t.numel() < count:
+            t = self.tensors[name] = self.like.new_empty(shape)
+        return t if t.shape == shape else t.view(-1)[:count].view(shape)
+
+
+# A block by PyTorch's operator. It adds its mask to the scores in float32 at least, so a bias is part of the mask.
+
+
+def _by_operator(
+    call: Call, block: Block, workspace: Any, kept: None, out: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor]:
+    found, lse = _operator(q, k, v, **_options(call, block))
+    out.copy_(found)
+    return (lse,)
+
+
+def _gradients_by_operator(
+    call: Call,
+    block: Block,
+    workspace: Any,
+    saved: tuple[Tensor, Tensor],
+    dout: Tensor,
+    q: Tensor,
+    dq: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    found = _operator_backward(dout, q, k, v, *saved, **_options(call, block))
+    dq.copy_(found[0])
+    for total, grad in ((dk, found[1]), (dv, found[2])):
+        total.add_(grad) if call.visible.shares_keys else total.copy_(grad)
+
+
+def _options(call: Call, block: Block) -> dict[str, Any]:
+    return {"dropout_p": 0.0, "is_causal": block.is_causal, "attn_mask": block.score_mask, "scale": call.softmax_scale}
+
+
+# A block by products.
+
+
+def _by_products(
+    call: Call,
+    block: Block,
+    workspace: _Workspace | None,
+    kept: Tensor | None,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, out = [_by_head(t) for t in (q, k, v, out)]
+    weights, dropped = _weights(call, block, workspace, kept, q, k)
+    out.baddbmm_(dropped, v, beta=0, alpha=call.kept_scale)
+    return weights, dropped
+
+
+def _gradients_by_products(
+    call: Call,
+    block: Block,
+    workspace: _Workspace,
+    saved: tuple[Tensor | None, ...],
+    dout: Tensor,
+    q: Tensor,
+    dq: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    dout, q, dq, k, v, dk, dv = [_by_head(t) for t in (dout, q, dq, k, v, dk, dv)]
+    weights, dropped = saved if len(saved) == 2 else _weights(call, block, workspace, *saved, q, k)
+    dweights = workspace("dweights", weights.shape).baddbmm_(dout, v.mT, beta=0, alpha=call.kept_scale)
+    _add_product(dv, dropped.mT, dout, call.kept_scale, call.visible.shares_keys)
+    dscores = _softmax_gradient(dweights, weights, dropped, workspace)
+    _add_product(dq, dscores, k, call.softmax_scale, False)
+    _add_product(dk, dscores.mT, q, call.softmax_scale, call.visible.shares_keys)
+
+
+def _by_head(t: Tensor) -> Tensor:
+    """(sentences, heads, L, D) -> (sentences * heads, L, D), a view."""
+    return t.view(-1, *t.shape[2:])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float, adds: bool) -> None:
+    if total.dtype is left.dtype:
+        total.baddbmm_(left, right, beta=int(adds), alpha=factor)
+    else:
+        total.add_(torch.bmm(left, right), alpha=factor)
 
 
 def _weights(
-    q: Tensor, k: Tensor, softmax_scale: float, piece: _Piece, space: _Workspace, saved: Tensor | None
-) -> Tensor:
-    """P of a piece before dropout, (its heads, rows, keys): in the memory of saved, if given, or in a space."""
-    queries, keys = piece.queries_of(q), piece.keys_of(k)
-    shape = len(queries), queries.shape[1], keys.shape[1]
-    scores = space("scores", *shape).baddbmm_(queries, keys.mT, beta=0, alpha=softmax_scale)
-    if piece.score_mask is not None:
-        add_score_mask(scores.view(piece.batch.stop - piece.batch.start, -1, *shape[1:]), piece.score_mask)
-    return torch.softmax(scores, -1, out=space("weights", *shape) if saved is None else piece.scores_of(saved))
+    call: Call, block: Block, workspace: _Workspace | None, kept: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """P before and after dropout, (heads, rows, keys), without the factor of what is kept. In new memory where there
+    is no workspace."""
+    shape = *q.shape[:2], k.shape[1]
+    scores = q.new_empty(shape) if workspace is None else workspace("scores", shape)
+    scores.baddbmm_(q, k.mT, beta=0, alpha=call.softmax_scale)
+    if block.score_mask is not None:
+        add_score_mask(scores.view(block.batch.stop - block.batch.start, -1, *shape[1:]), block.score_mask)
+    weights = _softmax(scores, None if workspace is None else workspace("weights", shape))
+    if kept is None:
+        return weights, weights
+    dropped = torch.empty_like(weights) if workspace is None else workspace("dropped", shape)
+    return weights, dropped.copy_(_by_head(kept)).mul_(weights)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _softmax(scores: Tensor, out: Tensor | None = None) -> Tensor:
+    """Of the last dimension. scores may be changed."""
+    if scores.shape[-1] * scores.itemsize >= SHORT_ROW:
+        return torch.softmax(scores, -1, out=out)
+    if scores.dtype is not (acc := _wide(scores.dtype)):
+        return _softmax(scores.to(acc)).to(scores.dtype)
+    exps = torch.exp(scores.sub_(scores.amax(-1, keepdim=True)))
+    return exps.div_(exps.sum(-1, keepdim=True))
+
+
+def _softmax_gradient(dweights: Tensor, weights: Tensor, dropped: Tensor, workspace: _Workspace) -> Tensor:
+    """dS = P * (dP - rowsum(P * dP)), where dP = keep * dweights. dweights may be changed."""
+    is_short, dtype = weights.shape[-1] * weights.itemsize < SHORT_ROW, weights.dtype
+    if dropped is weights and not is_short:
+        space = workspace("scores", weights.shape)
+        return torch._softmax_backward_data(dweights, weights, -1, dtype, grad_input=space)
+    if is_short:
+        dweights, weights, dropped = (t.to(_wide(dtype)) for t in (dweights, weights, dropped))
+    product = dweights.mul_(dropped)
+    return product.addcmul_(weights, product.sum(-1, keepdim=True), value=-1).to(dtype)
+
+
+def _draw(call: Call, shape: tuple[int, ...]) -> Tensor:
+    """1 or True where a weight is kept. The number of a weight is its place, however the call is cut."""
+    heads, scores = shape[0] * shape[1], shape[2] * shape[3]
+    if heads * scores <= BLOCK_SCORES:
+        return draw_kept(call.rng_state, shape, call.dropout_p)
+    keep, lanes = torch.empty(heads, scores, dtype=torch.bool), LaneStream(call.rng_state)
+    for part in keep.split(max(2 * BLOCK_SCORES // scores, 1)):  # as many as have their lanes in the cache
+        keep_mask_from_lanes(lanes.take(part.numel()).view(part.shape), call.dropout_p, torch.bool, out=part)
+    return keep.view(shape)

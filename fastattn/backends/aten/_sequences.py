@@ -33,59 +33,58 @@ class PackedAxis(NamedTuple):
         return self.tables[key]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(1, H, T, D) -> (n, H, longest, D), contiguous. Past the end is the last position again."""
+        """(1, H, T, D) -> (n, H, longest, D), contiguous, or several stacked, (A, 1, H, T, D) -> (A, n, H, longest, D).
+        Past the end is the last position again."""
         return _Unpacked.apply(x, self)
 
     def pack(self, x: Tensor) -> Tensor:
-        """(n, H, longest, D) -> (1, H, T, D)."""
+        """The way back, into the order in memory that a projection reads: (T, A, H, D)."""
         return _Packed.apply(x, self)
 
-    # The same without gradients, for several tensors in one, into new memory or into out.
+    # The same without gradients.
 
-    def unpack_rows(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """(A, H, T, D) -> (A, n, H, longest, D), contiguous."""
-        A, H, _, D = x.shape
-        rows, (tensor, head, position) = _rows(x)
+    def unpack_rows(self, x: Tensor) -> Tensor:
+        *stack, _, H, _, D = x.shape
+        rows, (*steps, _, head, position) = _rows(x)
 
-        def place_rows() -> Tensor:  # (A, n, H, longest)
-            first = torch.arange(A)[:, None] * tensor + torch.arange(H) * head
-            return self.gather_index[:, None] * position + first[:, None, :, None]
+        def place_rows() -> Tensor:  # (.., n, H, longest)
+            row = self.gather_index[:, None] * position + torch.arange(H)[:, None] * head
+            return row + torch.arange(*stack).view(-1, 1, 1, 1) * steps[0] if stack else row
 
-        row = self.table(("unpack", A, H, tensor, head, position), place_rows)
-        return _selected(rows, row, out)
+        row = self.table(("unpack", *stack, H, *steps, head, position), place_rows)
+        return torch.embedding(rows, row)
 
-    def pack_rows(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """(A, n, H, longest, D) -> (T, A, H, D), contiguous: the order in memory of what a projection reads."""
-        A, _, H, _, D = x.shape
-        rows, (tensor, sequence, head, position) = _rows(x)
+    def pack_rows(self, x: Tensor) -> Tensor:
+        *stack, _, H, _, D = x.shape
+        rows, (*steps, sequence, head, position) = _rows(x)
 
-        def position_rows() -> Tensor:  # (T, A, H)
-            first = torch.arange(A)[:, None] * tensor + torch.arange(H) * head
-            return (self.sequence * sequence + self.offset * position)[:, None, None] + first
+        def position_rows() -> Tensor:  # (T, .., H)
+            row = (self.sequence * sequence + self.offset * position)[:, None] + torch.arange(H) * head
+            return row[:, None] + torch.arange(*stack)[:, None] * steps[0] if stack else row
 
-        row = self.table(("pack", A, H, tensor, sequence, head, position), position_rows)
-        return _selected(rows, row, out)
+        row = self.table(("pack", *stack, H, *steps, sequence, head, position), position_rows)
+        return torch.embedding(rows, row).movedim(0, -2).unsqueeze(-4)
 
     def clear_beyond_end(self, x: Tensor) -> Tensor:
-        """x (n, H, longest, D), contiguous, with 0 past the ends; in place unless gradients are recorded."""
+        """x (.., n, H, longest, D), contiguous, with 0 past the ends; in place unless gradients are recorded."""
         if self.beyond_end is None:
             return x
-        _, H, longest, D = x.shape
+        n, H, longest, D = x.shape[-4:]
 
         def rows_beyond_end() -> Tensor:
             sequence, offset = self.beyond_end.nonzero(as_tuple=True)
             return ((sequence * H + torch.arange(H)[:, None]) * longest + offset).flatten()
 
         row = self.table(("beyond_end", H), rows_beyond_end)
-        rows = x.view(-1, D)  # filled in an eighth of the time of masked_fill
-        return (rows.index_fill if torch.is_grad_enabled() else rows.index_fill_)(0, row, 0).view(x.shape)
+        rows = x.view(-1, n * H * longest, D)  # about 8x faster than masked_fill
+        return (rows.index_fill if torch.is_grad_enabled() else rows.index_fill_)(1, row, 0).view(x.shape)
 
 
 class _Unpacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: PackedAxis) -> Tensor:
         ctx.axis = axis
-        return axis.unpack_rows(x)[0]
+        return axis.unpack_rows(x)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
@@ -96,19 +95,11 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: PackedAxis) -> Tensor:
         ctx.axis = axis
-        return axis.pack_rows(x[None]).permute(1, 2, 0, 3)
+        return axis.pack_rows(x)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         return ctx.axis.clear_beyond_end(ctx.axis.unpack(dout)), None
-
-
-def _selected(rows: Tensor, row: Tensor, out: Tensor | None) -> Tensor:
-    """The rows (.., D) of these numbers (..), contiguous."""
-    D = rows.shape[1]
-    if out is not None:
-        out = out.view(-1, D)
-    return torch.index_select(rows, 0, row.flatten(), out=out).view(*row.shape, D)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, list[int]]:

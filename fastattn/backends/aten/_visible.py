@@ -2,12 +2,13 @@
 
 A call on a CPU computes these blocks alone, so that it costs what is visible. The blocks of a mask are found once, for
 all layers. Packed sequences are a block each; else queries are cut into equal parts, and sentences are separated, where
-that leaves fewer scores than the additional calls cost.
+that leaves fewer scores than the additional calls cost. Products get blocks of a few heads, whose scores fit into the
+cache. Where all scores fit, they are one block.
 
 The constants below were chosen on two cores of an AMD EPYC, torch 2.13, 8 heads of width 64, 2048 tokens, by what
 benchmarks/bench_attention_masks.py measures. With CALL half as large 16 sentences of 128 tokens with padding are
 separated, which takes 0.84 to 0.97 of the speed of one call. Without SUM a causal mask of 128 tokens is cut for
-_blocks.py, 0.73 to 0.88 in float32, and one of 2048 tokens into parts of 64 queries, 0.82 in bfloat16 where parts of
+products, 0.73 to 0.88 in float32, and one of 2048 tokens into parts of 64 queries, 0.82 in bfloat16 where parts of
 256 are 1.15 (all: PyTorch's time divided by ours, training).
 """
 
@@ -20,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends.aten._at_once import plain_weights, repeat_heads
 from fastattn.masks import AttentionMask
 from fastattn.masks.attention_mask import cut
 
@@ -28,7 +28,7 @@ CALL = 1 << 15  # as many scores are computed while PyTorch's fused operator is 
 SUM = 32  # in as much time as the scores of so many queries take, gradients of keys are added to those of other blocks
 ROWS = (64, 128, 256, 512)  # queries of a part
 GAIN = 0.9  # a cut that leaves more than this of the cost is not made
-MIN_SCORES = 1 << 15  # of a head, if cuts are to be looked for
+BLOCK_SCORES = 1 << 19  # of a block that products compute: in float32, what the L2 caches of two cores hold
 
 _CPU = torch.device("cpu")
 _ALL = slice(None)
@@ -36,7 +36,7 @@ Place = tuple[slice, slice, slice]  # of the batch, of queries, of keys
 
 
 class Block(NamedTuple):
-    """All heads of the sentences `batch`: queries `rows` against `keys`. All three have a start and a stop.
+    """The sentences `batch` and their `heads`: queries `rows` against `keys`. All four have a start and a stop.
 
     score_mask: None, or what is added to the scores, or bool with True = masked. Its four dimensions broadcast to the
         scores of the block.
@@ -44,57 +44,64 @@ class Block(NamedTuple):
     """
 
     batch: slice
+    heads: slice
     rows: slice
     keys: slice
     score_mask: Tensor | None
     is_causal: bool
 
+    @property
+    def scores(self) -> int:
+        sentences, heads, rows, keys = (part.stop - part.start for part in self[:4])
+        return sentences * heads * rows * keys
+
 
 class Visible(NamedTuple):
-    """The blocks of a call. No query is in two of them.
+    """The blocks of a call. No score is in two of them.
 
     has_keys (b, h, Lq, 1): bool, the queries with a visible key. None: all, or it is a bias that masks the others. The
         masks of the blocks leave the keys of a query that has none, since its softmax would be NaN.
     unseen (n,): rows of the keys, (B * Hk * Lk, D), that are in a block, that no query attends to, and that may hold
         NaN. None: there are none.
-    is_whole: there is one block, of all scores.
     has_all_queries: every query is in a block. Otherwise the others have no visible key.
-    has_all_keys: every key is in a block.     shares_keys: one is in two.
+    has_all_keys: every key is in a block.     shares_keys: one is in the blocks of different queries.
     splits: the lengths of the blocks, if all queries and all keys are split into them one after the other.
     """
 
     blocks: list[Block]
-    has_keys: Tensor | None
-    unseen: Tensor | None
-    is_whole: bool
-    has_all_queries: bool
-    has_all_keys: bool
-    shares_keys: bool
-    splits: tuple[list[int], list[int]] | None = None
+    splits: tuple[list[int], list[int]] | None
+    has_keys: Tensor | None = None
+    unseen: Tensor | None = None
+    has_all_queries: bool = True
+    has_all_keys: bool = True
+    shares_keys: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """There is one block, of all scores."""
+        return self.splits is not None and len(self.blocks) == 1
 
     def queries_of(self, t: Tensor) -> Sequence[Tensor]:
-        """(B, H, Lq, D) -> (sentences, H, rows, D) of each block, views."""
-        if self.splits is not None:  # in a fifth of the time
-            return t.split(self.splits[0], 2)
-        return [t[block.batch, :, block.rows] for block in self.blocks]
+        """(B, H, Lq, D) -> (sentences, heads, rows, D) of each block, views."""
+        if self.splits is not None:  # about 5x faster
+            return t.split(self.splits[0], 2) if len(self.blocks) > 1 else (t,)
+        return [t[block[:3]] for block in self.blocks]
 
     def keys_of(self, t: Tensor) -> Sequence[Tensor]:
-        """(B, H, Lk, D) -> (sentences, H, keys, D) of each block, views."""
-        if self.is_whole:
-            return (t,)
+        """(B, H, Lk, D) -> (sentences, heads, keys, D) of each block, views."""
         if self.splits is not None:
-            return t.split(self.splits[1], 2)
-        return [t[block.batch, :, block.keys] for block in self.blocks]
+            return t.split(self.splits[1], 2) if len(self.blocks) > 1 else (t,)
+        return [t[block.batch, block.heads, block.keys] for block in self.blocks]
 
     def new_queries(self, t: Tensor) -> Tensor:
-        """Memory like that of t, for the queries of all blocks to be written to; 0 for the others."""
-        return torch.empty_like(t) if self.has_all_queries else torch.zeros_like(t)
+        """t, for the queries of all blocks to be written to: 0 for the others."""
+        return t if self.has_all_queries else t.zero_()
 
-    def new_keys(self, t: Tensor) -> Tensor:
-        """The same for keys. Where they are added to, it is 0, and float32 at least."""
-        if self.shares_keys:
-            return torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
-        return torch.empty_like(t) if self.has_all_keys else torch.zeros_like(t)
+    def scores_of(self, t: Tensor | None) -> Sequence[Tensor | None]:
+        """(B, H, Lq, Lk) -> (sentences, heads, rows, keys) of each block, views. None: for each None."""
+        if t is None:
+            return [None] * len(self.blocks)
+        return (t,) if self.is_whole else [t[block[:4]] for block in self.blocks]
 
 
 def visible_blocks(
@@ -102,84 +109,76 @@ def visible_blocks(
     q: Tensor,
     k: Tensor,
     mask_dtype: torch.dtype,
-    *,
-    most_scores: int | None = None,
-    cuts: bool = True,
-    by_torch: bool = False,
+    by_torch: bool,
 ) -> Visible:
     """The blocks of queries (B, H, Lq, ..) and keys (B, Hk, Lk, ..), whose values are not read.
 
-    mask_dtype: of the score_masks, bool or a float type. most_scores: of a head in one block, unless one query has
-    more. cuts: False: one block. by_torch: PyTorch's operator computes them, which knows is_causal.
+    mask_dtype: of the score_masks, bool or a float type. by_torch: PyTorch's operator computes them, which knows
+        is_causal, and reads all heads in turn.
     """
-    (B, H, Lq, _), (Hk, Lk) = q.shape, k.shape[1:3]
-    rows = _even_part(Lq, Lq * Lk, most_scores or Lq * Lk)
+    sizes = B, H, Hk, Lq, Lk = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
     whole = (slice(0, B), slice(0, Lq), slice(0, Lk))
-    if mask is None:
-        blocks = [Block(slice(0, B), part, slice(0, Lk), None, False) for part in _parts(Lq, rows)]
-        return Visible(blocks, None, None, len(blocks) == 1, True, True, len(blocks) > 1)
-    if mask.band_only and not mask.has_band and rows == Lq:
-        return Visible([Block(*whole, _bias(mask.bias, mask_dtype, Lk), False)], None, None, True, True, True, False)
+    is_free = mask is None or (mask.band_only and not mask.has_band)
+    fits = not by_torch and B * H * Lq * Lk <= BLOCK_SCORES
+    if is_free and (by_torch or fits):
+        bias = None if mask is None else _bias(mask.bias, mask_dtype, Lk)
+        return Visible([_block(whole, H, bias, False)], ([Lq], [Lk]))
 
     def build() -> Visible:
-        places = _places(mask, B, H, Lq, Lk, most_scores, by_torch) if cuts else [whole]
-        if places == [whole] and by_torch and mask.band_only and mask.bias is None and Lq >= Lk:
+        places = [whole] if fits else _places(mask, sizes, by_torch)
+        if by_torch and places == [whole] and mask.band_only and mask.bias is None and Lq >= Lk:
             if mask.is_causal(Lq, Lk):  # PyTorch needs no mask, and there is no other key
-                return Visible([Block(*whole, None, True)], None, None, True, True, True, False)
-        return _build(mask, places, (B, H, Hk, Lq, Lk), mask_dtype, by_torch)
+                return Visible([_block(whole, H, None, True)], ([Lq], [Lk]))
+        visible = _build(mask, places, sizes, mask_dtype, by_torch)
+        return visible if by_torch or fits else _with_few_heads(visible, H)
 
-    key = ("visible blocks", B, H, Hk, Lq, Lk, mask_dtype, most_scores, cuts, by_torch)
-    return mask.cached(key, _CPU, build, with_bias=True)
-
-
-def formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Visible,
-    softmax_scale: float,
-    factor: Tensor | None = None,
-) -> Tensor:
-    """out by operators that autograd differentiates. factor: of the weights, (B, H, Lq, Lk), by dropout."""
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    k, v = repeat_heads(k, v, q.shape[1])
-    parts = (visible.queries_of(q), visible.keys_of(k), visible.keys_of(v))
-    for block, queries, keys, values in zip(visible.blocks, *parts, strict=True):
-        score_mask = block.score_mask
-        if block.is_causal:
-            later = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool).triu_(1)
-            score_mask = later if score_mask is None else score_mask.masked_fill(later, -torch.inf)
-        weights = plain_weights(queries, keys, score_mask, softmax_scale)
-        if factor is not None:
-            weights = weights * factor[block.batch, :, block.rows, block.keys]
-        out[block.batch, :, block.rows] = torch.matmul(weights.to(q.dtype), values)
-    return out
+    if mask is None:
+        return build()
+    return mask.cached(("visible blocks", *sizes, mask_dtype, by_torch), _CPU, build, with_bias=True)
 
 
-def _even_part(rows: int, size: int, most: int) -> int:
-    """How many rows the equal parts have that hold at most `most` of `size`."""
-    return max(-(-rows // max(-(-size // max(most, 1)), 1)), 1)
+def _block(place: Place, H: int, score_mask: Tensor | None, is_causal: bool) -> Block:
+    batch, rows, keys = place
+    return Block(batch, slice(0, H), rows, keys, score_mask, is_causal)
+
+
+def _with_few_heads(visible: Visible, H: int) -> Visible:
+    """Its blocks cut into all heads of some sentences, or some heads of one, so that two dimensions of their tensors
+    are one."""
+    blocks = []
+    for batch, _, rows, keys, score_mask, _ in visible.blocks:
+        heads = max(BLOCK_SCORES // ((rows.stop - rows.start) * (keys.stop - keys.start)), 1)
+        sentences, heads = (heads // H, H) if heads >= H else (1, heads)
+        for some, few in itertools.product(_parts(batch.stop - batch.start, sentences), _parts(H, heads)):
+            of_call = slice(batch.start + some.start, batch.start + some.stop)
+            own = None if score_mask is None else cut(score_mask, some, few)
+            blocks.append(Block(of_call, few, rows, keys, own, False))
+    return visible if len(blocks) == len(visible.blocks) else visible._replace(blocks=blocks, splits=None)
+
+
+def _even_part(rows: int, keys: int) -> int:
+    """How many rows the equal parts have whose scores for one head are at most BLOCK_SCORES."""
+    return -(-rows // max(-(-rows * keys // BLOCK_SCORES), 1))
 
 
 def _parts(length: int, part: int) -> Iterator[slice]:
-    return (slice(start, min(start + part, length)) for start in range(0, length, part))
+    return (slice(start, min(start + part, length)) for start in range(0, length, max(part, 1)))
 
 
-def _places(
-    mask: AttentionMask, B: int, H: int, Lq: int, Lk: int, most_scores: int | None, by_torch: bool
-) -> list[Place]:
+def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool) -> list[Place]:
     """The cut that costs least, in scores."""
-    if mask.cu_seqlens_q is not None:
+    B, H, _, Lq, Lk = sizes
+    most_rows = Lq if by_torch else _even_part(Lq, Lk)
+    if mask is not None and mask.cu_seqlens_q is not None:
         edges = zip(*(itertools.pairwise(t.tolist()) for t in (mask.cu_seqlens_q, mask.cu_seqlens_k)), strict=True)
         return [
             (slice(0, B), slice(q0 + part.start, q0 + part.stop), slice(k0, k1))
             for (q0, q1), (k0, k1) in edges
             if k1 > k0
-            for part in _parts(q1 - q0, _even_part(q1 - q0, (q1 - q0) * (k1 - k0), most_scores or Lq * Lk))
+            for part in _parts(q1 - q0, q1 - q0 if by_torch else _even_part(q1 - q0, k1 - k0))
         ]
-    most_rows = _even_part(Lq, Lq * Lk, most_scores or Lq * Lk)
     uncut = [(slice(0, B), part, slice(0, Lk)) for part in _parts(Lq, most_rows)]
-    ranges = _key_ranges(mask, Lq, Lk) if Lq * Lk >= MIN_SCORES else None
+    ranges = None if mask is None or Lq * Lk < CALL else _key_ranges(mask, Lq, Lk)
     if ranges is None:
         return uncut
     begin, end = ranges  # (b, Lq)
@@ -236,12 +235,12 @@ def _key_ranges(mask: AttentionMask, Lq: int, Lk: int) -> tuple[Tensor, Tensor] 
 def _hull(keep: Tensor) -> tuple[Tensor, Tensor]:
     """keep (.., Lk) bool -> the first True of each row, and the place after the last. A row without one: (Lk, 0)."""
     Lk = keep.shape[-1]
-    numbers = torch.arange(1, Lk + 1, dtype=torch.int16 if Lk < 2**15 else torch.int32)  # int64 takes ten times as long
+    numbers = torch.arange(1, Lk + 1, dtype=torch.int16 if Lk < 2**15 else torch.int32)  # int64 is about 10x slower
     return Lk - (keep * numbers.flip(0)).amax(-1).long(), (keep * numbers).amax(-1).long()
 
 
 def _any(keep: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """keep.any(dim), in a thirtieth of the time."""
+    """keep.any(dim), about 30x faster."""
     return keep.view(torch.uint8).amax(dim, keepdim).view(torch.bool)
 
 
@@ -259,9 +258,12 @@ class _Kept(NamedTuple):
 
 
 def _build(
-    mask: AttentionMask, places: list[Place], sizes: tuple[int, ...], mask_dtype: torch.dtype, by_torch: bool
+    mask: AttentionMask | None, places: list[Place], sizes: tuple[int, ...], mask_dtype: torch.dtype, by_torch: bool
 ) -> Visible:
-    B, _, _, Lq, Lk = sizes
+    B, H, _, Lq, Lk = sizes
+    splits = _splits(places, B, Lq, Lk)
+    if mask is None:
+        return Visible([_block(place, H, None, False) for place in places], splits, shares_keys=len(places) > 1)
     tensors = (mask.attn_mask, mask.key_padding, mask.query_padding, mask.bias)
     # Blocks of one shape, at the same distance from the diagonal, keep the same, if nothing but a band distinguishes.
     repeat = all(t is None for t in tensors) and (not mask.has_band or mask.cu_seqlens_q is mask.cu_seqlens_k)
@@ -273,12 +275,10 @@ def _build(
         if not repeat or same not in found:
             found[same] = _keep(mask, Lq, Lk, batch, rows, keys, mask_dtype, by_torch)
         kept.append(found[same])
-    blocks = [Block(*place, of.score_mask, of.is_causal) for place, of in zip(places, kept, strict=True)]
-    is_whole = len(places) == 1 and places[0] == (slice(0, B), slice(0, Lq), slice(0, Lk))
-    splits = _splits(places, B, Lq, Lk)
+    blocks = [_block(place, H, of.score_mask, of.is_causal) for place, of in zip(places, kept, strict=True)]
     if splits is not None and all(of.queries is None and of.keys is None for of in kept):
-        return Visible(blocks, None, None, is_whole, True, True, False, splits)
-    return _with_gaps(mask, blocks, kept, sizes)._replace(is_whole=is_whole, splits=splits)
+        return Visible(blocks, splits)
+    return _with_gaps(mask, Visible(blocks, splits), kept, sizes)
 
 
 def _keep(
@@ -310,8 +310,8 @@ def _keep(
     return _Kept(score_mask, is_causal, None if all_queries else queries, None if all_keys else seen)
 
 
-def _with_gaps(mask: AttentionMask, blocks: list[Block], kept: list[_Kept], sizes: tuple[int, ...]) -> Visible:
-    """Where some queries or keys are in no block, or keys in several, or hidden within one."""
+def _with_gaps(mask: AttentionMask, visible: Visible, kept: list[_Kept], sizes: tuple[int, ...]) -> Visible:
+    """visible where some queries or keys are in no block, or keys in several, or hidden within one."""
     B, H, Hk, Lq, Lk = sizes
     with_batch = [t for t in (mask.key_padding, mask.query_padding, mask.attn_mask) if t is not None]
     b = max((t.shape[0] for t in with_batch), default=1)
@@ -319,7 +319,7 @@ def _with_gaps(mask: AttentionMask, blocks: list[Block], kept: list[_Kept], size
     has_keys = torch.zeros(b, h, Lq, 1, dtype=torch.bool)
     seen, read = torch.zeros(b, h, Lk, 1, dtype=torch.bool), torch.zeros(b, 1, Lk, 1, dtype=torch.bool)
     count, true = [0, 0], torch.ones((), dtype=torch.bool)
-    for (batch, rows, keys, *_), of in zip(blocks, kept, strict=True):
+    for (batch, _, rows, keys, *_), of in zip(visible.blocks, kept, strict=True):
         cut(has_keys, batch, _ALL, rows).copy_(true if of.queries is None else of.queries)
         cut(seen, batch, _ALL, keys).logical_or_(true if of.keys is None else of.keys)
         cut(read, batch, _ALL, keys).fill_(True)
@@ -332,7 +332,8 @@ def _with_gaps(mask: AttentionMask, blocks: list[Block], kept: list[_Kept], size
         unseen = unseen if len(unseen) > 0 else None
     different = int(torch.count_nonzero(read)) * (B // b)
     has_keys = None if _all(has_keys) else has_keys
-    return Visible(blocks, has_keys, unseen, False, count[0] == B * Lq, different == B * Lk, count[1] > different)
+    has_all = count[0] == B * Lq, different == B * Lk
+    return Visible(visible.blocks, visible.splits, has_keys, unseen, *has_all, shares_keys=count[1] > different)
 
 
 def _splits(places: list[Place], B: int, Lq: int, Lk: int) -> tuple[list[int], list[int]] | None:

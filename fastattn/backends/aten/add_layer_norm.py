@@ -67,64 +67,6 @@ def dropout_add(x: Tensor, residual: Tensor | None, dropout_p: float, rng_state:
     return x * keep * scale if residual is None else torch.add(residual, x * keep, alpha=scale)
 
 
-def add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    x_bias: None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """out and z of a LayerNorm of matrices on a CPU, as add_layer_norm, and for the backward mean, rstd and the factors
-    of dropout, like x; in 16 bits, where those would be rounded, 0 or 1 instead."""
-    factor, scale = None, 1.0
-    if rng_state is None:
-        z = x if residual is None else residual + x
-    else:
-        rows, cols = x.shape
-        factor = philox.keep_mask(rng_state, rows, cols, dropout_p, x.dtype)
-        if x.dtype in _16_BITS:
-            scale = dropout_scale(dropout_p)
-        else:
-            factor.mul_(dropout_scale(dropout_p))
-        z = x * factor * scale if residual is None else torch.addcmul(residual, x, factor, value=scale)
-    out, mean, rstd = torch.native_layer_norm(z, (x.shape[1],), weight, bias, eps)
-    return out, z, mean, rstd, factor
-
-
-def add_layer_norm_bwd(
-    dout: Tensor,
-    dz: Tensor | None,
-    z: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    factor: Tensor | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    has_residual: bool,
-    x_bias: None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, None]:
-    """dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias, and None for x_bias."""
-    statistics = (z.shape[1],), mean, rstd, weight, bias, _ALL
-    dsum, dweight, dbias = torch.ops.aten.native_layer_norm_backward.default(dout, z, *statistics)
-    if dz is not None:
-        dsum = dsum.add_(dz)
-    if factor is None:
-        dx = dsum
-    elif z.dtype in _16_BITS:
-        dx = _dropped_gradient(dsum, factor, dropout_scale(dropout_p))
-    else:
-        dx = dsum * factor
-    return dx, dsum if has_residual else None, dweight, dbias, None
-
-
-_ALL = [True, True, True]
-
-
 def _dropped_gradient(dz: Tensor, keep: Tensor, scale: float) -> Tensor:
     """dz * keep * scale. A choice by keep > 0: in float16 dz may be inf, and inf * 0 would be NaN."""
     return torch.ops.aten.threshold_backward.default(dz, keep, 0).mul_(scale)
