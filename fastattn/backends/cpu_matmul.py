@@ -65,13 +65,6 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b.t())
 
 
-def addmm(summand: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """summand + a b, of what mm multiplies."""
-    if a.numel() * b.shape[1] < MIN_WORK or not uses_onednn(a, b.t()):
-        return torch.addmm(summand, a, b)
-    return product(a, b.t()).add_(summand)
-
-
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` and `product` of these use oneDNN."""
     return (

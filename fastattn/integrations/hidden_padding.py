@@ -1,21 +1,22 @@
-"""Padding that nobody sees is not computed.
+"""Padding whose outputs are unused is not computed.
 
 A loss does not depend on padding: it is hidden as keys, and ignored as labels. So masks that are made within
-padding_is_hidden() let a layer on the straight path compute its real tokens alone, as one long sequence. This is done
-on a CPU, where counting tokens needs no synchronisation. The layer returns 0 for padding; its output remembers the
-sequence, which the next layer reads. The decision is the mask's, since activation checkpointing calls a layer again
-outside of the context.
+padding_is_hidden() let a layer whose sublayers are all fused compute its real tokens alone, as one long sequence. This
+is done on a CPU, where counting tokens needs no synchronisation. The decision is the mask's (`Padding`), since
+activation checkpointing calls a layer again outside of the context. A layer returns 0 for padding. The next layer finds
+the sequence in `_streams`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastattn._tracing import can_read_values
 from fastattn.masks import AttentionMask
@@ -25,39 +26,77 @@ from fastattn.nn.fusible import hook_reason
 # The share of padding from which it is left out: gathering and restoring a layer's tokens costs some 2 % of its time.
 MIN_SHARE = 1 / 8
 
-
-class _State(threading.local):
-    def __init__(self) -> None:  # not attributes of the class: torch.compile guards that the object has none of its own
-        self.is_hidden = False
-        self.block_mask: Any = None
-
-
-_state = _State()
+_is_hidden = ContextVar("padding_is_hidden", default=False)
 
 
 @contextmanager
 def padding_is_hidden() -> Iterator[None]:
-    """Nobody reads what the model computes of padding, where masks are made within it."""
-    before, _state.is_hidden = _state.is_hidden, True
+    """What the model computes of padding is unused, where masks are made within this context."""
+    token = _is_hidden.set(True)
     try:
         yield
     finally:
-        _state.is_hidden = before
+        _is_hidden.reset(token)
 
 
 def may_leave_out_padding() -> bool:
     """Whether a mask is made within padding_is_hidden(). torch.compile traces the model with its padding."""
-    return not torch.compiler.is_compiling() and _state.is_hidden
+    return not torch.compiler.is_compiling() and _is_hidden.get()
 
 
-@contextmanager
-def padding_of_block(mask: Any) -> Iterator[None]:
-    """The modules of a block, which do not get its mask, find it in `pack_tokens`."""
-    before, _state.block_mask = _state.block_mask, mask
-    try:
-        yield
-    finally:
-        _state.block_mask = before
+class Padding:
+    """The padding of a mask that hides it, and nothing else but what comes later. A forward's layers share it.
+
+    real: bool (B, L), True = a real token.     is_causal: whether the mask also hides what comes later.
+    mask: that of the real tokens alone, after `unpad`.
+    """
+
+    mask: AttentionMask
+
+    def __init__(self, real: Tensor, is_causal: bool) -> None:
+        self.real, self.is_causal = real, is_causal
+        self._unpadded: list[Unpadded | None] = []  # what `unpad` decided
+        self._cross_masks: dict[Unpadded | int, AttentionMask] = {}
+
+    def unpad(self, x: Tensor) -> Unpadded | None:
+        """The real tokens of x (B, L, d_model), or None: it keeps its padding. Decided for the first x."""
+        if not self._unpadded:
+            is_large = can_read_values(x) and x.numel() >= MIN_ELEMENTS and self.real.shape == x.shape[:2]
+            if is_large and int(self.real.sum()) <= (1 - MIN_SHARE) * self.real.numel():
+                (unpadded,) = self._unpadded = Unpadded.of((self.real, False), device=x.device)
+                self.mask = AttentionMask(cu_seqlens_q=unpadded.cu_seqlens, is_causal=self.is_causal)
+            else:
+                self._unpadded = [None]
+        return self._unpadded[0]
+
+    def cross_mask(self, unpadded: Unpadded, keys: Unpadded | None, memory: Tensor) -> AttentionMask:
+        """Of queries without padding. keys: of the memory (B, Lk, d_model), None where it keeps its padding."""
+        B, Lk, _ = memory.shape
+        if (mask := self._cross_masks.get(keys or Lk)) is None:
+            starts = torch.arange(0, B * Lk + 1, Lk, dtype=torch.int32) if keys is None else keys.cu_seqlens
+            mask = AttentionMask(cu_seqlens_q=unpadded.cu_seqlens, cu_seqlens_k=starts)
+            self._cross_masks[keys or Lk] = mask
+        return mask
+
+
+class _Stream(NamedTuple):
+    """What is known of a tensor (B, L, d_model): its padding, and its real tokens while its version is this one."""
+
+    padding: Padding
+    tokens: Tensor | None = None
+    version: int = 0
+
+
+_streams = WeakTensorKeyDictionary()  # what is known of a tensor lives as long as the tensor
+
+
+def _stream_of(x: Tensor) -> _Stream | None:
+    return None if torch.compiler.is_compiling() or not _streams else _streams.get(x)
+
+
+def padding_of(mask: Any) -> Padding | None:
+    """The padding that may be left out under a mask, which huggingface.attention_mask has made, or None."""
+    return getattr(mask, "padding", None)
 
 
 class Packed(NamedTuple):
@@ -65,80 +104,53 @@ class Packed(NamedTuple):
 
     x: Tensor
     masks: list[AttentionMask | None]
-    memory: Tensor | None
-    unpadded: Unpadded
+    memory: tuple[Tensor, ...]
+    padding: Padding
 
 
-def pack(layer: Any, x: Tensor, masks: Any, memory: Tensor | None) -> Packed | None:
+def pack(layer: Any, x: Tensor, masks: Any, memory: tuple[Tensor, ...] = ()) -> Packed | None:
     """The call of a layer without padding, or None: it keeps its padding.
 
-    x (B, L, d_model); masks: of its attentions, which huggingface.attention_mask has made; memory (B, Lk, d_model).
+    x (B, L, d_model); masks: of its attentions; memory: of the second one, (B, Lk, d_model).
     """
-    own, *others = masks
-    if getattr(own, "padding", None) is None or hook_reason(layer) is not None:
+    padding = padding_of(masks[0])
+    if padding is None or hook_reason(layer) is not None or (unpadded := padding.unpad(x)) is None:
         return None
-    unpadded = _unpadded(own, x)
-    if unpadded is None:
-        return None
-    packed: list[AttentionMask | None] = [own.without_padding]
-    if memory is not None:
-        (other,) = others
-        if (cross := own.__dict__.setdefault("crosses", {}).get(id(other))) is None:
-            keys = _unpadded(other, memory)
-            if keys is None:
-                B, Lk, _ = memory.shape
-                starts = torch.arange(0, B * Lk + 1, Lk, dtype=torch.int32)
-            else:
-                starts = keys.cu_seqlens
-            mask = AttentionMask(cu_seqlens_q=unpadded.cu_seqlens, cu_seqlens_k=starts)
-            own.crosses[id(other)] = cross = other, mask, keys
-        _, mask, keys = cross
-        packed.append(mask)
-        memory = memory.flatten(0, 1)[None] if keys is None else _tokens(memory, keys)
-    return Packed(_tokens(x, unpadded), packed, memory, unpadded)
+    packed = [padding.mask]
+    if memory:
+        (states,), others = memory, padding_of(masks[1])
+        keys = None if others is None else others.unpad(states)
+        packed.append(padding.cross_mask(unpadded, keys, states))
+        memory = (states.flatten(0, 1)[None] if keys is None else _tokens(states, others),)
+    return Packed(_tokens(x, padding), packed, memory, padding)
 
 
-def restore_padding(out: Tensor, unpadded: Unpadded) -> Tensor:
+def restore_padding(out: Tensor, padding: Padding) -> Tensor:
     """The layer's output (B, L, d_model) from that of its real tokens, which the next layer finds."""
-    padded = unpadded.restore_padding(out)
-    padded.real_tokens = unpadded, out, padded._version
+    padded = padding.unpad(out).restore_padding(out)
+    _streams[padded] = _Stream(padding, out, padded._version)
     return padded
 
 
-def pack_tokens(module: Any, x: Tensor) -> tuple[Tensor, Unpadded] | None:
-    """The real tokens (1, T, d_model) of the input of a module that computes each token by itself, or None.
+def note_padding(out: Tensor, x: Tensor, mask: Any, is_self_attention: bool) -> None:
+    """Remember the padding of what an attention made of x, for a module that does not get the mask."""
+    padding = padding_of(mask) if is_self_attention else getattr(_stream_of(x), "padding", None)
+    if padding is not None:
+        _streams[out] = _Stream(padding)
 
-    Which are real is known of the mask of the block that the module is in, see `padding_of_block`.
-    """
-    mask = _state.block_mask
-    if getattr(mask, "padding", None) is None or hook_reason(module) is not None:
+
+def pack_tokens(module: Any, x: Tensor) -> tuple[Tensor, Padding] | None:
+    """The real tokens (1, T, d_model) of a module's input, where its padding is known and may be left out, or None."""
+    known = _stream_of(x)
+    if known is None or hook_reason(module) is not None or known.padding.unpad(x) is None:
         return None
-    unpadded = _unpadded(mask, x)
-    return None if unpadded is None else (_tokens(x, unpadded), unpadded)
+    return _tokens(x, known.padding), known.padding
 
 
-def _tokens(x: Tensor, unpadded: Unpadded) -> Tensor:
-    known = getattr(x, "real_tokens", None)
-    # Reentrant checkpointing gives a layer's output another graph, and somebody may have written to it.
-    if (
-        known is not None
-        and known[0] is unpadded
-        and known[2] == x._version
-        and known[1].requires_grad is x.requires_grad
-    ):
-        return known[1]
-    return unpadded.drop_padding(x)
-
-
-def _unpadded(mask: Any, x: Tensor) -> Unpadded | None:
-    """The real tokens of x under a mask that hides padding, and nothing else but what comes later."""
-    if mask is None:
-        return None
-    if "unpadded" not in mask.__dict__:
-        mask.unpadded, padding = None, getattr(mask, "padding", None)
-        if padding is not None and can_read_values(x) and x.numel() >= MIN_ELEMENTS:
-            real, is_causal = padding
-            if real.shape == x.shape[:2] and int(real.sum()) <= (1 - MIN_SHARE) * real.numel():
-                (mask.unpadded,) = Unpadded.of((real, False), device=x.device)
-                mask.without_padding = AttentionMask(cu_seqlens_q=mask.unpadded.cu_seqlens, is_causal=is_causal)
-    return mask.unpadded
+def _tokens(x: Tensor, padding: Padding) -> Tensor:
+    known = _stream_of(x)
+    if known is not None and known.padding is padding and known.tokens is not None and known.version == x._version:
+        # Reentrant checkpointing gives a layer's output another graph.
+        if known.tokens.requires_grad is x.requires_grad:
+            return known.tokens
+    return padding.unpad(x).drop_padding(x)

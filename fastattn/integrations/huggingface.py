@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastattn.integrations.hidden_padding import may_leave_out_padding
+from fastattn.integrations.hidden_padding import Padding, may_leave_out_padding
 from fastattn.masks import AttentionMask
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -269,11 +269,10 @@ class ReadableMask(AttentionMask):
     ) -> None:
         super().__init__(attn_mask, **options)
         self.shape, self._made_for = shape, made_for
-        # The real tokens and whether keys are causal, where the mask hides nothing else and padding may be left out.
         is_causal = options.get("is_causal", False)
-        knows_padding = may_leave_out_padding() and attn_mask is None and self.key_padding is not None
-        hides_no_more = knows_padding and (shape[2] == shape[3] or not is_causal)
-        self.padding = (self.key_padding, is_causal) if hides_no_more else None
+        hides_padding = may_leave_out_padding() and attn_mask is None and self.key_padding is not None
+        hides_no_more = hides_padding and (shape[2] == shape[3] or not is_causal)
+        self.padding = Padding(self.key_padding, is_causal) if hides_no_more else None
 
     def contiguous(self) -> ReadableMask:
         return self

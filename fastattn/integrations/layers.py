@@ -1,32 +1,31 @@
 """What modules of other libraries become in accelerate(): the same objects, of a class that computes by fastattn.
 
 Such a class is made of a module's own class and a mixin that overrides its forward. Parameters, children, hooks and
-attributes stay as they are, and every call reads them. A layer that nobody has modified takes the straight path
-(fastattn.nn.straight). Another goes sublayer by sublayer: its own attention is called, and what is unmodified around it
-is fused.
+attributes stay as they are, and every call reads them.
+
+The mixin of whole layers, TableLayer, reads a row: where the layer has its attention, maps, norms and dropouts. By it a
+call describes the layer as a list of Sublayers, which the executor fuses (fastattn/nn/run_layer.py) where their params
+are unmodified, and calls otherwise.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn.integrations.hidden_padding import pack, restore_padding
 from fastattn.masks import AttentionMask
-from fastattn.nn.fused_calls import Sublayer as S2
-from fastattn.nn.fused_calls import prepare
-from fastattn.nn.fusible import can_fuse, hook_reason
-from fastattn.nn.linear import without_gaps
-from fastattn.nn.params import NormParams
-from fastattn.nn.params import Params as Parts
-from fastattn.nn.plan import open_plan, shared_plan
+from fastattn.nn.fused_calls import Sublayer
+from fastattn.nn.fusible import are_unmodified, hook_reason
+from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams
+from fastattn.nn.plan import shared_plan
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.run_layer import Called, run_layer
-from fastattn.ops.feed_forward import feed_forward
 
 
 class Accelerated:
@@ -81,90 +80,207 @@ def activation_name(activation: Any) -> Any:
     return "gelu_tanh" if name == "gelu" and getattr(activation, "approximate", "none") == "tanh" else name
 
 
-def norm_parts(norm: nn.Module, dropout_p: float) -> NormParams:
-    """Of an unmodified LayerNorm and the dropout before it."""
-    return NormParams(norm.weight, norm.bias, norm.eps, dropout_p)
+class AttentionNames(NamedTuple):
+    """Where an attention sublayer has its parts: paths from the layer, or from the module where they start with a dot.
 
-
-def run_straight(
-    layer: Any,
-    x: Tensor,
-    masks: Sequence[AttentionMask | None],
-    memory: Tensor | None = None,
-) -> Tensor | None:
-    """The layer's output, or None: something is modified, and the layer goes sublayer by sublayer.
-
-    layer: has norm_first, parts(has_memory), which is None where something is modified, and project(memory), the keys
-        and values of the second attention.
-    x: (B, L, d_model).     memory: (B, Lk, d_model), what that attention attends to.
+    module: the attention.     kind: its class, by the name without the model's.
+    maps: of queries, keys and values; empty where the module has them in one parameter.
+    out: the map after its heads. The module calls it if it is the module's, else the layer does.
+    head_dim: the width of a head.     weights_dropout: of the attention weights, a module or a probability.
+    dropout: likewise, of the sublayer's output.     norm: the sublayer's.
     """
-    parts: list[Parts] | None = None if open_plan(None, x) is None else layer.parts(memory is not None)
-    if parts is None:
-        return None
-    packed = pack(layer, x, masks, memory)
-    if packed is not None:
-        x, masks, memory, unpadded = packed
-    plan = shared_plan(masks, x)
-    projected = () if memory is None else layer.project(memory)
-    if plan is None:
-        return None
-    reads = iter([(masks[0], ()), (masks[-1], projected)])
-    subs = [S2(part, None, *(next(reads) if hasattr(part, "fc") else ())) for part in parts]
-    if None in prepare(plan, layer.norm_first, PendingResidual(x, None, None, 0.0) if layer.norm_first else x, subs):
-        return None
-    out = run_layer(plan, layer.norm_first, x, subs)
-    return out if packed is None else restore_padding(out, unpadded)
+
+    module: str
+    kind: str
+    maps: str
+    out: str
+    head_dim: str
+    weights_dropout: str
+    dropout: str
+    norm: str
 
 
-class Sublayer(NamedTuple):
-    """branch: what the sublayer computes of its input.     dropout: a module, or its current probability."""
+class FeedForwardNames(NamedTuple):
+    """Likewise of a feed-forward sublayer. hidden_dropout: after the activation; empty where there is none."""
 
-    branch: Callable[[Tensor], Tensor]
-    dropout: nn.Module | float
-    norm: nn.Module
-
-
-def run_sublayers(x: Tensor, sublayers: Sequence[Sublayer], norm_first: bool) -> Tensor:
-    """The layer's output for x (B, L, d_model): each residual connection fused with the norm after it."""
-    if not norm_first:
-        for branch, dropout, norm in sublayers:
-            x = Called(branch, dropout, norm)(x)
-        return x
-    pending = PendingResidual(x, None, None, 0.0)
-    for branch, dropout, norm in sublayers:
-        pending = Called(branch, dropout, norm)(pending)
-    return pending.sum()
+    first: str
+    activation: str
+    hidden_dropout: str
+    second: str
+    dropout: str
+    norm: str
 
 
-def run_feed_forward(
-    x: Tensor, linear1: nn.Module, activation: Any, dropout: nn.Module | float, linear2: nn.Module
-) -> Tensor:
-    """linear2(dropout(activation(linear1(x)))), in one op where nothing of it is modified."""
-    name = activation_name(activation)
-    is_fusible = name is not None and can_fuse(linear1) and can_fuse(linear2)
-    if is_fusible and (isinstance(dropout, float) or can_fuse(dropout)):
-        dropout_p = dropout if isinstance(dropout, float) else current_dropout_p(dropout)
-        return feed_forward(x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, name, dropout_p)
-    return linear2(PendingResidual(activation(linear1(x)), None).sum(dropout))
+class Row:
+    """A kind of layer: its feed-forward, and its attentions, the second of which attends to a memory.
 
-
-def run_gated(
-    x: Tensor, gate: nn.Module, up: nn.Module, activation: Any, dropout: nn.Module | float, down: nn.Module
-) -> Tensor:
-    """down(dropout(activation(gate(x)) * up(x))), in training in one op where nothing of it is modified.
-
-    The op reads gate and up in one weight. Joining them pays in training, not for the few tokens of decoding.
+    norm_first: None where the layer has an attribute of this name.
+    containers: path -> class, by the name without the model's, of the modules between the layer and those named here.
+    clamps_float16: whether the layer clamps its output in float16.
     """
-    name = _GATED.get(activation_name(activation))
-    if name is not None and torch.is_grad_enabled() and all(map(can_fuse, (gate, up, down))):
-        if isinstance(dropout, float) or can_fuse(dropout):
-            dropout_p = dropout if isinstance(dropout, float) else current_dropout_p(dropout)
-            pair = gate.weight, up.weight
-            biases = without_gaps(pair, (gate.bias, up.bias))
-            weights = torch.cat(pair), None if biases[0] is None else torch.cat(biases), down.weight, down.bias
-            return feed_forward(x, *weights, name, dropout_p)
-    hidden = activation(gate(x)) * up(x)
-    return down(PendingResidual(hidden, None).sum(dropout))
+
+    def __init__(
+        self,
+        feed_forward: FeedForwardNames,
+        *attentions: AttentionNames,
+        norm_first: bool | None = None,
+        containers: dict[str, str] | None = None,
+        clamps_float16: bool = False,
+    ) -> None:
+        self.attentions, self.norm_first, self.clamps_float16 = attentions, norm_first, clamps_float16
+        self.containers = containers or {}
+        self.container_paths = split_paths(self.containers)
+        self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]
+        self.feed_forward_paths = split_paths(feed_forward)
 
 
-_GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
+Paths = list[list[str]]
+
+
+def split_paths(paths: Iterable[str], module: str = "") -> Paths:
+    return [(module + path if path.startswith(".") else path).split(".") if path else [] for path in paths]
+
+
+def find(layer: nn.Module, paths: Paths) -> list[Any]:
+    """The modules or attributes at these paths, each None where there is none."""
+    found = []
+    for path in paths:
+        at: Any = layer if path else None
+        for name in path:
+            own = {} if at is None else at.__dict__
+            at = own[name] if name in own else own.get("_modules", own).get(name)
+        found.append(at)
+    return found
+
+
+class Attend(NamedTuple):
+    """A call of one of a layer's attentions.
+
+    branch: (module, x) -> what the module makes of the sublayer's input x, (B, L, d_model).
+    mask: with which fastattn's attention makes the same.     is_fusible: whether there is such a mask.
+    """
+
+    branch: Callable[[nn.Module, Tensor], Tensor]
+    mask: AttentionMask | None
+    is_fusible: bool = True
+
+
+class TableLayer(Accelerated):
+    """A layer that a row describes. The mixin of a library adds how its attention is read:
+
+    may_fuse(attention, n): whether the n-th attention itself is unmodified, and computes what fastattn's does.
+    projections(maps, attention, reads_memory): weights and biases as in AttentionParams, and the rows of the keys.
+    project(memory): keys and values of the second attention, (B, Lk, rows) each.
+    """
+
+    row: Row
+
+    def describe(self: Any, attends: Sequence[Attend], fuse: bool = True) -> list[Sublayer]:
+        """fuse: False where all modules have to be called."""
+        fuse = fuse and not _has_any_global_hook()
+        sublayers = [self._attention(n, attend, fuse) for n, attend in enumerate(attends)]
+        return [*sublayers, self._feed_forward(fuse)]
+
+    def _attention(self: Any, n: int, attend: Attend, fuse: bool) -> Sublayer:
+        names, params = self.row.attentions[n], None
+        module, out, head_dim, weights_dropout, dropout, norm, *maps = find(self, self.row.attention_paths[n])
+        dropout, weights_p = current_dropout(self, dropout, fuse), current_dropout(module, weights_dropout, fuse)
+        if fuse and attend.is_fusible and isinstance(dropout, float) and isinstance(weights_p, float):
+            if self.may_fuse(module, n) and are_unmodified([*maps, out, norm]):
+                weights, biases, key_rows = self.projections(maps, module, n > 0)
+                heads = key_rows // head_dim, head_dim, head_dim, module.__dict__.get("scaling", head_dim**-0.5)
+                fc, end = out._parameters, _norm_params(norm, dropout)
+                params = AttentionParams(weights, biases, fc["weight"], fc["bias"], end, *heads, weights_p, None)
+
+        def branch(x: Tensor) -> Tensor:
+            attended = attend.branch(module, x)
+            return attended if names.out.startswith(".") else out(attended)
+
+        return Sublayer(params, Called(branch, dropout, norm))
+
+    def _feed_forward(self: Any, fuse: bool) -> Sublayer:
+        first, activation, hidden_dropout, second, dropout, norm = find(self, self.row.feed_forward_paths)
+        dropout, hidden_p = current_dropout(self, dropout, fuse), current_dropout(self, hidden_dropout, fuse)
+        name, params = activation_name(activation) if fuse else None, None
+        if name is not None and isinstance(dropout, float) and isinstance(hidden_p, float):
+            if are_unmodified([first, second, norm]):
+                w_1, w_2, end = first._parameters, second._parameters, _norm_params(norm, dropout)
+                weights = w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]
+                params = FeedForwardParams(*weights, end, name, hidden_p, None)
+
+        def branch(x: Tensor) -> Tensor:
+            return second(PendingResidual(activation(first(x)), None).sum(hidden_p))
+
+        return Sublayer(params, Called(branch, dropout, norm))
+
+    def run(self: Any, x: Tensor, attends: Sequence[Attend], *memory: Tensor, batch_first: bool = True) -> Tensor:
+        """The layer's output, of the shape of x.
+
+        x: (B, L, d_model).     memory: (B, Lk, d_model), what the second attention attends to.
+        batch_first: False where the first two dimensions of these are exchanged. Modules are called with them so.
+        """
+        norm_first = self.norm_first if self.row.norm_first is None else self.row.norm_first
+        if torch.compiler.is_compiling():
+            return run_layer(None, norm_first, x, self.describe(attends, fuse=False))
+        sublayers = self.describe(attends)
+        masks = [attend.mask for attend in attends]
+        if all([sublayer.params is not None for sublayer in sublayers]):
+            rows, *read = (x, *memory) if batch_first else [t.transpose(0, 1) for t in (x, *memory)]
+            packed = pack(self, rows, masks, tuple(read))
+            try:
+                if packed is not None:
+                    out = self._run_sublayers(norm_first, packed.x, packed.masks, packed.memory, _only_fused(sublayers))
+                    return restore_padding(out, packed.padding)
+                if not batch_first:
+                    return self._run_sublayers(norm_first, rows, masks, read, _only_fused(sublayers)).transpose(0, 1)
+            except _NotFused:
+                pass
+        if not batch_first:
+            return run_layer(None, norm_first, x, sublayers)
+        return self._run_sublayers(norm_first, x, masks, memory, sublayers)
+
+    def _run_sublayers(
+        self: Any,
+        norm_first: bool,
+        x: Tensor,
+        masks: Sequence[Any],
+        memory: Sequence[Tensor],
+        sublayers: list[Sublayer],
+    ) -> Tensor:
+        """masks: of the attentions.     memory: (B, Lk, d_model)."""
+        given = [mask if isinstance(mask, AttentionMask) else None for mask in masks]  # others are read by modules
+        first, *others = sublayers
+        first = first._replace(mask=given[0])
+        if memory:
+            second, *others = others
+            projected = self.project(*memory) if second.params is not None else ()
+            others = [second._replace(mask=given[1], memory=projected), *others]
+        return run_layer(shared_plan(given, x), norm_first, x, [first, *others])
+
+
+class _NotFused(Exception):
+    """A sublayer has to be called, with the input and the masks of the layer as they are."""
+
+
+def _only_fused(sublayers: Sequence[Sublayer]) -> list[Sublayer]:
+    """The sublayers, for an input with which their modules cannot be called."""
+
+    def call(x: Any) -> Any:
+        raise _NotFused
+
+    return [sublayer._replace(call=call) for sublayer in sublayers]
+
+
+def current_dropout(owner: Any, dropout: Any, fuse: bool = True) -> float | nn.Module:
+    """The current probability of a dropout, or the module if it has to be called.
+
+    dropout: a module, a probability that holds in training of its owner, or None.
+    """
+    if not isinstance(dropout, nn.Module):
+        return float(dropout) if dropout and owner.training else 0.0
+    return current_dropout_p(dropout) if fuse and are_unmodified([dropout]) else dropout
+
+
+def _norm_params(norm: nn.Module, dropout_p: float) -> NormParams:
+    own = norm._parameters
+    return NormParams(own["weight"], own["bias"], norm.eps, dropout_p)

@@ -15,7 +15,7 @@ layer as a bool mask. Here every mode gives what training gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,21 +23,16 @@ from torch import Tensor, nn
 
 from fastattn.integrations.layers import (
     Accelerated,
-    Sublayer,
+    Attend,
+    AttentionNames,
+    FeedForwardNames,
+    Row,
+    TableLayer,
     activation_name,
-    norm_parts,
-    run_feed_forward,
-    run_straight,
-    run_sublayers,
 )
 from fastattn.masks import AttentionMask
-from fastattn.nn.fusible import all_can_fuse, is_unmodified
+from fastattn.nn.fusible import is_unmodified
 from fastattn.nn.leaves import product, pytorch_may_compute
-from fastattn.nn.params import AttentionParams as AttentionParts
-from fastattn.nn.params import FeedForwardParams as FeedForwardParts
-from fastattn.nn.params import NormParams as NormParts
-from fastattn.nn.params import Params as Parts
-from fastattn.nn.residual import current_dropout_p
 from fastattn.ops.attention import scaled_dot_product_attention
 
 Mask = Tensor | AttentionMask | None
@@ -178,50 +173,20 @@ def _memory(attention: Any, memory: Tensor) -> tuple[Tensor, ...]:
     return product(memory, attention.in_proj_weight[E:], None if bias is None else bias[E:]).split(E, 2)
 
 
-def _attention_parts(attention: Any, norm: NormParts, has_memory: bool) -> AttentionParts | None:
-    if (
-        not is_unmodified(attention, MultiheadAttention, ())
-        or not attention._qkv_same_embed_dim
-        or attention.bias_k is not None
-    ):
-        return None
-    if attention.add_zero_attn or not _is_plain_projection(attention.out_proj):
-        return None
-    E, weight, bias, out = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias, attention.out_proj
-    if type(weight) not in _PLAIN:
-        return None
-    if has_memory:
-        weight, bias = weight[:E], None if bias is None else bias[:E]
-    heads = attention.num_heads, attention.head_dim, attention.head_dim, attention.head_dim**-0.5
-    dropout_p = float(attention.dropout) if attention.training else 0.0
-    return AttentionParts((weight,), (bias,), out.weight, out.bias, norm, *heads, dropout_p, None)
-
-
-def _is_plain_projection(module: nn.Module) -> bool:
-    """Whether a call of MultiheadAttention's out_proj, a subclass of Linear without a forward, is that of a Linear."""
-    return (
-        is_unmodified(module, nn.modules.linear.NonDynamicallyQuantizableLinear, ()) and type(module.weight) in _PLAIN
-    )
-
-
-_PLAIN = (nn.Parameter, Tensor)
-
-
 # Of an attention's call: the mask, the blocked keys, and whether a hint says that the mask is causal.
 Given = tuple[Mask, Tensor | None, bool]
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")  # methods of torch.nn's layers; one may be set on the object
 
 
 def _masks(
-    layers: Sequence[Any], x: Tensor, memory: Tensor | None, given: Sequence[Given]
+    layers: Sequence[Any], sources: Sequence[Tensor], given: Sequence[Given]
 ) -> list[AttentionMask | None] | None:
-    """The masks of these layers, one for each of a layer's attentions. None: their calls are torch.nn's.
+    """The masks of these layers, one for each of a layer's attentions, or None: their calls are torch.nn's.
 
-    ValueError for an AttentionMask in such a call.
+    sources: the layer's input, and the memory of its second attention. ValueError for an AttentionMask in such a call.
     """
-    sources = (x,) if memory is None else (x, memory)
     if all([_fits_layer(layer, sources, given) for layer in layers]):
-        attentions = [layers[0]._modules[name] for name in layers[0].attentions]
+        attentions = _attentions(layers[0])
         return [attention_mask(m, k, a.num_heads, c) for a, (m, k, c) in zip(attentions, given, strict=True)]
     _check_left(*[mask for mask, _, _ in given])
     return None
@@ -230,7 +195,7 @@ def _masks(
 def _fits_layer(layer: Any, sources: Sequence[Tensor], given: Sequence[Given]) -> bool:
     if any([name in layer.__dict__ for name in _BLOCKS]):
         return False
-    attentions, x = [layer._modules[name] for name in layer.attentions], sources[0]
+    attentions, x = _attentions(layer), sources[0]
     for attention, source, one in zip(attentions, sources, given, strict=True):
         if type(attention) is not MultiheadAttention or attention.batch_first != attentions[0].batch_first:
             return False
@@ -247,66 +212,56 @@ class _Parent:
         accelerate_children(self)
 
 
-class _Layer(_Parent, Accelerated):
+def _attentions(layer: Any) -> list[Any]:
+    return [layer._modules[names.module] for names in layer.row.attentions]
+
+
+def _row(*modules: str) -> Row:
+    """Of a layer with these attentions. Its dropouts and norms are numbered."""
+    *numbers, last = range(1, len(modules) + 2)
+    return Row(
+        FeedForwardNames("linear1", "activation", "dropout", "linear2", f"dropout{last}", f"norm{last}"),
+        *[
+            AttentionNames(module, "", "", ".out_proj", ".head_dim", ".dropout", f"dropout{n}", f"norm{n}")
+            for module, n in zip(modules, numbers, strict=True)
+        ],
+    )
+
+
+_PLAIN = (nn.Parameter, Tensor)
+
+
+class _Layer(_Parent, TableLayer):
     """What TransformerEncoderLayer and TransformerDecoderLayer share."""
 
-    attentions: tuple[str, ...]
-
-    def _run(self: Any, x: Tensor, memory: Tensor | None, *given: Given) -> Tensor | None:
+    def _run(self: Any, x: Tensor, given: Sequence[Given], *memory: Tensor) -> Tensor | None:
         """The layer's output, or None: its call is torch.nn's. given: for each attention."""
-        made = _masks([self], x, memory, given)
-        if made is None:
+        masks = _masks([self], (x, *memory), given)
+        if masks is None:
             return None
-        attentions = [self._modules[name] for name in self.attentions]
-        sources, batch_first = (x,) if memory is None else (x, memory), attentions[0].batch_first
-        rows, *read = sources if batch_first else _transposed(*sources)
-        out = run_straight(self, rows, made, *read)
-        if out is not None:
-            return out if batch_first else out.transpose(0, 1)
-        return run_sublayers(x, self._sublayers(memory, made), self.norm_first)
+        attends = [_attend(mask, *memory[:n]) for n, mask in enumerate(masks)]
+        return self.run(x, attends, *memory, batch_first=self._modules["self_attn"].batch_first)
+
+    def may_fuse(self, attention: Any, n: int) -> bool:
+        is_own = is_unmodified(attention, MultiheadAttention, ()) and type(attention.in_proj_weight) in _PLAIN
+        return is_own and attention.bias_k is None and not attention.add_zero_attn
+
+    def projections(self, maps: list[Any], attention: Any, reads_memory: bool) -> tuple[Any, Any, int]:
+        E, weight, bias = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias
+        if reads_memory:
+            weight, bias = weight[:E], None if bias is None else bias[:E]
+        return (weight,), (bias,), E
 
     def project(self: Any, memory: Tensor) -> tuple[Tensor, ...]:
         return _memory(self.multihead_attn, memory)
 
-    def _sublayers(self: Any, memory: Tensor | None, masks: list[AttentionMask | None]) -> list[Sublayer]:
-        (*dropouts, last), (*norms, last_norm) = self._ends()
-        attentions = zip(self.attentions, masks, (None, memory), dropouts, norms, strict=False)
-        sublayers = [
-            Sublayer(self._attend(name, mask, read), drop, norm) for name, mask, read, drop, norm in attentions
-        ]
-        return [*sublayers, Sublayer(self._feed_forward, last, last_norm)]
 
-    def _attend(self: Any, name: str, mask: AttentionMask | None, memory: Tensor | None) -> Callable[[Tensor], Tensor]:
-        attention = self._modules[name]
+def _attend(mask: AttentionMask | None, *memory: Tensor) -> Attend:
+    def branch(attention: nn.Module, x: Tensor) -> Tensor:
+        source = memory[0] if memory else x
+        return attention(x, source, source, attn_mask=mask, need_weights=False)[0]
 
-        def attend(x: Tensor) -> Tensor:
-            source = x if memory is None else memory
-            return attention(x, source, source, attn_mask=mask, need_weights=False)[0]
-
-        return attend
-
-    def _feed_forward(self: Any, x: Tensor) -> Tensor:
-        return run_feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
-
-    def _ends(self: Any) -> tuple[list[Any], list[Any]]:
-        """The dropouts and the norms of the sublayers."""
-        numbers = range(1, len(self.attentions) + 2)
-        return [self._modules[f"dropout{n}"] for n in numbers], [self._modules[f"norm{n}"] for n in numbers]
-
-    def parts(self: Any, has_memory: bool) -> list[Parts] | None:
-        activation, (dropouts, norms) = activation_name(self.activation), self._ends()
-        if activation is None or not all_can_fuse(self, self._read):
-            return None
-        pairs = zip(norms, dropouts, strict=True)
-        *found, last = [norm_parts(norm, current_dropout_p(dropout)) for norm, dropout in pairs]
-        parts: list[Parts] = []
-        for name, norm in zip(self.attentions, found, strict=True):
-            part = _attention_parts(self._modules[name], norm, bool(parts))
-            if part is None:
-                return None
-            parts.append(part)
-        weights = self.linear1.weight, self.linear1.bias, self.linear2.weight, self.linear2.bias
-        return [*parts, FeedForwardParts(*weights, last, activation, current_dropout_p(self.dropout), None)]
+    return Attend(branch, mask)
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
@@ -316,8 +271,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """
 
     original = nn.TransformerEncoderLayer
-    attentions = ("self_attn",)
-    _read = ("linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2")
+    row = _row("self_attn")
 
     def forward(
         self: Any,
@@ -329,7 +283,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         """As torch.nn.TransformerEncoderLayer. src_mask may be an AttentionMask."""
         given = src_mask, src_key_padding_mask, is_causal
         is_left = src_mask is None and src_key_padding_mask is None and _is_faster_in_torch(self, src)
-        out = None if is_left else self._run(src, None, given)
+        out = None if is_left else self._run(src, [given])
         return self.original.forward(self, src, *given) if out is None else out
 
 
@@ -345,7 +299,7 @@ def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
     """
     if layer.training or torch.is_grad_enabled() or x.is_nested or x.dim() != 3 or x.shape[1] > MAX_LENGTH_IN_TORCH:
         return False
-    if not pytorch_may_compute(x) or layer.parts(False) is None:
+    if not pytorch_may_compute(x) or any([sublayer.params is None for sublayer in layer.describe([_attend(None)])]):
         return False
     attention, activation = layer.self_attn, activation_name(layer.activation)
     if activation not in ("relu", "gelu") or attention.in_proj_bias is None or attention.num_heads % 2:
@@ -357,8 +311,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer by fused ops. tgt_mask and memory_mask may be AttentionMasks."""
 
     original = nn.TransformerDecoderLayer
-    attentions = ("self_attn", "multihead_attn")
-    _read = (*TransformerEncoderLayer._read, "norm3", "dropout3")
+    row = _row("self_attn", "multihead_attn")
 
     def forward(
         self: Any,
@@ -376,7 +329,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        if (out := self._run(tgt, memory, *masks)) is not None:
+        if (out := self._run(tgt, masks, memory)) is not None:
             return out
         given = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal
         return self.original.forward(self, tgt, memory, *given)
@@ -398,7 +351,8 @@ class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """As torch.nn.TransformerEncoder. mask may be an AttentionMask."""
-        made = _stack_masks(self.layers, TransformerEncoderLayer, src, None, (mask, src_key_padding_mask, is_causal))
+        given = (mask, src_key_padding_mask, is_causal)
+        made = _stack_masks(self.layers, TransformerEncoderLayer, (src,), given)
         if made is None:
             return self.original.forward(self, src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
@@ -427,7 +381,7 @@ class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        made = _stack_masks(self.layers, TransformerDecoderLayer, tgt, memory, *given)
+        made = _stack_masks(self.layers, TransformerDecoderLayer, (tgt, memory), *given)
         if made is None:
             masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
             return self.original.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
@@ -437,7 +391,7 @@ class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
 
 
 def _stack_masks(
-    layers: Any, kind: type[_Layer], x: Tensor, memory: Tensor | None, *given: Any
+    layers: Any, kind: type[_Layer], sources: Sequence[Tensor], *given: Any
 ) -> list[AttentionMask | None] | None:
     """As _masks. A hint of None: as in torch.nn it is found out whether the mask is causal."""
     if not layers or any([type(layer) is not kind for layer in layers]):
@@ -445,8 +399,8 @@ def _stack_masks(
         return None
     (mask, blocked_keys, hint), *others = given
     if hint is None:
-        hint = _is_causal(mask, x, layers[0].self_attn.batch_first)
-    return _masks(layers, x, memory, [(mask, blocked_keys, hint), *others])
+        hint = _is_causal(mask, sources[0], layers[0].self_attn.batch_first)
+    return _masks(layers, sources, [(mask, blocked_keys, hint), *others])
 
 
 def _is_causal(mask: Any, x: Tensor, batch_first: bool) -> bool:

@@ -7,6 +7,7 @@ A module may be modified between any two calls, so every call checks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from fastattn.nn.position import PositionalEncoding
 _READ = {
     nn.Linear: ("weight",),
     Linear: ("weight",),
+    nn.modules.linear.NonDynamicallyQuantizableLinear: ("weight",),  # a Linear by another name
     Head: ("weight",),
     nn.Embedding: ("weight",),
     nn.LayerNorm: ("weight", "bias"),
@@ -42,7 +44,7 @@ def all_can_fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
 
     Also False where it cannot decide, for FSDP's weights that are no parameters: then call can_fuse for each.
     """
-    return not torch_module._has_any_global_hook() and _are_unmodified(parent._modules, names)
+    return not torch_module._has_any_global_hook() and are_unmodified([parent._modules.get(name) for name in names])
 
 
 def is_unmodified(module: Any, kind: type, names: tuple[str, ...]) -> bool:
@@ -55,12 +57,12 @@ def is_unmodified(module: Any, kind: type, names: tuple[str, ...]) -> bool:
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
-    return "forward" not in own and _are_unmodified(own["_modules"], names)
+    return "forward" not in own and are_unmodified([own["_modules"].get(name) for name in names])
 
 
-def _are_unmodified(children: dict[str, Any], names: tuple[str, ...]) -> bool:
-    for name in names:
-        child = children.get(name)
+def are_unmodified(modules: Sequence[nn.Module | None]) -> bool:
+    """Whether can_fuse is true of all these modules. Global hooks are left to the caller, as in is_unmodified."""
+    for child in modules:
         if (tensors := _READ.get(type(child))) is None or type(child) is nn.Embedding:
             return False
         own = child.__dict__

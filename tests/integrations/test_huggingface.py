@@ -1,25 +1,34 @@
-"""Tiny models of transformers with random weights, with their eager attention and with fastattn's."""
+"""What only transformers' models have: fastattn's attention in their AttentionInterface, caches, outputs, files."""
+
+import copy
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
+from families import (
+    DEVICE,
+    FAMILIES,
+    GENERATING,
+    GROUPED,
+    HUGGINGFACE,
+    LENGTHS,
+    PAIR,
+    STACK,
+    check,
+    eager,
+    outputs_of,
+    pair,
+    solve,
+    tiers,
+    tiny,
+    ways,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers")
 
-from huggingface_models import (  # noqa: E402
-    DEVICE,
-    LENGTHS,
-    MODELS,
-    NOT_GENERATING,
-    PAIR,
-    REFUSED,
-    STACK,
-    build,
-    build_refused,
-    check_padded_batch,
-    inputs_for,
-    skip_unless_traced,
-)
 from transformers.masking_utils import (  # noqa: E402
     bidirectional_mask_function,
     causal_mask_function,
@@ -27,187 +36,341 @@ from transformers.masking_utils import (  # noqa: E402
     sdpa_mask,
 )
 
-from fastattn import use_backend  # noqa: E402
+from fastattn import accelerate, restore, use_backend  # noqa: E402
 from fastattn.integrations import huggingface  # noqa: E402
 from fastattn.masks import AttentionMask  # noqa: E402
 
-EVERYDAY = ("marian", "t5", "llama")
-GENERATE = [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in MODELS if n not in NOT_GENERATING]
+full = pytest.mark.full
+CLOSE = dict(rtol=0, atol=1e-4)
 
 
-def solve(model, **options):
-    """Logits where they count, and the gradients of a loss over them."""
-    inputs, real = inputs_for(model)
-    model.zero_grad()
-    logits = model(**inputs, **options).logits[real]
-    F.cross_entropy(logits, torch.arange(len(logits), device=DEVICE) % 99).backward()
-    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+def build(name, **changes):
+    return FAMILIES[name].build(**changes)
 
 
-def check(ours, theirs):
-    (logits, grads), (expected_logits, expected_grads) = ours, theirs
-    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-4)
-    assert grads.keys() == expected_grads.keys()
-    for n, expected in expected_grads.items():
-        assert (grads[n] - expected).norm() <= 1e-3 * expected.norm() + 1e-6, n
+def attention_alone(name, **changes):
+    """The model as it is, and with fastattn's attention."""
+    theirs = build(name, **changes)
+    return theirs, huggingface.use(copy.deepcopy(theirs))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients(name):
-    model = build(name)
-    theirs = solve(model)
-    assert huggingface.use(model) is model
-    ours = solve(model)
-    check(ours, theirs)
-    if name == "t5":
-        (bias,) = (n for n in ours[1] if "encoder" in n and "relative_attention_bias" in n)
-        assert ours[1][bias].norm() > 1e-4
+TREATMENTS = {"accelerate": lambda name: pair(name)[:2], "attention": attention_alone}
+treatments = pytest.mark.parametrize("treatment", TREATMENTS)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_padded_batch_equals_its_sentences_alone(name):
-    check_padded_batch(huggingface.use(build(name)))
+# Inputs and outputs.
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", GENERATE)
-def test_generation(name, beams, cache):
-    """Greedy and beams; decoder-only models are padded on the left."""
-    model = build(name)
-    inputs, _ = inputs_for(model, left=not model.config.is_encoder_decoder)
+@treatments
+@pytest.mark.parametrize("name", tiers(HUGGINGFACE, "marian", "t5", "bert", "llama"))
+def test_a_padded_batch_equals_its_sentences_alone(name, treatment):
+    model = TREATMENTS[treatment](name)[1]
+    with torch.no_grad():
+        inputs, real = FAMILIES[name].inputs(model)
+        logits = model(**inputs).logits
+        for n in range(3):
+            alone, there = FAMILIES[name].inputs(model, slice(n, n + 1))
+            torch.testing.assert_close(logits[n][real[n]], model(**alone).logits[there], **CLOSE)
+
+
+EVERYDAY = ("marian accelerate 2 static", "marian attention 1 dynamic", "gated t5 accelerate 1 dynamic")
+EVERYDAY += ("t5 attention 2 dynamic", "llama attention 1 static")
+GENERATIONS = itertools.product(GENERATING, TREATMENTS, "12", ("dynamic", "static"))
+
+
+@pytest.mark.parametrize("how", tiers(map(" ".join, GENERATIONS), *EVERYDAY))
+def test_generation(how):
+    """By greedy search and beams; decoder-only models are padded on the left."""
+    name, treatment, beams, cache = how.rsplit(maxsplit=3)
+    theirs, ours = TREATMENTS[treatment](name)
+    inputs, _ = FAMILIES[name].inputs(theirs, left=not theirs.config.is_encoder_decoder)
     inputs = {n: t for n, t in inputs.items() if not n.startswith("decoder")}
-    options = dict(max_new_tokens=9, min_new_tokens=9, num_beams=beams, do_sample=False)
+    options = dict(max_new_tokens=9, min_new_tokens=9, num_beams=int(beams), do_sample=False)
     options |= dict(cache_implementation=cache, disable_compile=True)
-    expected = model.generate(**inputs, **options)
-    found = huggingface.use(model).generate(**inputs, **options)
-    assert torch.equal(found, expected) and found.shape[1] > 4
+    expected = theirs.generate(**inputs, **options)
+    assert torch.equal(ours.generate(**inputs, **options), expected) and expected.shape[1] > 4
 
 
 def test_a_prompt_that_fills_a_static_cache():
-    model = build("llama")
-    inputs, _ = inputs_for(model, left=True)
+    theirs, ours = attention_alone("llama")
+    inputs, _ = FAMILIES["llama"].inputs(theirs, left=True)
     options = dict(max_new_tokens=1, do_sample=False, cache_implementation="static", disable_compile=True)
-    expected = model.generate(**inputs, **options)
-    assert torch.equal(huggingface.use(model).generate(**inputs, **options), expected)
+    assert torch.equal(ours.generate(**inputs, **options), theirs.generate(**inputs, **options))
 
 
 def test_several_tokens_after_a_cache():
     """A causal mask that counts from the last key."""
-    model = build("llama")
-    ids = inputs_for(model)[0]["input_ids"][:1]
-    found = []
-    for treat in (lambda m: m, huggingface.use):
-        model = treat(model)
-        with torch.no_grad():
+    models, found = attention_alone("llama"), []
+    ids = FAMILIES["llama"].inputs(models[0])[0]["input_ids"][:1]
+    with torch.no_grad():
+        for model in models:
             past = model(ids[:, :4], use_cache=True).past_key_values
             found.append(model(ids[:, 4:], past_key_values=past).logits)
-    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+    torch.testing.assert_close(*found, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-def test_a_mask_from_the_user(kind):
-    """A 4-D mask reaches the attention unchanged."""
-    model, L = build("llama"), max(LENGTHS)
-    ids = inputs_for(model)[0]["input_ids"]
-    mask = (torch.rand(3, 1, L, L, generator=torch.Generator().manual_seed(1)) < 0.7).tril() | torch.eye(L).bool()
-    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min).to(DEVICE)
+@pytest.mark.parametrize("name", tiers(["llama", "bert", "gpt2"], "llama"))
+def test_a_mask_from_the_user(name, kind):
+    """A 4-D mask is obeyed, of bools or of numbers to add. Eager attention accepts no bools."""
+    (theirs, ours, *_), length = pair(name), max(LENGTHS)
+    ids = FAMILIES[name].inputs(theirs)[0]["input_ids"]
+    mask = (torch.rand(3, 1, length, length, generator=torch.Generator().manual_seed(1)) < 0.7).tril()
+    mask = (mask | torch.eye(length).bool()).to(DEVICE)
+    additive = torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        expected = model(ids, attention_mask=additive).logits  # eager accepts no other
-        given = mask.to(DEVICE) if kind == torch.bool else additive
-        found = huggingface.use(model)(ids, attention_mask=given).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        expected = theirs(ids, attention_mask=additive).logits
+        found = ours(ids, attention_mask=mask if kind == torch.bool else additive).logits
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def test_packed_positions():
     """Two sentences in a row, separated by position_ids: equal to each of them alone."""
-    model = huggingface.use(build("llama"))
-    ids = inputs_for(model)[0]["input_ids"][:1]
+    model = attention_alone("llama")[1]
+    ids = FAMILIES["llama"].inputs(model)[0]["input_ids"][:1]
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=DEVICE)
     with torch.no_grad():
         packed = model(ids, position_ids=places, use_cache=False).logits
         alone = [model(part).logits for part in (ids[:, :4], ids[:, 4:])]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **CLOSE)
 
 
-def test_sliding_windows():
-    options = STACK | dict(num_key_value_heads=2, sliding_window=3)
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**options)).to(DEVICE).eval()
-    model.set_attn_implementation("eager")
-    theirs = solve(model)
-    check(solve(huggingface.use(model)), theirs)
-
-
-@pytest.mark.parametrize("name", ["bart", "t5"])
-def test_gradient_checkpointing(name):
-    model = huggingface.use(build(name, **{"dropout" if name == "bart" else "dropout_rate": 0.0})).train()
-    expected = solve(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    check(solve(model), expected)
-
-
-def test_attention_weights():
-    model = build("bart")
-    inputs, real = inputs_for(model)
+@pytest.mark.parametrize("name", tiers([n for n in HUGGINGFACE if n != "gpt2"], "bart"))  # gpt2's interface gives none
+def test_attentions_and_hidden_states(name):
+    """Both are eager's, and calls after them still give the same."""
+    models = pair(name)
+    inputs, real = FAMILIES[name].inputs(models.theirs)
     with torch.no_grad():
-        expected = model(**inputs, output_attentions=True).encoder_attentions
-        found = huggingface.use(model)(**inputs, output_attentions=True).encoder_attentions
-    for ours, theirs in zip(found, expected, strict=True):
-        visible = real[:, None, :, None].expand_as(ours)
-        torch.testing.assert_close(ours[visible], theirs[visible], rtol=0, atol=1e-5)
+        expected, found = (
+            model(**inputs, output_attentions=True, output_hidden_states=True) for model in (models.theirs, models.ours)
+        )
+    kinds = [n for n in expected if n.endswith(("attentions", "hidden_states")) and expected[n] is not None]
+    assert len(kinds) >= 2
+    for kind in kinds:
+        expected_all, found_all = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected[kind], found[kind]))
+        for a, b in zip(found_all, expected_all, strict=True):
+            if real.dim() == 2 and a.shape[-2] == real.shape[1]:
+                rows = real[:, None, :, None].expand_as(a) if a.dim() == 4 else real[:, :, None].expand_as(a)
+                a, b = a[rows], b[rows]
+            torch.testing.assert_close(a, b, **CLOSE)
+    models.compare()
 
 
-def test_dropout_is_drawn_by_fastattn():
-    """Equal seeds give equal results, other seeds other results; only in training."""
-    model = huggingface.use(build("bart", attention_dropout=0.4))
-    inputs, real = inputs_for(model)
+@full
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu_new", "tanh", "quick_gelu"])
+@pytest.mark.parametrize("name", ["marian", "mbart", "bert", "vit"])
+def test_activations(name, activation):
+    """Also those that fastattn does not know."""
+    pair(name, **{"hidden_act" if name in ("bert", "vit") else "activation_function": activation}).compare()
 
-    def logits(seed):
-        torch.manual_seed(seed)
+
+@full
+@pytest.mark.parametrize("name", ["marian", "t5"])
+def test_one_compiled_graph_for_all_lengths(name):
+    """Source and target may be equally long. Without an eager call before, in a thread whose state is new."""
+    theirs, ours, *_ = pair(name)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(ours, dynamic=True, backend=counter)
+
+    def call(model, batch, source, target):
+        drawn = (torch.randint(3, 99, (batch, n), generator=torch.Generator().manual_seed(n)) for n in (source, target))
+        ids, decoder_ids = (t.to(DEVICE) for t in drawn)
         with torch.no_grad():
-            return model(**inputs).logits[real]
+            return model(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=decoder_ids).logits
 
-    assert torch.equal(logits(1), logits(2))
-    model.train()
-    assert torch.equal(logits(1), logits(1)) and not torch.equal(logits(1), logits(2))
-
-
-def test_use_backend_is_followed():
-    """It follows use_backend: an unsupported backend raises."""
-    model = huggingface.use(build("bart"))
-    expected = solve(model)
-    with use_backend("reference"):
-        check(solve(model), expected)
-    with use_backend("triton"), pytest.raises(RuntimeError, match="triton"):
-        solve(model.double())
+    sizes = (3, 7, 5), (2, 9, 4), (4, 6, 6)
+    with ThreadPoolExecutor(1) as pool:
+        found = list(pool.map(lambda of: call(compiled, *of), sizes))
+    torch.testing.assert_close(found, [call(theirs, *of) for of in sizes], **CLOSE)
+    assert counter.frame_count == 1
 
 
-def test_masks_are_structured_and_shared(monkeypatch):
-    """No tensor of the scores' size is made for padding and causality, and all layers of a stack share one mask."""
-    model, masks = huggingface.use(build("marian")), []
-    original = huggingface.scaled_dot_product_attention
-
-    def note(query, key, value, mask, *args, **options):
-        masks.append(mask)
-        return original(query, key, value, mask, *args, **options)
-
-    monkeypatch.setattr(huggingface, "scaled_dot_product_attention", note)
+@full
+def test_use_accepts_a_compiled_model():
+    """Also after a call."""
+    model = build("bert")
+    compiled, (inputs, real) = torch.compile(model, backend="eager"), FAMILIES["bert"].inputs(model)
     with torch.no_grad():
-        model(**inputs_for(model)[0])
-    assert len(masks) == 6 and all(isinstance(mask, AttentionMask) and mask.attn_mask is None for mask in masks)
-    assert masks[0] is masks[1] and len({id(mask) for mask in masks}) == 3
-    assert masks[2].has_band and masks[2].key_padding is not None
+        expected = compiled(**inputs).logits[real]
+        assert huggingface.use(compiled) is compiled and model.config._attn_implementation == "fastattn"
+        torch.testing.assert_close(compiled(**inputs).logits[real], expected, **CLOSE)
+
+
+# The model's own tools.
+
+
+@pytest.mark.parametrize("name", tiers(HUGGINGFACE, "bart"))
+def test_save_pretrained(name, tmp_path):
+    """What is saved is the library's own model."""
+    models = pair(name)
+    models.ours.save_pretrained(tmp_path)
+    loaded = eager(type(models.theirs).from_pretrained(tmp_path))
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in models.theirs.modules()]
+    found, expected = (models.solve(model, grad=False).outputs[0] for model in (loaded, models.theirs))
+    assert torch.equal(found, expected)
+
+
+@full
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", HUGGINGFACE)
+def test_another_attention_is_set_later(name, implementation):
+    """It is called, and restore still undoes everything."""
+    models = pair(name)
+    models.ours.set_attn_implementation(implementation)
+    models.compare()
+    assert "whole" not in ways(models.ours, lambda: models.solve(models.ours))
+    restore(models.ours)
+    assert models.ours.config._attn_implementation == "eager"
+
+
+@full
+@pytest.mark.parametrize("name", [n for n in HUGGINGFACE if n != "vit"])
+def test_a_larger_vocabulary(name):
+    models = pair(name)
+    for model in models[:2]:
+        torch.manual_seed(6)
+        model.resize_token_embeddings(120)
+    models.compare()
+
+
+TASKS = dict.fromkeys(HUGGINGFACE, "SEQ_2_SEQ_LM") | dict.fromkeys(("gpt2", "llama"), "CAUSAL_LM")
+TASKS |= dict.fromkeys(("bert", "roberta"), "FEATURE_EXTRACTION")
+TASKS |= dict.fromkeys(("whisper", "vit"))  # none has input_ids, which the classes of tasks pass
+
+
+@pytest.mark.parametrize("name", tiers(HUGGINGFACE, "marian", "llama", "vit"))
+def test_lora_for_a_task(name):
+    """With a task type peft's classes pass output_attentions=None. `use` accepts the adapted model too."""
+    peft = pytest.importorskip("peft")
+    options = dict(target_modules="all-linear", init_lora_weights=False, task_type=TASKS[name])
+    adapted = peft.get_peft_model(build(name), peft.LoraConfig(**options))
+    inputs, real = FAMILIES[name].inputs(adapted)
+    expected = solve(adapted, inputs, real)
+    assert huggingface.use(adapted) is adapted
+    check(solve(adapted, inputs, real), expected, CLOSE)
+
+
+# Models of several parts, and of other families.
+
+
+def test_the_report_names_modules():
+    report = accelerate(build("marian"))
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["modules", "class", "the", "first", "why"]
+    assert any(line.split()[:3] == ["taken", "2", "MarianEncoderLayer"] for line in lines)
+    assert any("MarianMTModel: attention" in line for line in lines)
+    assert {entry.path for entry in report.taken} >= {"model.encoder.layers.0", "model.decoder.layers.1"}
+
+
+# name -> the reason why its attention is left, and its config's arguments
+REFUSED = {
+    "LEDForConditionalGeneration": (
+        "by itself, without transformers' AttentionInterface",
+        PAIR | dict(max_encoder_position_embeddings=16, attention_window=4, max_decoder_position_embeddings=16),
+    ),
+    "Gemma2ForCausalLM": ("scores are capped by tanh", GROUPED | dict(head_dim=8)),
+    "GptOssForCausalLM": ("this model has attention sinks", GROUPED | dict(head_dim=8, num_local_experts=4)),
+}
+
+
+def build_refused(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name.split('For')[0]}Config")(**REFUSED[name][1])
+    return getattr(transformers, name)(config).to(DEVICE).eval()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_use_refuses_what_it_does_not_compute(name):
-    """Before anything is changed."""
-    model = build_refused(name)
-    implementation = model.config._attn_implementation
-    with pytest.raises(ValueError, match=f"{type(model).__name__}: .*{REFUSED[name][1]}"):
+def test_attention_that_is_left(name):
+    """The report gives the reason, and the model is right. `use` raises it, and changes nothing."""
+    model, reason = build_refused(name), REFUSED[name][0]
+    implementation, kinds = model.config._attn_implementation, [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
         huggingface.use(model)
     assert model.config._attn_implementation == implementation
+    ids = torch.randint(3, 99, (2, 8), device=DEVICE)
+    with torch.no_grad():
+        expected = model(ids).logits
+        report = accelerate(model)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+    (entry,) = (entry for entry in report.left if "attention" in entry.kind)
+    assert entry.kind == f"{name}: attention" and reason in entry.reason and entry.reason in str(report)
+    assert model.config._attn_implementation == implementation
+    assert not any("Layer" in entry.kind and entry.kind != "LayerNorm" for entry in report.taken)
+    restore(model)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_a_submodel_whose_attention_is_left():
+    """The rest of the model gets fastattn's."""
+    encoder = build("vit").config
+    decoder = transformers.TrOCRConfig(**{n: size for n, size in PAIR.items() if not n.startswith("encoder")})
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 2, 1
+    model = transformers.VisionEncoderDecoderModel(config=config).to(DEVICE).eval()
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16, device=DEVICE)}
+    inputs["decoder_input_ids"] = torch.randint(3, 99, (2, 8), device=DEVICE)
+    configs = [m.config for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    before = [c._attn_implementation for c in configs]
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        report = accelerate(model)
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=0, atol=1e-5)
+        entries = {entry.path: entry.reason for entry in report.entries if "attention" in entry.kind}
+        assert entries.keys() == {"encoder", "decoder"} and entries["encoder"] is None
+        assert "by itself" in entries["decoder"]
+        assert model.encoder.config._attn_implementation == "fastattn"
+        assert model.decoder.config._attn_implementation == before[-1]
+        restore(model)
+        assert [c._attn_implementation for c in configs] == before
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def check_two_models(decoder):
+    theirs = transformers.EncoderDecoderModel(encoder=build("bert").bert, decoder=decoder)
+    theirs = eager(theirs)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    inputs = FAMILIES["bert"].inputs(theirs.encoder)[0]
+    with torch.no_grad():
+        logits = [model(**inputs, decoder_input_ids=inputs["input_ids"]).logits for model in (theirs, ours)]
+        torch.testing.assert_close(*logits, **CLOSE)
+    assert {m.config._attn_implementation for m in ours.modules() if hasattr(m, "config")} == {"fastattn"}
+    return theirs, ours, report, inputs
+
+
+def test_an_encoder_decoder_of_two_models():
+    check_two_models(build("gpt2", add_cross_attention=True))
+
+
+@full
+def test_generation_by_bert():
+    """Its layers attend to an encoder's states, and to a cache."""
+    config = build("bert", is_decoder=True, add_cross_attention=True).config
+    torch.manual_seed(0)
+    theirs, ours, report, inputs = check_two_models(transformers.BertLMHeadModel(config))
+    assert sum(entry.kind == "BertLayer" for entry in report.taken) == 4
+    options = dict(max_new_tokens=9, min_new_tokens=9, num_beams=2, decoder_start_token_id=0, pad_token_id=1)
+    assert torch.equal(ours.generate(**inputs, **options), theirs.generate(**inputs, **options))
+
+
+READERS = {  # of the mask: a router slices it, an attention adds it to its scores, another reads its dtype
+    "NllbMoeForConditionalGeneration": PAIR | dict(num_experts=4, encoder_sparse_step=1),
+    "BigBirdPegasusForConditionalGeneration": PAIR,
+    "DogeForCausalLM": STACK,
+    "MistralForCausalLM": GROUPED | dict(sliding_window=3),  # and one with a window
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_models_that_read_the_mask(name):
+    theirs = tiny(name, f"{name.split('For')[0]}Config", 1.0, **READERS[name])
+    inputs, real = FAMILIES["bert"].inputs(theirs)
+    ours = huggingface.use(copy.deepcopy(theirs))
+    check(solve(ours, inputs, real), solve(theirs, inputs, real), CLOSE)
+
+
+# The interface.
 
 
 def test_use_needs_a_model_of_transformers():
@@ -215,20 +378,24 @@ def test_use_needs_a_model_of_transformers():
         huggingface.use(torch.nn.Linear(2, 2))
 
 
-READERS = {  # of the mask: a router slices it, an attention adds it to its scores, another reads its dtype
-    "NllbMoe": ("NllbMoeForConditionalGeneration", PAIR | dict(num_experts=4, encoder_sparse_step=1)),
-    "BigBirdPegasus": ("BigBirdPegasusForConditionalGeneration", PAIR),
-    "Doge": ("DogeForCausalLM", STACK),
-}
+def test_a_backend_that_cannot_serve_raises():
+    model = attention_alone("bart")[1].double()
+    with use_backend("triton"), pytest.raises(RuntimeError, match="triton"):
+        outputs_of(model, FAMILIES["bart"].inputs(model)[0])
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_models_that_read_the_mask(name):
-    kind, options = READERS[name]
-    torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**options)).to(DEVICE).eval()
-    theirs = solve(model)
-    check(solve(huggingface.use(model)), theirs)
+def test_masks_are_structured_and_shared():
+    """No tensor of the scores' size is made for padding and causality, and all layers of a stack share one mask."""
+    model, masks = attention_alone("marian")[1], []
+    for name, module in model.named_modules():
+        if name.endswith("attn"):
+            note = lambda _module, args, options: masks.append(options["attention_mask"])  # noqa: E731
+            module.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        model(**FAMILIES["marian"].inputs(model)[0])
+    assert len(masks) == 6 and all(isinstance(mask, AttentionMask) and mask.attn_mask is None for mask in masks)
+    assert masks[0] is masks[1] and len({id(mask) for mask in masks}) == 3
+    assert masks[2].has_band and masks[2].key_padding is not None
 
 
 @pytest.mark.parametrize("config", [transformers.LlamaConfig, transformers.NllbMoeConfig])  # with "sdpa", without
@@ -257,7 +424,7 @@ def test_a_mask_is_read_as_transformers_own(config, mask_function):
 
 
 def test_what_changes_the_result_is_refused():
-    gemma = build_refused("Gemma2")
+    gemma = build_refused("Gemma2ForCausalLM")
     gemma.config._attn_implementation = "fastattn"  # by name, without use
     with pytest.raises(ValueError, match="Gemma2Attention: scores are capped"):
         gemma(torch.tensor([[3, 4]], device=DEVICE))
@@ -279,54 +446,3 @@ def test_arguments_that_are_none():
     module.is_causal = None
     expected = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
     torch.testing.assert_close(huggingface.attention_forward(module, q, q, q, None)[0], expected, rtol=0, atol=1e-5)
-
-
-def test_an_encoder_decoder_of_two_models():
-    encoder, decoder = build("bert"), build("gpt2", add_cross_attention=True)
-    model = transformers.EncoderDecoderModel(encoder=encoder.bert, decoder=decoder).eval()
-    ids, mask = (inputs_for(encoder)[0][n] for n in ("input_ids", "attention_mask"))
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask, decoder_input_ids=ids).logits
-        found = huggingface.use(model)(ids, attention_mask=mask, decoder_input_ids=ids).logits
-    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"fastattn"}
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-TASKS = dict.fromkeys(MODELS, "SEQ_2_SEQ_LM") | dict.fromkeys(("gpt2", "llama"), "CAUSAL_LM")
-TASKS |= dict.fromkeys(("bert", "roberta"), "FEATURE_EXTRACTION")
-TASKS |= dict.fromkeys(("whisper", "vit"))  # none has input_ids, which the classes of tasks pass
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_lora(name):
-    """With a task type peft's classes pass output_attentions=None. `use` accepts the adapted model too."""
-    peft = pytest.importorskip("peft")
-    options = dict(target_modules="all-linear", init_lora_weights=False, task_type=TASKS[name])
-    adapted, found = peft.get_peft_model(build(name), peft.LoraConfig(**options)), []
-    for treat in (lambda m: m, huggingface.use):
-        found.append(solve(treat(adapted)))
-    check(*found)
-
-
-@pytest.mark.full
-def test_use_accepts_a_compiled_model():
-    """Also after a call."""
-    model = build("bert")
-    compiled, (inputs, real) = torch.compile(model, backend="eager"), inputs_for(model)
-    with torch.no_grad():
-        expected = compiled(**inputs).logits[real]
-        assert huggingface.use(compiled) is compiled and model.config._attn_implementation == "fastattn"
-        torch.testing.assert_close(compiled(**inputs).logits[real], expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["bart", "t5", "llama", "bert"])
-def test_compiled_in_one_graph(name):
-    model = build(name)
-    inputs, real = inputs_for(model)
-    with torch.no_grad():
-        skip_unless_traced(model, inputs)
-        huggingface.use(model)
-        expected = model(**inputs).logits
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).logits
-    torch.testing.assert_close(compiled[real], expected[real], rtol=0, atol=1e-4)

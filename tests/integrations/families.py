@@ -1,0 +1,402 @@
+"""The families of models that accelerate() knows, small and with random weights, and what their tests share.
+
+A new family is one line of FAMILIES: the tests of test_accelerate.py run for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn import accelerate
+from fastattn.integrations.accelerate import Report
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Family(NamedTuple):
+    """build(**changes): a model in eval mode, without dropout, its weights large enough that a wrong mask shows.
+
+    inputs(model): a padded batch, the arguments by name, and where the outputs count.
+    is_whole: whether accelerate's layers compute a call without calling their own modules.
+    lacks: "float64" where the family's own code computes in float32, "one graph" where PyTorch does not compile it as
+        one, "training" where its own error in float32 grows.
+    tolerance: of outputs; gradients may be off by ten times its atol, relative to their largest element.
+    """
+
+    build: Callable[..., nn.Module]
+    inputs: Callable[..., tuple[dict[str, Any], Any]]
+    is_whole: bool
+    lacks: tuple[str, ...]
+    tolerance: dict[str, float]
+
+
+def _randomise(model: nn.Module, scale: float) -> None:
+    """Biases and norms differ from those of a new model."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            if name == "final_logits_bias" or (p.dim() == 1 and p.requires_grad):
+                p.add_(0.3 * torch.randn(p.shape, generator=generator))
+            elif p.requires_grad and "position" not in name and "norm" not in name:
+                p.mul_(scale)
+
+
+# transformers.
+
+
+SPECIAL = dict(vocab_size=99, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+PAIR = SPECIAL | {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
+PAIR |= dict(d_model=32, decoder_start_token_id=2, forced_eos_token_id=None)
+TEXT = PAIR | dict(max_position_embeddings=64)
+STACK = SPECIAL | dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=64
+)
+GROUPED = STACK | dict(num_key_value_heads=2)
+GPT2 = SPECIAL | dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)
+SPEECH = PAIR | dict(num_mel_bins=8, max_source_positions=12, max_target_positions=40)
+SPEECH |= dict(suppress_tokens=None, begin_suppress_tokens=None)
+T5 = SPECIAL | dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8)
+T5 |= dict(decoder_start_token_id=1)
+GATED = T5 | dict(feed_forward_proj="gated-gelu")
+IMAGE = {n: STACK[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+IMAGE |= dict(image_size=16, patch_size=8, num_labels=99)
+LENGTHS = (9, 5, 7)
+
+
+def huggingface(
+    kind: str, config: str, options: dict[str, Any], is_whole: bool = False, lacks: str = "", scale: float = 3.0
+) -> Family:
+    """A family of transformers, whose own attention is the eager one."""
+
+    @functools.cache
+    def built(**changes: Any) -> nn.Module:
+        return tiny(kind, f"{config}Config", scale, **options | changes)
+
+    def build(**changes: Any) -> nn.Module:
+        return copy.deepcopy(built(**changes))
+
+    return Family(build, _batch, is_whole, tuple(lacks.split()), dict(rtol=0.0, atol=1e-4))
+
+
+def tiny(kind: str, config: str, scale: float = 3.0, **options: Any) -> Any:
+    """A model of transformers by the names of its class and of its config's."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**options))
+    _randomise(model, scale)
+    set_dropout(model, 0.0)
+    return eager(model)
+
+
+def eager(model: Any) -> Any:
+    """The model in eval mode, its attention transformers' eager one."""
+    model.set_attn_implementation("eager")
+    for module in model.modules():  # in transformers 5.15 T5's stacks have configs of their own
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.config._attn_implementation = "eager"
+    return model.to(DEVICE).eval()
+
+
+def _batch(model: Any, rows: slice = slice(None), left: bool = False) -> tuple[dict[str, Any], Tensor]:
+    """Sentences of LENGTHS. left: padded on the left."""
+    generator = torch.Generator().manual_seed(3)
+    longest = max(LENGTHS[n] for n in range(3)[rows])
+    ids = torch.randint(3, 99, (3, max(LENGTHS)), generator=generator)
+    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    ids = ids.masked_fill(~real, 1)[rows, :longest].to(DEVICE)
+    real = real[rows, :longest].to(DEVICE)
+    if left:
+        ids, real = ids.flip(1), real.flip(1)
+    dtype = next(model.parameters()).dtype
+    if model.config.model_type == "vit":
+        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)[rows].to(DEVICE, dtype)}, real.any(1)
+    if model.config.model_type == "whisper":  # padding follows the targets
+        features = torch.randn(3, 8, 24, generator=generator)[rows].to(DEVICE, dtype)
+        return {"input_features": features, "decoder_input_ids": ids}, real
+    inputs = {"input_ids": ids, "attention_mask": real.long()}
+    if model.config.is_encoder_decoder:  # targets are padded at their end
+        targets, there = (ids.flip(1).clamp(min=2), real.flip(1)) if left else (ids, real)
+        inputs |= {"decoder_input_ids": targets, "decoder_attention_mask": there.long()}
+    return inputs, real
+
+
+# torch.nn.
+
+
+D, HEADS, N, L, S = 16, 4, 2, 5, 7
+KINDS = ("attention", "encoder layer", "decoder layer", "encoder", "decoder", "transformer")
+
+
+def torch_nn(kind: str, lacks: str = "", **options: Any) -> Family:
+    def build(**changes: Any) -> nn.Module:
+        return layer(kind, **options | changes).eval()
+
+    def inputs(model: nn.Module) -> tuple[dict[str, Any], Any]:
+        masks = masks_of(kind, (torch.bool, torch.bool))
+        tensors = tensors_of(kind, next(model.parameters()).dtype, options.get("batch_first", True))
+        if kind == "attention":
+            return tensors | masks | {"need_weights": False}, ...
+        name, padded = ("src", "src") if kind.startswith("encoder") else ("tgt", "tgt")
+        masks["mask" if kind == "encoder" else f"{name}_mask"] = causal(L)
+        real = ~masks[f"{padded}_key_padding_mask"]
+        return tensors | masks, real if options.get("batch_first", True) else real.T
+
+    return Family(build, inputs, kind != "attention", tuple(lacks.split()), dict(rtol=1e-5, atol=1e-5))
+
+
+def layer(kind: str, scale: float = 2.0, **options: Any) -> nn.Module:
+    """A small module of torch.nn in training mode."""
+    torch.manual_seed(0)
+    options = dict(batch_first=True) | options
+    if kind == "attention":
+        module: Any = nn.MultiheadAttention(**dict(embed_dim=D, num_heads=HEADS) | options)
+    else:
+        options = dict(d_model=D, nhead=HEADS, dim_feedforward=24, dropout=0.0) | options
+        if kind == "transformer":
+            module = nn.Transformer(**dict(num_encoder_layers=2, num_decoder_layers=2) | options)
+        else:
+            side, *is_layer = kind.split()
+            module = getattr(nn, f"Transformer{side.title()}Layer")(**options)
+            if not is_layer:
+                stack = getattr(nn, f"Transformer{side.title()}")
+                module = stack(module, 2, nn.LayerNorm(options["d_model"]))
+    _randomise(module, scale)
+    return module.to(DEVICE)
+
+
+NAMES = {"attention": ("query", "key", "value"), "encoder": ("src",), "decoder": ("tgt", "memory")}
+NAMES |= {"transformer": ("src", "tgt")}
+
+
+def tensors_of(
+    kind: str, dtype: torch.dtype = torch.float32, batch_first: bool = True, d_model: int = D
+) -> dict[str, Tensor]:
+    lengths = {"attention": (L, S, S), "encoder": (L,), "transformer": (S, L)}.get(kind.split()[0], (L, S))
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(N, n, d_model, generator=generator, dtype=dtype).to(DEVICE) for n in lengths]
+    made = [t if batch_first else t.transpose(0, 1).contiguous() for t in made]
+    return dict(zip(NAMES[kind.split()[0]], made, strict=True))
+
+
+def mask(rows: int, columns: int, is_3d: bool = False, kind: torch.dtype = torch.bool) -> Tensor:
+    """True or -inf, and other values of a float mask, where blocked. Every query has a key."""
+    shape = (N * HEADS, rows, columns) if is_3d else (rows, columns)
+    generator = torch.Generator().manual_seed(rows + columns)
+    blocked = torch.rand(shape, generator=generator) < 0.4
+    blocked[..., 0] = False
+    if kind != torch.bool:
+        blocked = torch.randn(shape, generator=generator, dtype=kind).masked_fill(blocked, -torch.inf)
+    return blocked.to(DEVICE)
+
+
+def padding(length: int, kind: torch.dtype = torch.bool) -> Tensor:
+    blocked = torch.arange(length) >= torch.tensor([length, length - 2])[:, None]
+    return (blocked if kind == torch.bool else torch.zeros(N, length, dtype=kind).masked_fill(blocked, -9.0)).to(DEVICE)
+
+
+def causal(length: int, kind: torch.dtype = torch.bool) -> Tensor:
+    blocked = torch.ones(length, length).triu(1).bool()
+    blocked = blocked if kind == torch.bool else torch.zeros(length, length).masked_fill(blocked, -torch.inf)
+    return blocked.to(DEVICE)
+
+
+def masks_of(kind: str, kinds: tuple[Any, Any], is_3d: bool = False) -> dict[str, Tensor]:
+    """Masks and blocked keys of every attention. kinds: their dtypes, None: no mask."""
+    encoder = "mask" if kind == "encoder" else "src_mask", "src_key_padding_mask"
+    sides = {"attention": [("attn_mask", "key_padding_mask", L, S)], "encoder": [(*encoder, L, L)]}.get(kind.split()[0])
+    if sides is None:
+        sides = [("tgt_mask", "tgt_key_padding_mask", L, L), ("memory_mask", "memory_key_padding_mask", L, S)]
+        sides += [(*encoder, S, S)] if kind == "transformer" else []
+    made = {}
+    for name, keys, rows, columns in sides:
+        if kinds[0]:
+            made[name] = mask(rows, columns, is_3d, kinds[0])
+        if kinds[1]:
+            made[keys] = padding(columns, kinds[1])
+    return made
+
+
+FAMILIES = {
+    "bart": huggingface("BartForConditionalGeneration", "Bart", TEXT, True),
+    "marian": huggingface("MarianMTModel", "Marian", TEXT, True),
+    "mbart": huggingface("MBartForConditionalGeneration", "MBart", TEXT, True),
+    "m2m100": huggingface("M2M100ForConditionalGeneration", "M2M100", TEXT, True),
+    "pegasus": huggingface("PegasusForConditionalGeneration", "Pegasus", TEXT, True),
+    "whisper": huggingface("WhisperForConditionalGeneration", "Whisper", SPEECH, True),
+    "t5": huggingface("T5ForConditionalGeneration", "T5", T5, lacks="float64"),
+    "gated t5": huggingface("T5ForConditionalGeneration", "T5", GATED, False, "float64 training", scale=2.0),
+    "bert": huggingface("BertForMaskedLM", "Bert", STACK, True),
+    "roberta": huggingface("RobertaForMaskedLM", "Roberta", STACK | dict(type_vocab_size=1), True),
+    "vit": huggingface("ViTForImageClassification", "ViT", IMAGE, True, "float64"),
+    "gpt2": huggingface("GPT2LMHeadModel", "GPT2", GPT2, False, "one graph"),
+    "llama": huggingface("LlamaForCausalLM", "Llama", GROUPED, False, "float64"),
+    "attention": torch_nn("attention"),
+    "encoder layer": torch_nn("encoder layer", activation="gelu"),
+    "decoder layer": torch_nn("decoder layer", norm_first=True),
+    "encoder": torch_nn("encoder", norm_first=True, batch_first=False),
+    "decoder": torch_nn("decoder"),
+    "transformer": torch_nn("transformer", batch_first=False),
+}
+HUGGINGFACE = [*FAMILIES][: [*FAMILIES].index("attention")]
+GENERATING = [n for n in HUGGINGFACE if n not in ("bert", "roberta", "vit")]
+
+
+def tiers(values: Any, *everyday: Any) -> list[Any]:
+    """Parameters of which only these are in the everyday tier."""
+    return [pytest.param(v, marks=() if v in everyday else pytest.mark.full, id=str(v)) for v in values]
+
+
+# Two copies of a model.
+
+
+class Pair(NamedTuple):
+    """theirs: the model untouched.   ours: the same, accelerated.   inputs, real: as Family.inputs gives them."""
+
+    theirs: Any
+    ours: Any
+    report: Report
+    inputs: dict[str, Any]
+    real: Any
+    tolerance: dict[str, float]
+
+    def train(self, mode: bool = True) -> Pair:
+        self.theirs.train(mode), self.ours.train(mode)
+        return self
+
+    def solve(self, model: nn.Module, grad: bool = True, call: Any = None) -> Result:
+        return solve(model, self.inputs, self.real, grad, call)
+
+    def compare(self, grad: bool = True) -> None:
+        self.check(self.solve(self.ours, grad), self.solve(self.theirs, grad))
+
+    def check(self, found: Result, expected: Result) -> None:
+        check(found, expected, self.tolerance)
+
+
+def pair(name: str, **changes: Any) -> Pair:
+    family = FAMILIES[name]
+    theirs = family.build(**changes)
+    ours = copy.deepcopy(theirs)
+    inputs, real = family.inputs(theirs)
+    if name in HUGGINGFACE and name != "vit":
+        inputs["use_cache"] = False
+    return Pair(theirs, ours, accelerate(ours), inputs, real, family.tolerance)
+
+
+class Result(NamedTuple):
+    outputs: list[Tensor]
+    grads: dict[str, Tensor]
+
+
+def outputs_of(model: Callable[..., Any], inputs: dict[str, Any]) -> list[Tensor]:
+    out = model(**inputs)
+    out = out.logits if hasattr(out, "logits") else out
+    return [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    rows = output.flatten(0, -2)
+    return F.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[1])
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def solve(model: nn.Module, inputs: dict[str, Any], real: Any = ..., grad: bool = True, call: Any = None) -> Result:
+    """Outputs where they count, and the gradients of a loss over the first: of parameters and of inputs.
+
+    call: what is called in place of the model.
+    """
+    inputs = dict(inputs)
+    for name, t in inputs.items():
+        if isinstance(t, Tensor) and t.is_floating_point() and not name.endswith("mask"):
+            inputs[name] = t.detach().clone().requires_grad_(grad)
+    model.zero_grad()
+    with torch.set_grad_enabled(grad):
+        outputs = [t[real] if n == 0 else t for n, t in enumerate(outputs_of(model if call is None else call, inputs))]
+    if grad:
+        loss_of(outputs[0]).backward()
+    of_inputs = {name: t.grad for name, t in inputs.items() if isinstance(t, Tensor) and t.grad is not None}
+    return Result([t.detach() for t in outputs], gradients(model) | of_inputs)
+
+
+def check(found: Result, expected: Result, tolerance: dict[str, float]) -> None:
+    assert len(found.outputs) == len(expected.outputs)
+    for ours, theirs in zip(found.outputs, expected.outputs, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    check_gradients(found.grads, expected.grads, 10 * tolerance["atol"])
+
+
+def check_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-3) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() <= tolerance * (grad.abs().max() + 1e-3), name
+
+
+def set_dropout(model: nn.Module, p: float) -> nn.Module:
+    """Every dropout of the model, modules and numbers. No layer is skipped."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = p
+        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0 if name == "layerdrop" else p)
+    return model
+
+
+# How a layer computes a call.
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of every stack, or the model where it is a layer."""
+    stacks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in stacks):
+            stacks[name] = module
+    return [child for stack in stacks.values() for child in stack.children()] or [model]
+
+
+ORIGINALS = {kind.forward.__code__ for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)}
+
+
+def ways(model: nn.Module, call: Callable[[], Any]) -> list[str]:
+    """How each layer computed during a call: "whole", "by modules", or "left" to the forward of torch.nn's layer.
+
+    Python's profiler sees the calls, so that no module looks modified. A whole layer may call the linear maps of a
+    memory.
+    """
+    inside = {layer: {*layer.modules()} - {layer} for layer in layers_of(model)}
+    found: list[str] = []
+    last: set[nn.Module] = set()
+
+    def note(frame: Any, event: str, _argument: Any) -> None:
+        nonlocal last
+        if event == "call" and frame.f_code in ORIGINALS:
+            found[-1] = "left"
+        elif event == "call" and frame.f_code is nn.Module._call_impl.__code__:
+            module = frame.f_locals["self"]
+            if module in inside:
+                found.append("whole")
+                last = inside[module]
+            elif module in last and found[-1] == "whole" and not isinstance(module, nn.Linear):
+                found[-1] = "by modules"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found

@@ -1,0 +1,313 @@
+"""report.loss of accelerate(): the loss and the gradients of transformers' models, without their logits."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from families import (
+    DEVICE,
+    FAMILIES,
+    GROUPED,
+    HUGGINGFACE,
+    LENGTHS,
+    STACK,
+    check_gradients,
+    eager,
+    gradients,
+    layers_of,
+    pair,
+    tiers,
+    tiny,
+)
+from helpers import autograd_nodes
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastattn import accelerate, restore
+
+transformers = pytest.importorskip("transformers")
+full = pytest.mark.full
+WITH_LOSS = [n for n in HUGGINGFACE if n != "vit"]
+
+
+def labels_for(model):
+    """What report.loss is given: inputs with labels, -100 where there is padding."""
+    inputs, real = FAMILIES["bert"].inputs(model)
+    inputs = {n: t for n, t in inputs.items() if not n.startswith("decoder")}
+    ids = torch.randint(3, 99, (3, max(LENGTHS)), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    return inputs | {"labels": ids.masked_fill(~real, -100)}
+
+
+def both_losses(theirs, ours, batch, **options):
+    """What report.loss gives, after its gradients were compared with those of the expected loss."""
+    report = accelerate(ours)
+    expected = theirs(**batch).loss if not options else smoothed(theirs, batch, **options)
+    found = report.loss(ours, **batch, **options)
+    for model, loss in ((theirs, expected), (ours, found)):
+        model.zero_grad()
+        loss.backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    check_gradients(gradients(ours), gradients(theirs))
+    return found
+
+
+def smoothed(model, batch, label_smoothing=0.0, num_items_in_batch=None):
+    """As transformers' Trainer computes it."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    if num_items_in_batch is not None:
+        return model(**batch, num_items_in_batch=num_items_in_batch).loss
+    output = model(**batch)
+    shifts = type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+    return LabelSmoother(epsilon=label_smoothing)(output, batch["labels"], shift_labels=shifts)
+
+
+@pytest.mark.parametrize("name", tiers(WITH_LOSS, "marian", "t5", "bert"))
+@pytest.mark.parametrize("options", tiers([{}, {"label_smoothing": 0.1}], {}, {"label_smoothing": 0.1}))
+def test_loss(name, options):
+    """The model's own, or that of transformers' LabelSmoother, with its gradients, and without its logits."""
+    theirs, ours, *_ = pair(name)
+    batch = labels_for(theirs)
+    found = both_losses(theirs, ours, batch, **options)
+    assert "NllLossBackward0" in autograd_nodes(theirs(**batch).loss) - autograd_nodes(found)
+    restore(ours)
+    assert type(ours.get_output_embeddings()) is torch.nn.Linear
+
+
+OTHER_SPEECH = dict(hidden_size=32, intermediate_size=64, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1)
+OTHER_SPEECH |= dict(encoder_num_attention_heads=4, decoder_num_attention_heads=4, vocab_size=99, pad_token_id=0)
+OTHER_SPEECH |= dict(eos_token_id=1, bos_token_id=2, decoder_start_token_id=2)
+OTHER_RULES = {
+    "labels are shifted before the loss": ("Moonshine", "ForConditionalGeneration", OTHER_SPEECH, {}),
+    "smooths its labels": ("BlipText", "LMHeadModel", STACK | dict(encoder_hidden_size=32), {}),
+    "adds another loss": ("Bert", "ForPreTraining", STACK, {"next_sentence_label": torch.tensor([0, 1, 1])}),
+    "adds a loss of its router": (
+        "Mixtral",
+        "ForCausalLM",
+        GROUPED | dict(num_local_experts=2),
+        dict(output_router_logits=True),
+    ),
+    "caps its logits": ("Gemma2", "ForCausalLM", GROUPED | dict(head_dim=8, attn_logit_softcapping=None), {}),
+}
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES)
+def test_loss_by_another_rule(rule):
+    """The loss is what the model's own code makes of its head's logits."""
+    name, kind, options, arguments = OTHER_RULES[rule]
+    home = transformers if name != "BlipText" else transformers.models.blip.modeling_blip_text
+    torch.manual_seed(0)
+    theirs = getattr(home, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options)).to(DEVICE).eval()
+    with torch.no_grad():
+        theirs.get_output_embeddings().weight.mul_(10)  # far from uniform, so that smoothing and caps show
+    batch = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+    texts = labels_for(pair("bert").theirs)
+    speech = {"input_values": torch.randn(3, 2000, device=DEVICE), "labels": texts["input_ids"]}
+    batch |= speech if name == "Moonshine" else texts
+    ours = copy.deepcopy(theirs)
+    found = both_losses(theirs, ours, batch)
+    if rule not in ("smooths its labels", "caps its logits"):
+        assert (accelerate(ours).loss(ours, **batch, label_smoothing=0.1) - found).abs() > 1e-3
+
+
+def test_loss_in_one_thread_logits_in_another():
+    """report.loss changes nothing that another thread's call reads."""
+    model, found = pair("marian").ours, []
+    batch, report = labels_for(model), accelerate(model)
+    with torch.no_grad():
+        expected = model(**batch).logits
+
+        def call_in_another_thread(*_):
+            def call():
+                with torch.no_grad():
+                    found.append(model(**batch).logits)
+
+            handle.remove()
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+        handle = model.lm_head.register_forward_pre_hook(call_in_another_thread)
+        loss = report.loss(model, **batch)
+        assert torch.equal(found[0], expected)
+        torch.testing.assert_close(loss, report.loss(model, **batch))
+
+
+@pytest.mark.parametrize("name", tiers(WITH_LOSS, "bert"))
+def test_nothing_is_left_after_an_exception(name):
+    theirs, ours, report, *_ = pair(name)
+    batch = labels_for(theirs)
+
+    def fail(*_):
+        raise KeyError("stop")
+
+    handle = [*layers_of(ours)[-1].children()][-1].register_forward_pre_hook(fail)
+    before = [set(m.__dict__) for m in ours.modules()]
+    with pytest.raises(KeyError, match="stop"):
+        report.loss(ours, **batch)
+    assert [set(m.__dict__) for m in ours.modules()] == before
+    handle.remove()
+    both_losses(theirs, ours, batch)
+
+
+@full
+@pytest.mark.parametrize("name", ["bert", "marian"])
+def test_compiled_loss(name):
+    """A compiled model is traced as often as for its own loss, and a compiled step is one graph."""
+    counts = []
+    for ours in (False, True):
+        model = pair(name).ours.train()
+        model.config.use_cache = False
+        report, batch = accelerate(model), labels_for(model)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter)
+        for length in (7, 8, 9):
+            part = {n: t[:, :length].contiguous() for n, t in batch.items()}
+            loss = report.loss(compiled, **part) if ours else compiled(**part).loss
+            torch.testing.assert_close(loss, model(**part).loss)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]
+    with pytest.raises(TypeError, match="torch.compile traces it: label_smoothing and num_items_in_batch"):
+        report.loss(compiled, **batch, label_smoothing=0.1)
+    step = torch.compile(lambda batch: report.loss(model, **batch), fullgraph=True, backend="eager")
+    torch.testing.assert_close(step(batch), model(**batch).loss)
+
+
+@full
+@pytest.mark.parametrize("number", [int, torch.tensor])
+@pytest.mark.parametrize("name", ["marian", "bert", "gpt2", "llama"])
+def test_num_items_in_batch(name, number):
+    """As decoder-only models compute it when Trainer accumulates gradients. Others' own losses do not read it."""
+    theirs, ours, *_ = pair(name)
+    batch = labels_for(theirs)
+    if name in ("gpt2", "llama"):
+        both_losses(theirs, ours, batch, num_items_in_batch=number(40))
+    else:
+        found = accelerate(ours).loss(ours, **batch, num_items_in_batch=number(40))
+        torch.testing.assert_close(found, theirs(**batch).loss * (batch["labels"] != -100).sum() / 40)
+
+
+@full
+@pytest.mark.parametrize("change", ["hook", "lora"])
+@pytest.mark.parametrize("name", WITH_LOSS)
+def test_loss_with_a_modified_head(name, change):
+    """Its logits are computed. The options hold for them too."""
+    models, calls = pair(name)[:2], []
+    if change == "lora":
+        peft = pytest.importorskip("peft")
+        heads = [n for n, m in models[0].named_modules() if m is models[0].get_output_embeddings()]
+        config = peft.LoraConfig(target_modules=heads, init_lora_weights=False)
+        models = [peft.get_peft_model(model, config) for model in models]
+        models[1].load_state_dict(models[0].state_dict())
+    else:
+        for model in models:
+            model.get_output_embeddings().register_forward_hook(lambda m, a, out: calls.append(m) or 2 * out)
+    both_losses(*models, labels_for(models[0]))
+    assert change == "lora" or len(calls) == 2
+    if change == "hook":
+        both_losses(*models, labels_for(models[0]), label_smoothing=0.1)
+
+
+def check_alone(theirs, batch):
+    both_losses(theirs, copy.deepcopy(theirs), batch)
+
+
+@full
+def test_loss_of_adapters():
+    """report.loss takes what peft makes of a model."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False, task_type="SEQ_2_SEQ_LM")
+    theirs = peft.get_peft_model(pair("marian").theirs, config)
+    check_alone(theirs, labels_for(theirs))
+
+
+@full
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[("bart", "BartForCausalLM"), ("marian", "MarianForCausalLM")],
+        *[("bert", "BertLMHeadModel"), ("roberta", "RobertaForCausalLM")],
+    ],
+)
+def test_loss_of_decoders_alone(name, kind):
+    """BART's does not shift labels, BERT's does."""
+    config = pair(name).theirs.config
+    config.update({"is_decoder": True, "dropout": 0.0, "attention_dropout": 0.0})
+    if name in ("bart", "marian"):
+        config.is_encoder_decoder = False
+    torch.manual_seed(0)
+    theirs = eager(getattr(transformers, kind)(config))
+    check_alone(theirs, labels_for(theirs))
+
+    class Mine(type(theirs)):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    theirs.__class__ = Mine
+    check_alone(theirs, labels_for(theirs))
+
+
+@full
+def test_loss_of_an_encoder_decoder_of_two_models():
+    decoder = FAMILIES["gpt2"].build(add_cross_attention=True)
+    model = transformers.EncoderDecoderModel(encoder=FAMILIES["bert"].build().bert, decoder=decoder)
+    model.config.decoder_start_token_id, model.config.pad_token_id = 0, 1
+    check_alone(eager(model), labels_for(pair("bart").theirs))
+
+
+def test_loss_errors():
+    """Without labels, for models without a head, and for those whose loss is another."""
+    model = pair("bert").ours
+    report, batch = accelerate(model), labels_for(model)
+    with pytest.raises(ValueError, match="loss needs labels in the batch"):
+        report.loss(model, input_ids=batch["input_ids"])
+    with pytest.raises(TypeError, match="BertModel gives no loss for labels"):
+        report.loss(model.bert, **batch)
+    with pytest.raises(TypeError, match="Linear holds no model of transformers"):
+        report.loss(torch.nn.Linear(2, 2), **batch)
+    gemma = tiny("Gemma2ForCausalLM", "Gemma2Config", **GROUPED | dict(head_dim=8, attn_logit_softcapping=None))
+    for option in ({"label_smoothing": 0.1}, {"num_items_in_batch": 9}):
+        with pytest.raises(TypeError, match="Gemma2ForCausalLM does not compute its loss by one cross_entropy of what"):
+            report.loss(gemma, **batch, **option)
+
+
+DATA_PARALLEL = """
+import copy, sys, torch
+import torch.distributed as dist
+from test_loss import accelerate, check_gradients, gradients, labels_for, pair
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+for name in ("marian", "llama"):
+    theirs, ours, *_ = pair(name)
+    batch = labels_for(theirs)
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        parallel = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(ours), **options)
+        half = {n: t[dist.get_rank() :: 2] for n, t in batch.items()}
+        for _ in range(2):
+            parallel.zero_grad()
+            accelerate(parallel).loss(parallel, **half, num_items_in_batch=10).backward()
+        theirs.zero_grad()
+        for rank in range(2):
+            half = {n: t[rank::2].contiguous() for n, t in batch.items()}
+            labels = half["labels"] if theirs.config.is_encoder_decoder else half["labels"][:, 1:]
+            (theirs(**half).loss * (labels != -100).sum() / 20).backward()
+        check_gradients(gradients(parallel.module), gradients(theirs))
+dist.destroy_process_group()
+"""
+
+
+@full
+def test_two_processes(tmp_path):
+    """DistributedDataParallel sums the gradients of report.loss."""
+    command = [sys.executable, "-c", DATA_PARALLEL, str(tmp_path / "rendezvous")]
+    folders = [str(Path(__file__).parent), *sys.path]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)}
+    options = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    processes = [subprocess.Popen([*command, str(rank)], **options) for rank in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output[-3000:]
