@@ -1,8 +1,13 @@
-"""Small random problems for every op, and their solution by any backend: what the doctor compares."""
+"""The catalogue of calls: random problems of every op, and their solution by any backend.
+
+One function for each op makes a problem from sizes: `attention`, `decode_attention`, `add_layer_norm` (and RMSNorm),
+`embed_layer_norm`, `feed_forward` and `linear_cross_entropy`. `problems` lists what the doctor compares. The tests and
+the benchmarks make their calls here too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +20,11 @@ SEED = 20170612  # of the problems and of their dropout, so that a report can be
 
 
 class Problem(NamedTuple):
-    """One small random problem: `function(**tensors, **options, backend=...)` solves it.
+    """One random call of an op: `function(**problem.arguments(), backend=...)`.
 
-    Each tensor has a gradient, unless differentiable is False.
+    tensors: each has a gradient, unless differentiable is False.
+    options: the other arguments. An attn_mask that is a dict has the arguments of AttentionMask, without the bias.
+    douts: the gradients that arrive at the outputs; without them `solve` draws some.
     """
 
     op: str
@@ -26,156 +33,319 @@ class Problem(NamedTuple):
     tensors: dict[str, Tensor]
     options: dict[str, Any]
     differentiable: bool = True
+    douts: tuple[Tensor, ...] = ()
+
+    def but(self, **changes: Any) -> Problem:
+        """With other values of some arguments."""
+        tensors = {name: changes.pop(name, t) for name, t in self.tensors.items()}
+        return self._replace(tensors=tensors, options=self.options | changes)
+
+    def arguments(self, tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
+        """The keyword arguments of the call, with these tensors in place of the problem's own. A mask is built here."""
+        given = self.options | (self.tensors if tensors is None else tensors)
+        if isinstance(mask := given.get("attn_mask"), dict):
+            given["attn_mask"] = fastattn.AttentionMask(**mask, bias=given.pop("bias", None))
+        return given
+
+
+class _Random:
+    """Random tensors, drawn on the CPU and in float64, so that they are equal on all devices and in all dtypes."""
+
+    def __init__(self, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.generator, self.device, self.dtype = torch.Generator().manual_seed(seed), device, dtype
+
+    def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return (drawn * scale + shift).to(self.device, dtype or self.dtype)
+
+    def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator, dtype=dtype).to(self.device)
+
+
+def attention(
+    case: str = "",
+    *,
+    B: int = 2,
+    H: int = 2,
+    Lq: int = 21,
+    Lk: int = 37,
+    D: int = 32,
+    Hk: int | None = None,
+    Dv: int | None = None,
+    mask: dict[str, Any] | None = None,
+    bias: Sequence[int] | None = None,
+    bias_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = SEED,
+    **options: Any,
+) -> Problem:
+    """mask: arguments of AttentionMask. bias: the shape of a learned one. options: others of the op."""
+    random, Hk, Dv = _Random(seed, device, dtype), Hk or H, Dv or D
+    tensors = {
+        "query": random.normal(B, H, Lq, D),
+        "key": random.normal(B, Hk, Lk, D),
+        "value": random.normal(B, Hk, Lk, Dv),
+    }
+    if mask is not None:
+        options["attn_mask"] = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in mask.items()}
+    if bias is not None:
+        tensors["attn_mask" if mask is None else "bias"] = random.normal(*bias, dtype=bias_dtype)
+    if Hk != H:
+        options["enable_gqa"] = True
+    return Problem("attention", case, fastattn.scaled_dot_product_attention, tensors, options)
+
+
+def decode_attention(
+    case: str = "",
+    *,
+    batch: int = 2,
+    queries: int = 3,
+    heads: int = 2,
+    heads_k: int = 2,
+    positions: int = 37,
+    head_dim: int = 32,
+    value_dim: int | None = None,
+    rows: int | None = None,
+    lengths: Sequence[int] | None = None,
+    ancestors: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = SEED,
+    **options: Any,
+) -> Problem:
+    """rows: of the cache, as many as queries unless given. The first half of the ancestors are those of one query, as
+    beams have a common history."""
+    random = _Random(seed, device, dtype)
+    rows, value_dim = queries if rows is None else rows, head_dim if value_dim is None else value_dim
+    tensors = {
+        "query": random.normal(batch, queries, heads, head_dim),
+        "key": random.normal(batch, positions, rows, heads_k, head_dim),
+        "value": random.normal(batch, positions, rows, heads_k, value_dim),
+    }
+    if lengths is not None:
+        options["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+    if ancestors:
+        table = random.integers(max(rows, 1), batch, queries, positions, dtype=torch.int32)
+        table[..., : positions // 2] = table[:, :1, : positions // 2].clone()
+        options["ancestors"] = table
+    return Problem("decode_attention", case, fastattn.decode_attention, tensors, options, differentiable=False)
+
+
+def add_layer_norm(
+    case: str = "",
+    *,
+    rows: Sequence[int] = (37,),
+    hidden: int = 48,
+    residual: bool = True,
+    x_bias: bool = False,
+    rms: bool = False,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = SEED,
+    mean: float = 0.0,
+    std: float = 1.0,
+    **options: Any,
+) -> Problem:
+    """rms: RMSNorm, without a bias. mean, std: of x. The residual is not as large as x, so that a mix-up shows."""
+    random = _Random(seed, device, dtype)
+    tensors = {"x": random.normal(*rows, hidden, scale=std, shift=mean)}
+    if residual:
+        tensors["residual"] = random.normal(*rows, hidden, scale=0.7 * std)
+    else:
+        options["residual"] = None
+    tensors["weight"] = random.normal(hidden, scale=0.3, shift=1.0, dtype=weight_dtype)
+    if not rms:
+        tensors["bias"] = random.normal(hidden, dtype=weight_dtype)
+    if x_bias:
+        tensors["x_bias"] = random.normal(hidden, scale=0.6 * std, shift=0.3)
+    if rms:
+        return Problem("add_rms_norm", case, fastattn.dropout_add_rms_norm, tensors, options)
+    return Problem("add_layer_norm", case, fastattn.dropout_add_layer_norm, tensors, options)
+
+
+def embed_layer_norm(
+    case: str = "",
+    *,
+    batch: int = 3,
+    length: int = 7,
+    hidden: int = 48,
+    vocabulary: int = 11,
+    positions: bool = False,
+    dtype: torch.dtype = torch.float32,
+    table_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = SEED,
+    **options: Any,
+) -> Problem:
+    """Most tokens of the small vocabulary come several times. positions: each token has a position of its own."""
+    random, n_position = _Random(seed, device, dtype), length + 5
+    tensors = {
+        "embedding": random.normal(vocabulary, hidden),
+        "weight": random.normal(hidden, shift=1.0, dtype=weight_dtype),
+        "bias": random.normal(hidden, dtype=weight_dtype),
+    }
+    options |= {
+        "tokens": random.integers(vocabulary, batch, length),
+        "position_table": random.normal(n_position, hidden, dtype=table_dtype),
+    }
+    if positions:
+        options["position"] = random.integers(n_position, batch, length)
+    return Problem("embed_layer_norm", case, fastattn.embed_layer_norm, tensors, options)
+
+
+def feed_forward(
+    activation: str = "relu",
+    case: str = "",
+    *,
+    tokens: Sequence[int] = (21,),
+    d: int = 32,
+    d_ff: int = 56,
+    d_out: int = 24,
+    has_bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = SEED,
+    **options: Any,
+) -> Problem:
+    random, d_up = _Random(seed, device, dtype), 2 * d_ff if activation.removesuffix("_tanh").endswith("glu") else d_ff
+    tensors = {
+        "x": random.normal(*tokens, d),
+        "weight1": random.normal(d_up, d, scale=max(d, 1) ** -0.5),
+        "weight2": random.normal(d_out, d_ff, scale=max(d_ff, 1) ** -0.5),
+    }
+    biases = (random.normal(d_up, scale=0.5), random.normal(d_out)) if has_bias else (None, None)
+    (tensors if has_bias else options).update(zip(("bias1", "bias2"), biases, strict=True))
+    options["activation"] = activation
+    return Problem("feed_forward", case or activation, fastattn.feed_forward, tensors, options)
+
+
+def linear_cross_entropy(
+    case: str = "",
+    *,
+    tokens: Sequence[int] = (21,),
+    d: int = 32,
+    classes: int = 70,
+    has_bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = SEED,
+    ignore_index: int = 2,
+    **options: Any,
+) -> Problem:
+    """One token in four is ignored. ignore_index may be a class."""
+    random = _Random(seed, device, dtype)
+    tensors = {"x": random.normal(*tokens, d), "weight": random.normal(classes, d, scale=2 * max(d, 1) ** -0.5)}
+    if has_bias:
+        tensors["bias"] = random.normal(classes, scale=0.5)
+    target = random.integers(classes, *tokens)
+    target.view(-1)[1::4] = ignore_index
+    options |= {"target": target, "ignore_index": ignore_index}
+    return Problem("linear_cross_entropy", case, fastattn.linear_cross_entropy, tensors, options)
 
 
 def problems(device: torch.device, large: bool | None = None) -> Iterator[Problem]:
-    """The problems of every op, in float64, with lengths that make ragged tiles. Equal on all devices except for their
-    size: large on a GPU, unless `large` is given."""
-    generator = torch.Generator().manual_seed(SEED)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-
-    def draw(*shape: int) -> Tensor:
-        return (torch.rand(shape, generator=generator) < 0.6).to(device)
-
+    """The problems of every op that the doctor compares, in float64, with lengths that leave ragged tiles. Equal on all
+    devices except for their size: large on a GPU, unless `large` is given."""
     large = device.type == "cuda" if large is None else large
-    batch, heads, length_q, length_k, dim = (2, 4, 200, 168, 64) if large else (2, 2, 72, 104, 64)
+    place: dict[str, Any] = {"device": device, "dtype": torch.float64}
 
-    def attention(case: str, heads_k: int = heads, bias: bool = False, **options: Any) -> Problem:
-        tensors = {
-            "query": randn(batch, heads, length_q, dim),
-            "key": randn(batch, heads_k, length_k, dim),
-            "value": randn(batch, heads_k, length_k, dim),
-        }
-        if bias:
-            tensors["attn_mask"] = randn(1, heads, length_q, length_k)
-        return Problem("attention", case, fastattn.scaled_dot_product_attention, tensors, options)
-
-    lengths = torch.tensor([length_k // 3, length_k], device=device)
-    key_padding = torch.arange(length_k, device=device) < lengths[:, None]
-    attn_mask = draw(batch, 1, length_q, length_k)
+    sizes: dict[str, Any] = {"B": 2, "H": 4, "Lq": 200, "Lk": 168, "D": 64} if large else {"Lq": 72, "Lk": 104, "D": 64}
+    sizes |= place
+    lengths = torch.tensor([sizes["Lk"] // 3, sizes["Lk"]], device=device)
+    key_padding = torch.arange(sizes["Lk"], device=device) < lengths[:, None]
+    drawn = torch.rand(2, 1, sizes["Lq"], sizes["Lk"], generator=torch.Generator().manual_seed(SEED))
+    attn_mask = (drawn < 0.6).to(device)
     attn_mask[0, 0, 3] = False  # a query that may attend to nothing
-    yield attention("no mask, with lse", return_lse=True)
-    yield attention("causal", is_causal=True)
-    yield attention("key padding", attn_mask=fastattn.AttentionMask(key_padding=key_padding))
-    yield attention("bool mask", attn_mask=attn_mask)
-    yield attention("bias", bias=True)
-    yield attention("grouped-query", heads_k=1, enable_gqa=True)
-    yield attention("causal, dropout", is_causal=True, dropout_p=0.2)
+    yield attention("no mask, with lse", **sizes, return_lse=True)
+    yield attention("causal", **sizes, is_causal=True)
+    yield attention("key padding", **sizes, attn_mask=fastattn.AttentionMask(key_padding=key_padding))
+    yield attention("bool mask", **sizes, attn_mask=attn_mask)
+    yield attention("bias", **sizes, bias=(1, sizes.get("H", 2), sizes["Lq"], sizes["Lk"]))
+    yield attention("grouped-query", **sizes, Hk=1)
+    yield attention("causal, dropout", **sizes, is_causal=True, dropout_p=0.2)
 
-    beams, positions = (5, 600) if large else (3, 70)
-    lengths = torch.tensor([positions // 3, positions], dtype=torch.int32, device=device)
-    ancestors = torch.randint(beams, (batch, beams, positions), generator=generator, dtype=torch.int32).to(device)
+    queries, positions = (5, 600) if large else (3, 70)
+    sizes = {"queries": queries, "positions": positions, "heads": 4 if large else 2, "head_dim": 64, **place}
+    lengths = {"lengths": [positions // 3, positions]}
+    of_all = {"heads_k": sizes["heads"]}
+    yield decode_attention("beams of one history", **sizes, **of_all, **lengths, ancestors=True)
+    yield decode_attention("shared keys", **sizes, **of_all, **lengths, rows=1)
+    yield decode_attention("own rows, grouped-query", **sizes, heads_k=1)
 
-    def decode_attention(case: str, rows: int, heads_k: int = heads, **options: Any) -> Problem:
-        tensors = {
-            "query": randn(batch, beams, heads, dim),
-            "key": randn(batch, positions, rows, heads_k, dim),
-            "value": randn(batch, positions, rows, heads_k, dim),
-        }
-        return Problem("decode_attention", case, fastattn.decode_attention, tensors, options, differentiable=False)
+    rows, hidden = (300, 512) if large else (40, 96)
+    sizes = {"rows": (2, rows), "hidden": hidden, **place}
+    yield add_layer_norm("residual, with sum", **sizes, return_sum=True)
+    yield add_layer_norm("no residual", **sizes, residual=False)
+    yield add_layer_norm("residual, dropout, x_bias", **sizes, x_bias=True, dropout_p=0.2)
+    yield add_layer_norm("eps on std", **sizes, eps_on_std=True)
+    yield add_layer_norm("with sum", **sizes, rms=True, return_sum=True)
+    yield add_layer_norm("dropout", **sizes, rms=True, dropout_p=0.2)
 
-    yield decode_attention("beams of one history", beams, lengths=lengths, ancestors=ancestors)
-    yield decode_attention("shared keys", 1, lengths=lengths)
-    yield decode_attention("own rows, grouped-query", beams, heads_k=1)
+    sizes = {"batch": 2, "length": rows, "hidden": hidden, "vocabulary": 29, "table_dtype": torch.float32, **place}
+    sizes |= {"scale": 3.0, "padding_idx": 0}
+    yield embed_layer_norm("in order", **sizes)
+    yield embed_layer_norm("positions, dropout", **sizes, positions=True, dropout_p=0.2)
 
-    rows, width = (300, 512) if large else (40, 96)
+    tokens, d, d_ff = (300, 256, 512) if large else (40, 48, 96)
+    sizes = {"tokens": (2, tokens), "d": d, "d_ff": d_ff, "d_out": d, **place}
+    yield feed_forward("relu", **sizes)
+    yield feed_forward("gelu", **sizes)
+    yield feed_forward("swiglu", **sizes)
+    yield feed_forward("relu", "relu, dropout", **sizes, dropout_p=0.2)
 
-    def add_layer_norm(case: str, residual: bool = True, x_bias: bool = False, **options: Any) -> Problem:
-        tensors = {"x": randn(2, rows, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
-        if x_bias:
-            tensors["x_bias"] = 0.1 * randn(width)
-        if residual:
-            tensors["residual"] = randn(2, rows, width)
-        else:
-            options["residual"] = None
-        return Problem("add_layer_norm", case, fastattn.dropout_add_layer_norm, tensors, options)
-
-    yield add_layer_norm("residual, with sum", return_sum=True)
-    yield add_layer_norm("no residual", residual=False)
-    yield add_layer_norm("residual, dropout, x_bias", x_bias=True, dropout_p=0.2)
-    yield add_layer_norm("eps on std", eps_on_std=True)
-
-    def add_rms_norm(case: str, **options: Any) -> Problem:
-        tensors = {"x": randn(2, rows, width), "residual": randn(2, rows, width), "weight": 1 + 0.1 * randn(width)}
-        return Problem("add_rms_norm", case, fastattn.dropout_add_rms_norm, tensors, options)
-
-    yield add_rms_norm("with sum", return_sum=True)
-    yield add_rms_norm("dropout", dropout_p=0.2)
-
-    def embed_layer_norm(case: str, **options: Any) -> Problem:
-        words = torch.randint(0, 29, (2, rows), generator=generator).to(device)
-        tensors = {"embedding": randn(29, width), "weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
-        options |= {"tokens": words, "position_table": randn(rows, width).float(), "scale": 3.0, "padding_idx": 0}
-        return Problem("embed_layer_norm", case, fastattn.embed_layer_norm, tensors, options)
-
-    yield embed_layer_norm("in order")
-    position = torch.arange(rows, device=device).expand(2, -1)
-    yield embed_layer_norm("positions, dropout", position=position, dropout_p=0.2)
-
-    tokens, d_model, d_ff = (300, 256, 512) if large else (40, 48, 96)
-
-    def feed_forward(activation: str, **options: Any) -> Problem:
-        d_up = 2 * d_ff if activation.endswith("glu") else d_ff
-        tensors = {
-            "x": randn(2, tokens, d_model),
-            "weight1": randn(d_up, d_model) * d_model**-0.5,
-            "bias1": 0.1 * randn(d_up),
-            "weight2": randn(d_model, d_ff) * d_ff**-0.5,
-            "bias2": 0.1 * randn(d_model),
-        }
-        case = f"{activation}, dropout" if "dropout_p" in options else activation
-        options["activation"] = activation
-        return Problem("feed_forward", case, fastattn.feed_forward, tensors, options)
-
-    yield feed_forward("relu")
-    yield feed_forward("gelu")
-    yield feed_forward("swiglu")
-    yield feed_forward("relu", dropout_p=0.2)
-
-    sentences, length, d_model, classes = (32, 20, 128, 5003) if large else (16, 5, 32, 83)
-    target = torch.randint(0, classes, (sentences, length), generator=generator)
-    target[:, length - 2 :] = 0  # padding
-
-    def linear_cross_entropy(case: str, **options: Any) -> Problem:
-        tensors = {
-            "x": randn(sentences, length, d_model),
-            "weight": 2 * randn(classes, d_model) * d_model**-0.5,
-            "bias": 0.1 * randn(classes),
-        }
-        options |= {"target": target.to(device), "ignore_index": 0, "logit_scale": 0.5, "label_smoothing": 0.1}
-        return Problem("linear_cross_entropy", case, fastattn.linear_cross_entropy, tensors, options)
-
-    yield linear_cross_entropy("mean", reduction="mean")
-    yield linear_cross_entropy("none, others", reduction="none", smooth_over="others")
+    tokens, d, classes = ((32, 20), 128, 5003) if large else ((16, 5), 32, 83)
+    sizes = {"tokens": tokens, "d": d, "classes": classes, "ignore_index": 0, **place}
+    options: dict[str, Any] = {"logit_scale": 0.5, "label_smoothing": 0.1}
+    yield linear_cross_entropy("mean", **sizes, **options, reduction="mean")
+    yield linear_cross_entropy("none, others", **sizes, **options, reduction="none", smooth_over="others")
 
 
 def solve(
     problem: Problem,
-    backend: str,
-    given: torch.dtype,
-    dtype: torch.dtype,
+    backend: str | Callable[..., Any],
+    given: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
     change: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of `problem` by a backend, of its tensors rounded to `given`, computed in `dtype`.
+    """Outputs and gradients of `problem`, of its tensors rounded to `given`, computed in `dtype`. Without these dtypes
+    each tensor keeps its own.
 
+    backend: a name, or what is called in place of the op.
     change: of the tensors and the gradients of outputs before they are used, see tolerance.measure_rounding_scale."""
-    tensors = {name: change(t.to(given).to(dtype)) for name, t in problem.tensors.items()}
+
+    def convert(t: Tensor) -> Tensor:
+        return change(t.to(given or t.dtype).to(dtype or t.dtype)).detach()
+
+    tensors = {name: convert(t) for name, t in problem.tensors.items()}
     leaves = {name: t.requires_grad_() for name, t in tensors.items()} if problem.differentiable else {}
     torch.manual_seed(SEED)  # one dropout mask for every backend and dtype
-    outputs = problem.function(**tensors, **problem.options, backend=backend)
+    arguments = problem.arguments(tensors)
+    if isinstance(backend, str):
+        outputs = problem.function(**arguments, backend=backend)
+    else:
+        outputs = backend(**arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(SEED)
-    douts = [torch.randn(out.shape, generator=generator).to(given).to(out) for out in outputs]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), [*map(change, douts)]) if leaves else ()
-    results = {"out" if i == 0 else f"out[{i}]": out for i, out in enumerate(outputs)}
+    grads = ()
+    if leaves:
+        # Rounded to the dtype of the problem, so that a solution in float64 is given the same.
+        random = _Random(SEED, "cpu", given or next(iter(problem.tensors.values())).dtype)
+        douts = problem.douts or [random.normal(*out.shape) for out in outputs]
+        pairs = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out.requires_grad]
+        douts = [change(dout.to(given or dout.dtype).to(out)) for out, dout in pairs]
+        grads = torch.autograd.grad([out for out, _ in pairs], list(leaves.values()), douts)
+    results = {"out" if i == 0 else f"out[{i}]": out.detach() for i, out in enumerate(outputs)}
     return results | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
-def expected_results(problem: Problem, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """truth, baseline and rounding_scale of check_error for each result, of tensors rounded to `dtype`."""
-    truth = solve(problem, "reference", dtype, torch.float64)
-    baseline = solve(problem, "reference", dtype, dtype)
-    scale = measure_rounding_scale(lambda change: solve(problem, "reference", dtype, torch.float64, change), truth)
+def expected_results(
+    problem: Problem, dtype: torch.dtype | None = None, formula: str | Callable[..., Any] = "reference"
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """truth, baseline and rounding_scale of check_error for each result, of tensors rounded to `dtype`; without it
+    each tensor keeps its own."""
+    truth = solve(problem, formula, dtype, torch.float64)
+    baseline = solve(problem, formula, dtype, dtype)
+    scale = measure_rounding_scale(lambda change: solve(problem, formula, dtype, torch.float64, change), truth)
     return {name: (truth[name], baseline[name], scale[name]) for name in truth}
