@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from decode_attention_checks import check, make
+from checks import check
 from emulator_build import ORDERS
 
 from fastattn.backends.cuda import decode_attention as backend
+from fastattn.check.cases import decode_attention as make
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -48,29 +49,28 @@ ALL = [
     "case", [case if i % 4 == 0 else pytest.param(case, marks=pytest.mark.full) for i, case in enumerate(ALL)], ids=str
 )
 def test_against_float64(case: dict[str, Any], device: torch.device) -> None:
-    check(make(device, **case), "cuda")
+    check(make(device=device, **case), "cuda")
 
 
 @pytest.mark.parametrize("shift", [1, 4])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_alignment(shift: int, dtype: torch.dtype, device: torch.device) -> None:
     """Keys, values or queries that begin off a 16-byte boundary: the same result."""
-    inputs = make(device, ancestors=True, dtype=dtype)
-    expected = check(inputs, "cuda")
-    for name in ("query", "key", "value"):
-        t = getattr(inputs, name)
+    p = make(device=device, ancestors=True, dtype=dtype)
+    expected = check(p, "cuda")
+    for name, t in p.tensors.items():
         moved = torch.empty(t.numel() + shift, dtype=dtype, device=device)[shift:].view(t.shape).copy_(t)
-        torch.testing.assert_close(check(inputs._replace(**{name: moved}), "cuda"), expected)
+        torch.testing.assert_close(check(p.but(**{name: moved}), "cuda"), expected)
 
 
 @pytest.mark.parametrize("case", SPLITS, ids=str)
 def test_bits_do_not_depend_on_the_run(
     case: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, results = make(device, **case), []
+    p, results = make(device=device, **case), []
     for order in (*ORDERS, ORDERS[0]):
         monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
-        results.append(check(inputs, "cuda"))
+        results.append(check(p, "cuda")["out"])
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import add_layer_norm_cases
-import decode_attention_checks
-import feed_forward_checks
+import checks
 import linear_cross_entropy_cases
 import mutations
 import pytest
@@ -19,7 +18,7 @@ import torch
 from emulator_build import ORDERS
 
 import fastattn.backends.cuda
-from fastattn import feed_forward
+from fastattn.check import cases
 
 pytestmark = pytest.mark.full
 CPU, FP32, BF16, FP16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
@@ -54,8 +53,8 @@ def norm_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 def feed_forward_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """relu's h decides in the backward, gating pairs columns; 75 columns are computed element by element."""
     for activation, d_ff in (("swiglu", 264), ("relu", 264), ("gelu", 75)):
-        p = feed_forward_checks.make(activation, 0.3, tokens=150, d=40, d_ff=d_ff, d_out=24, dtype=BF16)
-        feed_forward_checks.check(p, lambda *inputs: feed_forward(*inputs, backend="cuda"))
+        sizes = {"tokens": (150,), "d": 40, "d_ff": d_ff, "d_out": 24, "dtype": BF16}
+        checks.check(cases.feed_forward(activation, dropout_p=0.3, **sizes), "cuda")
 
 
 def decode_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +65,7 @@ def decode_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1001]},
         {"queries": 5, "rows": 1, "heads": 4, "positions": 150, "lengths": [150, 5], "value_dim": 72, "dtype": BF16},
     ):
-        torch.manual_seed(0)
-        decode_attention_checks.check(decode_attention_checks.make(CPU, **case), "cuda")
+        checks.check(cases.decode_attention(**case), "cuda")
 
 
 def cross_entropy_cases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The feed-forward network in every backend against float64, forward and backward."""
+"""What is special about the feed-forward network, in every backend."""
 
 from __future__ import annotations
 
@@ -6,63 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from feed_forward_checks import ACTIVATIONS, BACKENDS, GATED, Results, backend_call, check, make, plain, solve
+from checks import ACTIVATIONS, GATED, check, skip_without, solve
 from helpers import backends_of
 from torch import Tensor
 
 from fastattn import feed_forward
 from fastattn.backends.reference import philox
+from fastattn.check import cases
 
+EVERY_BACKEND = pytest.mark.parametrize("backend", backends_of("feed_forward"))
 KERNELS = backends_of("feed_forward", kernels_only=True)
-BF16, FP16 = torch.bfloat16, torch.float16
-
-# Several tiles each way, ragged; widths that no tile divides; one token.
-EVERYDAY: list[dict[str, Any]] = [
-    {"activation": "relu", "dropout_p": 0.3},
-    {"activation": "gelu", "dropout_p": 0.3, "dtype": BF16},
-    {"activation": "geglu_tanh", "has_bias": False},
-    {"activation": "swiglu", "dropout_p": 0.3, "dtype": FP16},
-    {"activation": "relu", "dropout_p": 0.3, "tokens": 270, "d": 33, "d_ff": 150, "d_out": 20},
-    {"activation": "silu", "dropout_p": 0.3, "tokens": 1, "d": 33, "d_ff": 257, "d_out": 129},
-]
-FULL: list[dict[str, Any]] = [{"activation": a, "dropout_p": p} for a in ACTIVATIONS for p in (0.0, 0.3)]
-FULL += [{"activation": a, "dropout_p": 0.3, "dtype": dtype} for a in ACTIVATIONS for dtype in (BF16, FP16)]
-FULL += [{"activation": a, "dropout_p": 0.3, "has_bias": False} for a in ("relu", "gelu", "swiglu")]
-FULL += [
-    {"activation": a, "dropout_p": 0.3, "tokens": tokens, "d": d, "d_ff": d_ff, "d_out": d_out, "dtype": dtype}
-    for a, dtype in (("relu", BF16), ("geglu_tanh", torch.float32))
-    for tokens, d, d_ff, d_out in ((270, 72, 136, 40), (1, 33, 257, 129), (3, 50, 129, 65))
-]
-
-
-@pytest.mark.parametrize("case", [*EVERYDAY, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_against_float64(backend: str, case: dict[str, Any], device: torch.device) -> None:
-    check(make(**case, device=device), backend_call(backend, device))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("backend", ["reference", "aten"])
-def test_float64_and_gradcheck(backend: str, activation: str, device: torch.device) -> None:
-    p = make(activation, 0.3, tokens=3, d=4, d_ff=5, d_out=3, dtype=torch.float64, device=device)
-    call = backend_call(backend, device)
-    for name, actual, truth in zip(Results._fields, solve(p, call), plain(p), strict=True):
-        torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, msg=name)
-
-    def with_one_draw(*inputs: Tensor) -> Tensor:
-        torch.manual_seed(p.seed)
-        return call(*inputs, activation, 0.3)
-
-    assert torch.autograd.gradcheck(with_one_draw, [t.requires_grad_() for t in p.inputs])
 
 
 @pytest.mark.parametrize("activation", ["relu", "reglu"])
 @pytest.mark.parametrize("dropout_p", [0.1, 1.0])
-@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_BACKEND
 def test_mask_is_the_rule(backend: str, dropout_p: float, activation: str, device: torch.device) -> None:
     """Every pre-activation is 1 and weight2 the identity: out is h, and its zeros are the mask. Rows of x are unit
     vectors: dweight1's columns are the rows of dz, and its zeros the mask of the backward."""
-    call, (tokens, d_ff) = backend_call(backend, device), (19, 45)
+    skip_without(backend, "feed_forward", device)
+    tokens, d_ff = 19, 45
     x, eye = torch.eye(tokens, device=device), torch.eye(d_ff, device=device)
     halves = 2 if activation in GATED else 1
     weight1 = torch.ones(halves * d_ff, tokens, device=device, requires_grad=True)
@@ -70,7 +33,7 @@ def test_mask_is_the_rule(backend: str, dropout_p: float, activation: str, devic
     rng_state = philox.draw_rng_state(device)
     keep = philox.keep_mask(rng_state, tokens, d_ff, dropout_p)
     torch.manual_seed(3)
-    out = call(x, weight1, None, eye, None, activation, dropout_p)
+    out = feed_forward(x, weight1, None, eye, None, activation, dropout_p, backend=backend)
     out.sum().backward()
     assert torch.equal(out != 0, keep)
     for dweight1 in weight1.grad.chunk(halves):
@@ -78,106 +41,73 @@ def test_mask_is_the_rule(backend: str, dropout_p: float, activation: str, devic
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_BACKEND
 def test_recompute(backend: str, activation: str, device: torch.device) -> None:
     """Equal bits, dropout's among them, with nothing of the hidden layer kept between forward and backward."""
-    p, call = make(activation, 0.3, device=device), backend_call(backend, device)
+    p = cases.feed_forward(activation, dropout_p=0.3, device=device)
+    widths = {p.tensors["weight1"].shape[0], p.tensors["weight2"].shape[1]}
+    kept: list[torch.Size] = []
 
-    def again(*inputs: Tensor) -> Tensor:
-        kept: list[torch.Size] = []
+    def again(**arguments: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            return feed_forward(**arguments, backend=backend, recompute=True)
 
-        def note(t: Tensor) -> Tensor:
-            kept.append(t.shape)
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            out = feed_forward(*inputs, backend=backend, recompute=True)
-        assert not {p.weight1.shape[0], p.weight2.shape[1]} & {shape[-1] for shape in kept if shape[:1] == (21,)}
-        return out
-
-    results = solve(p, call)
-    for name, once, recomputed in zip(Results._fields, results, solve(p, again), strict=True):
-        assert torch.equal(once, recomputed), name
-    torch.manual_seed(p.seed)
+    results, recomputed = solve(p, backend), cases.solve(p, again)
+    assert kept and not widths & {shape[-1] for shape in kept if shape[:1] == (21,)}
+    assert all(torch.equal(results[name], recomputed[name]) for name in results)
     with torch.no_grad():
-        out = feed_forward(*p.inputs, activation, 0.3, backend=backend, recompute=True)
-    assert torch.equal(out, results.out)
+        torch.manual_seed(cases.SEED)
+        assert torch.equal(feed_forward(**p.arguments(), backend=backend, recompute=True), results["out"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_BACKEND
 def test_leading_dimensions(backend: str, device: torch.device) -> None:
-    p, call = make("gelu", 0.3, tokens=12, device=device), backend_call(backend, device)
-    rest = (*p.inputs[1:], "gelu", 0.3)
-    torch.manual_seed(0)
-    rows = call(p.x, *rest)
-    torch.manual_seed(0)
-    assert torch.equal(call(p.x.view(3, 4, -1), *rest), rows.view(3, 4, -1))
-    vector = call(p.x[0], *rest[:-1], 0.0)
-    assert vector.shape == (24,)
+    p = cases.feed_forward("gelu", tokens=(12,), dropout_p=0.3, device=device)
+    x = p.tensors["x"]
+    rows = solve(p, backend)["out"]
+    assert torch.equal(solve(p.but(x=x.view(3, 4, -1)), backend)["out"], rows.view(3, 4, -1))
+    assert solve(p.but(x=x[0], dropout_p=0.0), backend)["out"].shape == (24,)
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("empty", ["d", "d_ff", "d_out"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_BACKEND
 def test_empty_widths(backend: str, empty: str, activation: str, device: torch.device) -> None:
-    p, call = make(activation, 0.5, tokens=5, **{empty: 0}, device=device), backend_call(backend, device)
-    check(p, call)
+    p = cases.feed_forward(activation, tokens=(5,), dropout_p=0.5, **{empty: 0}, device=device)
+    check(p, backend)
     if empty == "d":
-        out = call(p.x, *p.inputs[1:], activation, 0.0)
-        torch.testing.assert_close(call(p.x[0], *p.inputs[1:], activation, 0.0), out[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_everything_dropped(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    for activation in ("relu", "swiglu"):
-        p = make(activation, 1.0, tokens=5, dtype=dtype, device=device)
-        got = solve(p, backend_call(backend, device))
-        assert torch.equal(got.out, p.bias2.expand_as(got.out))
-        assert not any(grad.any() for grad in got[1:-1])
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(backend: str, shape: tuple[int, ...], dropout_p: float, device: torch.device) -> None:
-    p = make("swiglu", dropout_p, d=16, device=device)
-    inputs = [torch.zeros(shape, device=device), *p.inputs[1:]]
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    out = backend_call(backend, device)(*inputs, "swiglu", dropout_p)
-    out.sum().backward()
-    assert out.shape == (*shape[:-1], 24) and inputs[0].grad.shape == shape
-    for t in inputs[1:]:
-        assert torch.equal(t.grad, torch.zeros_like(t))
+        p = p.but(dropout_p=0.0)
+        vector = solve(p.but(x=p.tensors["x"][0]), backend)["out"]
+        torch.testing.assert_close(vector, solve(p, backend)["out"][0])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: exp(large) is inf
-@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_BACKEND
 def test_large_preactivations(backend: str, device: torch.device) -> None:
     """|z| up to some thousands: the exponentials saturate, nothing becomes NaN."""
-    call = backend_call(backend, device)
     for activation in ACTIVATIONS:
-        p = make(activation, device=device)
-        check(p.but(x=p.x * 1000), call)
+        p = cases.feed_forward(activation, device=device)
+        check(p.but(x=p.tensors["x"] * 1000), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_BACKEND
 def test_slopes_near_one(backend: str, device: torch.device) -> None:
     """z from 3 to 6, where 1 - sigmoid cancels and gelu_tanh's slope makes much of what is left."""
-    call = backend_call(backend, device)
     z, ones = torch.linspace(3, 6, 301, device=device)[:, None], torch.ones(8, 1, device=device)
     for activation in GATED.values():
-        p = make(activation, d=1, d_ff=8, d_out=1, has_bias=False, device=device)
-        check(p.but(x=z, weight1=ones, weight2=ones.T / 8, dout=torch.ones_like(z)), call)
+        p = cases.feed_forward(activation, d=1, d_ff=8, d_out=1, has_bias=False, device=device)
+        p = p._replace(douts=(torch.ones_like(z),))
+        check(p.but(x=z, weight1=ones, weight2=ones.T / 8), backend)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_what_is_kept_for_the_backward(backend: str, activation: str, device: torch.device) -> None:
     """No dropout mask and no second tensor: except inputs and rng_state, one tensor as wide as weight1 has rows."""
-    p, call = make(activation, 0.3, tokens=40, device=device), backend_call(backend, device)
-    inputs = [t.detach().requires_grad_() for t in p.inputs]
-    given, kept = {t.data_ptr() for t in inputs}, []
+    skip_without(backend, "feed_forward", device)
+    p = cases.feed_forward(activation, tokens=(40,), dropout_p=0.3, device=device)
+    tensors = {name: t.requires_grad_() for name, t in p.tensors.items()}
+    given, kept = {t.data_ptr() for t in tensors.values()}, []
 
     def note(t: Tensor) -> Tensor:
         if t.data_ptr() not in given and t.dtype != torch.int64:
@@ -185,8 +115,8 @@ def test_what_is_kept_for_the_backward(backend: str, activation: str, device: to
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        call(*inputs, activation, 0.3)
-    assert kept == [(40, p.weight1.shape[0])]
+        feed_forward(**p.arguments(tensors), backend=backend)
+    assert kept == [(40, len(tensors["weight1"]))]
 
 
 def test_a_gated_weight1_that_is_not_doubled_is_named() -> None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import add_layer_norm_checks as norm
 import attention_checks as attention
-import embed_layer_norm_checks as embed
-import feed_forward_checks as ffn
-import linear_cross_entropy_checks as loss
+import checks
 import pytest
 import torch
+
+from fastattn.check import cases
 
 pytestmark = pytest.mark.full
 
@@ -28,25 +26,25 @@ class Bug(NamedTuple):
     module: str
     right: str
     wrong: str
-    problem: tuple[ModuleType, Any]  # the op's checks, and one of its problems
+    problem: Any  # of checks.py, or of attention_checks.py
     result: str  # that must show the bug
 
 
 # Norms: two programs, one of which does two blocks of rows.
-TURNS = norm, norm.make(20, 130, 0.3, has_x_bias=True)
-BY_STD = norm, norm.make(20, 130, eps_on_std=True)
-RELU, GELU, SWIGLU = ((ffn, ffn.make(activation, 0.3)) for activation in ("relu", "gelu", "swiglu"))
-LOSS = loss, loss.make(label_smoothing=0.1, logit_scale=0.7)
-WORDS = embed, embed.make(dropout_p=0.3, scale=3.0)
+TURNS = cases.add_layer_norm(rows=(20,), hidden=130, x_bias=True, dropout_p=0.3, return_sum=True)
+BY_STD = cases.add_layer_norm(rows=(20,), hidden=130, eps_on_std=True, return_sum=True)
+RELU, GELU, SWIGLU = (cases.feed_forward(activation, dropout_p=0.3) for activation in ("relu", "gelu", "swiglu"))
+LOSS = cases.linear_cross_entropy(label_smoothing=0.1, logit_scale=0.7)
+WORDS = cases.embed_layer_norm(dropout_p=0.3, scale=3.0, padding_idx=2)
 SHAPE = {"B": 2, "H": 2, "Lq": 20, "Lk": 140, "D": 16}
-MATRIX = attention, attention.make(**SHAPE, mask="attn_mask", bias=(1, 2, 20, 140), dropout_p=0.3)
+MATRIX = attention.make(**SHAPE, mask="attn_mask", bias=(1, 2, 20, 140), dropout_p=0.3)
 BAND = {"window": (70, 70), "align": "bottom_right"}
-WINDOW = attention, attention.make(B=1, H=1, Lq=140, Lk=300, D=16, mask=BAND)
-PADDED = attention, attention.make(**SHAPE, mask="key_padding_holes")
-GROUPED = attention, attention.make(B=1, H=4, Hk=2, Lq=13, Lk=40, D=16, mask="attn_mask", dtype=torch.bfloat16)
-SHORT = attention, attention.make(B=2, H=4, Hk=2, Lq=70, Lk=29, D=16, mask="key_padding_holes", dropout_p=0.3)
-LONG = attention, attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
-LONG = attention, LONG[1].but(v=LONG[1].v + 1)  # a sum that grows with every tile
+WINDOW = attention.make(B=1, H=1, Lq=140, Lk=300, D=16, mask=BAND)
+PADDED = attention.make(**SHAPE, mask="key_padding_holes")
+GROUPED = attention.make(B=1, H=4, Hk=2, Lq=13, Lk=40, D=16, mask="attn_mask", dtype=torch.bfloat16)
+SHORT = attention.make(B=2, H=4, Hk=2, Lq=70, Lk=29, D=16, mask="key_padding_holes", dropout_p=0.3)
+LONG = attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
+LONG = LONG.but(v=LONG.v + 1)  # a sum that grows with every tile
 
 BACKWARD, NORM = "add_layer_norm.backward", "common.norm"
 EMBED, EMBED_BACKWARD = "embed_layer_norm.forward", "embed_layer_norm.backward"
@@ -55,23 +53,25 @@ ROWS = "linear_cross_entropy.rows"
 TILES, ATTENTION, ATTENTION_BACKWARD = "attention.masked_tiles", "attention.forward", "attention.backward"
 ONE_TILE = "attention.short"
 BUGS = [
-    Bug("x_bias's gradient of the last turn", BACKWARD, "dx_sum += grad", "dx_sum = grad", TURNS, "dx_bias"),
+    Bug("x_bias's gradient of the last turn", BACKWARD, "dx_sum += grad", "dx_sum = grad", TURNS, "grad of x_bias"),
     Bug("columns outside the row counted", NORM,
         "tl.where(in_row[None, :], value - center[:, None], 0.0)", "value - center[:, None]", TURNS, "out"),
     Bug("no Bessel's correction", NORM, "squares / (hidden - 1)", "squares / hidden", BY_STD, "out"),
-    Bug("the ratio of another row", BACKWARD, "TICKETS + row,", "TICKETS + row + 1,", BY_STD, "dx"),
-    Bug("another row's mask", BACKWARD, "threshold, row, 0", "threshold, row + 1, 0", TURNS, "dx"),
-    Bug("a program's sums left out", NORM, "(row < count)[:, None]", "(row + 1 < count)[:, None]", TURNS, "dweight"),
+    Bug("the ratio of another row", BACKWARD, "TICKETS + row,", "TICKETS + row + 1,", BY_STD, "grad of x"),
+    Bug("another row's mask", BACKWARD, "threshold, row, 0", "threshold, row + 1, 0", TURNS, "grad of x"),
+    Bug("a program's sums left out", NORM, "(row < count)[:, None]", "(row + 1 < count)[:, None]",
+        TURNS, "grad of weight"),
     Bug("the gate's bias for both", HIDDEN, "bias1 + d_inner + col", "bias1 + col", SWIGLU, "out"),
     Bug("the first half's mask for both", HIDDEN,
         "n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)", "n * BLOCK_N, BLOCK_N // 2)", GELU, "out"),
-    Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate <= 0,", "tl.where(gate < 0,", RELU, "dx"),
+    Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate <= 0,", "tl.where(gate < 0,", RELU, "grad of x"),
     Bug("columns after the classes counted", ROWS,
-        "z_sum += tl.where(inside, z, 0.0)", "z_sum += z", LOSS, "loss"),
-    Bug("the gradient of a sum", ROWS, "rate /= tl.load(count).to(tl.float32)", "rate /= 1", LOSS, "dx"),
-    Bug("ignored rows keep their logits", ROWS, "for start in range(0, n_class", "for start in range(0, 0", LOSS, "dx"),
+        "z_sum += tl.where(inside, z, 0.0)", "z_sum += z", LOSS, "out"),
+    Bug("the gradient of a sum", ROWS, "rate /= tl.load(count).to(tl.float32)", "rate /= 1", LOSS, "grad of x"),
+    Bug("ignored rows keep their logits", ROWS, "for start in range(0, n_class", "for start in range(0, 0",
+        LOSS, "grad of x"),
     Bug("positions never start again", EMBED, "row % length", "row % n_position", WORDS, "out"),
-    Bug("no dropout in the backward", EMBED_BACKWARD, "grad *= factor", "grad *= 1", WORDS, "dembedding"),
+    Bug("no dropout in the backward", EMBED_BACKWARD, "grad *= factor", "grad *= 1", WORDS, "grad of embedding"),
     Bug("interval one key long", TILES, "(col < end[:, None])", "(col <= end[:, None])", WINDOW, "out"),
     Bug("bits of the neighbour", TILES, "2 * octet + tl.arange(0, 2)[None, None, None, :]",
         "2 * octet + 1 - tl.arange(0, 2)[None, None, None, :]", MATRIX, "out"),
@@ -122,18 +122,22 @@ def interpreted(device: torch.device) -> None:
         pytest.skip("only the interpreter looks up a kernel's functions when it is called")
 
 
+def check(problem: Any, device: torch.device) -> None:
+    if isinstance(problem, cases.Problem):
+        checks.check(problem, "triton")
+    else:
+        attention.check(problem, attention.backend_call("triton", device))
+
+
 @pytest.mark.parametrize("problem", list({id(bug.problem): bug.problem for bug in BUGS}.values()))
-def test_without_a_bug(problem: tuple[ModuleType, Any], interpreted: None, device: torch.device) -> None:
-    checks, p = problem
-    checks.check(p, checks.backend_call("triton", device))
+def test_without_a_bug(problem: Any, interpreted: None, device: torch.device) -> None:
+    check(problem, device)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_is_caught(
     bug: Bug, interpreted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    checks, p = bug.problem
-    call = checks.backend_call("triton", device)
     plant(bug, tmp_path, monkeypatch)
     with pytest.raises(AssertionError, match=f"^{bug.result}: error"):
-        checks.check(p, call)
+        check(bug.problem, device)
