@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,3 +135,17 @@ def test_python_has_the_extensions_limits(emulator_library: Path) -> None:
     assert attention.MAX_HEAD_DIM == extension.ATTENTION_MAX_HEAD_DIM
     assert decode_attention.MAX_HEAD_DIM == extension.DECODE_MAX_HEAD_DIM
     assert (add_layer_norm.MAX_HIDDEN, add_layer_norm.TICKETS) == (extension.NORM_MAX_HIDDEN, extension.NORM_TICKETS)
+
+
+def test_named_by_the_environment(emulator_library: Path) -> None:
+    """The CUDA backend takes CPU tensors where the environment names a build for the CPU, and nowhere else."""
+    x, weight = torch.empty(2, 64), torch.empty(64)
+    assert "got a CPU tensor" in add_layer_norm.unsupported_reason(x, None, weight, weight, 0.0)
+    program = """
+import fastattn, torch
+x, weight = torch.randn(2, 64), torch.ones(64)
+print(fastattn.dropout_add_layer_norm(x, x, weight, weight, backend="cuda").shape)
+"""
+    environment = os.environ | {"FASTATTN_CUDA_EMULATOR": str(emulator_library)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "torch.Size([2, 64])", done.stderr

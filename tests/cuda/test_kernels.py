@@ -1,0 +1,374 @@
+"""What is special about the CUDA kernels of all ops but attention: sizes at which they switch, warp orders, alignment.
+
+They run on the CPU through csrc/emulator, and on a GPU where there is one. conftest.py puts guard zones around what
+they write. What every backend must do: tests/ops.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import ACTIVATIONS, check, solve
+from emulator_build import ORDERS
+from torch import Tensor
+
+from fastattn.backends import load_backend, unsupported_reason
+from fastattn.backends.cuda import add_layer_norm as norm
+from fastattn.backends.cuda import decode_attention as decoding
+from fastattn.backends.cuda import feed_forward
+from fastattn.backends.cuda import linear_cross_entropy as loss
+from fastattn.backends.reference import philox
+from fastattn.check import cases
+from fastattn.check.cases import Problem
+
+FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
+full = pytest.mark.full
+Call = tuple[str, dict[str, Any]]  # a function of fastattn/check/cases.py and its arguments
+
+
+def make(call: Call, device: torch.device) -> Problem:
+    op, arguments = call
+    return getattr(cases, op)(**arguments, device=device)
+
+
+# --- the tables: each op's sizes on both sides of every switch --------------------------------------------------------
+
+
+def layer_norm(rows: int, hidden: int, **options: Any) -> Call:
+    options = {"x_bias": True, "dropout_p": 0.3, "return_sum": True, "eps": 1e-2} | options
+    return "add_layer_norm", {"rows": (rows,), "hidden": hidden, **options}
+
+
+# x, and weight and bias
+PAIRS = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
+PAIRS = [{"dtype": dtype, "weight_dtype": weight_dtype} for dtype, weight_dtype in PAIRS]
+# Chunks and warps of a row, forward and backward; vectors and single elements. From 8193 on x_bias has no sum.
+WIDTHS = (1, 7, 8, 256, 264, 520, 1000, 1032, 2048, 4104, 8192, 8200, 16383, 16384)
+NORM = [
+    *(layer_norm(5, hidden, x_bias=hidden % 16 > 0) for hidden in (100, 512, 1024, 3001)),
+    layer_norm(9, 1040, dropout_p=0.0),
+    layer_norm(37, 64, dtype=BFLOAT16, weight_dtype=FLOAT32, residual=False, dropout_p=0.0),
+    layer_norm(37, 132, dtype=BFLOAT16, return_sum=False),
+    layer_norm(37, 72, rms=True),
+    layer_norm(5, 500, rms=True, dtype=BFLOAT16, residual=False, x_bias=False, return_sum=False),
+    layer_norm(37, 72, eps_on_std=True),
+    layer_norm(5, 500, eps_on_std=True, dtype=FLOAT16, residual=False, x_bias=False, return_sum=False),
+]
+NORM_FULL = [
+    *(layer_norm(5 if hidden < 4096 else 2, hidden, x_bias=x_bias) for hidden in WIDTHS for x_bias in (True, False)),
+    *(layer_norm(9, hidden, **pair) for pair in PAIRS for hidden in (72, 500, 1040)),
+    *(layer_norm(3, 16384, **pair, x_bias=x_bias) for pair in PAIRS for x_bias in (True, False)),
+    *(
+        layer_norm(37, hidden, dtype=BFLOAT16, weight_dtype=FLOAT32, dropout_p=p, residual=residual, return_sum=z)
+        for hidden, p, residual, z in itertools.product((64, 132), (0.0, 0.5), (True, False), (True, False))
+    ),
+    *(
+        layer_norm(rows, hidden, **pair, **variant, x_bias=x_bias, residual=residual)
+        for rows, hidden, x_bias, residual in (
+            (37, 72, True, True),
+            (5, 500, False, False),
+            (300, 7, False, True),
+            (3, 2056, True, True),
+            (2, 16384, False, True),
+        )
+        for pair in PAIRS
+        for variant in ({"rms": True}, {"eps_on_std": True})
+    ),
+]
+
+DECODE_EVERYDAY = [
+    # Lanes a key, from 1 to 32; head dimensions that eight divides and not; keys and values of different widths.
+    {"head_dim": 8, "positions": 45},
+    {"head_dim": 1, "value_dim": 3, "positions": 45, "dtype": BFLOAT16},
+    {"head_dim": 40, "value_dim": 256, "positions": 45},
+    {"head_dim": 250, "value_dim": 64, "positions": 45, "dtype": FLOAT16},
+    # One query a block and several, on both sides of eight.
+    {"queries": 8, "rows": 1},
+    {"queries": 17, "rows": 1, "heads": 4, "heads_k": 1, "dtype": BFLOAT16},
+    # Positions on both sides of a turn of all lanes.
+    {"positions": 16, "rows": 1, "head_dim": 64, "dtype": FLOAT16},
+    {"positions": 129, "rows": 1, "head_dim": 64},
+]
+# On tensor cores in 16 bits: fewer columns than the tile has; heads of a group that share one query's ancestors.
+TENSOR = [
+    {"queries": 5, "rows": 1, "positions": 150, "head_dim": 96, "value_dim": 72, "lengths": [150, 61]},
+    {"heads": 6, "heads_k": 2, "positions": 140, "head_dim": 64, "ancestors": True, "lengths": [0, 133]},
+]
+# Divided among blocks: few problems and many positions.
+SPLITS = [
+    {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1000]},
+    {"batch": 1, "queries": 3, "rows": 1, "positions": 600, "heads": 2, "heads_k": 1, "head_dim": 24},
+    {"batch": 2, "queries": 1, "positions": 530, "heads": 1, "heads_k": 1, "lengths": [0, 3]},
+]  # fmt: skip
+DECODE_FULL = [
+    *({"head_dim": k, "value_dim": v, "positions": 45}
+      for k, v in ((8, 8), (1, 3), (16, 24), (40, 256), (250, 64), (256, 7))),
+    *({"queries": w, "rows": 1, "heads": h, "heads_k": k} for w, h, k in ((1, 1, 1), (8, 2, 2), (3, 6, 2), (17, 4, 1))),
+    *({"positions": positions, "rows": 1, "head_dim": 64} for positions in (1, 15, 16, 17, 129)),
+    *TENSOR,
+    *SPLITS,
+]  # fmt: skip
+
+# Several blocks each way, all of them ragged; in vectors and, of 299 columns, element by element.
+HIDDEN = {"tokens": (150,), "d": 72, "d_out": 104}
+
+
+def rows_of_logits(classes: int, tokens: int = 9, **options: Any) -> Call:
+    options = {"label_smoothing": 0.1, "logit_scale": 0.7, "reduction": "none", "ignore_index": -7, "d": 8} | options
+    return "linear_cross_entropy", {"tokens": (tokens,), "classes": classes, **options}
+
+
+# Whole chunks and what is left of them, one warp a row and more, their number at its limit.
+CLASSES = (1, 7, 8, 83, 1000, 1024, 1025, 2056, 16392)
+# Held in shared memory in part, and as a whole: 163 to 227 KiB.
+WIDE = [rows_of_logits(70001, tokens=2), rows_of_logits(50257, tokens=2, dtype=BFLOAT16)]
+
+EVERYDAY: list[Call] = [
+    *NORM,
+    *(("decode_attention", case) for case in (*DECODE_EVERYDAY, TENSOR[0] | {"dtype": BFLOAT16}, SPLITS[0])),
+    *(
+        ("feed_forward", {**HIDDEN, "activation": activation, "d_ff": d_ff, "dropout_p": p, "dtype": dtype})
+        for activation in ("relu", "swiglu")
+        for d_ff, dtype, p in ((296, BFLOAT16, 0.3), (299, BFLOAT16, 0.3), (296, FLOAT16, 0.0))
+    ),
+    rows_of_logits(7, dtype=BFLOAT16),
+    rows_of_logits(1000),
+    rows_of_logits(1025, dtype=FLOAT16, reduction="mean", logit_scale=-0.3, label_smoothing=1.0),
+    rows_of_logits(16392, dtype=BFLOAT16),
+    WIDE[0],
+]
+FULL: list[Call] = [
+    *NORM_FULL,
+    *(("decode_attention", case | {"dtype": dtype}) for case in DECODE_FULL for dtype in DTYPES),
+    *(
+        ("feed_forward", {**HIDDEN, "activation": activation, "d_ff": d_ff, "dropout_p": p, "dtype": dtype})
+        for activation in ACTIVATIONS
+        for dtype, p in ((BFLOAT16, 0.3), (FLOAT16, 0.0))
+        for d_ff in (296, 299)
+    ),
+    *(rows_of_logits(classes, dtype=dtype) for classes in CLASSES for dtype in DTYPES),
+    *WIDE,
+    rows_of_logits(1003, tokens=1, dtype=FLOAT16, has_bias=False, label_smoothing=0.0, logit_scale=1.0),
+    rows_of_logits(1003, tokens=4, dtype=FLOAT16, reduction="sum", label_smoothing=0.0, logit_scale=-0.3),
+    rows_of_logits(1003, dtype=FLOAT16, label_smoothing=1.0, logit_scale=0.0),
+    rows_of_logits(1003, dtype=FLOAT16, has_bias=False, reduction="sum", label_smoothing=1.0, smooth_over="others"),
+]
+
+
+def name_of(value: Any) -> str:
+    return "-".join(map(str, [value[0], *value[1].values()])).replace("torch.", "")
+
+
+@pytest.mark.parametrize("call", [*EVERYDAY, *(pytest.param(call, marks=full) for call in FULL)], ids=name_of)
+def test_against_float64(call: Call, device: torch.device) -> None:
+    p = make(call, device)
+    check(p, "cuda")
+    if "x_bias" in p.tensors and p.tensors["x"].dtype != FLOAT32:  # x_bias may be in float32
+        check(p.but(x_bias=p.tensors["x_bias"].float()), "cuda")
+
+
+# More blocks, warps and turns than one. Norms: 37 rows are more than two multiprocessors take at once, and not a
+# multiple of a block's rows.
+SEVERAL: list[Call] = [
+    layer_norm(37, 64, x_bias=False, dropout_p=0.0),
+    layer_norm(37, 520),
+    layer_norm(19, 1040, dtype=BFLOAT16),
+    *(("decode_attention", case) for case in SPLITS),
+    *(
+        ("feed_forward", dict(activation=a, dropout_p=0.3, tokens=(140,), d=40, d_ff=264, d_out=40, dtype=BFLOAT16))
+        for a in ("gelu", "reglu")
+    ),
+    rows_of_logits(83, tokens=11, dtype=BFLOAT16),
+    rows_of_logits(3001),
+    rows_of_logits(2056, dtype=FLOAT16, reduction="mean"),
+]
+
+
+def assert_equal_in_every_order(solve_it: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for order in (*ORDERS, ORDERS[0]):
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+        results.append(solve_it())
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("call", SEVERAL, ids=name_of)
+def test_bits_do_not_depend_on_the_run(call: Call, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal bits in every order of warps, lanes and blocks, and from run to run."""
+    p = make(call, device)
+    assert_equal_in_every_order(lambda: check(p, "cuda"), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype, shift", [(FLOAT32, 1), (FLOAT16, 1), (BFLOAT16, 4)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        layer_norm(6, 64, weight_dtype=FLOAT32),
+        layer_norm(6, 1040),
+        ("decode_attention", {"ancestors": True}),
+        ("feed_forward", {"activation": "gelu", "dropout_p": 0.3, "tokens": (70,), "d": 40, "d_ff": 72}),
+        rows_of_logits(1003),
+    ],
+    ids=name_of,
+)
+def test_off_a_boundary(call: Call, dtype: torch.dtype, shift: int, device: torch.device) -> None:
+    """Each tensor in turn, and all of them, begin at an address that 16 does not divide."""
+    p = make((call[0], call[1] | {"dtype": dtype}), device)
+
+    def moved(t: Tensor) -> Tensor:
+        return t.new_empty(t.numel() + shift)[shift:].view(t.shape).copy_(t)
+
+    for names in (*([name] for name in p.tensors), [*p.tensors]):
+        check(p.but(**{name: moved(p.tensors[name]) for name in names}), "cuda")
+
+
+# --- one op each ------------------------------------------------------------------------------------------------------
+
+
+@full
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("blocks", [1, 17, 18, 37])
+def test_weight_gradients_of_many_blocks(
+    blocks: int, rms: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, whole and broken groups of the blocks that add their sums up, in every order of arrival: equal bits."""
+
+    class Blocks:
+        def __getattr__(self, name: str) -> object:
+            return (lambda *_: grid) if name == "add_layer_norm_bwd_grid" else getattr(extension, name)
+
+    grid = blocks, blocks + -(-blocks // 17)  # rows of partial sums: csrc/common/norm.h
+    extension = norm.extension(device.type == "cuda")
+    monkeypatch.setattr(norm, "extension", lambda _: Blocks())
+    p = make(layer_norm(9 * blocks + 2, 40, rms=rms), device)
+    assert_equal_in_every_order(lambda: check(p, "cuda"), monkeypatch)
+
+
+@pytest.mark.parametrize("eps_on_std", [False, True])
+def test_statistics_of_a_norm(eps_on_std: bool, device: torch.device) -> None:
+    """Those of z before it is rounded. Another backward of the same forward finds them, and the tickets, unchanged."""
+    p = make(layer_norm(37, 132, dtype=BFLOAT16), device)
+    x, residual, weight, bias, x_bias = (p.tensors[n] for n in ("x", "residual", "weight", "bias", "x_bias"))
+    out, z, statistics = norm.add_layer_norm_fwd(x, residual, weight, bias, 1e-2, 0.0, None, x_bias, eps_on_std)
+    made = statistics.clone()
+    norm.add_layer_norm_bwd(out, None, z, weight, bias, statistics, 0.0, None, True, x_bias, eps_on_std)
+    assert torch.equal(statistics, made) and not statistics[2 * 37 :][: norm.TICKETS].any()
+    exact = x.double() + x_bias.double() + residual.double()
+    torch.testing.assert_close(statistics[:37], exact.mean(-1).float())
+    rstd = 1 / (exact.std(-1) + 1e-2) if eps_on_std else (exact.var(-1, correction=0) + 1e-2).rsqrt()
+    torch.testing.assert_close(statistics[37 : 2 * 37], rstd.float())
+    _, same, _ = norm.add_layer_norm_fwd(x, None, weight, bias, 1e-2, 0.0, None)
+    assert same is x
+
+
+def test_a_norm_refuses_dtypes(device: torch.device) -> None:
+    x, weight = torch.empty(2, 64, device=device), torch.empty(64, device=device)
+    for arguments, said in (
+        ((x, None, weight.half(), weight.half()), "torch.float16"),
+        ((x.half(), None, weight, weight.half()), "torch.float32 and torch.float16"),
+    ):
+        assert said in norm.unsupported_reason(*arguments, 0.0)
+    assert "x_bias in float32" in norm.unsupported_reason(x, None, weight, weight, 0.0, weight.half())
+
+
+def test_splits_follow_from_shapes_alone(device: torch.device) -> None:
+    """Short caches and many problems are not divided; few problems over a long cache are, to a limit."""
+    splits = decoding.extension(device.type == "cuda").decode_attention_splits
+    assert splits(1, 1, 8, 8, 511, False, 0) == 1
+    assert splits(1, 1, 1, 1, 4096, False, 0) > 1
+    assert splits(1, 1, 1, 1, 10**6, False, 0) <= 64
+    assert splits(4096, 5, 8, 8, 4096, False, 0) == 1
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_triton_saves_the_same(activation: str, device: torch.device) -> None:
+    """The forward by one and the backward by the other: what they save is the same, and so is the mask."""
+    sizes = dict(tokens=(70,), d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
+    p = cases.feed_forward(activation, dropout_p=0.3, **sizes)
+    order = ("x", "weight1", "bias1", "weight2", "bias2", "activation", "dropout_p")
+    if reason := unsupported_reason("feed_forward", "triton", [p.arguments()[name] for name in order]):
+        pytest.skip(reason)
+    both = load_backend("feed_forward", "triton"), feed_forward
+    for one, other in (both, both[::-1]):
+
+        class Mixed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *inputs, one=one):
+                ctx.inputs = (*inputs, philox.draw_rng_state(device))
+                out, ctx.kept = one.feed_forward_fwd(*ctx.inputs)
+                return out
+
+            @staticmethod
+            def backward(ctx, dout, other=other):
+                return *other.feed_forward_bwd(dout, *ctx.inputs, ctx.kept), None, None
+
+        check(p, lambda mixed=Mixed, **given: mixed.apply(*(given[name] for name in order)))
+
+
+def test_strides_of_a_feed_forward(device: torch.device) -> None:
+    """What does not come in whole aligned vectors."""
+    sizes = dict(tokens=(70,), d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
+    p = cases.feed_forward("gelu", dropout_p=0.3, **sizes)
+    weight1, weight2, bias1 = (p.tensors[name] for name in ("weight1", "weight2", "bias1"))
+    dout = torch.randn(1, 48, dtype=BFLOAT16, device=device).expand(70, 48)
+    check(p.but(bias1=torch.stack([bias1, bias1], 1)[:, 0])._replace(douts=(dout,)), "cuda")
+    check(p.but(weight1=weight1.T.contiguous().T, weight2=weight2.T.contiguous().T), "cuda")
+    check(p.but(weight2=torch.cat([weight2, weight2], 1)[:, :72]), "cuda")
+    check(cases.feed_forward("swiglu", dropout_p=0.3, **sizes | {"d": 44, "d_ff": 75, "d_out": 52}), "cuda")
+
+
+def test_logits_held_or_read_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a row is held in shared memory, most of it, or all of it: equal bits."""
+    if device.type != "cpu":
+        pytest.skip("a GPU has one size of shared memory")
+    p, results = make(rows_of_logits(50257, tokens=3), device), []
+    for capability in ("86", "80", "90"):
+        monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", capability)
+        results.append(solve(p, "cuda"))
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("gap, shift", [(0, 1), (3, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [7, 1003, 2056])
+def test_rows_of_logits(classes: int, dtype: torch.dtype, gap: int, shift: int, device: torch.device) -> None:
+    """Rows of any stride and alignment; a loss alone leaves them unchanged. The losses, and the gradients in place of
+    the logits, are those of aligned rows."""
+    logits, bias = torch.randn(4, classes, device=device).to(dtype), torch.randn(classes, device=device).to(dtype)
+    target = torch.tensor([0, 2, -7, classes - 1], device=device)
+    options = (0.1, -7, 0.7)
+
+    def results(gap: int, shift: int) -> tuple[Tensor, Tensor]:
+        stride = classes + gap
+        memory = torch.full((64 + shift + 4 * stride,), torch.nan, dtype=dtype, device=device)
+        rows = memory[64 + shift :].as_strided((4, classes), (stride, 1), 64 + shift).copy_(logits)
+        losses, alone = torch.empty(2, 4, device=device)
+        loss.cross_entropy_rows(rows, bias, target, alone, None, None, *options, False)
+        assert torch.equal(rows, logits)
+        loss.cross_entropy_rows(rows, bias, target, losses, None, None, *options, True)
+        assert torch.equal(alone, losses) and not rows[2].any()
+        gradient = rows.clone()
+        rows.fill_(torch.nan)
+        assert memory.isnan().all(), "it wrote outside of the rows"
+        return losses, gradient
+
+    for found, expected in zip(results(gap, shift), results(-classes % 64, 0), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [5, 2056])
+def test_nan_among_logits_is_kept(classes: int, dtype: torch.dtype, device: torch.device) -> None:
+    """One NaN, and a target that is no class: loss and gradient of that row are NaN, of others not."""
+    logits = torch.randn(4, classes, device=device).to(dtype)
+    logits[1, 3] = torch.nan
+    target, losses = torch.tensor([0, 2, classes, -7], device=device), torch.zeros(4, device=device)
+    loss.cross_entropy_rows(logits, None, target, losses, None, None, 0.1, -7, 1.0, True)
+    assert losses.isnan().tolist() == logits.isnan().all(1).tolist() == [False, True, True, False]
+    assert logits.isnan().any(1).tolist() == [False, True, True, False] and not logits[3].any()
