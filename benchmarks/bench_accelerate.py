@@ -1,6 +1,6 @@
 """One whole training step of other libraries' models: as they are, and after fastattn.accelerate.
 
-    python benchmarks/report.py --out DIR --only accelerate
+    python benchmarks/report.py --only accelerate
 
 Models of transformers with random weights, and torch.nn's Transformer layers. Forward, loss, backward and fused Adam;
 bfloat16 cases are float32 parameters under torch.autocast. The batch's lengths are even from half of the longest to the

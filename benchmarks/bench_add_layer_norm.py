@@ -1,7 +1,6 @@
 """dropout_add_layer_norm: every backend, torch's operators one after the other and compiled, Liger-Kernel.
 
-pytest benchmarks/bench_add_layer_norm.py --benchmark-only            the quick cases
-python benchmarks/report.py --out DIR --only add_layer_norm
+python benchmarks/report.py --only add_layer_norm
 """
 
 from __future__ import annotations
@@ -62,7 +61,3 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
 )
-
-
-def test_add_layer_norm(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

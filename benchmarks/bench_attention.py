@@ -1,7 +1,6 @@
 """scaled_dot_product_attention: every backend, torch's own with each of its kernels pinned, FlexAttention, others.
 
-    pytest benchmarks/bench_attention.py --benchmark-only            the quick cases
-    python benchmarks/report.py --out DIR --only attention
+    python benchmarks/report.py --only attention
 
 Masks are made before the timing, as a training step makes them once for all its layers. "default, new mask" prepares
 its mask in every forward.
@@ -108,7 +107,3 @@ BENCHMARK = harness.Benchmark(
     providers=providers,
     part=part,
 )
-
-
-def test_attention(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

@@ -1,6 +1,6 @@
 """scaled_dot_product_attention against torch's operator, on a CPU, with the masks that users have.
 
-    python benchmarks/report.py --out DIR --device cpu --only attention_masks
+    python benchmarks/report.py --device cpu --only attention_masks
 
 Masks are made before the timing. torch's operator gets the cheapest form of each that it takes: nothing, `is_causal`,
 or a float mask of the query's dtype, no larger than it must be. Packed sequences it gets one after the other, as views.
@@ -107,7 +107,3 @@ BENCHMARK = harness.Benchmark(
     part=part,
     measure=measure,
 )
-
-
-def test_attention_masks(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

@@ -1,7 +1,6 @@
 """decode_attention: every backend, and torch's scaled_dot_product_attention on a cache as users keep it.
 
-pytest benchmarks/bench_decode_attention.py --benchmark-only            the quick cases
-python benchmarks/report.py --out DIR --only decode_attention
+python benchmarks/report.py --only decode_attention
 """
 
 from __future__ import annotations
@@ -77,7 +76,3 @@ BENCHMARK = harness.Benchmark(
     providers=providers,
     directions=("forward",),
 )
-
-
-def test_decode_attention(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

@@ -1,7 +1,6 @@
 """Translation with the whole encoder-decoder, greedy and by beam search, against what a user would use instead.
 
-    pytest benchmarks/bench_decoding.py --benchmark-only            the quick cases
-    python benchmarks/report.py --out DIR --only decoding
+    python benchmarks/report.py --only decoding
 
 Every sentence gets the same number of tokens. tokens/s counts those of the best translations. The logits of the next
 token are compared at every step of a given prefix. Hugging Face's Marian and CTranslate2 have the same shape but other
@@ -161,7 +160,3 @@ BENCHMARK = harness.Benchmark(
     directions=("decode",),
     hide_host=False,
 )
-
-
-def test_decoding(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

@@ -1,7 +1,6 @@
 """embed_layer_norm: every backend, and torch's operators one after the other and compiled.
 
-pytest benchmarks/bench_embed_layer_norm.py --benchmark-only            the quick cases
-python benchmarks/report.py --out DIR --only embed_layer_norm
+python benchmarks/report.py --only embed_layer_norm
 """
 
 from __future__ import annotations
@@ -54,7 +53,3 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
 )
-
-
-def test_embed_layer_norm(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

@@ -1,7 +1,6 @@
 """feed_forward: every backend, torch's operators one after the other and compiled, Liger-Kernel's gated activations.
 
-pytest benchmarks/bench_feed_forward.py --benchmark-only            the quick cases
-python benchmarks/report.py --out DIR --only feed_forward
+python benchmarks/report.py --only feed_forward
 """
 
 from __future__ import annotations
@@ -79,7 +78,3 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
 )
-
-
-def test_feed_forward(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

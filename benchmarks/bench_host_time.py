@@ -1,6 +1,6 @@
 """Host time: what Python and PyTorch do for a training step around its launches. A fast GPU waits for it.
 
-    python benchmarks/report.py --out DIR --only host_time
+    python benchmarks/report.py --only host_time
 
 No GPU is used, whatever the report's device is. The tensors are tiny and on the CPU, with one thread. Triton's launch
 path runs up to the driver and no further (tools/precompile.py), that of the CUDA kernels up to csrc/emulator, which

@@ -1,7 +1,6 @@
 """linear_cross_entropy: every backend, torch's operators one after the other and compiled, Liger-Kernel, quack.
 
-pytest benchmarks/bench_linear_cross_entropy.py --benchmark-only            the quick cases
-python benchmarks/report.py --out DIR --only linear_cross_entropy
+python benchmarks/report.py --only linear_cross_entropy
 """
 
 from __future__ import annotations
@@ -80,7 +79,3 @@ BENCHMARK = harness.Benchmark(
     inputs=make_inputs,
     providers=providers,
 )
-
-
-def test_linear_cross_entropy(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

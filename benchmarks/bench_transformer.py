@@ -1,7 +1,6 @@
 """One whole training step of the encoder-decoder, and its memory: by fastattn, and by PyTorch's alternatives.
 
-    pytest benchmarks/bench_transformer.py --benchmark-only            the quick cases
-    python benchmarks/report.py --out DIR --only transformer small_transformer memory
+    python benchmarks/report.py --only transformer small_transformer memory
 
 Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends
 use FusedTransformer.loss, as its users do; the reference path and the rivals use torch's cross_entropy of their logits.
@@ -201,7 +200,3 @@ MEMORY = harness.Benchmark(
     providers=memory_providers,
     directions=(),
 )
-
-
-def test_transformer(benchmark: Any, timed: Any) -> None:
-    benchmark(timed)

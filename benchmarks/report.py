@@ -1,6 +1,6 @@
 """Measure everything that there is time for, and write it down. Each result is saved as soon as it is known.
 
-    python benchmarks/report.py --out DIR [--minutes N] [--only OP ...] [--device cuda]
+    python benchmarks/report.py [--only OP ...] [--minutes N] [--out DIR] [--device cuda]
     python benchmarks/report.py --render RECORD      write report.md and plots again, also on another machine
     python benchmarks/report.py --compare A B        compare two records, and name what got slower
     python benchmarks/report.py --readme             write docs/results.md and the README's figures
@@ -121,12 +121,12 @@ class Report:
 def parser() -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    action = made.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=Path, metavar="DIR", help="measure, and write everything here")
+    action = made.add_mutually_exclusive_group()
     action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and plots of this record")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="records, or their folders")
     action.add_argument("--readme", action="store_true", help="write the tables from the committed records")
     minutes = "stop after this long (default 8)"
+    made.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the results (report)")
     made.add_argument("--minutes", type=positive_number, default=8.0, metavar="N", help=minutes)
     made.add_argument("--only", nargs="+", metavar="OP", help="only these benchmarks")
     made.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +31,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastattn import use_backend
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 MASKS = ("full", "causal", "padding", "blocks", "alibi", "bias")
 
@@ -278,15 +273,3 @@ def test_torch_compile_is_checked_and_timed() -> None:
     row = harness.measure_provider(checked, compiled, 0.01)
     assert row["status"] == "ok", row
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-@pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("pytest_benchmark") is None, reason="pytest-benchmark is not installed")
-def test_pytest_benchmark_collects_the_benchmarks() -> None:
-    command = [sys.executable, "-m", "pytest", str(BENCHMARKS / "bench_add_layer_norm.py"), "--benchmark-only", "-q"]
-    command += ["--benchmark-max-time=0.01", "--benchmark-min-rounds=1", "-p", "no:cacheprovider", "-k", "forward"]
-    # Under pytest-xdist its variables would tell the new process that it is a worker, where nothing is timed.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "test_add_layer_norm[40x96 fp32-reference-forward]" in result.stdout
