@@ -5,29 +5,26 @@
     python benchmarks/report.py --compare A B        compare two records, and name what got slower
     python benchmarks/report.py --readme             write docs/results.md and the README's figures
 
-DIR gets rows.jsonl (each result), and at the end record.json, report.md and plots; worker.log has the output of the
-measuring process. The most valuable cases come first. Each provider runs in another process, within a time limit: if it
-crashes, hangs or runs out of memory, the report says so and goes on. A second run with the same DIR continues where the
-first was stopped, unless code, machine or versions have changed.
+DIR gets record.json with every result, and at the end report.md and plots; worker.log has the output of the measuring
+process. The most valuable cases come first. Each provider runs in another process, within a time limit: if it crashes,
+hangs or runs out of memory, the report says so and goes on. A second run with the same DIR continues where the first
+was stopped. If code, machine or versions have changed, the old record gets its date as a name, and all is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import report_markdown
 import result_files
+import tables
 import torch
-from report_worker import Job, Task, Worker
-from result_files import Row
+from report_worker import Job, Plan, Worker
 
 from fastattn.check.doctor import positive_number, usable_device
 
@@ -36,86 +33,64 @@ WRITING_S = 12.0  # kept for the plots
 BUDGET_S = {"cpu": 0.3, "cuda": 0.15}  # of each direction's samples
 
 
-class Log:
-    """rows.jsonl: one result a line. Lines of other code, machines or versions are kept but not read."""
-
-    def __init__(self, path: Path, run: str) -> None:
-        self.path, self.run = path, run
-        self.rows: list[Row] = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the program was killed while it wrote this line
-            if row.pop("run", None) == run:
-                self.rows.append(row)
-
-    def append(self, row: Row) -> None:
-        self.rows.append(row)
-        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a") as file:
-            file.write("\n" * torn + json.dumps({"run": self.run} | row, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
 class Report:
     """The results in one folder. only: the names of the benchmarks to run, or None for all."""
 
-    def __init__(self, out: Path, device: torch.device, table: str, only: Sequence[str] | None, tables: str) -> None:
-        self.out, self.device, self.plan = out, device, importlib.import_module(tables).plan(table)
+    def __init__(
+        self, out: Path, device: torch.device, table: str, only: Sequence[str] | None, plan: Callable[[str], Plan]
+    ) -> None:
+        self.out, self.plan = out, plan(table)
         quick = table == "quick"
-        ordered = [
-            (index + provider.later, Job(index, provider.name), provider.ours)
+        self.providers = {
+            Job(index, provider.name): provider
             for index, (benchmark, _) in enumerate(self.plan)
-            if only is None or benchmark.name in only
             for provider in benchmark.providers(device)
             if not (quick and provider.later)
-        ]
-        ordered.sort(key=lambda entry: entry[0])
-        self.jobs = {job: is_ours for _, job, is_ours in ordered}  # in the order of measuring
+        }
+        selected = (job for job in self.providers if only is None or self._key(job)[0] in only)
+        self.jobs = sorted(selected, key=lambda job: job.index + self.providers[job].later)  # in the order of measuring
         self.environment = result_files.environment(device) | {"table": table}
-        fixed = {key: self.environment[key] for key in ("device", "versions", "sources", "threads", "table")}
-        run = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
-        self.log = Log(out / "rows.jsonl", run)
+        before = result_files.unfinished(out, self.environment) or {"rows": [], "ceilings": None}
+        self.ceilings = before["ceilings"]
+        self.rows = {result_files.row_key(row): row for row in before["rows"]}
         budget_s = 0.02 if quick else BUDGET_S[device.type]
-        self.worker = Worker(Task(tables, table, str(device), out / "worker.log", budget_s))
+        self.worker = Worker(partial(plan, table), device, budget_s, out / "worker.log")
 
     def measure(self, deadline: float, say: Callable[[str], None]) -> None:
         """All jobs that are not done, until time.monotonic() reaches the deadline."""
-        done = {result_files.row_key(row) for row in self.log.rows}
-        todo = [job for job in (Job(None, ""), *self.jobs) if self._key(job) not in done]
-        say(f"{len(self.jobs) + 1} measurements, {len(self.jobs) + 1 - len(todo)} of them done before")
+        todo = [job for job in self.jobs if self._key(job) not in self.rows]
+        say(f"{len(self.jobs)} measurements, {len(self.jobs) - len(todo)} of them done before")
         try:
+            if self.ceilings is None:
+                self.ceilings = (self.worker.ask(None, LIMIT_S, deadline) or {}).get("ceilings")
             for number, job in enumerate(todo, 1):
-                row = None if time.monotonic() >= deadline else self.worker.ask(job, LIMIT_S, deadline)
+                row = self.worker.ask(job, LIMIT_S, deadline)
                 if row is None:
                     break  # the report's time is up
-                op, case, provider = self._key(job)
-                row = {"op": op, "case": case, "provider": provider, "ours": self.jobs.get(job, False)} | row
-                self.log.append(row)
+                op, case, provider = key = self._key(job)
+                identity = {"op": op, "case": case, "provider": provider, "ours": self.providers[job].ours}
+                self.rows[key] = identity | row
+                self.save()
                 say(f"{number}/{len(todo)} {op} {case}: {provider} {report_markdown.brief(row)}")
         finally:
             self.worker.stop()
 
+    def save(self) -> None:
+        """record.json. "missing" counts the measurements there was no time for."""
+        done = [job for job in self.providers if self._key(job) in self.rows]
+        cases = [self.plan[index] for index in sorted({job.index for job in (*done, *self.jobs)})]
+        record = {
+            "environment": self.environment,
+            "ceilings": self.ceilings,
+            "missing": len(set(self.jobs) - set(done)),
+            **result_files.described(cases),
+            "rows": [self.rows[self._key(job)] for job in done],
+        }
+        result_files.save(record, self.out / result_files.RECORD)
+
     def _key(self, job: Job) -> tuple[str, str, str]:
-        if job.index is None:
-            return "ceilings", "", ""
         benchmark, case = self.plan[job.index]
         return benchmark.name, str(case), job.provider
-
-    def write(self) -> result_files.Record:
-        """record.json, report.md and the plots. "missing" counts the measurements there was no time for."""
-        known = {result_files.row_key(row): row for row in self.log.rows}
-        in_order = sorted(self.jobs, key=lambda job: job.index)
-        rows = [known[self._key(job)] for job in in_order if self._key(job) in known]
-        cases = [self.plan[index] for index in sorted({job.index for job in self.jobs})]
-        ceilings = known.get(("ceilings", "", ""), {}).get("ceilings")
-        record = {"environment": self.environment, "ceilings": ceilings, "missing": len(in_order) - len(rows)}
-        result_files.save(record | result_files.described(cases) | {"rows": rows}, self.out / "record.json")
-        record = result_files.load(self.out)
-        report_markdown.write_report(record, self.out)
-        return record
 
 
 def parser() -> argparse.ArgumentParser:
@@ -134,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None, tables: str = "tables") -> int:
+def main(argv: Sequence[str] | None = None, plan: Callable[[str], Plan] = tables.plan) -> int:
     """The command. Returns 1 when a backend of fastattn failed or was wrong; with --compare, when one got slower."""
     arguments = parser().parse_args(argv)
     if arguments.render:
@@ -147,11 +122,11 @@ def main(argv: Sequence[str] | None = None, tables: str = "tables") -> int:
         report_markdown.write_results()
         return 0
     start, device = time.monotonic(), arguments.device
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    names = {benchmark.name for benchmark, _ in importlib.import_module(tables).plan("quick")}
+    names = {benchmark.name for benchmark, _ in plan("quick")}
     if unknown := set(arguments.only or ()) - names:
         parser().error(f"--only: no benchmark {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-    report = Report(arguments.out, device, "quick" if arguments.quick else device.type, arguments.only, tables)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = Report(arguments.out, device, "quick" if arguments.quick else device.type, arguments.only, plan)
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {line}", flush=True)
@@ -160,8 +135,9 @@ def main(argv: Sequence[str] | None = None, tables: str = "tables") -> int:
         report.measure(start + max(0.0, 60 * arguments.minutes - WRITING_S), say)
     except KeyboardInterrupt:
         say("stopped")
-    record = report.write()
-    say(f"wrote {arguments.out / 'report.md'}")
+    report.save()
+    record = result_files.load(arguments.out)
+    say(f"wrote {report_markdown.write_report(record, arguments.out)}")
     return int(any(result_files.is_our_failure(row) for row in record["rows"]))
 
 

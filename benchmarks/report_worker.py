@@ -7,12 +7,12 @@ ProcessPoolExecutor cannot end a job that hangs, and does not report by which si
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,34 +21,31 @@ import harness
 import timing
 import torch
 
-
-class Task(NamedTuple):
-    """What a worker needs before its first job. tables: the module with the function `plan(table)`."""
-
-    tables: str
-    table: str
-    device: str
-    log: Path
-    budget_s: float  # of each direction's samples
+Plan = list[tuple[harness.Benchmark, Any]]  # each case, and the benchmark that measures it
 
 
 class Job(NamedTuple):
-    """One provider on one case of the plan; index None: the ceilings."""
+    """One provider on one case of the plan."""
 
-    index: int | None
+    index: int
     provider: str
 
 
 class Worker:
-    """`ask` returns a job's result, whatever happens to the process that runs it."""
+    """`ask` returns a job's result, whatever happens to the process that runs it.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    make_plan: makes the plan there. budget_s: for the samples of each direction. log: gets the output of the process.
+    """
+
+    def __init__(self, make_plan: Callable[[], Plan], device: torch.device, budget_s: float, log: Path) -> None:
+        self.arguments, self.log = (make_plan, device, budget_s, log), log
         self.process: Any = None
 
-    def ask(self, job: Job, limit_s: float, deadline: float) -> dict[str, Any] | None:
+    def ask(self, job: Job | None, limit_s: float, deadline: float) -> dict[str, Any] | None:
         """The job's row, or {"status": "timed out" or "crashed", "reason": ...}; None when time.monotonic() reached the
-        deadline before there was a result."""
+        deadline before there was an answer. job None: {"ceilings": those of the device}."""
+        if time.monotonic() >= deadline:
+            return None
         if self.process is None:
             self._start()
         left = deadline - time.monotonic()
@@ -73,14 +70,14 @@ class Worker:
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=run_jobs, args=(theirs, self.task))
+        self.process = context.Process(target=run_jobs, args=(theirs, *self.arguments))
         self.process.start()
         theirs.close()
         try:
             self.connection.recv()
         except EOFError as error:
             self.stop()
-            raise RuntimeError(f"the measuring process did not start; its output is in {self.task.log}") from error
+            raise RuntimeError(f"the measuring process did not start; its output is in {self.log}") from error
 
     def stop(self) -> None:
         """End the process and everything it started."""
@@ -95,28 +92,29 @@ class Worker:
         self.process = None
 
 
-def run_jobs(connection: Connection, task: Task) -> None:
+def run_jobs(
+    connection: Connection, make_plan: Callable[[], Plan], device: torch.device, budget_s: float, log: Path
+) -> None:
     """The worker: answers each Job with (row, is this process still usable), until the other end closes."""
     os.setsid()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    plan = importlib.import_module(task.tables).plan(task.table)
-    device = torch.device(task.device)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    plan = make_plan()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events are recorded there
     current: tuple[int | None, Any] = (None, None)  # all providers of a case share one Checked
     connection.send("ready")
     while True:
         try:
-            index, name = connection.recv()
+            job = connection.recv()
         except EOFError:
             return
-        if index is None:
-            found = timing.ceilings(device, {case.dtype for _, case in plan})
-            connection.send(({"status": "ok", "ceilings": found}, True))
+        if job is None:
+            connection.send(({"ceilings": timing.ceilings(device, {case.dtype for _, case in plan})}, True))
             continue
+        index, name = job
         benchmark, case = plan[index]
         print(f"{benchmark.name} {case}: {name}", flush=True)
         if current[0] != index:
@@ -128,7 +126,7 @@ def run_jobs(connection: Connection, task: Task) -> None:
                 connection.send(({"status": "out of memory", "reason": str(error).splitlines()[0]}, True))
                 continue
         provider = next(provider for provider in current[1].providers if provider.name == name)
-        row = harness.measure_provider(current[1], provider, task.budget_s)
+        row = harness.measure_provider(current[1], provider, budget_s)
         connection.send((row, _empty_cache(device) and not provider.ends_process))
 
 

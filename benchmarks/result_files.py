@@ -22,6 +22,8 @@ from cases import label
 from fastattn.check.doctor import devices, versions
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORD = "record.json"
+SETUP = ("device", "versions", "sources", "threads", "table")  # a record has rows of one setup
 WITH_PADDING = "default, padding kept"  # providers of bench_transformer
 LOSS_FROM_LOGITS = "default, own loss"
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
@@ -106,7 +108,19 @@ def save(record: Record, path: Path) -> None:
 
 def load(path: Path) -> Record:
     """A record from its file or its folder."""
-    return json.loads((path / "record.json" if path.is_dir() else path).read_text())
+    return json.loads((path / RECORD if path.is_dir() else path).read_text())
+
+
+def unfinished(folder: Path, environment: Record) -> Record | None:
+    """The record that a run with this environment goes on with. One of another setup gets a name of its own."""
+    if not (folder / RECORD).exists():
+        return None
+    record = load(folder)
+    if all(record["environment"].get(key) == environment[key] for key in SETUP):
+        return record
+    date = record["environment"]["date"][:19].replace(":", "")
+    (folder / RECORD).replace(folder / f"record_{date}.json")
+    return None
 
 
 def row_key(row: Row) -> tuple[str, str, str]:

@@ -40,7 +40,7 @@ def test_a_report_of_one_op_goes_on_and_is_compared(
 
     options = ("--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "add_layer_norm")
     said = run(*options, "--minutes", "0.001")
-    assert "11 measurements, 0 of them done before" in said and record_in(tmp_path)["missing"] == 10
+    assert "10 measurements, 0 of them done before" in said and record_in(tmp_path)["missing"] == 10
     run(*options)
     record = record_in(tmp_path)
     assert record["missing"] == 0 and record["ceilings"]["byte_per_s"] > 0
@@ -52,11 +52,16 @@ def test_a_report_of_one_op_goes_on_and_is_compared(
             assert 0 < timed["min_ms"] <= timed["q1_ms"] <= timed["median_ms"] <= timed["q3_ms"]
     assert rows["aten"]["default"] and rows["torch"]["speed"]["both"] > 0 and "speed" not in rows["aten"]
     assert "| 40x96 fp32 |" in (tmp_path / "report.md").read_text()
-    assert "11 measurements, 11 of them done before" in run(*options)
+    assert "10 measurements, 10 of them done before" in run(*options) and record_in(tmp_path)["rows"] == record["rows"]
     assert "10 measurements in both; of fastattn, 0 got slower" in run("--compare", str(tmp_path), str(tmp_path))
     with pytest.raises(SystemExit):
         report.main(["--out", str(tmp_path), "--only", "atention"])
     assert "no benchmark atention; there are accelerate, add_layer_norm, " in capsys.readouterr().err
+    monkeypatch.setattr(result_files, "sources", lambda: "another version")
+    run(*options, "--minutes", "0.001")
+    assert record_in(tmp_path)["missing"] == 10
+    (older,) = tmp_path.glob("record_*.json")
+    assert json.loads(older.read_text())["rows"] == record["rows"]
 
 
 @pytest.mark.full
@@ -115,7 +120,7 @@ def plan(table):
 if __name__ == "__main__":
     import report
     report.LIMIT_S = float(sys.argv[2])
-    sys.exit(report.main(["--quick", "--device", "cpu", "--out", sys.argv[1]], "planted"))
+    sys.exit(report.main(["--quick", "--device", "cpu", "--out", sys.argv[1]], plan))
 """
 
 
@@ -126,20 +131,20 @@ def test_killed_in_the_middle_it_goes_on_and_nothing_stops_it(tmp_path: Path) ->
     program.write_text(PLANTED)
     command = [sys.executable, program, tmp_path / "out"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    log = tmp_path / "out" / "rows.jsonl"
+    written = tmp_path / "out" / "record.json"
     with subprocess.Popen([*command, "300"], env=environment, stdout=subprocess.DEVNULL) as process:
         end = time.monotonic() + 180
-        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) == 6):
-            assert time.monotonic() < end, "the ceilings and five providers were not measured in time"
+        while process.poll() is None and not (written.exists() and len(record_in(tmp_path / "out")["rows"]) == 5):
+            assert time.monotonic() < end, "five providers were not measured in time"
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    before = log.read_text()
-    log.write_text(before + '{"run": "torn')
+    before = record_in(tmp_path / "out")
+    assert before["missing"] == 2
 
     done = subprocess.run([*command, "5"], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stderr  # "zeros" counts as one of fastattn's backends
-    assert log.read_text().startswith(before)
     record = record_in(tmp_path / "out")
+    assert record["rows"][:5] == before["rows"] and record["ceilings"] == before["ceilings"]
     status = {row["provider"]: row["status"] for row in record["rows"]}
     assert status == {
         "reference": "ok",
