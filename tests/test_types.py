@@ -25,7 +25,7 @@ def use(q: Tensor, mask: AttentionMask, wanted: bool) -> None:
     assert_type(scaled_dot_product_attention(q, q, q, mask, 0.1, True, enable_gqa=True, backend="aten"), Tensor)
     out, lse = scaled_dot_product_attention(q, q, q, return_lse=True)
     assert_type(lse, Tensor)
-    assert_type(scaled_dot_product_attention(q, q, q, return_weights="mean"), tuple[Tensor, ...])
+    assert_type(scaled_dot_product_attention(q, q, q, return_weights=True), tuple[Tensor, ...])
     assert_type(dropout_add_layer_norm(q, None, q, q), Tensor)
     assert_type(dropout_add_layer_norm(q, None, q, q, return_sum=True), tuple[Tensor, Tensor])
     assert_type(dropout_add_rms_norm(q, q, q, return_sum=True), tuple[Tensor, Tensor])

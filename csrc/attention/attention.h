@@ -81,12 +81,11 @@ TileSize forward_tile(int head_dim, DType dtype);  // head_dim: the larger of th
 
 void forward(const Forward& p, cudaStream_t stream);
 
-// P after dropout: of all heads, or with `mean` their mean.
+// P after dropout.
 struct Weights {
   StridedMatrix q, k;  // in
   const float* lse;    // in   (B, H, Lq) contiguous, of the forward
-  void* weights;       // out  T (B, H, Lq, Lk), or of the mean (B, Lq, Lk), contiguous
-  bool mean;
+  void* weights;       // out  T (B, H, Lq, Lk), contiguous
   Shape shape;
   float softmax_scale;
   Mask mask;  // lists are not used: every tile is written

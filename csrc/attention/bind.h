@@ -204,11 +204,11 @@ inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle 
 }
 
 inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::handle prepared_mask, Tensor weights,
-                    bool mean, float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
+                    float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
   const Stream stream(q_);
   const Matrix q(q_, q_.sizes<4>()), k(k_, k_.sizes<4>());
   auto p = common<Weights>(q, k, k, q_.dtype(), lse, bias, softmax_scale, dropout_p, rng_state, tf32);
-  p.weights = weights, p.mean = mean, p.mask = mask(prepared_mask);
+  p.weights = weights, p.mask = mask(prepared_mask);
   attention::weights(p, stream);
 }
 

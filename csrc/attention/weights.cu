@@ -1,15 +1,14 @@
-// The attention weights on request, from q, k and the forward's lse: dropout(exp(S - lse)) of all heads, or their mean.
+// The attention weights on request, from q, k and the forward's lse: dropout(exp(S - lse)).
 // Layouts: attention.h
 //
-// For inspection, not for training: only this kernel writes a tensor as large as the scores. Of a head it writes what
-// the forward multiplied with v, rounded to T; the mean is summed in float32 and rounded once.
-// Grid: one block a (batch, head, kBlockM queries, kBlockN keys), or, for the mean, one for all heads of a tile, which
-//   it adds in registers. The next head is loaded while one is multiplied.
+// For inspection, not for training: only this kernel writes a tensor as large as the scores. It writes what the forward
+// multiplied with v, rounded to T.
+// Grid: one block a (batch, head, kBlockM queries, kBlockN keys).
 // Bytes: the weights once, and q and k once a tile of the other, from L2. Work: 2 * Dk FLOPs a score.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90, nothing spills:
-//   head_dim 64    128 / 128 registers, 36.0 KiB of shared memory, 4 blocks a multiprocessor
-//   head_dim 128   168 / 168            34.0 KiB                   3; with 4, 8 bytes are spilled
-//   head_dim 256   130 / 132            49.5 KiB                   3
+//   head_dim 64    102 / 102 registers, 18.0 KiB of shared memory, 4 blocks a multiprocessor
+//   head_dim 128   106 / 103            34.0 KiB                   4
+//   head_dim 256    84 /  84            49.5 KiB                   3 / 4
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 
@@ -17,90 +16,62 @@ namespace fastattn::attention {
 namespace {
 
 template <class T, int kHeadDim>
-struct WeightsTile : ForwardTile<T, kHeadDim> {
-  static constexpr int kStages = kHeadDim * sizeof(T) > 128 ? 1 : 2;
-};
-
-template <class T, int kHeadDim>
 struct alignas(16) WeightsShared {
-  using Tile = WeightsTile<T, kHeadDim>;
-  unsigned char q[Tile::kStages][Tile::kBlockM * kTileStride<T, kHeadDim>];
-  unsigned char k[Tile::kStages][Tile::kBlockN * kTileStride<T, kHeadDim>];
+  using Tile = ForwardTile<T, kHeadDim>;
+  unsigned char q[Tile::kBlockM * kTileStride<T, kHeadDim>];
+  unsigned char k[Tile::kBlockN * kTileStride<T, kHeadDim>];
 };
 
 template <class T, int kHeadDim>
-__global__ void __launch_bounds__(WeightsTile<T, kHeadDim>::kThreads, sizeof(T) > 2    ? 2
-                                                                      : kHeadDim > 64  ? 3
-                                                                                       : 4)
-    weights_kernel(const Weights p) {
-  using Tile = WeightsTile<T, kHeadDim>;
-  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kTiles = kBlockN / 8;
-  constexpr int kStride = kTileStride<T, kHeadDim>;
+__global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, 4) weights_kernel(const Weights p) {
+  using Tile = ForwardTile<T, kHeadDim>;
+  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kTiles = kBlockN / 8;
   auto& shared = shared_memory<WeightsShared<T, kHeadDim>>();
   const int lane = threadIdx.x % 32, g = lane / 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
   const int query_tiles = ceil_div(Lq, kBlockM), m0 = blockIdx.x % query_tiles * kBlockM, n0 = blockIdx.y * kBlockN;
-  const int matrices = p.mean ? 1 : p.shape.heads, matrix = blockIdx.x / query_tiles % matrices;
-  const int b = blockIdx.x / query_tiles / matrices;
+  const int h = blockIdx.x / query_tiles % p.shape.heads, b = blockIdx.x / query_tiles / p.shape.heads;
   const int warp_row = threadIdx.x / 32 * 16, m = m0 + warp_row + g;
-  const Mask& mask = p.mask;
+  const int64_t row = (static_cast<int64_t>(b) * p.shape.heads + h) * Lq + m;
   const DropoutMask dropout(p.dropout);
   const Exponent<T> exponent(p.bias, p.softmax_scale);
 
-  const int heads = p.mean ? p.shape.heads : 1, first_head = p.mean ? 0 : matrix;
-  const auto load = [&](int i) {
-    const int h = first_head + i;
-    const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k);
-    const Matrix<T> k(p.k, b, h / (p.shape.heads / p.shape.key_heads), Lk, p.shape.head_dim_k);
-    const auto all = [](int) { return true; };
-    load_tile<T, kBlockM, kHeadDim, Tile::kThreads>(shared.q[i % kStages], q, m0, all);
-    load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(shared.k[i % kStages], k, n0, all);
-  };
-
-  float sum[kTiles][4] = {};  // over the heads
-  load(0);
+  const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k);
+  const Matrix<T> k(p.k, b, h / (p.shape.heads / p.shape.key_heads), Lk, p.shape.head_dim_k);
+  const auto all = [](int) { return true; };
+  load_tile<T, kBlockM, kHeadDim, Tile::kThreads>(shared.q, q, m0, all);
+  load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(shared.k, k, n0, all);
   cp_async_commit();
-  for (int i = 0; i < heads; i++) {
-    if (kStages > 1 && i + 1 < heads) load(i + 1);
-    cp_async_commit();
-    cp_async_wait<kStages - 1>();
-    __syncthreads();
-    float s[kTiles][4];
-    multiply_rows<T, kHeadDim>(s, shared.q[i % kStages], warp_row, shared.k[i % kStages]);
-    __syncthreads();  // q and k were read
-    if (kStages == 1 && i + 1 < heads) load(i + 1);
-
-    const int h = first_head + i;
-    const int64_t row = (static_cast<int64_t>(b) * p.shape.heads + h) * Lq + m;
-    exponent.scale(s);
-    if (p.bias.data != nullptr) add_bias<T>(s, p.bias, b, h, m, n0, Lq, Lk);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const bool inside = m + 8 * half < Lq;
-      const float lse = inside ? p.lse[row + 8 * half] : -kInfinity;
-      const float shift = lse == -kInfinity ? 0.0f
-                          : exponent.folded ? lse * kLog2e
-                                            : lse;  // empty row: all scores -inf
-      mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));
-      exponent.apply(s, half, shift);
-      if (dropout.active()) drop(s, half, dropout, row + 8 * half, n0);
-#pragma unroll
-      for (int j = 0; j < kTiles * 2; j++) sum[j / 2][2 * half + j % 2] += s[j / 2][2 * half + j % 2];
-    }
-  }
   cp_async_wait<0>();
+  __syncthreads();
+  float s[kTiles][4];
+  multiply_rows<T, kHeadDim>(s, shared.q, warp_row, shared.k);
+  __syncthreads();  // q was read: the result takes its place
+
+  exponent.scale(s);
+  if (p.bias.data != nullptr) add_bias<T>(s, p.bias, b, h, m, n0, Lq, Lk);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const bool inside = m + 8 * half < Lq;
+    const float lse = inside ? p.lse[row + 8 * half] : -kInfinity;
+    const float shift = lse == -kInfinity ? 0.0f
+                        : exponent.folded ? lse * kLog2e
+                                          : lse;  // empty row: all scores -inf
+    mask_scores(s, half, visible_bits<kBlockN>(p.mask, b, h, m + 8 * half, Lq, n0, Lk));
+    exponent.apply(s, half, shift);
+    if (dropout.active()) drop(s, half, dropout, row + 8 * half, n0);
+  }
 
   const int64_t elements = static_cast<int64_t>(Lq) * Lk;
-  const StridedMatrix rows{static_cast<Element<T>*>(p.weights) + n0, matrices * elements, elements, Lk};
-  const float scale = (dropout.active() ? dropout.scale() : 1.0f) / heads;
-  store_tile<T, kBlockN>(Matrix<T>(rows, b, matrix, Lq, min(Lk - n0, kBlockN)), m0 + warp_row,
-                         shared.q[0] + warp_row * kStride, sum,
-                         scale);  // no other thread reads these rows of q
+  const StridedMatrix rows{static_cast<Element<T>*>(p.weights) + n0, p.shape.heads * elements, elements, Lk};
+  store_tile<T, kBlockN>(Matrix<T>(rows, b, h, Lq, min(Lk - n0, kBlockN)), m0 + warp_row,
+                         shared.q + warp_row * kTileStride<T, kHeadDim>, s,
+                         dropout.active() ? dropout.scale() : 1.0f);
 }
 
 template <class T, int kHeadDim>
 void launch_weights(const Weights& p, cudaStream_t stream) {
-  using Tile = WeightsTile<T, kHeadDim>;
-  const int64_t matrices = static_cast<int64_t>(p.shape.batch) * (p.mean ? 1 : p.shape.heads);
+  using Tile = ForwardTile<T, kHeadDim>;
+  const int64_t matrices = static_cast<int64_t>(p.shape.batch) * p.shape.heads;
   const int64_t blocks = matrices * ceil_div(p.shape.seqlen_q, Tile::kBlockM);
   const int key_tiles = ceil_div(p.shape.seqlen_k, Tile::kBlockN);
   if (blocks > 0 && key_tiles > 0)

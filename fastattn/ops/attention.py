@@ -152,7 +152,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     return_lse: bool = False,
-    return_weights: bool | Literal["mean"] = False,
+    return_weights: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, ...]: ...
 @backends.register("attention", _validate, _call_class)
@@ -167,7 +167,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     return_lse: bool = False,
-    return_weights: bool | Literal["mean"] = False,
+    return_weights: bool = False,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """out = dropout(softmax(scale * query key^T + bias, where the mask allows)) value, without storing the scores.
@@ -187,9 +187,8 @@ def scaled_dot_product_attention(
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
     return_lse: also return lse (B, H, Lq), float32 (float64 for float64 inputs), the natural logarithm of the softmax's
         sum, -inf where a query may attend to nothing; differentiable.
-    return_weights: True: also return the weights after dropout, (B, H, Lq, Lk). "mean": their mean over the heads,
-        (B, Lq, Lk). Differentiable in the backends reference and aten; the kernels recompute them from lse, without a
-        gradient, and write nothing of the size of all heads' scores for a mean.
+    return_weights: also return the weights after dropout, (B, H, Lq, Lk). Differentiable in the backends reference and
+        aten; the kernels recompute them from lse, without a gradient.
     backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Keys and values that padding, the lengths, packing or a band hide from every query may be NaN and reach nothing;
@@ -213,23 +212,26 @@ def scaled_dot_product_attention(
         raise InvalidType(str(error)) from None
     chosen = backends.choose("attention", device, inputs, backend)
     q, k, v, mask, dropout_p = inputs
-    wanted = None if return_weights is False else _checked_weights(return_weights, q.shape[1])
+    if not isinstance(return_weights, bool):
+        raise ValueError(f"return_weights must be a bool, got {return_weights!r}")
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     options = (softmax_scale, dropout_p, rng_state)
     module = chosen.module
     with _autocast.no_autocast(device):
         if chosen.differentiable:
-            out, lse, weights = module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=wanted)
+            out, lse, weights = module.attention(
+                q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights
+            )
         else:
             mask = _NO_MASK if mask is None else mask
             prepared = prepare_masks(chosen, q, k, v, mask, needs_gradient=_needs_gradient(q, k, v, mask.bias))
             out, lse = _Attention.apply(q, k, v, mask.bias, prepared, *options, chosen, remember=mask)
             weights = None
-            if wanted is not None:
+            if return_weights:
                 build = partial(_prepare, chosen.name, q)
                 prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
-                given, options = (q, k, lse.detach(), mask.bias), (*options, wanted == "mean")
+                given = q, k, lse.detach(), mask.bias
                 with torch.no_grad():
                     if is_traced():
                         weights = _weights_operator(*given, *to_operator_args(prepared), *options, chosen.name)
@@ -238,11 +240,11 @@ def scaled_dot_product_attention(
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = _leading(query, key, value, out.shape[1])
         out, lse = out.view(*leading, *out.shape[2:]), lse if lse is None else lse.view(*leading, -1)
-        if wanted is not None:
-            weights = weights.view(*(leading if wanted == "all" else leading[:-1]), *weights.shape[-2:])
-    if not return_lse and wanted is None:
+        if return_weights:
+            weights = weights.view(*leading, *weights.shape[-2:])
+    if not return_lse and not return_weights:
         return out
-    return (out,) + ((lse,) if return_lse else ()) + ((weights,) if wanted is not None else ())
+    return (out,) + ((lse,) if return_lse else ()) + ((weights,) if return_weights else ())
 
 
 def prepare_masks(
@@ -268,14 +270,6 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, heads: int) -> tuple[int
     """The result's dimensions before (L, D), where it has not four dimensions."""
     most = max(t.dim() for t in (query, key, value)) - 2
     return (*torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))), heads)[:most] if most else ()
-
-
-def _checked_weights(return_weights: bool | Literal["mean"], heads: int) -> Literal["all", "mean"] | None:
-    if not isinstance(return_weights, bool) and return_weights != "mean":
-        raise ValueError(f'return_weights must be a bool or "mean", got {return_weights!r}')
-    if return_weights == "mean" and heads == 0:
-        raise ValueError('return_weights is "mean", and query has no heads')
-    return "mean" if return_weights == "mean" else "all" if return_weights else None
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
@@ -377,12 +371,11 @@ def _traced_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    mean: bool,
     backend: str,
 ) -> Tensor:
     (mask,) = from_operator_args(masks, mask_numbers)
     module = backends.load_backend("attention", backend)
-    return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, mean)
+    return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state)
 
 
 _weights_operator = torch.library.custom_op("fastattn::attention_weights", _traced_weights, mutates_args=())
@@ -390,8 +383,7 @@ _weights_operator = torch.library.custom_op("fastattn::attention_weights", _trac
 
 @_weights_operator.register_fake
 def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
-    mean = options[-2]
-    return q.new_empty(q.shape[0], *([] if mean else [q.shape[1]]), q.shape[2], k.shape[2])
+    return q.new_empty(*q.shape[:3], k.shape[2])
 
 
 _NO_MASK = AttentionMask()

@@ -1,11 +1,11 @@
-"""The attention weights on request, of all heads or their mean, from q, k and the forward's lse:
+"""The attention weights on request, from q, k and the forward's lse:
 
     weights = keep / (1 - dropout_p) * exp(S - lse)
 
 For looking at, not for training: the only kernel here that may write something as large as the scores. It writes the
-weights that the forward multiplied with v, rounded to q's dtype. A mean is summed in float32 and rounded once.
-Grid: one program per (batch, head, BLOCK_M queries, BLOCK_N keys). For the mean, one program has all heads of a tile
-and sums them in its registers. Bytes: the weights once, and q and k once a tile of the other, from L2.
+weights that the forward multiplied with v, rounded to q's dtype.
+Grid: one program per (batch, head, BLOCK_M queries, BLOCK_N keys). Bytes: the weights once, and q and k once a tile of
+the other, from L2.
 """
 
 import torch
@@ -25,14 +25,14 @@ from .tile_sizes import config
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_weights_kernel(
-    # StridedTensors q, k; lse (B, H, Lq) float32, contiguous; weights a Matrix of all heads, or of one with MEAN.
+    # StridedTensors q, k; lse (B, H, Lq) float32, contiguous; weights a Matrix.
     q, k, lse_ptr, weights, bias, mask, dropout,
     num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
     HEAD_DIM_K: tl.constexpr, BLOCK_DK: tl.constexpr, FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    MEAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     key_tiles = tl.cdiv(seqlen_k, BLOCK_N)
-    tile, b, h_out = tiles.program_coords(tl.cdiv(seqlen_q, BLOCK_M) * key_tiles, 1 if MEAN else num_heads)
+    tile, b, h = tiles.program_coords(tl.cdiv(seqlen_q, BLOCK_M) * key_tiles, num_heads)
     m0, n0 = tile // key_tiles * BLOCK_M, tile % key_tiles * BLOCK_N
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
@@ -41,33 +41,24 @@ def attention_weights_kernel(
     inside = tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
     unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in range(num_heads if MEAN else 1):
-        h = h_out + i
-        row = (b * num_heads + h) * seqlen_q + m
-        lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
-        q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
-        k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if not FOLD_SCALE:
-            scores *= softmax_scale
-        if bias is not None:
-            scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
-        keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
-        p = tl.where(
-            keep, tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE), 0.0
-        )
-        if dropout is not None:
-            kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
-            p = tl.where(kept, p * dropout.scale, 0.0)
-        total += p
-    if MEAN:
-        total /= num_heads
-    ptrs = weights.ptr + b * weights.stride_b + h_out * weights.stride_h
+    row = (b * num_heads + h) * seqlen_q + m
+    lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
+    q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+    k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if not FOLD_SCALE:
+        scores *= softmax_scale
+    if bias is not None:
+        scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+    keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
+    p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE)
+    p = tl.where(keep, p, 0.0)
+    if dropout is not None:
+        kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
+        p = tl.where(kept, p * dropout.scale, 0.0)
+    ptrs = weights.ptr + b * weights.stride_b + h * weights.stride_h
     ptrs += m.to(tl.int64)[:, None] * weights.stride_m + n[None, :]
-    tl.store(
-        ptrs, total.to(weights.ptr.dtype.element_ty), mask=(m < seqlen_q)[:, None] & (n < weights.columns)[None, :]
-    )
+    tl.store(ptrs, p.to(weights.ptr.dtype.element_ty), mask=(m < seqlen_q)[:, None] & (n < weights.columns)[None, :])
 
 
 _LAUNCHES = Launches(attention_weights_kernel, *[StridedTensor] * 2, Tensor, *[Matrix] * 2, Mask, Dropout)
@@ -82,25 +73,24 @@ def attention_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    mean: bool,
 ) -> Tensor:
-    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk), or
-    their mean over the heads, (B, Lq, Lk), in q's dtype. mask: in Layout()."""
+    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk), in
+    q's dtype. mask: in Layout()."""
     (B, H, Lq, Dk), Lk = q.shape, k.shape[2]
-    weights = torch.empty(B, 1 if mean else H, Lq, Lk, dtype=q.dtype, device=q.device)
+    weights = torch.empty(B, H, Lq, Lk, dtype=q.dtype, device=q.device)
     tile = config("weights", gpu_arch(q), q.dtype, Dk, Lq)
-    programs = B * weights.shape[1] * triton.cdiv(Lq, tile.BLOCK_M) * triton.cdiv(Lk, tile.BLOCK_N)
+    programs = B * H * triton.cdiv(Lq, tile.BLOCK_M) * triton.cdiv(Lk, tile.BLOCK_N)
     if programs > 0:
         lse = lse.contiguous()
         strided, strides = arguments.strided(q, k)
         result, result_key = arguments.matrix(weights, Lk)
         masking, mask_tensors, mask_key = arguments.masking(mask)
         biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
-        key = problem, strides, specialization(lse.data_ptr()), mask_key, result_key, mean, tile
+        key = problem, strides, specialization(lse.data_ptr()), mask_key, result_key, tile
         launch = _LAUNCHES.get(key)
         if launch is None:
-            launch = _LAUNCHES.add(key, **arguments.constants(q, bias, softmax_scale), **tile._asdict(), MEAN=mean)
+            launch = _LAUNCHES.add(key, **arguments.constants(q, bias, softmax_scale), **tile._asdict())
         given = *strided, lse.data_ptr(), result, biased, masking, dropout, *sizes, *mask[:2], float(softmax_scale)
         tensors = q, k, lse, weights, bias, *mask_tensors, rng_state
         launch.run(problem[0], programs, given, tensors)
-    return weights.squeeze(1) if mean else weights
+    return weights

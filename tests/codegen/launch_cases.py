@@ -283,8 +283,7 @@ def both_ways(
             got = attention.attention_bwd(dout, dlse, q, k, v, out, lse, bias, rest, *options, grads)
             assert grads is None or all(a is b for a, b in zip(got, grads, strict=False))
         plain = given.prepare(q.shape[2], k.shape[2], type(layouts[0])(), q.device)
-        for mean in (False, True):
-            attention.attention_weights(q, k, lse, bias, plain, scale, p, state, mean)
+        attention.attention_weights(q, k, lse, bias, plain, scale, p, state)
 
 
 def of_rows() -> None:

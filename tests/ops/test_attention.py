@@ -229,7 +229,7 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
     layouts = (*kernels.mask_layouts(p.q, p.k, p.v, p.bias)[1:], Layout())
     *masks, plain_mask = (mask.prepare(21, 37, layout, device) for layout in layouts)
     grads = kernels.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, p.bias, tuple(masks), *options, True)
-    weights = kernels.attention_weights(p.q, p.k, lse, p.bias, plain_mask, *options, False)
+    weights = kernels.attention_weights(p.q, p.k, lse, p.bias, plain_mask, *options)
     compare(p, Results(out, lse, weights, *grads))
 
 

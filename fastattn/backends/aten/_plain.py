@@ -7,7 +7,6 @@ derivatives. On a GPU PyTorch's operator rounds a bias to the dtype of the queri
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def plain_attention(
     *,
     by_operator: bool = False,
     return_lse: bool = False,
-    return_weights: Literal["all", "mean"] | None = None,
+    return_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As attention(), with softmax_scale > 0. by_operator: by PyTorch's if it can, which gives out alone."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
@@ -81,10 +80,10 @@ def plain_attention(
     if has_keys is not None:
         out = out.where(has_keys, 0)
         lse = None if lse is None else lse.where(has_keys.squeeze(-1), -torch.inf)
-        weights = None if return_weights is None else weights.where(has_keys, 0)
-    if return_weights is None:
+        weights = weights.where(has_keys, 0) if return_weights else None
+    if not return_weights:
         return out, lse, None
-    return out, lse, weights if return_weights == "all" else weights.mean(1)
+    return out, lse, weights
 
 
 def _one_call(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def attention(
     rng_state: Tensor | None,
     *,
     return_lse: bool = True,
-    return_weights: Literal["all", "mean"] | None = None,
+    return_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.backends.reference.attention.attention, which is the specification."""
     way = decide(q, k, v, mask, softmax_scale, dropout_p, return_lse, return_weights)
@@ -118,7 +118,7 @@ def decide(
     softmax_scale: float,
     dropout_p: float,
     return_lse: bool = False,
-    return_weights: Literal["all", "mean"] | bool | None = None,
+    return_weights: bool = False,
 ) -> Way:
     """How to compute such calls. Of q, k and v it reads shapes, dtypes and the device, and no values."""
     if not can_read_values(q):
@@ -221,7 +221,7 @@ def _attend(
     dropout_p: float,
     rng_state: Tensor | None,
     return_lse: bool = False,
-    return_weights: Literal["all", "mean"] | None = None,
+    return_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """tensors: q, k and v (B, H, L, D); or one of them stacked, if every query has a key and softmax_scale > 0."""
     if softmax_scale <= 0:  # PyTorch's is_causal sets scores to -inf before it scales them, and alpha=0 skips a product

@@ -242,14 +242,12 @@ def attention_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
-    mean: bool,
 ) -> Tensor:
-    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk), or
-    their mean over the heads, (B, Lq, Lk). mask: prepared by Layout()."""
-    (B, H, Lq), Lk = q.shape[:3], k.shape[2]
-    weights = torch.empty(B, *([] if mean else [H]), Lq, Lk, dtype=q.dtype, device=q.device)
+    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk).
+    mask: prepared by Layout()."""
+    weights = torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
     tensors, dropout = (q, k, lse.contiguous(), _readable(bias, q), mask, weights), (dropout_p, rng_state)
-    extension(q.is_cuda).attention_weights(*tensors, mean, softmax_scale, *dropout, _rounds_to_tf32(q))
+    extension(q.is_cuda).attention_weights(*tensors, softmax_scale, *dropout, _rounds_to_tf32(q))
     return weights
 
 

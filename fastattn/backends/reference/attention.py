@@ -9,8 +9,6 @@ lengths, packing or a band exclude for every query, reaches nothing, NaN include
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -30,12 +28,12 @@ def attention(
     rng_state: Tensor | None,
     *,
     return_lse: bool = True,
-    return_weights: Literal["all", "mean"] | None = None,
+    return_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv), lse (B, H, Lq) and the weights.
 
-    weights: P after dropout, (B, H, Lq, Lk), or their mean over the heads, (B, Lq, Lk). All are differentiable in q, k,
-    v and mask.bias. Sums run in float32, or in float64 for float64 inputs.
+    weights: P after dropout, (B, H, Lq, Lk). All are differentiable in q, k, v and mask.bias. Sums run in float32, or
+    in float64 for float64 inputs.
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
@@ -63,6 +61,4 @@ def attention(
     weights = philox.dropout((exps / total).to(q.dtype), dropout_p, rng_state)
     out = (weights @ v).where(has_keys, 0)
     lse = (peak + torch.log(total)).where(has_keys, -torch.inf).squeeze(-1)
-    if return_weights is None:
-        return out, lse, None
-    return out, lse, weights if return_weights == "all" else weights.mean(1)
+    return out, lse, weights if return_weights else None
