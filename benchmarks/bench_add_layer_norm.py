@@ -11,7 +11,7 @@ import harness
 import torch
 import torch.nn.functional as F
 from cases import NormCase
-from harness import Inputs, Provider
+from harness import Inputs
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm
@@ -47,17 +47,6 @@ def arguments(case: NormCase, inputs: Inputs, dropout_p: float) -> dict[str, Any
     return {"dropout_p": dropout_p}
 
 
-def providers(device: torch.device) -> list[Provider]:
-    return [
-        *harness.ours(dropout_add_layer_norm, arguments),
-        *harness.rivals(device, torch_operators, {"Liger-Kernel": liger}),
-    ]
-
-
-BENCHMARK = harness.Benchmark(
-    name="add_layer_norm",
-    case_type=NormCase,
-    rates=("byte",),
-    inputs=make_inputs,
-    providers=providers,
-)
+BACKENDS = harness.ours(dropout_add_layer_norm, arguments)
+OTHERS = {"Liger-Kernel": liger}
+BENCHMARK = harness.op_benchmark("add_layer_norm", NormCase, "byte", make_inputs, BACKENDS, torch_operators, OTHERS)

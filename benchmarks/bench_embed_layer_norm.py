@@ -11,7 +11,7 @@ import harness
 import torch
 import torch.nn.functional as F
 from cases import EmbedCase
-from harness import Inputs, Provider
+from harness import Inputs
 from torch import Tensor
 
 from fastattn import embed_layer_norm
@@ -42,14 +42,5 @@ def arguments(case: EmbedCase, inputs: Inputs, dropout_p: float) -> dict[str, An
     return {**inputs.fixed, "scale": case.d_model**0.5, "padding_idx": PAD, "dropout_p": dropout_p}
 
 
-def providers(device: torch.device) -> list[Provider]:
-    return [*harness.ours(embed_layer_norm, arguments), *harness.rivals(device, torch_operators)]
-
-
-BENCHMARK = harness.Benchmark(
-    name="embed_layer_norm",
-    case_type=EmbedCase,
-    rates=("byte",),
-    inputs=make_inputs,
-    providers=providers,
-)
+BACKENDS = harness.ours(embed_layer_norm, arguments)
+BENCHMARK = harness.op_benchmark("embed_layer_norm", EmbedCase, "byte", make_inputs, BACKENDS, torch_operators)

@@ -11,7 +11,7 @@ import harness
 import torch
 import torch.nn.functional as F
 from cases import FeedForwardCase
-from harness import Inputs, Provider, Refused
+from harness import Inputs, Refused
 from torch import Tensor
 
 from fastattn import feed_forward
@@ -64,17 +64,8 @@ def liger(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
     return network
 
 
-def providers(device: torch.device) -> list[Provider]:
-    return [
-        *harness.ours(feed_forward, arguments),
-        *harness.rivals(device, torch_operators, {"Liger-Kernel": liger}),
-    ]
-
-
-BENCHMARK = harness.Benchmark(
-    name="feed_forward",
-    case_type=FeedForwardCase,
-    rates=("flop",),
-    inputs=make_inputs,
-    providers=providers,
+BACKENDS = harness.ours(feed_forward, arguments)
+OTHERS = {"Liger-Kernel": liger}
+BENCHMARK = harness.op_benchmark(
+    "feed_forward", FeedForwardCase, "flop", make_inputs, BACKENDS, torch_operators, OTHERS
 )

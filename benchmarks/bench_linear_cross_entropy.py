@@ -11,7 +11,7 @@ import harness
 import torch
 import torch.nn.functional as F
 from cases import CrossEntropyCase
-from harness import Inputs, Provider, Refused
+from harness import Inputs, Refused
 from torch import Tensor
 
 from fastattn import linear_cross_entropy
@@ -65,17 +65,8 @@ def arguments(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> dict[
     return {"target": inputs.fixed["target"], "logit_scale": 1.0, "reduction": "mean"} | _options(case)
 
 
-def providers(device: torch.device) -> list[Provider]:
-    return [
-        *harness.ours(linear_cross_entropy, arguments, finish=lambda loss, leaves: round_loss(loss, leaves["x"])),
-        *harness.rivals(device, torch_operators, {"Liger-Kernel": liger, "quack": quack}),
-    ]
-
-
-BENCHMARK = harness.Benchmark(
-    name="linear_cross_entropy",
-    case_type=CrossEntropyCase,
-    rates=("flop",),
-    inputs=make_inputs,
-    providers=providers,
+BACKENDS = harness.ours(linear_cross_entropy, arguments, finish=lambda loss, leaves: round_loss(loss, leaves["x"]))
+OTHERS = {"Liger-Kernel": liger, "quack": quack}
+BENCHMARK = harness.op_benchmark(
+    "linear_cross_entropy", CrossEntropyCase, "flop", make_inputs, BACKENDS, torch_operators, OTHERS
 )

@@ -189,13 +189,19 @@ def fresh_compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def rivals(
-    device: torch.device, torch_operators: Function, on_gpu: dict[str, Function] | None = None
-) -> list[Provider]:
-    """PyTorch's operators one after the other and compiled; on a GPU also other libraries."""
-    others = (on_gpu or {}) if device.type == "cuda" else {}
-    found = [rival("torch", torch_operators), rival("torch.compile", torch_operators, compiled=True)]
-    return found + [rival(name, function) for name, function in others.items()]
+def op_benchmark(
+    name: str,
+    case_type: type,
+    rate: str,
+    inputs: Callable[[Any, torch.device], Inputs],
+    backends: list[Provider],
+    torch_operators: Function,
+    on_gpu: dict[str, Function] | None = None,
+) -> Benchmark:
+    """Every backend, PyTorch's operators one after the other and compiled, and on a GPU other libraries."""
+    found = [*backends, rival("torch", torch_operators), rival("torch.compile", torch_operators, compiled=True)]
+    others = [rival(name, function) for name, function in (on_gpu or {}).items()]
+    return Benchmark(name, case_type, (rate,), inputs, lambda device: found + others * (device.type == "cuda"))
 
 
 def imported(module: str) -> Any:

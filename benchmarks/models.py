@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,12 @@ def _arguments(case: ModelCase, dropout_p: float, longest: int) -> dict[str, Any
     return sizes | counts | {"src_pad_idx": PAD, "trg_pad_idx": PAD, "dropout": dropout_p, "attn_dropout": dropout_p}
 
 
-def fused(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
-    return FusedTransformer(**_arguments(case, dropout_p, longest))
+def fused(case: ModelCase, dropout_p: float, longest: int, pack_padding: bool | None = None) -> nn.Module:
+    """pack_padding: True always drops the padding, False always computes it, None is what users get."""
+    return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=pack_padding)
 
 
-def padded(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
-    """The same, but it always computes the padding."""
-    return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=False)
-
-
-def packed(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
-    """The same, but it always drops the padding."""
-    return FusedTransformer(**_arguments(case, dropout_p, longest), pack_padding=True)
+padded, packed = partial(fused, pack_padding=False), partial(fused, pack_padding=True)
 
 
 def plain(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:

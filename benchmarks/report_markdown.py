@@ -44,6 +44,13 @@ ON_GPU = {  # the ops of which the README has a GPU's figures
     "linear_cross_entropy": "projection with loss",
 }
 STEP, ACCELERATE, HOST_TIME, MASKS = "transformer", "accelerate", "host_time", "attention_masks"
+MEMORY = "memory"
+MEASURED = {  # by direction
+    "forward": "forward",
+    "both": "forward and backward",
+    "step": "one training step",
+    "decode": "one batch",
+}
 PICTURES = {  # of docs/pictures.py: what each shows
     "step_speed": "Speed of a training step compared with the fastest alternative",
     "accelerate_speed": "Speed of accelerated models compared with the fastest alternative",
@@ -95,39 +102,19 @@ def fastest_other(rows: Sequence[Row], direction: str) -> tuple[float, str] | No
     return min(((ratio, name) for ratio, name in found if ratio), default=None)
 
 
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # what is measured, the header, the body
+
+
 def summary(record: Record) -> Iterator[str]:
-    """A line for each case: fastattn's default against the others."""
-    for name, op in record["ops"].items():
+    """A table for each op: fastattn's default against the others."""
+    for name in record["ops"]:
         cases = [case for case in record["cases"] if case["op"] == name and case_rows(record, case)]
-        if not cases:
-            continue
-        if name == HOST_TIME:
-            yield from host_time(record, cases)
-            continue
-        if name == MASKS:
-            yield from attention_masks(record, cases)
-            continue
-        if op["directions"]:
-            direction = op["directions"][-1]
-            done = {
-                "forward": "forward",
-                "both": "forward and backward",
-                "step": "one training step",
-                "decode": "one batch",
-            }[direction]
-            header = ["case", "fastattn, ms", "fastest other", "of the bound", "reference path"]
-            if direction in NAMED_RIVAL:
-                header.insert(3, NAMED_RIVAL[direction])
-            if direction == "step":
-                header[4:4] = ["with their own loss", "by dropping padding"]
-            body = [_speed_cells(record, case, direction) for case in cases]
-        else:
-            done = "at its peak, of one training step beyond weights and Adam's state"
-            header = ["case", "fastattn, MiB", PLAIN, "reference path"]
-            body = [_memory_cells(record, case) for case in cases]
-        yield from ("", f"**{name}**, {done}", "")
-        yield from table(header, body)
-        yield from _without_figures(record, cases)
+        if cases:
+            measured, header, body = SUMMARIES.get(name, _speed_table)(record, cases)
+            yield from ("", f"**{name}**, {measured}", "")
+            yield from table(header, body)
+            if name != HOST_TIME:  # it has a line for each provider
+                yield from _without_figures(record, cases)
 
 
 def _without_figures(record: Record, cases: Sequence[Row]) -> Iterator[str]:
@@ -140,6 +127,16 @@ def _without_figures(record: Record, cases: Sequence[Row]) -> Iterator[str]:
     if found:
         yield from ("", "Without a figure:", "")
         yield from (f"- {name}, {count} of {len(cases)} cases: {why}" for (name, why), count in found.items())
+
+
+def _speed_table(record: Record, cases: Sequence[Row]) -> Table:
+    direction = record["ops"][cases[0]["op"]]["directions"][-1]
+    header = ["case", "fastattn, ms", "fastest other", "of the bound", "reference path"]
+    if direction in NAMED_RIVAL:
+        header.insert(3, NAMED_RIVAL[direction])
+    if direction == "step":
+        header[4:4] = ["with their own loss", "by dropping padding"]
+    return MEASURED[direction], header, [_speed_cells(record, case, direction) for case in cases]
 
 
 def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
@@ -158,6 +155,11 @@ def _speed_cells(record: Record, case: Row, direction: str) -> list[str]:
     return [*cells, format_share(bound_ms(record, case, direction), ms), format_times(reference)]
 
 
+def _memory_table(record: Record, cases: Sequence[Row]) -> Table:
+    measured = "at its peak, of one training step beyond weights and Adam's state"
+    return measured, ["case", "fastattn, MiB", PLAIN, "reference path"], [_memory_cells(record, case) for case in cases]
+
+
 def _memory_cells(record: Record, case: Row) -> list[str]:
     rows = case_rows(record, case)
     found = (default_row(rows), provider_row(rows, PLAIN), provider_row(rows, "reference"))
@@ -166,12 +168,12 @@ def _memory_cells(record: Record, case: Row) -> list[str]:
     return [case["case"], f"{ours:.1f}" if ours else "-", *ratios]
 
 
-def host_time(record: Record, cases: Sequence[Row]) -> Iterator[str]:
+def _host_time_table(record: Record, cases: Sequence[Row]) -> Table:
     """A line for each provider of each case."""
-    yield from ("", f"**{HOST_TIME}**, of one training step, without the launches of triton and cuda", "")
     header = ["case", "provider", "forward, ms", "backward, ms", "both, ms"]
     header += [f"of {PLAIN}", "launches", f"with {LAUNCH_US} us for each"]
-    yield from table(header, [_host_time_cells(case, row) for case in cases for row in case_rows(record, case)])
+    body = [_host_time_cells(case, row) for case in cases for row in case_rows(record, case)]
+    return "of one training step, without the launches of triton and cuda", header, body
 
 
 def _host_time_cells(case: Row, row: Row) -> list[str]:
@@ -185,7 +187,7 @@ def _host_time_cells(case: Row, row: Row) -> list[str]:
     return [*cells, f"{launches}", f"{share * (1 + launches * LAUNCH_US / 1e3 / ms):.0%}"]
 
 
-def attention_masks(record: Record, cases: Sequence[Row]) -> Iterator[str]:
+def _masks_table(record: Record, cases: Sequence[Row]) -> Table:
     """A line for each mask, a column for each length and dtype."""
     found = _over_torch(record, cases)
     columns = list(dict.fromkeys(column for line in found.values() for column in line))
@@ -195,8 +197,7 @@ def attention_masks(record: Record, cases: Sequence[Row]) -> Iterator[str]:
         [mask, *(" / ".join(f"{r:.2f}" for r in line.get(c, ())) or "-" for c in columns)]
         for mask, line in found.items()
     ]
-    yield from ("", f"**{MASKS}**, the time of torch's operator divided by fastattn's: inference / training", "")
-    yield from table(["mask", *columns], body)
+    return "the time of torch's operator divided by fastattn's: inference / training", ["mask", *columns], body
 
 
 def _over_torch(record: Record, cases: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
@@ -209,6 +210,9 @@ def _over_torch(record: Record, cases: Sequence[Row]) -> dict[str, dict[str, lis
             mask, _, column = case["case"].rpartition(", ")
             found.setdefault(mask, {})[column] = ratios
     return found
+
+
+SUMMARIES = {HOST_TIME: _host_time_table, MASKS: _masks_table, MEMORY: _memory_table}
 
 
 def how_to_read() -> str:
