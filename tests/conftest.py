@@ -15,11 +15,9 @@ if not torch.cuda.is_available():  # before Triton is imported
 # Tests must not read the record that `python -m fastattn tune` may have written on this machine.
 os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/fastattn-tests"
 
-import importlib
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import emulator_build
@@ -96,13 +94,6 @@ def emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, em
     fastattn.backends.cuda.load_emulator(emulator_library)
     yield
     fastattn.backends.cuda.load_emulator(None)
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A function that imports a module of benchmarks/, as a script there would."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-    return importlib.import_module
 
 
 @pytest.fixture(autouse=True)
