@@ -5,7 +5,7 @@
     python benchmarks/report.py --compare A B        compare two records, and name what got slower
     python benchmarks/report.py --readme             write docs/results.md and the README's figures
 
-DIR gets record.json with every result, and at the end report.md; worker.log has the output of the measuring process.
+DIR gets record.json with every result, and at the end report.md and plots; worker.log has the output of the processes.
 The most valuable cases come first. Each provider runs in another process, within a time limit: if it crashes, hangs or
 runs out of memory, that is its result, and the report goes on. A second run with the same DIR continues where the first
 was stopped. If code, machine or versions have changed, the old record is renamed to record_DATE.json, and everything is
