@@ -13,6 +13,7 @@ Memory: the cache, the query, key and value weights of self-attention once more,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 
 from fastattn._tracing import is_transformed
 from fastattn.backends import cpu_matmul, likely_backend, load_backend
-from fastattn.nn.attention import READ_BY_OPS, MultiHeadAttention, ScaledDotProductAttention
+from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
-from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
+from fastattn.nn.fusible import can_fuse
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.layers import DecoderLayer
 from fastattn.nn.linear import without_gaps
+from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, norm_params
+from fastattn.nn.residual import PendingResidual, connect
 from fastattn.ops import _autocast, _checks
 from fastattn.ops.feed_forward import activate
 
@@ -37,29 +40,31 @@ _PLAIN = (nn.Parameter, Tensor)
 class StraightSteps:
     """Steps the decoder that it was made for. It is an attribute of the cache that it was made for."""
 
-    def __init__(self, decoder: Any, cache: DecoderCache, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Any, layers: Sequence[_LayerParams], cache: DecoderCache, dtype: torch.dtype) -> None:
         """dtype: of products, keys and values; hidden states keep that of the embedding."""
         self.dtype, self.norm_first, self.device = dtype, decoder.norm_first, cache.position.device
-        embedding, norm = decoder.trg_word_emb, _Norm.of(decoder.layer_norm)
-        self.embedding, self.padding_idx, self.norm = embedding.weight, embedding.padding_idx, norm
+        embedding, self.norm = decoder.trg_word_emb, _Norm.of(norm_params(decoder))
+        self.embedding, self.padding_idx = embedding.weight, embedding.padding_idx
         self.positions = decoder.position_enc.pos_table[0]
         self.embedding_scale = decoder.d_model**0.5 if decoder.scale_emb else 1.0
         self.embed_layer_norm = load_backend("embed_layer_norm", "aten").embed_layer_norm
         self.aten = load_backend("decode_attention", "aten")
+        self.now = _Now()
         rows = cache.batch * cache.rows
         self.layers = [
             (
-                _SelfAttention(layer.slf_attn, cache, dtype),
-                _MemoryAttention(layer.enc_attn, rows, dtype),
-                _FeedForward(layer.pos_ffn, rows, dtype),
+                _SelfAttention(slf_attn, self.now, cache, dtype),
+                _MemoryAttention(layer.enc_attn, enc_attn, self.now, rows, dtype),
+                _FeedForward(pos_ffn, rows, dtype),
             )
-            for layer in decoder.layer_stack
+            for layer, (slf_attn, enc_attn, pos_ffn) in zip(decoder.layer_stack, layers, strict=True)
         ]
+        self.now.attend = self.aten.attend
         self.bind(cache)
 
     @staticmethod
     def of(decoder: Any, cache: DecoderCache) -> StraightSteps | None:
-        """For a models.Decoder. Returns None if it is modified, or not on a CPU with the backend aten."""
+        """For a models.Decoder; None where it is not unmodified, or not on a CPU with the backend aten."""
         device = cache.position.device
         if (
             device.type != "cpu"
@@ -67,7 +72,7 @@ class StraightSteps:
             or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or is_transformed()
-            or not _is_unmodified(decoder)
+            or (layers := _layer_params(decoder)) is None
         ):
             return None
         backends = {module.backend for module in decoder.modules() if hasattr(module, "backend")}
@@ -81,7 +86,7 @@ class StraightSteps:
             return None
         if any(t.dtype != weight.dtype for t in own) or any(t.dtype != dtype for t in keys_and_values):
             return None
-        return StraightSteps(decoder, cache, dtype)
+        return StraightSteps(decoder, layers, cache, dtype)
 
     def bind(self, cache: DecoderCache) -> None:
         """Views and masks for the sequences that the cache holds now."""
@@ -91,10 +96,10 @@ class StraightSteps:
             enc_attn.bind(cache, memory)
         # A source without tokens attends to one key. It is 0 there, see Decoder.memory, and so is its value.
         lengths, longest = lengths.clamp_min(1), next(iter(memory.values()))[0].shape[2]
-        self.memory_bias = None
+        self.now.memory_bias = None
         if not (lengths >= longest).all():
             visible = self.aten.visible_keys(cache.batch, 1, longest, 1, self.device, lengths, None)
-            self.memory_bias = self.aten.as_bias(visible, self.dtype)
+            self.now.memory_bias = self.aten.as_bias(visible, self.dtype)
 
     def select(self, sequences: Tensor, cache: DecoderCache) -> None:
         """Keep these sequences, as the cache has done already."""
@@ -107,37 +112,19 @@ class StraightSteps:
         if torch.is_grad_enabled():
             raise ValueError("the first step of this cache recorded no gradient: call all of them under no_grad()")
         with _autocast.no_autocast(self.device):
-            attend, place, (B, W) = self.aten.attend, cache.length, tokens.shape
-            num_keys, past_bias = (place + 1) * W, None
+            now, place, (B, W) = self.now, cache.length, tokens.shape
+            now.place, now.past_bias = place, None
             if W > 1:
                 ancestors = None if cache.ancestors is None else cache.ancestors[:, :, : place + 1]
                 visible = self.aten.visible_keys(B, W, place + 1, W, self.device, None, ancestors)
-                past_bias = self.aten.as_bias(visible, self.dtype)
-            x = self._embed(tokens, place)
-            for slf_attn, enc_attn, pos_ffn in self.layers:
-                # Self-attention, on all tokens so far.
-                y = slf_attn.norm(x) if self.norm_first else x
-                qkv, past = slf_attn.qkv(y), slf_attn.past
-                past.select(2, place).copy_(qkv.as_strided(*slf_attn.new))
-                size, stride, d_k, d_v = slf_attn.keys_and_values
-                keys = past.as_strided((*size, num_keys, d_k), stride)
-                values = past.as_strided((*size, num_keys, d_v), stride, d_k)
-                out = attend(qkv.as_strided(*slf_attn.q), keys, values, past_bias, slf_attn.scale)
-                x = slf_attn.fc((out if W == 1 else out.transpose(1, 2)).reshape(B * W, -1), x)
-                x = x if self.norm_first else slf_attn.norm(x)
-                # Attention to the encoder's output.
-                y = enc_attn.norm(x) if self.norm_first else x
-                q = enc_attn.w_qs(y).as_strided(*enc_attn.q)
-                out = attend(q, *enc_attn.keys_and_values, self.memory_bias, enc_attn.scale)
-                x = enc_attn.fc((out if W == 1 else out.transpose(1, 2)).reshape(B * W, -1), x)
-                x = x if self.norm_first else enc_attn.norm(x)
-                # Feed-forward.
-                y = pos_ffn.norm(x) if self.norm_first else x
-                hidden = pos_ffn.w_1(y)
-                hidden = hidden.relu_() if pos_ffn.activation == "relu" else activate(hidden, pos_ffn.activation)
-                x = pos_ffn.w_2(hidden, x)
-                x = x if self.norm_first else pos_ffn.norm(x)
-            return (self.norm(x) if self.norm_first else x).view(B, W, -1)
+                now.past_bias = self.aten.as_bias(visible, self.dtype)
+            x, norm_first = self._embed(tokens, place), self.norm_first
+            if norm_first:
+                x = PendingResidual(x, None)
+            for layer in self.layers:
+                for sublayer in layer:
+                    x = connect(x, norm_first, sublayer.compute, sublayer.norm)
+            return (self.norm(x)[0] if norm_first else x).view(B, W, -1)
 
     def _embed(self, tokens: Tensor, place: int) -> Tensor:
         """(rows, d_model): embeddings with their positions, normalised unless norm_first."""
@@ -185,37 +172,43 @@ class _Product:
 
 
 class _Norm(NamedTuple):
+    """The norm of a sum that a product has made."""
+
     shape: list[int]
     weight: Tensor
     bias: Tensor
     eps: float
 
     @staticmethod
-    def of(norm: nn.LayerNorm) -> _Norm:
-        return _Norm(list(norm.normalized_shape), norm.weight, norm.bias, norm.eps)
+    def of(norm: NormParams) -> _Norm:
+        return _Norm(list(norm.weight.shape), norm.weight, norm.bias, norm.eps)
 
-    def __call__(self, z: Tensor) -> Tensor:
-        return torch.layer_norm(z, *self)
+    def __call__(self, pending: PendingResidual) -> tuple[Tensor, Tensor]:
+        z = pending.branch
+        return torch.layer_norm(z, *self), z
+
+
+class _Now:
+    """What all attentions of a step read. place: of the step, from 0. A bias hides keys, or is None."""
+
+    attend: Callable[..., Tensor]
+    place: int
+    past_bias: Tensor | None
+    memory_bias: Tensor | None
 
 
 class _SelfAttention:
     """past: (B, Hk, capacity, W, Dk + Dv): keys and values next to each other, so that one operator writes both. So are
     their rows in the weight of `qkv`: first those of all queries, then for each head its keys and its values."""
 
-    def __init__(self, attn: MultiHeadAttention, cache: DecoderCache, dtype: torch.dtype) -> None:
-        self.d_k, self.d_v, self.scale, rows = (
-            attn.d_k,
-            attn.d_v,
-            1 / attn.attention.temperature,
-            cache.batch * cache.rows,
-        )
-        maps = attn.w_qs, attn.w_ks, attn.w_vs
-        weights = [w.weight for w in maps]
-        self.n_head, self.n_head_kv = (len(weight) // attn.d_k for weight in weights[:2])
-        biases = without_gaps(weights, tuple([w.bias for w in maps]))
+    def __init__(self, params: AttentionParams, now: _Now, cache: DecoderCache, dtype: torch.dtype) -> None:
+        self.now, self.d_k, self.d_v, self.scale = now, params.d_k, params.d_v, params.softmax_scale
+        rows, weights = cache.batch * cache.rows, params.weights
+        self.n_head, self.n_head_kv = (len(weight) // self.d_k for weight in weights[:2])
+        biases = without_gaps(weights, params.biases)
         weight, bias = self._joined(*weights), None if biases[0] is None else self._joined(*biases)
-        self.qkv, self.fc = _Product(weight, bias, rows, dtype), _Product(attn.fc.weight, attn.fc.bias, rows, dtype)
-        self.norm = _Norm.of(attn.layer_norm)
+        self.qkv = _Product(weight, bias, rows, dtype)
+        self.fc, self.norm = _Product(params.fc, params.fc_bias, rows, dtype), _Norm.of(params.norm)
         sizes = (cache.batch, self.n_head_kv, cache.capacity, cache.rows, self.d_k + self.d_v)
         self.past = torch.empty(sizes, dtype=dtype)
 
@@ -225,54 +218,85 @@ class _SelfAttention:
 
     def bind(self, cache: DecoderCache) -> None:
         B, W, H, Hk, D = cache.batch, cache.rows, self.n_head, self.n_head_kv, self.d_k + self.d_v
-        row, head = H * self.d_k + Hk * D, cache.capacity * W * D
+        self.rows, row, head = W, H * self.d_k + Hk * D, cache.capacity * W * D
         # Sizes and strides of views: of a step's qkv (rows, row) as q (B, H, W, Dk) and as a position of past; of past
         # as keys (B, Hk, num_keys, Dk) and values.
         self.q = (B, H, W, self.d_k), (W * row, self.d_k, row, 1)
         self.new = (B, Hk, W, D), (W * row, D, row, 1), H * self.d_k
         self.keys_and_values = (B, Hk), (Hk * head, head, D, 1), self.d_k, self.d_v
 
+    def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
+        """Attention to all tokens so far."""
+        now, qkv, past = self.now, self.qkv(x), self.past
+        past.select(2, now.place).copy_(qkv.as_strided(*self.new))
+        (size, stride, d_k, d_v), num_keys = self.keys_and_values, (now.place + 1) * self.rows
+        keys = past.as_strided((*size, num_keys, d_k), stride)
+        values = past.as_strided((*size, num_keys, d_v), stride, d_k)
+        out = now.attend(qkv.as_strided(*self.q), keys, values, now.past_bias, self.scale)
+        out = (out if self.rows == 1 else out.transpose(1, 2)).reshape(len(x), -1)
+        return PendingResidual(self.fc(out, residual), None)
+
 
 class _MemoryAttention:
-    def __init__(self, attn: MultiHeadAttention, rows: int, dtype: torch.dtype) -> None:
-        self.attn, self.scale, self.norm = attn, 1 / attn.attention.temperature, _Norm.of(attn.layer_norm)
-        self.w_qs, self.fc = (_Product(w.weight, w.bias, rows, dtype) for w in (attn.w_qs, attn.fc))
+    """Attention to the encoder's output."""
+
+    def __init__(
+        self, attn: MultiHeadAttention, params: AttentionParams, now: _Now, rows: int, dtype: torch.dtype
+    ) -> None:
+        (weight,), (bias,) = params.weights, params.biases
+        self.attn, self.now, self.d_k, self.scale = attn, now, params.d_k, params.softmax_scale
+        self.n_head, self.w_qs = len(weight) // params.d_k, _Product(weight, bias, rows, dtype)
+        self.fc, self.norm = _Product(params.fc, params.fc_bias, rows, dtype), _Norm.of(params.norm)
 
     def bind(self, cache: DecoderCache, memory: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
         self.keys_and_values = memory[self.attn]
-        B, W, row, d_k = cache.batch, cache.rows, len(self.attn.w_qs.weight), self.attn.d_k
-        self.q = (B, row // d_k, W, d_k), (W * row, d_k, row, 1)
+        B, W, H, d_k = cache.batch, cache.rows, self.n_head, self.d_k
+        self.rows, self.q = W, ((B, H, W, d_k), (W * H * d_k, d_k, H * d_k, 1))
+
+    def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
+        q = self.w_qs(x).as_strided(*self.q)
+        out = self.now.attend(q, *self.keys_and_values, self.now.memory_bias, self.scale)
+        out = (out if self.rows == 1 else out.transpose(1, 2)).reshape(len(x), -1)
+        return PendingResidual(self.fc(out, residual), None)
 
 
 class _FeedForward:
-    def __init__(self, ffn: PositionwiseFeedForward, rows: int, dtype: torch.dtype) -> None:
-        self.w_1, self.w_2 = (_Product(w.weight, w.bias, rows, dtype) for w in (ffn.w_1, ffn.w_2))
-        self.activation, self.norm = ffn.activation, _Norm.of(ffn.layer_norm)
+    def __init__(self, params: FeedForwardParams, rows: int, dtype: torch.dtype) -> None:
+        self.w_1 = _Product(params.weight1, params.bias1, rows, dtype)
+        self.w_2 = _Product(params.weight2, params.bias2, rows, dtype)
+        self.activation, self.norm = params.activation, _Norm.of(params.norm)
+
+    def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
+        hidden = self.w_1(x)
+        hidden = hidden.relu_() if self.activation == "relu" else activate(hidden, self.activation)
+        return PendingResidual(self.w_2(hidden, residual), None)
 
 
-def _is_unmodified(decoder: Any) -> bool:
-    """Whether its steps compute what the classes of the modules do. Hooks of modules that no step calls do not count.
+_LayerParams = tuple[AttentionParams, AttentionParams, FeedForwardParams]
+
+
+def _layer_params(decoder: Any) -> list[_LayerParams] | None:
+    """Of each layer; None where a module that a step reads is modified, or has its own step.
 
     Dropout may be in training mode in a module that is not, for samples of a decoder's uncertainty.
     """
     if any(module.training for module in decoder.modules()):
-        return False
+        return None
     if not all(map(can_fuse, (decoder.trg_word_emb, decoder.position_enc, decoder.dropout, decoder.layer_norm))):
-        return False
+        return None
+    found = []
     for layer in decoder.layer_stack:
         if type(layer) is not DecoderLayer:
-            return False
-        attns, ffn = (layer.slf_attn, layer.enc_attn), layer.pos_ffn
-        if any(type(attn) is not MultiHeadAttention or not all_can_fuse(attn, READ_BY_OPS) for attn in attns):
-            return False
-        core = ScaledDotProductAttention, ScaledDotProductAttention.fused_children
-        if not all(is_unmodified(attn.attention, *core) for attn in attns):
-            return False
-        if type(ffn) is not PositionwiseFeedForward or not all_can_fuse(ffn, ffn.fused_children):
-            return False
-        if any("step" in vars(module) for module in (layer, *attns, ffn)):
-            return False
-        # Layers made for another model may differ from the stack.
-        if any(module.norm_first is not decoder.norm_first for module in (*attns, ffn)):
-            return False
-    return True
+            return None
+        slf_attn, enc_attn, ffn = layer.slf_attn, layer.enc_attn, layer.pos_ffn
+        kinds = type(slf_attn), type(enc_attn), type(ffn)
+        if kinds != (MultiHeadAttention, MultiHeadAttention, PositionwiseFeedForward):
+            return None
+        if any("step" in vars(module) for module in (layer, slf_attn, enc_attn, ffn)):
+            return None
+        first = decoder.norm_first
+        params = slf_attn.params(first, False), enc_attn.params(first, True), ffn.params(first)
+        if None in params:
+            return None
+        found.append(params)
+    return found

@@ -292,7 +292,7 @@ def test_options_of_wrong_types(wrong: Any) -> None:
 
 @pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
 def test_eos_beyond_the_logits_of_another_model(decode: Any) -> None:
-    with pytest.raises(ValueError, match="eos_idx must be below 7, how many tokens the model knows, got 7"):
+    with pytest.raises(ValueError, match="eos_idx must be below 7, the size of the model's vocabulary, got 7"):
         decode(Bigrams(torch.zeros(5, 7, 7)), torch.zeros(2, 1), eos_idx=7)
 
 
