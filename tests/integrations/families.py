@@ -243,9 +243,9 @@ FAMILIES = {
     "attention": torch_nn("attention"),
     "encoder layer": torch_nn("encoder layer", activation="gelu"),
     "decoder layer": torch_nn("decoder layer", norm_first=True),
-    "encoder": torch_nn("encoder", norm_first=True, batch_first=False),
+    "encoder": torch_nn("encoder", norm_first=True),
     "decoder": torch_nn("decoder"),
-    "transformer": torch_nn("transformer", batch_first=False),
+    "transformer": torch_nn("transformer"),
 }
 HUGGINGFACE = [*FAMILIES][: [*FAMILIES].index("attention")]
 GENERATING = [n for n in HUGGINGFACE if n not in ("bert", "roberta", "vit")]
