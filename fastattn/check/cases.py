@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import fastattn
 from fastattn.check.tolerance import measure_rounding_scale
@@ -39,6 +40,11 @@ class Problem(NamedTuple):
         """With other values of some arguments."""
         tensors = {name: changes.pop(name, t) for name, t in self.tensors.items()}
         return self._replace(tensors=tensors, options=self.options | changes)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
+        """With each tensor changed, those of the options and of the mask too."""
+        tensors, options = tree_map_only(Tensor, change, (self.tensors, self.options))
+        return self._replace(tensors=tensors, options=options)
 
     def arguments(self, tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """The keyword arguments of the call, with these tensors in place of the problem's own. A mask is built here."""
@@ -88,7 +94,7 @@ def attention(
         "value": random.normal(B, Hk, Lk, Dv),
     }
     if mask is not None:
-        options["attn_mask"] = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in mask.items()}
+        options["attn_mask"] = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in mask.items()}
     if bias is not None:
         tensors["attn_mask" if mask is None else "bias"] = random.normal(*bias, dtype=bias_dtype)
     if Hk != H:
@@ -214,10 +220,13 @@ def feed_forward(
     tensors = {
         "x": random.normal(*tokens, d),
         "weight1": random.normal(d_up, d, scale=max(d, 1) ** -0.5),
+        "bias1": random.normal(d_up, scale=0.5),
         "weight2": random.normal(d_out, d_ff, scale=max(d_ff, 1) ** -0.5),
+        "bias2": random.normal(d_out),
     }
-    biases = (random.normal(d_up, scale=0.5), random.normal(d_out)) if has_bias else (None, None)
-    (tensors if has_bias else options).update(zip(("bias1", "bias2"), biases, strict=True))
+    if not has_bias:
+        options |= dict.fromkeys(("bias1", "bias2"))
+        tensors = {name: t for name, t in tensors.items() if name not in options}
     options["activation"] = activation
     return Problem("feed_forward", case or activation, fastattn.feed_forward, tensors, options)
 

@@ -152,17 +152,10 @@ SMALL = {
 }
 
 
-def moved(problem: Problem, device: torch.device | str) -> Problem:
-    def move(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
-
-    return problem._replace(tensors=move(problem.tensors), options=move(problem.options))
-
-
 def skip_without(backend: Backend, op: str, device: torch.device) -> None:
     """Skips, with the reason, where a backend of that name cannot run: it refuses even a small problem in float32."""
     if isinstance(backend, str):
-        probe = moved(SMALL[op], device)
+        probe = SMALL[op].map(lambda t: t.to(device))
         if reason := explain(probe.function, **probe.arguments()).refusals[backend]:
             pytest.skip(f"{backend}: {reason}")
 

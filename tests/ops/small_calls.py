@@ -9,104 +9,61 @@ import pytest
 import torch
 from torch import Tensor
 
-import fastattn
-from fastattn import AttentionMask, use_backend
+from fastattn import use_backend
+from fastattn.check import cases
+from fastattn.check.cases import Problem
 
-Call = Callable[..., Any]
-Shapes = tuple[tuple[int, ...], ...]
-
+ANCESTORS = (torch.arange(48).view(2, 3, 8) % 5 % 3).int()  # the first row of each sample is one
 PADDING = torch.arange(8) < torch.tensor([[8], [5]])
-TOKENS = torch.tensor([[3, 0, 2, 5], [1, 1, 4, 2]])
-TARGET = torch.tensor([3, 0, -100, 6, 1, 2])
-LENGTHS = torch.tensor([8, 5], dtype=torch.int32)
-ANCESTORS = (torch.arange(48).view(2, 3, 8) % 5 % 3).int()
 
 
-def moved(tensors: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: t.to(device) if isinstance(t, Tensor) else t for name, t in tensors.items()}
+def attention(mask: dict[str, Any] | None = None, B: int = 2, **options: Any) -> Problem:
+    return cases.attention(B=B, Lq=8, Lk=8, D=16, mask=mask, **options)
 
 
-def attention(mask: dict[str, Any] | None = None, Hk: int = 2, B: int = 2, **options: Any) -> tuple[Call, Shapes]:
-    shapes = ((B, 2, 8, 16), (B, Hk, 8, 16), (B, Hk, 8, 16))
-    biased = (mask or {}).get("bias") is not None
-    mask = {name: t for name, t in (mask or {}).items() if name != "bias"}
-    if biased:
-        shapes += ((1, 2, 1, 8),)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Any:
-        given = AttentionMask(bias=bias, **moved(mask, q.device)) if mask or biased else None
-        return fastattn.scaled_dot_product_attention(q, k, v, given, enable_gqa=Hk != 2, **options)
-
-    return call, shapes
+def norm(**options: Any) -> Problem:
+    return cases.add_layer_norm(rows=(2, 3), hidden=16, **options)
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.no_grad():
-        return fastattn.decode_attention(q, k, v, LENGTHS.to(q.device), ANCESTORS.to(q.device))
+def feed_forward(activation: str, **options: Any) -> Problem:
+    return cases.feed_forward(activation, tokens=(2, 3), d=16, d_ff=16, d_out=16, **options)
 
 
-def norm(**options: Any) -> tuple[Call, Shapes]:
-    def call(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor) -> Any:
-        return fastattn.dropout_add_layer_norm(x, residual, weight, bias, x_bias=x_bias, **options)
-
-    return call, ((2, 3, 16), (2, 3, 16), (16,), (16,), (16,))
+def loss(**options: Any) -> Problem:
+    return cases.linear_cross_entropy(tokens=(6,), d=16, classes=9, ignore_index=-100, **options)
 
 
-def rms_norm(**options: Any) -> tuple[Call, Shapes]:
-    def call(x: Tensor, weight: Tensor) -> Any:
-        return fastattn.dropout_add_rms_norm(x, None, weight, **options)
-
-    return call, ((2, 3, 16), (16,))
+def embed(**options: Any) -> Problem:
+    return cases.embed_layer_norm(batch=2, length=4, hidden=16, vocabulary=6, **options)
 
 
-def feed_forward(activation: str, **options: Any) -> tuple[Call, Shapes]:
-    rows = 32 if activation == "swiglu" else 16
-    shapes = ((2, 3, 16), (rows, 16), (rows,), (16, 16), (16,))
-    return lambda *tensors: fastattn.feed_forward(*tensors, activation, **options), shapes
-
-
-def loss(**options: Any) -> tuple[Call, Shapes]:
-    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return fastattn.linear_cross_entropy(x, weight, TARGET.to(x.device), bias, **options)
-
-    return call, ((6, 16), (9, 16), (9,))
-
-
-def embed(position: Tensor | None = None, **options: Any) -> tuple[Call, Shapes]:
-    def call(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        dtype = torch.float32 if embedding.dtype in (torch.bfloat16, torch.float16) else embedding.dtype
-        table = torch.linspace(-1, 1, 5 * 16, dtype=dtype, device=embedding.device).view(5, 16)
-        tokens, places = (None if t is None else t.to(embedding.device) for t in (TOKENS, position))
-        return fastattn.embed_layer_norm(tokens, embedding, table, weight, bias, position=places, **options)
-
-    return call, ((6, 16), (16,), (16,))
-
-
-# The op's call, and the shapes of the tensors that get a gradient.
-OPS: dict[str, tuple[Call, Shapes]] = {
+OPS: dict[str, Problem] = {
     "attention": attention(),
     "attention causal": attention(is_causal=True),
     "attention padded": attention({"key_padding": PADDING}),
     "attention grouped": attention({"key_padding": PADDING}, Hk=1),
     "attention packed": attention({"cu_seqlens_q": torch.tensor([0, 3, 8]), "is_causal": True}, B=1),
-    "attention bias, lse": attention({"key_padding": PADDING, "bias": True}, return_lse=True),
-    "attention grouped, dropout": attention({"is_causal": True}, Hk=1, dropout_p=0.3),
-    "norm": norm(),
-    "norm with sum and dropout": norm(return_sum=True, dropout_p=0.4),
-    "norm by std": norm(eps_on_std=True),
-    "rms norm": rms_norm(dropout_p=0.2),
+    "attention bias, lse": attention({"key_padding": PADDING}, bias=(1, 2, 1, 8), return_lse=True),
+    "attention grouped, dropout": attention(Hk=1, is_causal=True, dropout_p=0.3),
+    "norm": norm(x_bias=True),
+    "norm with sum and dropout": norm(x_bias=True, return_sum=True, dropout_p=0.4),
+    "norm by std": norm(x_bias=True, eps_on_std=True),
+    "rms norm": norm(rms=True, residual=False, dropout_p=0.2),
     "feed-forward": feed_forward("gelu"),
     "feed-forward made again": feed_forward("relu", recompute=True),
     "feed-forward gated": feed_forward("swiglu", dropout_p=0.3, recompute=True),
     "loss": loss(label_smoothing=0.1),
     "loss of each": loss(reduction="none", logit_scale=0.5),
     "embeddings": embed(scale=4.0, padding_idx=0),
-    "embeddings placed": embed(position=torch.tensor([[4, 0, 1, 2], [1, 1, 3, 0]]), dropout_p=0.3),
+    "embeddings placed": embed(positions=True, dropout_p=0.3),
 }
-WITH_DROPOUT = (
-    *("attention grouped, dropout", "norm with sum and dropout", "rms norm", "feed-forward gated"),
-    *("embeddings placed", "attention weights"),
-)
+# Calls with a result that has no gradient in every backend.
+WITHOUT_GRADIENT: dict[str, Problem] = {
+    "decoding": cases.decode_attention(positions=8, head_dim=16, lengths=[8, 5]).but(ancestors=ANCESTORS),
+    "attention weights": OPS["attention bias, lse"].but(return_lse=False, return_weights=True, dropout_p=0.3),
+}
+ALL = OPS | WITHOUT_GRADIENT
+WITH_DROPOUT = tuple(name for name, problem in ALL.items() if "dropout_p" in problem.options)
 EVERYDAY = (
     *("attention grouped", "attention packed", "attention bias, lse", "attention grouped, dropout", "norm"),
     *("norm with sum and dropout", "feed-forward gated", "loss", "embeddings placed"),
@@ -114,27 +71,46 @@ EVERYDAY = (
 EVERY_OP = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in OPS]
 )
-# Calls with a result that has no gradient in every backend.
-WITHOUT_GRADIENT = {
-    "decoding": (decode, ((2, 3, 2, 16), (2, 8, 3, 2, 16), (2, 8, 3, 2, 16))),
-    "attention weights": attention({"key_padding": PADDING, "bias": True}, dropout_p=0.3, return_weights=True),
-}
 
 
-def inputs_of(shapes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def call_of(name: str, **changes: Any) -> Callable[..., Any]:
+    """The op's call, as a function of the tensors that get a gradient. A mask is built in it. changes: of arguments."""
+    problem = ALL[name].but(**changes)
+
+    def run(*inputs: Tensor) -> Any:
+        def fit(t: Tensor) -> Tensor:  # the table of positions is in float64 where the inputs are
+            dtype = torch.promote_types(t.dtype, inputs[0].dtype) if t.is_floating_point() else t.dtype
+            return t.to(inputs[0].device, dtype)
+
+        arguments = problem.map(fit).arguments(dict(zip(problem.tensors, inputs, strict=True)))
+        if problem.differentiable:
+            return problem.function(**arguments)
+        with torch.no_grad():
+            return problem.function(**arguments)
+
+    return run
+
+
+def random_tensors(
+    shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """They ask for a gradient."""
     generator = torch.Generator().manual_seed(4)
-    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    drawn = (torch.randn(tuple(shape), generator=generator, dtype=torch.float64) for shape in shapes)
     return [t.to(device, dtype).requires_grad_() for t in drawn]
+
+
+def inputs_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return random_tensors([t.shape for t in ALL[name].tensors.values()], device, dtype)
 
 
 def run(name: str, backend: str, inputs: Sequence[Tensor], seed: int | None = 5) -> tuple[Tensor, ...]:
     """The results. Equal seeds draw equal dropout. Skips where the backend cannot run."""
-    call = (OPS | WITHOUT_GRADIENT)[name][0]
     if seed is not None:
         torch.manual_seed(seed)
     with use_backend(backend):
         try:
-            results = call(*inputs)
+            results = call_of(name)(*inputs)
         except RuntimeError as refused:
             pytest.skip(str(refused))
     return (results,) if isinstance(results, Tensor) else results

@@ -18,7 +18,7 @@ import torch._functorch.config
 import torch._inductor.config
 from attention_checks import Results, backend_call, compare, make, solve
 from layouts import LAYOUTS, reversed_dims
-from small_calls import EVERYDAY, OPS, TOKENS, WITH_DROPOUT, WITHOUT_GRADIENT, Shapes, inputs_of, run
+from small_calls import ALL, EVERYDAY, OPS, WITH_DROPOUT, WITHOUT_GRADIENT, call_of, inputs_of, random_tensors, run
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -33,7 +33,6 @@ from fastattn.backends import BACKENDS
 
 full = pytest.mark.full
 KERNELS = ("triton", "cuda")
-ALL = {**OPS, **WITHOUT_GRADIENT}
 
 
 class OperatorCalls(TorchDispatchMode):
@@ -78,7 +77,7 @@ def results(
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     found = [out.detach() for out in outputs]
     outputs = [out for out in outputs if out.requires_grad]
-    drawn = inputs_of(tuple(out.shape for out in outputs), given[0].device)
+    drawn = random_tensors([out.shape for out in outputs], given[0].device)
     douts = [layout(d) if d.dim() > 0 else d for d in drawn]
     for some in (slice(None), slice(1)) if outputs else ():
         options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
@@ -91,8 +90,8 @@ def results(
 def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every operator, forward and backward. Inductor reads memory as a fake says."""
     called = set()
-    for name, (_, shapes) in ALL.items():
-        inputs = inputs_of(shapes, device)
+    for name in ALL:
+        inputs = inputs_of(name, device)
         run(name, backend, inputs)  # or skip
         for layout in LAYOUTS:
             with operators(monkeypatch), OperatorCalls(check_fakes=True) as calls:
@@ -114,7 +113,7 @@ def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, mo
 )
 def test_opcheck(name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
-    inputs = inputs_of(ALL[name][1], device)
+    inputs = inputs_of(name, device)
     run(name, backend, inputs)  # or skip
     with operators(monkeypatch), OperatorCalls() as calls:
         run(name, backend, inputs)
@@ -131,7 +130,7 @@ def layer(*given: Tensor, dropout_p: float = DROPOUT) -> tuple[Tensor, ...]:
     """Every op that has a gradient, each with the result of the one before."""
     embedding, weight, bias, attn_bias, weight1, weight2, classes = given
     table = torch.linspace(-1, 1, 5 * 16, device=weight.device).view(5, 16)
-    tokens = TOKENS.to(weight.device)
+    tokens = torch.tensor([[3, 0, 2, 5], [1, 1, 4, 2]], device=weight.device)
     x = fastattn.embed_layer_norm(tokens, embedding, table, weight, bias, dropout_p=dropout_p)
     heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
     out = fastattn.scaled_dot_product_attention(heads, heads, heads, attn_bias.sin(), dropout_p)
@@ -146,35 +145,38 @@ LAYER = ((6, 16), (16,), (16,), (1, 2, 4, 4), (32, 16), (16, 32), (11, 16))
 def every_op(*given: Tensor, dropout_p: float = DROPOUT) -> list[Tensor]:
     """Code that Inductor makes reads every result and every gradient."""
     found = []
-    for name, (call, shapes) in ALL.items():
-        inputs, given = given[: len(shapes)], given[len(shapes) :]
+    for name, problem in ALL.items():
+        inputs, given = given[: len(problem.tensors)], given[len(problem.tensors) :]
         if dropout_p > 0 or name not in WITH_DROPOUT:
-            outputs = call(*(t.sin() for t in inputs))
+            outputs = call_of(name)(*(t.sin() for t in inputs))
             found += [t.sin() for t in ((outputs,) if isinstance(outputs, Tensor) else outputs)]
     return found
 
 
+EVERY_SHAPE = [t.shape for problem in ALL.values() for t in problem.tensors.values()]
+
+
 @pytest.mark.parametrize(
-    "call, shapes, backend",
+    "function, shapes, backend",
     [
         pytest.param(layer, LAYER, "triton", marks=full),
-        *(pytest.param(every_op, sum((s for _, s in ALL.values()), ()), b, marks=full) for b in (*KERNELS, "aten")),
+        *(pytest.param(every_op, EVERY_SHAPE, b, marks=full) for b in (*KERNELS, "aten")),
     ],
 )
-def test_inductor(call: Callable[..., Any], shapes: Shapes, backend: str, device: torch.device) -> None:
+def test_inductor(function: Callable[..., Any], shapes: Sequence[Any], backend: str, device: torch.device) -> None:
     """Compiled by PyTorch's default compiler, forward and backward: the numbers of eager."""
     if device.type == "cpu" and shutil.which(emulator_build.CXX) is None:
         pytest.skip(f"Inductor needs a C++ compiler: {emulator_build.CXX} is not on PATH")
-    inputs = inputs_of(shapes, device)
-    run("norm", backend, inputs_of(OPS["norm"][1], device))  # or skip
+    inputs = random_tensors(shapes, device)
+    run("norm", backend, inputs_of("norm", device))  # or skip
     dropout_p = 0.0 if backend == "aten" else DROPOUT  # compiled, aten drops by the compiler's generator
     found = []
     # Seeds are drawn as in eager. Graphs that are kept on disk may be of a fake that has changed since.
     options = torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False)
     with use_backend(backend), options, torch._functorch.config.patch(enable_autograd_cache=False):
-        for function in (torch.compile(call, fullgraph=True), call):
+        for each in (torch.compile(function, fullgraph=True), function):
             torch.manual_seed(1)
-            found.append(results(partial(function, dropout_p=dropout_p), inputs, reversed_dims))
+            found.append(results(partial(each, dropout_p=dropout_p), inputs, reversed_dims))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -231,13 +233,13 @@ SHORT = (plain_attention, norm, feed_forward, embeddings, loss)  # seconds in th
 def test_one_graph_for_all_sizes(op: Callable[..., Any], backend: str, device: torch.device) -> None:
     """Sizes that change from batch to batch: one graph more, then no more. Results and gradients are those of eager."""
     torch._dynamo.reset()
-    run("norm", backend, inputs_of(OPS["norm"][1], device))  # or skip
+    run("norm", backend, inputs_of("norm", device))  # or skip
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(op, fullgraph=True, backend=graphs)
     for sizes in ((2, 5), (3, 7), (4, 12), (6, 14 if backend in KERNELS else 33)):  # longer ones have other tiles
         found = []
         for call in (compiled, op):
-            x, weight = inputs_of(((*sizes, 16), (16, 16)), device)
+            x, weight = random_tensors(((*sizes, 16), (16, 16)), device)
             with use_backend(backend):
                 out = call(x, weight)
             grads = torch.autograd.grad(out.square().sum(), (x, weight), allow_unused=True)
@@ -271,7 +273,7 @@ def test_graphs_of_all_lengths(backend: str, kind: str) -> None:
 
     def inputs(batch: int, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
         shapes = (batch, 2, seqlen_q, 8), (batch, 2, seqlen_k, 8), (batch, 1, seqlen_q, seqlen_k)
-        q, k, bias = (t.detach() for t in inputs_of(shapes, torch.device("cpu")))
+        q, k, bias = (t.detach() for t in random_tensors(shapes, torch.device("cpu")))
         return [q, k, torch.arange(seqlen_k).expand(batch, -1) < seqlen_k - 1, bias]
 
     torch._dynamo.reset()
@@ -298,7 +300,7 @@ IN_A_TRACE = "attention packed", "norm with sum and dropout", "loss"
 @pytest.mark.parametrize("backend", ["aten", *(pytest.param(b, marks=full) for b in ("reference", *KERNELS))])
 def test_fake_tensors_and_make_fx(backend: str, name: str, device: torch.device) -> None:
     """Where nothing is compiled: shapes without values, and a graph of operators that computes the same."""
-    inputs = inputs_of(OPS[name][1], device)
+    inputs = inputs_of(name, device)
     run(name, backend, inputs)  # or skip
     plain = [t.detach() for t in inputs]
 
@@ -306,7 +308,7 @@ def test_fake_tensors_and_make_fx(backend: str, name: str, device: torch.device)
         given = tuple(t.requires_grad_() for t in map(torch.clone, given))
         torch.manual_seed(5)
         with use_backend(backend):
-            outputs = OPS[name][0](*given)
+            outputs = call_of(name)(*given)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         return *outputs, *torch.autograd.grad(sum(out.sum() for out in outputs), given)
 
@@ -324,7 +326,7 @@ def test_fake_tensors_and_make_fx(backend: str, name: str, device: torch.device)
 
 def test_selective_checkpointing_of_a_graph() -> None:
     """The backend "eager" runs a graph's operators one by one, and the policy keeps their results: none is edited."""
-    inputs = inputs_of(OPS["feed-forward"][1], torch.device("cpu"))
+    inputs = inputs_of("feed-forward", torch.device("cpu"))
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
 
     @torch.compile(backend="eager", fullgraph=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import has_second_derivative
-from small_calls import EVERY_OP, EVERYDAY, OPS, PADDING, inputs_of, rms_norm, run, scalar
+from small_calls import EVERY_OP, EVERYDAY, OPS, PADDING, call_of, inputs_of, random_tensors, run, scalar
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
@@ -27,7 +27,7 @@ def called(
     name: str, backend: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """The results of an op, and its inputs."""
-    inputs = inputs_of(OPS[name][1], device, dtype)
+    inputs = inputs_of(name, device, dtype)
     return run(name, backend, inputs), inputs
 
 
@@ -90,7 +90,7 @@ def test_activation_checkpointing(
     monkeypatch.setenv("FASTATTN_BACKEND", backend)  # a GPU's backward is in a thread that use_backend does not reach
     for use_reentrant in (False, True):
         torch.manual_seed(5)
-        scalar(checkpoint(OPS[name][0], *inputs, use_reentrant=use_reentrant)).backward()
+        scalar(checkpoint(call_of(name), *inputs, use_reentrant=use_reentrant)).backward()
         for t, want in zip(inputs, expected, strict=True):
             assert torch.equal(t.grad, want)
             t.grad = None
@@ -132,7 +132,7 @@ def test_second_derivatives_where_a_query_sees_no_key(kind: str, length: int) ->
     """By create_graph=True and by a batch of gradients, as the reference has them."""
     found, mask = [], NO_KEY[kind](torch.arange(length, dtype=torch.float64))
     for backend in ("aten", "reference"):
-        inputs = inputs_of(((2, 1, length, 8),) * 3, torch.device("cpu"), torch.float64)
+        inputs = random_tensors(((2, 1, length, 8),) * 3, torch.device("cpu"), torch.float64)
         out = fastattn.scaled_dot_product_attention(*inputs, mask, backend=backend)
         first, *more = second_derivatives((out,), inputs)
         batched = torch.autograd.grad(out, inputs, torch.ones(2, *out.shape), is_grads_batched=True)
@@ -157,12 +157,12 @@ def test_derivatives_of_a_call_inside_of_others() -> None:
 @pytest.mark.parametrize("name", [n for n in OPS if "dropout" not in n and "gated" not in n and "placed" not in n])
 def test_transforms(name: str) -> None:
     """torch.func over an op, against plain autograd in float64: grad, jvp, vmap(grad), the Hessian."""
-    call, shapes = rms_norm() if name == "rms norm" else OPS[name]
-    inputs = inputs_of(shapes, torch.device("cpu"), torch.float64)
+    inputs = inputs_of(name, torch.device("cpu"), torch.float64)
     plain = [t.detach() for t in inputs]
+    without_dropout = call_of(name, **({"dropout_p": 0.0} if name == "rms norm" else {}))
 
     def objective(*tensors: Tensor) -> Tensor:
-        return scalar(call(*tensors))
+        return scalar(without_dropout(*tensors))
 
     expected = torch.autograd.grad(objective(*inputs), inputs)
     for got, want in zip(grad(objective, tuple(range(len(plain))))(*plain), expected, strict=True):

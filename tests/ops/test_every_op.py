@@ -10,20 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import skip_without
 from layouts import LAYOUTS, expanded, sliced, swapped_dims
-from small_calls import (
-    ANCESTORS,
-    EVERY_OP,
-    LENGTHS,
-    OPS,
-    TARGET,
-    TOKENS,
-    WITH_DROPOUT,
-    WITHOUT_GRADIENT,
-    inputs_of,
-    run,
-    scalar,
-)
+from small_calls import EVERY_OP, OPS, WITH_DROPOUT, WITHOUT_GRADIENT, inputs_of, random_tensors, run, scalar
 from torch import Tensor
 
 import fastattn
@@ -38,15 +27,11 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 PROBLEMS = {problem.op: problem for problem in cases.problems(torch.device("cpu"), large=False)}
 
 
-def on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 @EVERY_BACKEND
 def test_seeds(backend: str, name: str, device: torch.device) -> None:
     """Equal seeds repeat the results. Another seed gives others, and so does a second call."""
-    inputs = inputs_of((OPS | WITHOUT_GRADIENT)[name][1], device)
+    inputs = inputs_of(name, device)
     first, second = run(name, backend, inputs), run(name, backend, inputs, seed=None)
     assert all(torch.equal(a, b) for a, b in zip(first, run(name, backend, inputs), strict=True))
     assert not torch.equal(first[0], second[0])
@@ -57,7 +42,7 @@ def test_seeds(backend: str, name: str, device: torch.device) -> None:
 @EVERY_BACKEND
 def test_without_dropout_no_number_is_drawn(backend: str, name: str, device: torch.device) -> None:
     before = random_states(device)
-    run(name, backend, inputs_of(OPS[name][1], device), seed=None)
+    run(name, backend, inputs_of(name, device), seed=None)
     assert all(torch.equal(a, b) for a, b in zip(before, random_states(device), strict=True))
 
 
@@ -76,18 +61,12 @@ def implemented(names: Iterable[str]) -> list[tuple[str, str]]:
 )
 def test_equal_bits_run_to_run(backend: str, op: str, device: torch.device) -> None:
     """Results and gradients. PyTorch's fused attention may add atomically in its backward on a GPU."""
-    p = PROBLEMS[op]
-    p = p._replace(tensors=on(device, p.tensors), options=on(device, p.options))
-    if (reason := explain(p.function, **on_float32(p.tensors), **p.options).refusals[backend]) is not None:
-        pytest.skip(reason)
+    skip_without(backend, op, device)
+    p = PROBLEMS[op].map(lambda t: t.to(device))
     first = cases.solve(p, backend, torch.bfloat16, torch.bfloat16)
     for _ in range(1 if device.type == "cpu" else 30):
         again = cases.solve(p, backend, torch.bfloat16, torch.bfloat16)
         assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-def on_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.float() for name, t in tensors.items()}
 
 
 @EVERY_OP
@@ -95,7 +74,7 @@ def on_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_frozen_inputs(backend: str, name: str, device: torch.device) -> None:
     """Only the inputs that require a gradient get one, and it is the one they get among all. Without gradients the
     results are the same."""
-    inputs = inputs_of(OPS[name][1], device)
+    inputs = inputs_of(name, device)
     results = run(name, backend, inputs)
     expected = torch.autograd.grad(scalar(results), inputs)
     for i, want in enumerate(expected):
@@ -121,7 +100,7 @@ EVERYDAY_NOT_FINITE = ("rms norm", "feed-forward made again", "loss", "embedding
 def test_nan_and_inf_come_out(backend: str, name: str, device: torch.device) -> None:
     """Of one element of each input in turn, where the formula has them in float64. Of an infinity, what is not finite:
     the order of the sums says whether inf - inf comes first."""
-    inputs = inputs_of((OPS | WITHOUT_GRADIENT)[name][1], device)
+    inputs = inputs_of(name, device)
     plants = [(math.nan, False), (math.inf, False), (-math.inf, False)]
     if name in OPS and "loss" not in name:
         plants.append((math.nan, True))  # and what arrives is NaN where the result is, as a loss makes it
@@ -134,7 +113,7 @@ def test_nan_and_inf_come_out(backend: str, name: str, device: torch.device) -> 
             results = run(name, way, given)
             grads = ()
             if name in OPS:
-                douts = [t.detach() for t in inputs_of(tuple(t.shape for t in results), device, dtype)]
+                douts = [t.detach() for t in random_tensors([t.shape for t in results], device, dtype)]
                 douts = [d + t.detach() * 0 if arrives else d for d, t in zip(douts, results, strict=True)]
                 grads = torch.autograd.grad(results, given, douts)
             found.append([t.isfinite().logical_not() if value == value else t.isnan() for t in (*results, *grads)])
@@ -155,7 +134,7 @@ def test_autocast(backend: str, name: str, device: torch.device) -> None:
     """Results and gradients are those of inputs that were cast before the call. Gradients have the inputs' dtypes.
 
     What a sublayer made in 16 bits, the first input of a norm with a residual, is cast to the residual's dtype."""
-    inputs, number = inputs_of(OPS[name][1], device), CAST[name.split()[0]]
+    inputs, number = inputs_of(name, device), CAST[name.split()[0]]
     if name.startswith("norm"):
         inputs[0] = inputs[0].detach().bfloat16().requires_grad_()
     with torch.autocast(device.type, torch.bfloat16):
@@ -190,12 +169,12 @@ def test_layouts(backend: str, name: str, layout: Callable[[Tensor], Tensor], de
     """Inputs and gradients of any layout in memory give the results of contiguous ones."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         found = []
-        given = [layout(t.detach()) for t in inputs_of((OPS | WITHOUT_GRADIENT)[name][1], device, dtype)]
+        given = [layout(t.detach()) for t in inputs_of(name, device, dtype)]
         for change in (lambda t: t, lambda t: t.contiguous()):
             inputs = [change(t).detach().requires_grad_() for t in given]
             results = run(name, backend, inputs)
             outputs = [t for t in results if t.requires_grad]
-            drawn = inputs_of(tuple(t.shape for t in outputs), device)
+            drawn = random_tensors([t.shape for t in outputs], device)
             douts = [change(layout(d)).to(t.dtype) if t.dim() else d for d, t in zip(drawn, outputs, strict=True)]
             grads = torch.autograd.grad(outputs, inputs, douts) if outputs and name in OPS else ()
             found.append([t.detach() for t in (*results, *grads)])
@@ -205,25 +184,22 @@ def test_layouts(backend: str, name: str, layout: Callable[[Tensor], Tensor], de
             assert results[0].is_contiguous() and found[0][0].transpose(1, 2).is_contiguous(), "out has q's layout"
 
 
-def arguments(op: str, device: torch.device | None = None, width: int = 16) -> dict[str, Any]:
+def arguments(op: str, width: int = 16) -> dict[str, Any]:
     """Of a small call of an op with every tensor that it takes. width: of what a kernel limits."""
-    x, vector = torch.zeros(2, 3, width), torch.ones(width)
-    keys, square = torch.zeros(2, 8, 3, 1, width), torch.zeros(16, 16)
-    embedding = {"tokens": TOKENS[:, :3], "embedding": torch.zeros(6, width), "position_table": torch.zeros(4, width)}
-    given = {
-        "attention": {"query": x[None], "key": x[None], "value": x[None], "attn_mask": torch.zeros(1, 2, 3, 3)},
-        "decode_attention": {
-            "query": x[:, :, None], "key": keys, "value": keys, "lengths": LENGTHS, "ancestors": ANCESTORS
-        },
-        "add_layer_norm": {"x": x, "residual": x, "weight": vector, "bias": vector, "x_bias": vector},
-        "add_rms_norm": {"x": x, "residual": x, "weight": vector},
-        "embed_layer_norm": {**embedding, "weight": vector, "bias": vector, "position": TOKENS[:, :3] % 4},
-        "feed_forward": {"x": x, "weight1": square, "bias1": square[0], "weight2": square, "bias2": square[0]},
-        "linear_cross_entropy": {
-            "x": x.view(6, width), "weight": torch.zeros(9, width), "target": TARGET, "bias": torch.zeros(9)
-        },
-    }  # fmt: skip
-    return on(device or torch.device("cpu"), given[op])
+    problem = {
+        "attention": lambda: cases.attention(B=1, Lq=3, Lk=3, D=width, bias=(1, 2, 3, 3)),
+        "decode_attention": lambda: cases.decode_attention(
+            heads=1, heads_k=1, positions=8, head_dim=width, lengths=[8, 5], ancestors=True
+        ),
+        "add_layer_norm": lambda: cases.add_layer_norm(rows=(2, 3), hidden=width, x_bias=True),
+        "add_rms_norm": lambda: cases.add_layer_norm(rows=(2, 3), hidden=width, rms=True),
+        "embed_layer_norm": lambda: cases.embed_layer_norm(
+            batch=2, length=3, vocabulary=6, hidden=width, positions=True
+        ),
+        "feed_forward": lambda: cases.feed_forward(tokens=(2, 3), d=16, d_ff=16, d_out=16),
+        "linear_cross_entropy": lambda: cases.linear_cross_entropy(tokens=(6,), d=16, classes=9),
+    }[op]()
+    return {name: value for name, value in problem.arguments().items() if isinstance(value, Tensor)}
 
 
 LIMITS = dict.fromkeys(("attention", "decode_attention"), 256)
@@ -236,8 +212,7 @@ def test_refusals(backend: str, op: str, device: torch.device) -> None:
     function = PROBLEMS[op].function
 
     def refusal(change: Callable[[Tensor], Tensor] = lambda t: t, width: int = 16) -> str | None:
-        given = on(device, arguments(op, device, width))
-        given = {name: change(t) if isinstance(t, Tensor) else t for name, t in given.items()}
+        given = {name: change(t.to(device)) if isinstance(t, Tensor) else t for name, t in arguments(op, width).items()}
         reason = explain(function, **given).refusals[backend]
         if reason is not None:
             with pytest.raises(RuntimeError) as refused:
