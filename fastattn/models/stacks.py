@@ -107,7 +107,9 @@ class _Stack(nn.Module):
 
     def normalised(self, x: Tensor | PendingResidual) -> Tensor:
         """The stack's output from that of its last layer."""
-        return add_norm(x, self.dropout, self.layer_norm, self.backend)[0] if self.norm_first else x
+        if isinstance(x, PendingResidual):
+            return add_norm(x, self.dropout, self.layer_norm, self.backend)[0]
+        return x
 
 
 class Encoder(_Stack):

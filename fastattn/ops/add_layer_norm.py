@@ -228,7 +228,8 @@ def add_layer_norm_unchecked(
         options = eps, dropout_p, rng_state, x_bias, eps_on_std
         return chosen.module.add_layer_norm(x, residual, weight, bias, *options)
     tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
-    return _AddLayerNorm.apply(*tensors, eps, dropout_p, rng_state, eps_on_std, chosen)
+    out, z = _AddLayerNorm.apply(*tensors, eps, dropout_p, rng_state, eps_on_std, chosen)
+    return out, z
 
 
 class _AddLayerNorm(Operator, name="add_layer_norm"):

@@ -34,13 +34,13 @@ class Counts(NamedTuple):
 
 # What may be needed. Of a training step, and of one more token for one sentence, greedily, by 3 + 3 layers.
 BOUNDS = {
-    "aten, float32": Counts(6010, 2545, 6545),
-    "aten, bfloat16": Counts(7600, 2620, 6685),
-    "triton, float32": Counts(2550, 1360, 6400, 149),
-    "triton, bfloat16": Counts(3850, 1470, 6690, 149),
-    "cuda, float32": Counts(3375, 1785, 5575, 155),
-    "cuda, bfloat16": Counts(3850, 1855, 5725, 137),
-    "a token, float32": Counts(389, 59, 79),
+    "aten, float32": Counts(7050, 3640, 7620),
+    "aten, bfloat16": Counts(8650, 4065, 8480),
+    "triton, float32": Counts(2550, 1950, 7150, 149),
+    "triton, bfloat16": Counts(3930, 2030, 7380, 149),
+    "cuda, float32": Counts(3375, 2350, 6420, 155),
+    "cuda, bfloat16": Counts(3930, 2395, 6540, 137),
+    "a token, float32": Counts(389, 77, 112),
 }
 
 SIZES = dict(d_word_vec=64, d_model=64, d_inner=128, n_head=4, d_k=16, d_v=16, n_position=50)
