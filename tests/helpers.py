@@ -64,7 +64,7 @@ def assert_close_as_torch(
 
 
 class ProblemBase:
-    """What the problems of tests/ops/*_checks.py share. They are frozen dataclasses."""
+    """What the problems of tests/ops/attention_checks.py can do. They are frozen dataclasses."""
 
     def but(self: P, **changes: Any) -> P:
         return replace(self, **changes)
@@ -86,15 +86,6 @@ def rounding_scale(problem: ProblemBase, plain: Callable[[Any], Any]) -> dict[st
 
     exact = problem.double()
     return measure_rounding_scale(solve, solve(lambda t: t))
-
-
-def compare(actual: Any, problem: ProblemBase, plain: Callable[[Any], Any], computed_in: torch.dtype) -> None:
-    """Each result in a named tuple against plain(problem) in float64. AssertionError names the one that is off."""
-    truth, baseline, scale = plain(problem.double()), plain(problem), rounding_scale(problem, plain)
-    for name, t in scale.items():
-        result = getattr(actual, name)
-        rough = getattr(baseline, name).to(result.dtype)
-        assert_close_as_torch(result, getattr(truth, name), rough, t, name, computed_in)
 
 
 def skip_without_triton() -> None:

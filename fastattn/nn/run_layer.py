@@ -3,9 +3,9 @@
     post-norm, for each sublayer:   branch = compute(x);   x = norm(x + dropout(branch))
     norm_first, likewise:           z = residual + dropout(branch);   branch, residual = compute(norm(z)), z
 
-`connect` has these two lines, and nothing else has them. A sublayer is fused, from its params, or called, where it is
-modified: that costs this sublayer alone. Fused sublayers call the ops without their checks: the Plan and prepare have
-checked everything. Each op is a node of autograd. Between fused sublayers x is a matrix, (B * L, d_model).
+`connect` (residual.py) has these two lines. A sublayer is fused, from its params, or called, where it is modified: that
+costs this sublayer alone. Fused sublayers compute without further checks: Plan and `prepare` have checked everything.
+Between fused sublayers x is a matrix, (B * L, d_model).
 """
 
 from __future__ import annotations
