@@ -164,7 +164,7 @@ def test_autocast(name):
                 dtypes.append(found.outputs[0].dtype)
         assert dtypes[0] == dtypes[1]
         for ours, theirs in zip(*errors, strict=True):
-            assert ours <= 1.25 * theirs + 1e-4
+            assert ours <= (1.25 if name in HUGGINGFACE else 2) * theirs + 1e-4  # torch.nn's have few outputs
 
 
 @families("transformer")
