@@ -487,6 +487,17 @@ def own(masks):
     return {name: t if "padding" in name else AttentionMask(~t) for name, t in masks.items()}
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_each_dropout_has_its_own_rate(norm_first):
+    """All of the attention is dropped, and nothing of the feed-forward."""
+    theirs = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, norm_first=norm_first, device=DEVICE)
+    theirs.dropout1.p = 1.0
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    x = torch.randn(5, 3, 16, device=DEVICE)
+    close(ours(x), theirs(x))
+
+
 @pytest.mark.parametrize("padded", [None, torch.bool, torch.float32])
 def test_attention_mask_in_attention(padded):
     theirs, ours = pair("attention")
