@@ -171,7 +171,10 @@ CASES = {
 
 
 def make(op: str, device: torch.device, **sizes: Any) -> Problem:
-    return getattr(cases, op)(device=device, **sizes)
+    p = getattr(cases, op)(device=device, **sizes)
+    if sizes.get("reduction", "none") == "none":
+        return p
+    return p._replace(douts=(torch.tensor(1.7, device=device),))  # a drawn one decides how the formula's terms round
 
 
 @pytest.mark.parametrize(

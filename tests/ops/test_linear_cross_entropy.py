@@ -28,7 +28,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def make(reduction: str, **sizes: Any) -> Problem:
-    return cases.linear_cross_entropy(reduction=reduction, **sizes)
+    """The gradient that arrives at a reduced loss is not 1."""
+    p = cases.linear_cross_entropy(reduction=reduction, **sizes)
+    return p if reduction == "none" else p._replace(douts=(torch.tensor(1.7, device=p.tensors["x"].device),))
 
 
 def kept(p: Problem) -> Tensor:
