@@ -112,7 +112,7 @@ def load(path: Path) -> Record:
 
 
 def unfinished(folder: Path, environment: Record) -> Record | None:
-    """The record that a run with this environment goes on with. One of another setup gets a name of its own."""
+    """The record that a run with this environment goes on with. One of another setup is renamed."""
     if not (folder / RECORD).exists():
         return None
     record = load(folder)

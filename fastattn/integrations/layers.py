@@ -22,7 +22,7 @@ from fastattn.integrations.hidden_padding import pack, restore_padding
 from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.fusible import are_unmodified, hook_reason
-from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams
+from fastattn.nn.params import AttentionParams, FeedForwardParams, norm_params
 from fastattn.nn.plan import shared_plan
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.run_layer import Called, run_layer
@@ -189,7 +189,7 @@ class TableLayer(Accelerated):
             if self.may_fuse(module, n) and are_unmodified([*maps, out, norm]):
                 weights, biases, key_rows = self.projections(maps, module, n > 0)
                 heads = key_rows // head_dim, head_dim, head_dim, module.__dict__.get("scaling", head_dim**-0.5)
-                fc, end = out._parameters, _norm_params(norm, dropout)
+                fc, end = out._parameters, norm_params(norm, dropout)
                 params = AttentionParams(weights, biases, fc["weight"], fc["bias"], end, *heads, weights_p, None)
 
         def branch(x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class TableLayer(Accelerated):
         name, params = activation_name(activation) if fuse else None, None
         if name is not None and isinstance(dropout, float) and isinstance(hidden_p, float):
             if are_unmodified([first, second, norm]):
-                w_1, w_2, end = first._parameters, second._parameters, _norm_params(norm, dropout)
+                w_1, w_2, end = first._parameters, second._parameters, norm_params(norm, dropout)
                 weights = w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]
                 params = FeedForwardParams(*weights, end, name, hidden_p, None)
 
@@ -279,8 +279,3 @@ def current_dropout(owner: Any, dropout: Any, fuse: bool = True) -> float | nn.M
     if not isinstance(dropout, nn.Module):
         return float(dropout) if dropout and owner.training else 0.0
     return current_dropout_p(dropout) if fuse and are_unmodified([dropout]) else dropout
-
-
-def _norm_params(norm: nn.Module, dropout_p: float) -> NormParams:
-    own = norm._parameters
-    return NormParams(own["weight"], own["bias"], norm.eps, dropout_p)

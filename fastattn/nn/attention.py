@@ -217,7 +217,8 @@ class MultiHeadAttention(nn.Module):
             weights, biases = (*weights, k["weight"], v["weight"]), (*biases, k["bias"], v["bias"])
         # Under tensor parallelism written by hand a process has some of the heads.
         n_head_kv = self.n_head_kv if reads_memory else weights[1].shape[0] // self.d_k
-        norm, heads = norm_params(self), (n_head_kv, self.d_k, self.d_v, 1 / core.temperature)
+        norm = norm_params(children["layer_norm"], current_dropout_p(children["dropout"]))
+        heads = n_head_kv, self.d_k, self.d_v, 1 / core.temperature
         return AttentionParams(weights, biases, fc["weight"], fc["bias"], norm, *heads, dropout_p, core.backend)
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:

@@ -43,7 +43,7 @@ class StraightSteps:
     def __init__(self, decoder: Any, layers: Sequence[_LayerParams], cache: DecoderCache, dtype: torch.dtype) -> None:
         """dtype: of products, keys and values; hidden states keep that of the embedding."""
         self.dtype, self.norm_first, self.device = dtype, decoder.norm_first, cache.position.device
-        embedding, self.norm = decoder.trg_word_emb, _Norm.of(norm_params(decoder))
+        embedding, self.norm = decoder.trg_word_emb, _Norm.of(norm_params(decoder.layer_norm, 0.0))
         self.embedding, self.padding_idx = embedding.weight, embedding.padding_idx
         self.positions = decoder.position_enc.pos_table[0]
         self.embedding_scale = decoder.d_model**0.5 if decoder.scale_emb else 1.0

@@ -14,7 +14,7 @@ from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import FeedForwardParams, norm_params
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import HiddenState
+from fastattn.nn.residual import HiddenState, current_dropout_p
 from fastattn.nn.run_layer import run_module
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, activate, feed_forward
 
@@ -72,7 +72,8 @@ class PositionwiseFeedForward(nn.Module):
             return None
         w_1, w_2 = self._modules["w_1"]._parameters, self._modules["w_2"]._parameters
         weights = w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]
-        return FeedForwardParams(*weights, norm_params(self), self.activation, 0.0, self.backend)
+        norm = norm_params(self._modules["layer_norm"], current_dropout_p(self._modules["dropout"]))
+        return FeedForwardParams(*weights, norm, self.activation, 0.0, self.backend)
 
     def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
         """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""

@@ -6,12 +6,11 @@ accelerated classes make it of a table of names. run_layer.py computes it; decod
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn.backends import Backend
-from fastattn.nn.residual import current_dropout_p
 
 
 class NormParams(NamedTuple):
@@ -64,8 +63,7 @@ class FeedForwardParams(NamedTuple):
 Params = AttentionParams | FeedForwardParams
 
 
-def norm_params(sublayer: Any) -> NormParams:
-    """Of an unmodified MultiHeadAttention or PositionwiseFeedForward."""
-    norm = sublayer._modules["layer_norm"]
-    weight, bias = norm._parameters["weight"], norm._parameters["bias"]
-    return NormParams(weight, bias, norm.eps, current_dropout_p(sublayer._modules["dropout"]))
+def norm_params(norm: nn.Module, dropout_p: float) -> NormParams:
+    """Of an unmodified LayerNorm and the dropout before it."""
+    own = norm._parameters
+    return NormParams(own["weight"], own["bias"], norm.eps, dropout_p)
