@@ -38,13 +38,18 @@ _operator_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 class Call(NamedTuple):
-    """rng_state: (seed,) of dropout, or None. With by_torch there is none."""
+    """rng_state: (seed,) of dropout, or None. With by_torch there is none.
+
+    dtype: of out.     as_rows: whether out is (B * Lq, H * Dv), as a projection reads it, in place of (B, H, Lq, Dv).
+    """
 
     visible: Visible
     by_torch: bool
     softmax_scale: float
     dropout_p: float
     rng_state: Tensor | None
+    dtype: torch.dtype
+    as_rows: bool
 
     @property
     def kept_scale(self) -> float:
@@ -53,27 +58,41 @@ class Call(NamedTuple):
 
 
 class BlockAttention(torch.autograd.Function):
-    """out (B, H, Lq, Dv) of q, k, v (B, H, L, D), given as three tensors, or those of one shape stacked in front.
+    """out of q, k, v (B, H, L, D), given as three tensors, or those of one shape stacked in front.
 
     Products need them contiguous, with equally many heads.
     bias: what score_masks are views of, or None: it must not be edited before the backward.
-    formula: the same of the same tensors, by operators that autograd differentiates.
+    formula: (B, H, Lq, Dv) of the same tensors, by operators that autograd differentiates.
     """
 
     @staticmethod
     def forward(ctx: Any, call: Call, formula: Callable[..., Tensor], bias: Tensor | None, *tensors: Tensor) -> Tensor:
-        out, saved = forward(call, *unstacked(tensors), saves=any(ctx.needs_input_grad))
+        out, saved = forward(call, tensors, saves=any(ctx.needs_input_grad))
         ctx.save_for_backward(bias, *tensors, *saved)
         ctx.call, ctx.formula, ctx.count = call, formula, len(tensors)
-        return out
+        return _result(call, out)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         _, *tensors = ctx.saved_tensors
         tensors, saved = tensors[: ctx.count], tensors[ctx.count :]
         if needs_formula(dout):
-            return None, None, None, *differentiable_gradients(ctx.formula, tensors, (dout,))
+            formula = ctx.formula
+            result = lambda *tensors: _result(ctx.call, formula(*tensors))  # noqa: E731
+            return None, None, None, *differentiable_gradients(result, tensors, (dout,))
+        if ctx.call.as_rows:
+            B, H, Lq = tensors[0].shape[-4:-1]
+            dout = dout.reshape(B, Lq, H, -1).transpose(1, 2)
         return None, None, None, *backward(ctx.call, dout, tensors, saved)
+
+
+def _result(call: Call, out: Tensor) -> Tensor:
+    """out (B, H, Lq, Dv) as the call returns it."""
+    if call.as_rows:
+        out = out.transpose(1, 2)
+    if out.dtype is not call.dtype:
+        out = out.to(call.dtype, memory_format=torch.contiguous_format)
+    return out.reshape(out.shape[0] * out.shape[1], -1) if call.as_rows else out
 
 
 def unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -81,54 +100,99 @@ def unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part for t in tensors for part in (t.unbind() if t.dim() == 5 else (t,))]
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """q, k and v as products read them: (B * H, L, D), views."""
+    flat = [t.flatten(-4, -3) for t in tensors]
+    return [part for t in flat for part in (t.unbind() if t.dim() == 4 else (t,))]
+
+
+def forward(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
     """out, and what `backward` reads. saves: whether there will be one."""
-    visible, (B, H, Lq, _), (Lk, Dv) = call.visible, q.shape, v.shape[2:]
-    blocks, kept = visible.blocks, None
-    if call.by_torch:
-        if len(blocks) == 1 and visible.has_all_queries:  # no copy
-            keys, values = repeat_heads(*visible.keys_of(k), *visible.keys_of(v), H)
-            out, lse = _operator(q, keys, values, **_options(call, blocks[0]))
-            return out, (out, lse)
-        k, v = repeat_heads(k, v, H)
-        out = visible.new_queries(q.new_empty(B, Lq, H, Dv)).transpose(1, 2)  # in the memory that a projection reads
-        compute, saved = _by_operator, [out]
-    else:
-        out = visible.new_queries(q.new_empty(B, H, Lq, Dv))
-        kept = None if call.rng_state is None else _draw(call, (B, H, Lq, Lk))
-        saves = saves and B * H * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
-        compute, saved = _by_products, [] if saves else [kept]
-    workspace = _Workspace(q)
+    return (_forward_by_operator if call.by_torch else _forward_by_products)(call, tensors, saves)
+
+
+def _forward_by_operator(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+    (q, k, v), visible = unstacked(tensors), call.visible
+    (B, H, Lq, _), blocks = q.shape, visible.blocks
+    if len(blocks) == 1 and visible.has_all_queries:  # no copy
+        keys, values = repeat_heads(*visible.keys_of(k), *visible.keys_of(v), H)
+        out, lse = _operator(q, keys, values, **_options(call, blocks[0]))
+        return out, (out, lse)
+    k, v = repeat_heads(k, v, H)
+    # In the memory that a projection reads.
+    out = visible.new_queries(q.new_empty(B, Lq, H, v.shape[3])).transpose(1, 2)
+    saved = [out]
     parts = visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
-    for block, block_kept, *given in zip(blocks, visible.scores_of(kept), *parts, strict=True):
-        found = compute(call, block, None if saves else workspace, block_kept, *given)
-        saved += found if saves else ()
+    for block, of_out, *given in zip(blocks, *parts, strict=True):
+        found, lse = _operator(*given, **_options(call, block))
+        of_out.copy_(found)
+        saved.append(lse)
+    return out, saved
+
+
+def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+    (q, k, v), visible, (B, H) = _flat(tensors), call.visible, tensors[0].shape[-4:-2]
+    (heads, Lq, _), (Lk, Dv) = q.shape, v.shape[1:]
+    out = visible.new_queries(q.new_empty(B, H, Lq, Dv))
+    kept = None if call.rng_state is None else _draw(call, (heads, Lq, Lk))
+    saves_weights = saves and heads * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
+    workspace, saved = (None, []) if saves_weights else (_Workspace(q), [kept])
+    parts = visible.queries_of(out.flatten(0, 1)), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
+    for block, of_kept, of_out, q, k, v in zip(visible.blocks, visible.scores_of(kept), *parts, strict=True):
+        weights, dropped = _weights(call, block, workspace, of_kept, q, k)
+        of_out.baddbmm_(dropped, v, beta=0, alpha=call.kept_scale)
+        if saves_weights:
+            saved += weights, dropped
     return out, saved
 
 
 def backward(call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """The gradients of the tensors, which are as BlockAttention gets them."""
-    visible, (q, k, v) = call.visible, unstacked(tensors)
-    blocks, H, Hk = visible.blocks, q.shape[1], k.shape[1]
-    if call.by_torch:
-        compute, of_blocks = _gradients_by_operator, zip(visible.queries_of(saved[0]), saved[1:], strict=True)
-        if H != Hk:
-            tensors = q, k, v = q, *repeat_heads(k, v, H)
-    else:
-        compute, dout = _gradients_by_products, dout.contiguous()
-        has_weights = len(saved) == 2 * len(blocks)
-        of_blocks = zip(saved[::2], saved[1::2], strict=True) if has_weights else zip(visible.scores_of(saved[0]))
-    if call.by_torch and visible.is_whole and len(tensors) == 3:  # no copy
+    return (_backward_by_operator if call.by_torch else _backward_by_products)(call, dout, tensors, saved)
+
+
+def _backward_by_operator(
+    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    (q, k, v), visible = unstacked(tensors), call.visible
+    H, Hk, blocks = q.shape[1], k.shape[1], visible.blocks
+    if H != Hk:
+        tensors = q, k, v = q, *repeat_heads(k, v, H)
+    if visible.is_whole and len(tensors) == 3:  # no copy
         grads = _operator_backward(dout, q, k, v, *saved, **_options(call, blocks[0]))
     else:
-        grads, workspace = _new_gradients(visible, tensors), _Workspace(q)
+        grads = _new_gradients(visible, tensors)
         dq, dk, dv = unstacked(grads)
-        parts = *map(visible.queries_of, (dout, q, dq)), *map(visible.keys_of, (k, v, dk, dv))
-        for block, of_block, *given in zip(blocks, of_blocks, *parts, strict=True):
-            compute(call, block, workspace, of_block, *given)
-    if call.by_torch and H != Hk:
+        parts = *map(visible.queries_of, (dout, q, saved[0], dq)), *map(visible.keys_of, (k, v, dk, dv))
+        for block, lse, *given in zip(blocks, saved[1:], *parts, strict=True):
+            dout, q, out, dq, k, v, dk, dv = given
+            found = _operator_backward(dout, q, k, v, out, lse, **_options(call, block))
+            dq.copy_(found[0])
+            for total, grad in ((dk, found[1]), (dv, found[2])):
+                total.add_(grad) if visible.shares_keys else total.copy_(grad)
+    if H != Hk:
         grads = grads[0], *(t.unflatten(1, (Hk, -1)).sum(2) for t in grads[1:])
     return [t.to(q.dtype) for t in grads]
+
+
+def _backward_by_products(
+    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    visible, grads = call.visible, _new_gradients(call.visible, tensors)
+    (q, k, v), (dq, dk, dv), workspace = _flat(tensors), _flat(grads), _Workspace(tensors[0])
+    has_weights, dtype = len(saved) == 2 * len(visible.blocks), q.dtype
+    of_blocks = zip(saved[::2], saved[1::2], strict=True) if has_weights else zip(visible.scores_of(saved[0]))
+    dout = dout.contiguous() if dout.dtype is dtype else dout.to(dtype, memory_format=torch.contiguous_format)
+    queries, keys = (dout.flatten(0, 1), q, dq), (k, v, dk, dv)
+    parts = *map(visible.queries_of, queries), *map(visible.keys_of, keys)
+    for block, of_block, dout, q, dq, k, v, dk, dv in zip(visible.blocks, of_blocks, *parts, strict=True):
+        weights, dropped = of_block if has_weights else _weights(call, block, workspace, *of_block, q, k)
+        dweights = workspace("dweights", weights.shape).baddbmm_(dout, v.mT, beta=0, alpha=call.kept_scale)
+        _add_product(dv, dropped.mT, dout, call.kept_scale, visible.shares_keys)
+        dscores = _softmax_gradient(dweights, weights, dropped, workspace)
+        _add_product(dq, dscores, k, call.softmax_scale, False)
+        _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
+    return [t.to(dtype) for t in grads]
 
 
 def _new_gradients(visible: Visible, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -156,84 +220,11 @@ class _Workspace:
         return t if t.shape == shape else t.view(-1)[:count].view(shape)
 
 
-# A block by PyTorch's operator. It adds its mask to the scores in float32 at least, so a bias is part of the mask.
-
-
-def _by_operator(
-    call: Call, block: Block, workspace: Any, kept: None, out: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor]:
-    found, lse = _operator(q, k, v, **_options(call, block))
-    out.copy_(found)
-    return (lse,)
-
-
-def _gradients_by_operator(
-    call: Call,
-    block: Block,
-    workspace: Any,
-    saved: tuple[Tensor, Tensor],
-    dout: Tensor,
-    q: Tensor,
-    dq: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    found = _operator_backward(dout, q, k, v, *saved, **_options(call, block))
-    dq.copy_(found[0])
-    for total, grad in ((dk, found[1]), (dv, found[2])):
-        total.add_(grad) if call.visible.shares_keys else total.copy_(grad)
+# PyTorch's operator adds its mask to the scores in float32 at least, so a bias is part of the mask.
 
 
 def _options(call: Call, block: Block) -> dict[str, Any]:
     return {"dropout_p": 0.0, "is_causal": block.is_causal, "attn_mask": block.score_mask, "scale": call.softmax_scale}
-
-
-# A block by products.
-
-
-def _by_products(
-    call: Call,
-    block: Block,
-    workspace: _Workspace | None,
-    kept: Tensor | None,
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> tuple[Tensor, Tensor]:
-    q, k, v, out = [_by_head(t) for t in (q, k, v, out)]
-    weights, dropped = _weights(call, block, workspace, kept, q, k)
-    out.baddbmm_(dropped, v, beta=0, alpha=call.kept_scale)
-    return weights, dropped
-
-
-def _gradients_by_products(
-    call: Call,
-    block: Block,
-    workspace: _Workspace,
-    saved: tuple[Tensor | None, ...],
-    dout: Tensor,
-    q: Tensor,
-    dq: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    dout, q, dq, k, v, dk, dv = [_by_head(t) for t in (dout, q, dq, k, v, dk, dv)]
-    weights, dropped = saved if len(saved) == 2 else _weights(call, block, workspace, *saved, q, k)
-    dweights = workspace("dweights", weights.shape).baddbmm_(dout, v.mT, beta=0, alpha=call.kept_scale)
-    _add_product(dv, dropped.mT, dout, call.kept_scale, call.visible.shares_keys)
-    dscores = _softmax_gradient(dweights, weights, dropped, workspace)
-    _add_product(dq, dscores, k, call.softmax_scale, False)
-    _add_product(dk, dscores.mT, q, call.softmax_scale, call.visible.shares_keys)
-
-
-def _by_head(t: Tensor) -> Tensor:
-    """(sentences, heads, L, D) -> (sentences * heads, L, D), a view."""
-    return t.view(-1, *t.shape[2:])
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float, adds: bool) -> None:
@@ -256,8 +247,9 @@ def _weights(
     weights = _softmax(scores, None if workspace is None else workspace("weights", shape))
     if kept is None:
         return weights, weights
-    dropped = torch.empty_like(weights) if workspace is None else workspace("dropped", shape)
-    return weights, dropped.copy_(_by_head(kept)).mul_(weights)
+    if workspace is None:
+        return weights, weights * kept
+    return weights, workspace("dropped", shape).copy_(kept).mul_(weights)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -270,7 +262,7 @@ def _softmax(scores: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.softmax(scores, -1, out=out)
     if scores.dtype is not (acc := _wide(scores.dtype)):
         return _softmax(scores.to(acc)).to(scores.dtype)
-    exps = torch.exp(scores.sub_(scores.amax(-1, keepdim=True)))
+    exps = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     return exps.div_(exps.sum(-1, keepdim=True))
 
 
@@ -280,15 +272,15 @@ def _softmax_gradient(dweights: Tensor, weights: Tensor, dropped: Tensor, worksp
     if dropped is weights and not is_short:
         space = workspace("scores", weights.shape)
         return torch._softmax_backward_data(dweights, weights, -1, dtype, grad_input=space)
-    if is_short:
-        dweights, weights, dropped = (t.to(_wide(dtype)) for t in (dweights, weights, dropped))
+    if is_short and dtype is not (acc := _wide(dtype)):
+        dweights, weights, dropped = dweights.to(acc), weights.to(acc), dropped.to(acc)
     product = dweights.mul_(dropped)
     return product.addcmul_(weights, product.sum(-1, keepdim=True), value=-1).to(dtype)
 
 
 def _draw(call: Call, shape: tuple[int, ...]) -> Tensor:
-    """1 or True where a weight is kept. The number of a weight is its place, however the call is cut."""
-    heads, scores = shape[0] * shape[1], shape[2] * shape[3]
+    """1 or True where a weight is kept, (B * H, Lq, Lk). The number of a weight is its place in all of them."""
+    heads, scores = shape[0], shape[1] * shape[2]
     if heads * scores <= BLOCK_SCORES:
         return draw_kept(call.rng_state, shape, call.dropout_p)
     keep, lanes = torch.empty(heads, scores, dtype=torch.bool), LaneStream(call.rng_state)

@@ -41,6 +41,7 @@ class Block(NamedTuple):
     score_mask: None, or what is added to the scores, or bool with True = masked. Its four dimensions broadcast to the
         scores of the block.
     is_causal: key j of the block is masked for its query i where j > i, on top of score_mask.
+    flat: sentences and heads as one dimension, B * H, of which a block that products compute has a part.
     """
 
     batch: slice
@@ -49,6 +50,7 @@ class Block(NamedTuple):
     keys: slice
     score_mask: Tensor | None
     is_causal: bool
+    flat: slice
 
     @property
     def scores(self) -> int:
@@ -82,26 +84,28 @@ class Visible(NamedTuple):
         return self.splits is not None and len(self.blocks) == 1
 
     def queries_of(self, t: Tensor) -> Sequence[Tensor]:
-        """(B, H, Lq, D) -> (sentences, heads, rows, D) of each block, views."""
+        """(B, H, Lq, D) -> (sentences, heads, rows, D) of each block, or (B * H, Lq, D) likewise: views."""
         if self.splits is not None:  # about 5x faster
-            return t.split(self.splits[0], 2) if len(self.blocks) > 1 else (t,)
-        return [t[block[:3]] for block in self.blocks]
+            return t.split(self.splits[0], -2) if len(self.blocks) > 1 else (t,)
+        is_flat = t.dim() == 3
+        return [t[b.flat, b.rows] if is_flat else t[b.batch, b.heads, b.rows] for b in self.blocks]
 
     def keys_of(self, t: Tensor) -> Sequence[Tensor]:
-        """(B, H, Lk, D) -> (sentences, heads, keys, D) of each block, views."""
+        """(B, H, Lk, D) -> (sentences, heads, keys, D) of each block, or (B * H, Lk, D) likewise: views."""
         if self.splits is not None:
-            return t.split(self.splits[1], 2) if len(self.blocks) > 1 else (t,)
-        return [t[block.batch, block.heads, block.keys] for block in self.blocks]
+            return t.split(self.splits[1], -2) if len(self.blocks) > 1 else (t,)
+        is_flat = t.dim() == 3
+        return [t[b.flat, b.keys] if is_flat else t[b.batch, b.heads, b.keys] for b in self.blocks]
 
     def new_queries(self, t: Tensor) -> Tensor:
         """t, for the queries of all blocks to be written to: 0 for the others."""
         return t if self.has_all_queries else t.zero_()
 
     def scores_of(self, t: Tensor | None) -> Sequence[Tensor | None]:
-        """(B, H, Lq, Lk) -> (sentences, heads, rows, keys) of each block, views. None: for each None."""
+        """(B * H, Lq, Lk) -> (sentences * heads, rows, keys) of each block, views. None: for each None."""
         if t is None:
             return [None] * len(self.blocks)
-        return (t,) if self.is_whole else [t[block[:4]] for block in self.blocks]
+        return (t,) if self.is_whole else [t[block.flat, block.rows, block.keys] for block in self.blocks]
 
 
 def visible_blocks(
@@ -139,20 +143,21 @@ def visible_blocks(
 
 def _block(place: Place, H: int, score_mask: Tensor | None, is_causal: bool) -> Block:
     batch, rows, keys = place
-    return Block(batch, slice(0, H), rows, keys, score_mask, is_causal)
+    return Block(batch, slice(0, H), rows, keys, score_mask, is_causal, slice(batch.start * H, batch.stop * H))
 
 
 def _with_few_heads(visible: Visible, H: int) -> Visible:
     """Its blocks cut into all heads of some sentences, or some heads of one, so that two dimensions of their tensors
     are one."""
     blocks = []
-    for batch, _, rows, keys, score_mask, _ in visible.blocks:
+    for batch, _, rows, keys, score_mask, *_ in visible.blocks:
         heads = max(BLOCK_SCORES // ((rows.stop - rows.start) * (keys.stop - keys.start)), 1)
         sentences, heads = (heads // H, H) if heads >= H else (1, heads)
         for some, few in itertools.product(_parts(batch.stop - batch.start, sentences), _parts(H, heads)):
             of_call = slice(batch.start + some.start, batch.start + some.stop)
             own = None if score_mask is None else cut(score_mask, some, few)
-            blocks.append(Block(of_call, few, rows, keys, own, False))
+            flat = slice(of_call.start * H + few.start, (of_call.stop - 1) * H + few.stop)
+            blocks.append(Block(of_call, few, rows, keys, own, False, flat))
     return visible if len(blocks) == len(visible.blocks) else visible._replace(blocks=blocks, splits=None)
 
 
@@ -219,7 +224,7 @@ def _key_ranges(mask: AttentionMask, Lq: int, Lk: int) -> tuple[Tensor, Tensor] 
     if mask.key_padding is not None:
         ranges.append(_hull(mask.key_padding[:, None]))
     if mask.attn_mask is not None and mask.attn_mask.shape[3] > 1:
-        ranges.append(_hull(_any(mask.attn_mask, 1)))
+        ranges.append(_hull(mask.attn_mask.view(torch.uint8).amax(1).view(torch.bool)))
     if not ranges:
         return None
     begin, end = ranges[0]
@@ -237,11 +242,6 @@ def _hull(keep: Tensor) -> tuple[Tensor, Tensor]:
     Lk = keep.shape[-1]
     numbers = torch.arange(1, Lk + 1, dtype=torch.int16 if Lk < 2**15 else torch.int32)  # int64 is about 10x slower
     return Lk - (keep * numbers.flip(0)).amax(-1).long(), (keep * numbers).amax(-1).long()
-
-
-def _any(keep: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """keep.any(dim), about 30x faster."""
-    return keep.view(torch.uint8).amax(dim, keepdim).view(torch.bool)
 
 
 def _all(keep: Tensor) -> bool:
@@ -291,28 +291,33 @@ def _keep(
     mask_dtype: torch.dtype,
     by_torch: bool,
 ) -> _Kept:
-    keep, count = mask.part(Lq, Lk, batch, rows, keys), keys.stop - keys.start
-    queries, seen = _any(keep, -1, keepdim=True), _any(keep, -2).unsqueeze(-1)
-    bias = mask.bias
+    keep, count, bias = mask.part(Lq, Lk, batch, rows, keys), keys.stop - keys.start, mask.bias
     if bias is not None:
         bias = _bias(cut(bias, batch, _ALL, rows, keys), mask_dtype, count)
+    numbers = keep.view(torch.uint8)  # their maximum is about 30x faster than any()
+    queries, seen = numbers.amax(-1, keepdim=True), numbers.amax(-2).unsqueeze(-1)
+    all_queries, all_keys = bool(queries.amin()), bool(seen.amin())
     is_packed = mask.cu_seqlens_q is not None
     is_causal = by_torch and not is_packed and mask.is_causal(Lq, Lk) and rows.start == keys.start
-    all_queries, all_keys = _all(queries), _all(seen)
     if is_causal:
         keep = mask.without_band().part(Lq, Lk, batch, rows, keys)
     elif not all_queries:
-        keep = keep | ~queries
+        keep = keep | (queries == 0)
     if by_torch and is_packed and mask.has_band and keep.shape[:2] == (1, 1):
         is_causal = torch.equal(keep[0, 0], torch.ones_like(keep[0, 0]).tril_())
         keep = keep | is_causal  # nothing else is masked
-    score_mask = _score_mask(keep, bias, mask_dtype, count)
+    masks_some = all_queries and not (all_keys or is_causal)  # a key that no query sees
+    score_mask = _score_mask(keep, bias, mask_dtype, count) if masks_some or not _all(keep) else bias
+    queries, seen = queries.view(torch.bool), seen.view(torch.bool)
     return _Kept(score_mask, is_causal, None if all_queries else queries, None if all_keys else seen)
 
 
 def _with_gaps(mask: AttentionMask, visible: Visible, kept: list[_Kept], sizes: tuple[int, ...]) -> Visible:
     """visible where some queries or keys are in no block, or keys in several, or hidden within one."""
-    B, H, Hk, Lq, Lk = sizes
+    B, _, _, Lq, Lk = sizes
+    if visible.is_whole:
+        (of,) = kept
+        return visible._replace(has_keys=of.queries, unseen=_unseen(mask, None if of.keys is None else ~of.keys, sizes))
     with_batch = [t for t in (mask.key_padding, mask.query_padding, mask.attn_mask) if t is not None]
     b = max((t.shape[0] for t in with_batch), default=1)
     h = 1 if mask.attn_mask is None else mask.attn_mask.shape[1]
@@ -325,15 +330,27 @@ def _with_gaps(mask: AttentionMask, visible: Visible, kept: list[_Kept], sizes: 
         cut(read, batch, _ALL, keys).fill_(True)
         for i, part in enumerate((rows, keys)):
             count[i] += (batch.stop - batch.start) * (part.stop - part.start)
-    unseen = None
-    if mask.key_padding is not None or mask.cu_seqlens_q is not None or mask.has_band:
-        hidden = (read & ~seen).expand(-1, H, -1, -1).unflatten(1, (Hk, -1)).all(2)  # for all heads of a group
-        unseen = hidden.expand(B, -1, -1, -1).flatten().nonzero().squeeze(1)
-        unseen = unseen if len(unseen) > 0 else None
     different = int(torch.count_nonzero(read)) * (B // b)
-    has_keys = None if _all(has_keys) else has_keys
     has_all = count[0] == B * Lq, different == B * Lk
-    return Visible(visible.blocks, visible.splits, has_keys, unseen, *has_all, shares_keys=count[1] > different)
+    return Visible(
+        visible.blocks,
+        visible.splits,
+        None if _all(has_keys) else has_keys,
+        _unseen(mask, read & ~seen, sizes),
+        *has_all,
+        shares_keys=count[1] > different,
+    )
+
+
+def _unseen(mask: AttentionMask, hidden: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
+    """Of Visible. hidden, broadcastable to (B, H, Lk, 1): which keys in a block no query attends to; None: none."""
+    B, H, Hk, _, Lk = sizes
+    if hidden is None or (mask.key_padding is None and mask.cu_seqlens_q is None and not mask.has_band):
+        return None
+    if H != Hk:  # for all heads of a group
+        hidden = hidden.expand(-1, H, -1, -1).unflatten(1, (Hk, -1)).all(2)
+    unseen = hidden.expand(B, Hk, Lk, 1).flatten().nonzero().squeeze(1)
+    return unseen if len(unseen) > 0 else None
 
 
 def _splits(places: list[Place], B: int, Lq: int, Lk: int) -> tuple[list[int], list[int]] | None:
@@ -347,9 +364,7 @@ def _splits(places: list[Place], B: int, Lq: int, Lk: int) -> tuple[list[int], l
 
 
 def _score_mask(keep: Tensor, bias: Tensor | None, mask_dtype: torch.dtype, keys: int) -> Tensor | None:
-    """Of a Block, where keep is False or with a bias."""
-    if _all(keep):
-        return bias
+    """Of a Block, where keep is False, with a bias."""
     keep = keep.expand(-1, -1, -1, keys)  # PyTorch's operators need all
     if mask_dtype == torch.bool and bias is None:
         return ~keep

@@ -56,11 +56,12 @@ def dropout_add(x: Tensor, residual: Tensor | None, dropout_p: float, rng_state:
     """[residual +] dropout(x), in the dtype of x."""
     if rng_state is None:
         return x if residual is None else residual + x
-    matrix, scale = (x.numel() // max(x.shape[-1], 1), x.shape[-1]), dropout_scale(dropout_p)
+    scale = dropout_scale(dropout_p)
+    keep = philox.keep_mask(rng_state, x.shape[:-1].numel(), x.shape[-1], dropout_p, x.dtype)
+    if x.dim() != 2:
+        keep = keep.view(x.shape)
     if x.dtype not in _16_BITS:
-        factor = philox.keep_factor(rng_state, *matrix, dropout_p, x.dtype).view(x.shape)
-        return x * factor if residual is None else torch.addcmul(residual, x, factor)
-    keep = philox.keep_mask(rng_state, *matrix, dropout_p, x.dtype).view(x.shape)
+        return x * keep.mul_(scale) if residual is None else torch.addcmul(residual, x, keep, value=scale)
     if x.dtype == torch.float16:
         return _DroppedSum.apply(x, residual, keep, scale)
     # Not addcmul, whose gradient rounds keep * scale.

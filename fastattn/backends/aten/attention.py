@@ -107,7 +107,8 @@ def attend_rows(
         tensors: Sequence[Tensor] = (projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4),)
     else:
         tensors = attention_rows.heads(projected, memory, sizes)
-    return _attend(tensors, *options)[0].transpose(1, 2).reshape(B * L, H * Dv)
+    out = _attend(tensors, *options, as_rows=True)[0]
+    return out if out.dim() == 2 else out.transpose(1, 2).reshape(B * L, H * Dv)
 
 
 def decide(
@@ -222,8 +223,11 @@ def _attend(
     rng_state: Tensor | None,
     return_lse: bool = False,
     return_weights: bool = False,
+    as_rows: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """tensors: q, k and v (B, H, L, D); or one of them stacked, if every query has a key and softmax_scale > 0."""
+    """tensors: q, k and v (B, H, L, D); or one of them stacked, if every query has a key and softmax_scale > 0.
+
+    as_rows: out may be (B * Lq, H * Dv)."""
     if softmax_scale <= 0:  # PyTorch's is_causal sets scores to -inf before it scales them, and alpha=0 skips a product
         q, k, v = tensors
         softmax_scale, tensors = (1.0, (q * 0, k, v)) if softmax_scale == 0 else (-softmax_scale, (-q, k, v))
@@ -233,7 +237,7 @@ def _attend(
         tensors = [axis.unpack(t) for t, axis in zip(tensors, axes, strict=False)]
     options, lse, weights = (softmax_scale, dropout_p, rng_state), None, None
     if way.visible is not None:
-        out = _attend_blocks(tensors, way, *options)
+        out = _attend_blocks(tensors, way, as_rows and plan is None, *options)
     else:
         alone = not (return_lse or return_weights or _learns_bias(way.mask))
         results = {"return_lse": return_lse, "return_weights": return_weights}
@@ -243,17 +247,17 @@ def _attend(
     return out, lse, weights
 
 
-def _attend_blocks(tensors: Sequence[Tensor], way: Way, *options: Any) -> Tensor:
+def _attend_blocks(tensors: Sequence[Tensor], way: Way, as_rows: bool, *options: Any) -> Tensor:
     """options: softmax_scale, dropout_p, rng_state."""
-    visible, by_torch, dtype = way.visible, way.by == TORCH, tensors[0].dtype
-    call = _blocks.Call(visible, by_torch, *options)
+    visible, by_torch = way.visible, way.by == TORCH
+    call = _blocks.Call(visible, by_torch, *options, tensors[0].dtype, as_rows and visible.has_keys is None)
     if visible.has_keys is not None:  # a query without one may be NaN
         q, *others = tensors
         tensors = q.where(visible.has_keys, 0), *others
     needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
     out = None
     if by_torch and not needs_gradient:
-        out = _without_gradient(call, *unstacked(tensors))
+        out = _without_gradient(call, tensors)
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
     if out is None:
@@ -264,16 +268,16 @@ def _attend_blocks(tensors: Sequence[Tensor], way: Way, *options: Any) -> Tensor
                 return plain_attention(*unstacked(tensors), way.mask, *options)[0]
 
         out = BlockAttention.apply(call, formula, bias, *_laid_out(tensors, way))
-        out = out if out.dtype is dtype else out.to(dtype)
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
-def _without_gradient(call: _blocks.Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _without_gradient(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
     """By PyTorch's operator. Newer versions of it read grouped heads as they are."""
+    q, k, v = unstacked(tensors)
     block = call.visible.blocks[0] if call.visible.is_whole else None
     if block is not None and k.shape[1] != q.shape[1] and not (block.is_causal and block.score_mask is not None):
         return torch_attention(q, k, v, block.score_mask, call.softmax_scale, 0.0, block.is_causal)
-    return _blocks.forward(call, q, k, v, saves=False)[0]
+    return _blocks.forward(call, (q, k, v), saves=False)[0]
 
 
 def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
@@ -287,13 +291,14 @@ def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
     found = []
     for number, t in enumerate(tensors):
         given, holds_keys = t, number > 0 or len(tensors) == 1
-        if not by_torch:
+        if not by_torch and t.dtype is way.products:
             t = t.contiguous()
+        elif not by_torch:
+            t = t.to(way.products, memory_format=torch.contiguous_format)
         if holds_keys and unseen is not None:
             t = _without_rows(t, unseen, is_copy=t is stacked or t is not given or way.plan is not None)
         if not by_torch:
             t = t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)
-            t = t if t.dtype is way.products else t.to(way.products)
         found.append(t)
     return found
 
