@@ -130,10 +130,8 @@ def visible_blocks(
 
     def build() -> Visible:
         places = [whole] if fits else _places(mask, sizes, by_torch)
-        if by_torch and places == [whole] and mask.band_only and mask.bias is None and Lq >= Lk:
-            if mask.is_causal(Lq, Lk):  # PyTorch needs no mask, and there is no other key
-                return Visible([_block(whole, H, None, True)], ([Lq], [Lk]))
-        visible = _build(mask, places, sizes, mask_dtype, by_torch)
+        is_one = mask is not None and places == [whole]
+        visible = (_one_block if is_one else _build)(mask, places, sizes, mask_dtype, by_torch)
         return visible if by_torch or fits else _with_few_heads(visible, H)
 
     if mask is None:
@@ -144,6 +142,18 @@ def visible_blocks(
 def _block(place: Place, H: int, score_mask: Tensor | None, is_causal: bool) -> Block:
     batch, rows, keys = place
     return Block(batch, slice(0, H), rows, keys, score_mask, is_causal, slice(batch.start * H, batch.stop * H))
+
+
+def _one_block(
+    mask: AttentionMask, places: list[Place], sizes: tuple[int, ...], mask_dtype: torch.dtype, by_torch: bool
+) -> Visible:
+    """_build where one place has all scores."""
+    (_, H, _, Lq, Lk), (whole,) = sizes, places
+    if by_torch and mask.band_only and mask.bias is None and Lq >= Lk and mask.is_causal(Lq, Lk):
+        return Visible([_block(whole, H, None, True)], ([Lq], [Lk]))  # PyTorch needs no mask, and there is no other key
+    score_mask, is_causal, queries, seen = _keep(mask, Lq, Lk, *whole, mask_dtype, by_torch)
+    unseen = None if seen is None else _unseen(mask, ~seen, sizes)
+    return Visible([_block(whole, H, score_mask, is_causal)], ([Lq], [Lk]), queries, unseen)
 
 
 def _with_few_heads(visible: Visible, H: int) -> Visible:
@@ -315,9 +325,6 @@ def _keep(
 def _with_gaps(mask: AttentionMask, visible: Visible, kept: list[_Kept], sizes: tuple[int, ...]) -> Visible:
     """visible where some queries or keys are in no block, or keys in several, or hidden within one."""
     B, _, _, Lq, Lk = sizes
-    if visible.is_whole:
-        (of,) = kept
-        return visible._replace(has_keys=of.queries, unseen=_unseen(mask, None if of.keys is None else ~of.keys, sizes))
     with_batch = [t for t in (mask.key_padding, mask.query_padding, mask.attn_mask) if t is not None]
     b = max((t.shape[0] for t in with_batch), default=1)
     h = 1 if mask.attn_mask is None else mask.attn_mask.shape[1]
@@ -342,10 +349,10 @@ def _with_gaps(mask: AttentionMask, visible: Visible, kept: list[_Kept], sizes: 
     )
 
 
-def _unseen(mask: AttentionMask, hidden: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
-    """Of Visible. hidden, broadcastable to (B, H, Lk, 1): which keys in a block no query attends to; None: none."""
+def _unseen(mask: AttentionMask, hidden: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
+    """Of Visible. hidden, broadcastable to (B, H, Lk, 1): which keys in a block no query attends to."""
     B, H, Hk, _, Lk = sizes
-    if hidden is None or (mask.key_padding is None and mask.cu_seqlens_q is None and not mask.has_band):
+    if mask.key_padding is None and mask.cu_seqlens_q is None and not mask.has_band:
         return None
     if H != Hk:  # for all heads of a group
         hidden = hidden.expand(-1, H, -1, -1).unflatten(1, (Hk, -1)).all(2)
