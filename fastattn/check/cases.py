@@ -278,10 +278,9 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
 
     queries, positions = (5, 600) if large else (3, 70)
     sizes = {"queries": queries, "positions": positions, "heads": 4 if large else 2, "head_dim": 64, **place}
-    lengths = {"lengths": [positions // 3, positions]}
-    of_all = {"heads_k": sizes["heads"]}
-    yield decode_attention("beams of one history", **sizes, **of_all, **lengths, ancestors=True)
-    yield decode_attention("shared keys", **sizes, **of_all, **lengths, rows=1)
+    shared = {**sizes, "heads_k": sizes["heads"], "lengths": [positions // 3, positions]}
+    yield decode_attention("beams of one history", **shared, ancestors=True)
+    yield decode_attention("shared keys", **shared, rows=1)
     yield decode_attention("own rows, grouped-query", **sizes, heads_k=1)
 
     rows, hidden = (300, 512) if large else (40, 96)

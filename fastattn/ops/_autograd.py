@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from types import GenericAlias
 from typing import Any
 
 import torch
@@ -131,8 +132,9 @@ class _LibraryOperator:
         @functools.wraps(function)
         def prototype() -> None: ...
 
-        prototype.__signature__ = signature.replace(
-            parameters=[*parameters, backend.replace(annotation=str)], return_annotation=tuple[(Tensor,) * outputs]
+        prototype.__dict__["__signature__"] = signature.replace(
+            parameters=[*parameters, backend.replace(annotation=str)],
+            return_annotation=GenericAlias(tuple, (Tensor,) * outputs),
         )
         schema = torch.library.infer_schema(prototype, mutates_args=())
         run = self._returning_new_tensors(function)

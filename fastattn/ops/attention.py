@@ -49,10 +49,10 @@ def _validate(
     _checks.check_dropout(dropout_p)
     if scale is not None and not isinstance(scale, torch.SymFloat):
         _checks.check_finite("scale", scale)
-    three_dims = isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool and attn_mask.dim() == 3
-    if three_dims and attn_mask.shape[0] == B == H > 1:
-        advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
-        raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}, and both B and H are {B}: {advice}")
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool and attn_mask.dim() == 3:
+        if attn_mask.shape[0] == B == H > 1:
+            advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
+            raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}, and both B and H are {B}: {advice}")
     mask = None if attn_mask is None else AttentionMask.of(attn_mask)
     if is_causal:
         causal = AttentionMask(is_causal=True)
@@ -102,7 +102,7 @@ def _broadcast(
                 raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}, expected to broadcast to the scores")
             attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
         attn_mask = attn_mask.flatten(0, -4)
-    return *named.values(), attn_mask
+    return named["query"], named["key"], named["value"], attn_mask
 
 
 def _common_shape(*shapes: torch.Size | tuple[int, ...]) -> torch.Size:
@@ -202,6 +202,8 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
     """
     if isinstance(query, Tensor) and query.is_nested and not (return_lse or return_weights or backend):
+        if isinstance(attn_mask, AttentionMask):
+            raise TypeError("attn_mask must be a Tensor for nested tensors, got AttentionMask")
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         return torch._C._nn.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     try:

@@ -114,14 +114,24 @@ def embed_layer_norm(
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, sections 3.4, 3.5 and 5.4; Ba et al. 2016, "Layer Normalization", arXiv:1607.06450.
     """
-    options = {"scale": scale, "position": position, "padding_idx": padding_idx}
-    device, inputs = _validate(tokens, embedding, position_table, weight, bias, eps, dropout_p, **options)
+    tensors = tokens, embedding, position_table, weight, bias
+    device, inputs = _validate(*tensors, eps, dropout_p, scale=scale, position=position, padding_idx=padding_idx)
     return _embed(device, inputs, eps, backend)
 
 
-def embed_known_tokens(*tensors: Tensor, eps: float, backend: Backend | None, **options: Any) -> Tensor:
+def embed_known_tokens(
+    tokens: Tensor,
+    embedding: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+    backend: Backend | None,
+    **options: Any,
+) -> Tensor:
     """``embed_layer_norm`` of tokens and positions that the caller, a model with this backend, has checked."""
-    device, inputs = _validate(*tensors, eps, known_indices=True, **options)
+    device, inputs = _validate(tokens, embedding, position_table, weight, bias, eps, known_indices=True, **options)
     return _embed(device, inputs, eps, backend, of_model=True)
 
 
@@ -241,14 +251,16 @@ def _sum_by_token(drows: Tensor, index: Tensor, like: Tensor, padding_idx: int |
     with _deterministic_mode:  # the mode is the whole process's, and autograd has a thread for each GPU
         if torch.are_deterministic_algorithms_enabled():
             return torch.ops.aten.embedding_dense_backward(*op_args)
-        filled = torch.utils.deterministic.fill_uninitialized_memory
+        # PyTorch makes this attribute at run time: a type checker cannot see it.
+        filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode(1)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # the other half of that mode, of no use here
+        # the other half of that mode, of no use here
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         try:
             return torch.ops.aten.embedding_dense_backward(*op_args)
         finally:
             torch.set_deterministic_debug_mode(0)
-            torch.utils.deterministic.fill_uninitialized_memory = filled
+            torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 _deterministic_mode = threading.Lock()

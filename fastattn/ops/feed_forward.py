@@ -32,7 +32,7 @@ def _validate(
     activation: Activation = "relu",
     dropout_p: float = 0.0,
     **options: Any,
-) -> tuple[torch.device, tuple[Any, ...]]:
+) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Activation, float]]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     if activation not in ACTIVATIONS and activation not in GATED:
         raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *GATED))}, got {activation!r}")
@@ -180,8 +180,8 @@ class _FeedForward(Operator, name="feed_forward"):
         *inputs, _, rng_state = ctx.saved_tensors
         activation, dropout_p, _ = ctx.options
 
-        def formula(*inputs: Tensor | None) -> Tensor:
-            return reference.feed_forward(*inputs, activation, dropout_p, rng_state)
+        def formula(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None) -> Tensor:
+            return reference.feed_forward(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
 
         return differentiable_gradients(formula, inputs, (dout,))
 
