@@ -205,7 +205,7 @@ def attention_forward(
         enable_gqa=key.shape[1] != query.shape[1],
         return_weights=bool(output_attentions),  # peft hands on None
     )
-    out, weights = result if output_attentions else (result, None)
+    out, weights = result if isinstance(result, tuple) else (result, None)
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -24,6 +24,7 @@ from fastattn.integrations.layers import (
     Attend,
     AttentionNames,
     FeedForwardNames,
+    Paths,
     Row,
     TableLayer,
     activation_name,
@@ -36,7 +37,7 @@ from fastattn.nn.fusible import are_unmodified, is_unmodified
 from fastattn.nn.linear import joint_linear, without_gaps
 from fastattn.nn.residual import PendingResidual
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
-from fastattn.ops.feed_forward import feed_forward
+from fastattn.ops.feed_forward import Activation, feed_forward
 
 _ARGUMENTS = ("attention_mask", "encoder_hidden_states", "encoder_attention_mask")
 _CHANGES_ATTENTION = (*CHANGES_ATTENTION, "cache", "past_key_values")
@@ -58,6 +59,9 @@ class _Layer(TableLayer):
     So is one whose attention has to be called while no gradients are recorded, as in decoding: what is around attention
     would be one operator less.
     """
+
+    attention_classes: list[type[nn.Module]]
+    container_classes: list[type[nn.Module]]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -147,6 +151,8 @@ class _MLP(Accelerated):
     decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
     """
 
+    paths: Paths
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.paths = split_paths(MLPS[f"{cls.original.__module__}.{cls.original.__qualname__}"])
@@ -166,7 +172,12 @@ class _MLP(Accelerated):
         return self.original.forward(self, x)
 
 
-_GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
+_GATED: dict[Activation | None, Activation] = {
+    "relu": "reglu",
+    "gelu": "geglu",
+    "gelu_tanh": "geglu_tanh",
+    "silu": "swiglu",
+}
 
 
 class _RMSNorm(Accelerated):

@@ -47,7 +47,7 @@ def loss(
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise TypeError(f"{type(model).__name__} holds no model of transformers")
-    options = [label_smoothing or None, num_items_in_batch]
+    options = label_smoothing or None, num_items_in_batch
     if torch.compiler.is_compiling():
         output, losses = model(**batch), 0
     else:
@@ -62,7 +62,7 @@ def loss(
             losses = request.losses
     if getattr(output, "loss", None) is None:
         raise TypeError(f"{type(inner).__name__} gives no loss for labels")
-    if losses != 1 and options != [None, None]:
+    if losses != 1 and options != (None, None):
         raise TypeError(
             f"{type(inner).__name__} does not compute its loss by one cross_entropy of what its head returns, or "
             "torch.compile traces it: label_smoothing and num_items_in_batch are not supported"

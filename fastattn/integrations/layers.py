@@ -26,6 +26,7 @@ from fastattn.nn.params import AttentionParams, FeedForwardParams, norm_params
 from fastattn.nn.plan import shared_plan
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.run_layer import Called, run_layer
+from fastattn.ops.feed_forward import Activation
 
 
 class Accelerated:
@@ -41,8 +42,8 @@ def accelerated_class(original: type[nn.Module], mixin: type[Accelerated]) -> An
     def reduce(self: Any, protocol: Any) -> Any:  # the class has no name by which pickle would find it
         return _new, (original, mixin), self.__dict__
 
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    names |= {"original": original, "__reduce_ex__": reduce}
+    names: dict[str, object] = {"original": original, "__reduce_ex__": reduce}
+    names |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original.__name__, (mixin, original), names)
 
 
@@ -52,7 +53,7 @@ def _new(original: type[nn.Module], mixin: type[Accelerated]) -> Any:
 
 
 # Activations by the names of their classes, torch's and transformers', and torch's functions.
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Activation] = {
     "ReLU": "relu",
     "GELU": "gelu",
     "GELUActivation": "gelu",
@@ -61,7 +62,7 @@ _ACTIVATIONS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
 }
-_FUNCTIONS = {
+_FUNCTIONS: dict[Callable[..., Tensor], Activation] = {
     torch.relu: "relu",
     nn.functional.relu: "relu",
     nn.functional.gelu: "gelu",
@@ -69,7 +70,7 @@ _FUNCTIONS = {
 }
 
 
-def activation_name(activation: Any) -> Any:
+def activation_name(activation: Any) -> Activation | None:
     """The name by which feed_forward knows an activation, a module or a function; None for another."""
     if not isinstance(activation, nn.Module):
         return _FUNCTIONS.get(activation)

@@ -95,13 +95,13 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
         mask = attention_mask(attn_mask, key_padding_mask, self.num_heads, is_causal)
         if not self.batch_first:
             query, key, value = _transposed(query, key, value)
-        heads = [t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in _projected(self, query, key, value)]
+        q, k, v = (t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in _projected(self, query, key, value))
         dropout_p = self.dropout if self.training else 0.0
         if need_weights:
-            out, weights = scaled_dot_product_attention(*heads, mask, dropout_p, return_weights=True)
+            out, weights = scaled_dot_product_attention(q, k, v, mask, dropout_p, return_weights=True)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            out, weights = scaled_dot_product_attention(*heads, mask, dropout_p), None
+            out, weights = scaled_dot_product_attention(q, k, v, mask, dropout_p), None
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
