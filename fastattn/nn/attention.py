@@ -15,7 +15,7 @@ from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.params import AttentionParams, norm_params
-from fastattn.nn.residual import HiddenState, PendingResidual, current_dropout_p
+from fastattn.nn.residual import HiddenState, HiddenStateT, current_dropout_p
 from fastattn.nn.run_layer import run_module
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention
@@ -143,14 +143,14 @@ class MultiHeadAttention(nn.Module):
 
     def forward(
         self,
-        q: HiddenState,
-        k: Tensor | PendingResidual,
-        v: Tensor | PendingResidual,
+        q: HiddenStateT,
+        k: HiddenState,
+        v: HiddenState,
         mask: Tensor | AttentionMask | None = None,
         *,
         return_attn: bool = False,
         projected: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[HiddenState, Tensor | None]:
+    ) -> tuple[HiddenStateT, Tensor | None]:
         """q: (B, Lq, d_model), also the residual; k, v: (B, Lk, d_model). mask: see as_attention_mask.
 
         With norm_first q may be a PendingResidual, else TypeError; k and v are normalised tensors, or for
@@ -161,7 +161,7 @@ class MultiHeadAttention(nn.Module):
 
         def attend(normed: Tensor) -> Tensor:
             nonlocal attn
-            inputs = {"q": normed} | {name: normed if x is q else x for name, x in (("k", k), ("v", v))}
+            inputs = {"q": normed, "k": normed if k is q else k, "v": normed if v is q else v}
             out, attn = self._attend(inputs, mask, return_attn, projected, fusible)
             return out
 
@@ -169,22 +169,16 @@ class MultiHeadAttention(nn.Module):
 
     def _attend(
         self,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, HiddenState],
         mask: Tensor | AttentionMask | None,
         return_attn: bool,
         projected: tuple[Tensor, Tensor] | None,
         fusible: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """What the residual connection is around: fc of the heads, (B, Lq, d_model), and the weights on request."""
-        for name, x in inputs.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-            if x.dim() != 3 or x.shape[2] != self.d_model:
-                expected = f"(B, L, d_model = {self.d_model})"
-                raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
+        q, k, v = [self._checked(name, x) for name, x in inputs.items()]
         if mask is not None and not isinstance(mask, AttentionMask):
             mask = as_attention_mask(mask)
-        q, k, v = inputs.values()
         backend, known = likely_backend("linear", q.device, self.backend), fusible or None
         project = partial(linear, backend=backend, fusible=known)
         if projected is not None:
@@ -199,6 +193,14 @@ class MultiHeadAttention(nn.Module):
         out, attn = self.attention(queries, keys, values, mask, return_attn=return_attn)
         return project(self.fc, out.transpose(1, 2).flatten(2)), attn
 
+    def _checked(self, name: str, x: HiddenState) -> Tensor:
+        """x, a tensor (B, L, d_model), or an error that names the argument."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.dim() != 3 or x.shape[2] != self.d_model:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (B, L, d_model = {self.d_model})")
+        return x
+
     def params(self, norm_first: bool, reads_memory: bool) -> AttentionParams | None:
         """What the executor reads; None where something is modified.
 
@@ -211,7 +213,9 @@ class MultiHeadAttention(nn.Module):
         if not is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
             return None
         q, fc, dropout_p = children["w_qs"]._parameters, children["fc"]._parameters, core._modules["dropout"]
-        weights, biases, dropout_p = (q["weight"],), (q["bias"],), current_dropout_p(dropout_p)
+        weights: tuple[Tensor, ...] = (q["weight"],)
+        biases: tuple[Tensor | None, ...] = (q["bias"],)
+        dropout_p = current_dropout_p(dropout_p)
         if not reads_memory:
             k, v = children["w_ks"]._parameters, children["w_vs"]._parameters
             weights, biases = (*weights, k["weight"], v["weight"]), (*biases, k["bias"], v["bias"])
@@ -221,7 +225,7 @@ class MultiHeadAttention(nn.Module):
         heads = n_head_kv, self.d_k, self.d_v, 1 / core.temperature
         return AttentionParams(weights, biases, fc["weight"], fc["bias"], norm, *heads, dropout_p, core.backend)
 
-    def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+    def step(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
         """Self-attention of one new token a beam: x (B, W, d_model), or with norm_first also a PendingResidual.
 
         Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
@@ -235,7 +239,7 @@ class MultiHeadAttention(nn.Module):
 
         return run_module(x, self, attend, all_can_fuse(self, READ_BY_OPS))
 
-    def step_to_memory(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+    def step_to_memory(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
         """Attention of one new token a beam to the encoder's output, whose keys and values the cache holds."""
 
         def attend(normed: Tensor) -> Tensor:

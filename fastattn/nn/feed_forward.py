@@ -14,7 +14,7 @@ from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import FeedForwardParams, norm_params
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import HiddenState, current_dropout_p
+from fastattn.nn.residual import HiddenStateT, current_dropout_p
 from fastattn.nn.run_layer import run_module
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, activate, feed_forward
 
@@ -53,7 +53,7 @@ class PositionwiseFeedForward(nn.Module):
         self.layer_norm = nn.LayerNorm(d_in, eps=1e-6, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: HiddenState) -> HiddenState:
+    def forward(self, x: HiddenStateT) -> HiddenStateT:
         """x: (B, L, d_in), or with norm_first also a PendingResidual of such, else TypeError. Returns x's type."""
         fusible = all_can_fuse(self, self.fused_children)
 
@@ -75,7 +75,7 @@ class PositionwiseFeedForward(nn.Module):
         norm = norm_params(self._modules["layer_norm"], current_dropout_p(self._modules["dropout"]))
         return FeedForwardParams(*weights, norm, self.activation, 0.0, self.backend)
 
-    def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+    def step(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
         """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""
         fusible, linear = all_can_fuse(self, self.fused_children), cache.linear
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from fastattn.backends import attention_rows, cpu_matmul
 from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights
 from fastattn.nn.plan import Plan
-from fastattn.nn.residual import HiddenState, PendingResidual, connect, remember_add_norm
+from fastattn.nn.residual import HiddenStateT, PendingResidual, connect, remember_add_norm
 from fastattn.ops.feed_forward import feed_forward_unchecked
 
 
 def run_formula_sublayer(
-    plan: Plan, norm_first: bool, x: HiddenState, call: Call, weights: Weights, draw: Draw
-) -> HiddenState:
+    plan: Plan, norm_first: bool, x: HiddenStateT, call: Call, weights: Weights, draw: Draw
+) -> HiddenStateT:
     """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
     compute = _attend if isinstance(call, AttentionCall) else _feed_forward
     return connect(x, norm_first, partial(compute, plan, call, weights, draw), partial(_add_norm, plan, call, draw))

@@ -14,7 +14,7 @@ from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import Params
 from fastattn.nn.plan import Plan, open_plan
-from fastattn.nn.residual import HiddenState
+from fastattn.nn.residual import HiddenStateT
 from fastattn.nn.run_layer import run_layer
 from fastattn.ops.feed_forward import Activation
 
@@ -44,12 +44,32 @@ class _Layer(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(d_inner=d_inner)
-        common = {"dropout": dropout, "norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
-        heads = {"attn_dropout": attn_dropout, "n_head_kv": n_head_kv}
         for name in self.attentions:
-            self.add_module(name, MultiHeadAttention(n_head, d_model, d_k, d_v, **heads, **common))
+            attention = MultiHeadAttention(
+                n_head,
+                d_model,
+                d_k,
+                d_v,
+                dropout,
+                attn_dropout=attn_dropout,
+                n_head_kv=n_head_kv,
+                norm_first=norm_first,
+                backend=backend,
+                device=device,
+                dtype=dtype,
+            )
+            self.add_module(name, attention)
         self.norm_first = norm_first
-        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, activation=activation, **common)
+        self.pos_ffn = PositionwiseFeedForward(
+            d_model,
+            d_inner,
+            dropout,
+            activation=activation,
+            norm_first=norm_first,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
 
     def _self_attention(self, mask: Tensor | AttentionMask | None) -> Sublayer:
         attn = self._modules["slf_attn"]
@@ -87,12 +107,12 @@ class EncoderLayer(_Layer):
 
     def forward(
         self,
-        enc_input: HiddenState,
+        enc_input: HiddenStateT,
         slf_attn_mask: Tensor | AttentionMask | None = None,
         *,
         return_attns: bool = False,
         plan: Plan | None = None,
-    ) -> tuple[HiddenState, Tensor | None]:
+    ) -> tuple[HiddenStateT, Tensor | None]:
         """enc_input: (B, L, d_model), or with norm_first also a PendingResidual of such, else TypeError.
 
         slf_attn_mask: see as_attention_mask.     plan: what the forward has decided, shared by its layers.
@@ -122,7 +142,7 @@ class DecoderLayer(_Layer):
 
     def forward(
         self,
-        dec_input: HiddenState,
+        dec_input: HiddenStateT,
         enc_output: Tensor,
         slf_attn_mask: Tensor | AttentionMask | None = None,
         dec_enc_attn_mask: Tensor | AttentionMask | None = None,
@@ -130,7 +150,7 @@ class DecoderLayer(_Layer):
         return_attns: bool = False,
         enc_projected: tuple[Tensor, Tensor] | None = None,
         plan: Plan | None = None,
-    ) -> tuple[HiddenState, Tensor | None, Tensor | None]:
+    ) -> tuple[HiddenStateT, Tensor | None, Tensor | None]:
         """dec_input: (B, Lt, d_model), or with norm_first also a PendingResidual of such, else TypeError.
         enc_output: (B, Ls, d_model).
 
@@ -154,6 +174,6 @@ class DecoderLayer(_Layer):
         sublayers = self._self_attention(slf_attn_mask), to_memory, self._feed_forward()
         return run_layer(plan, self.norm_first, dec_input, sublayers), None, None
 
-    def step(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+    def step(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
         """The layer for one new token a beam, as MultiHeadAttention.step. x: (B, W, d_model)."""
         return self.pos_ffn.step(self.enc_attn.step_to_memory(self.slf_attn.step(x, cache), cache), cache)

@@ -67,14 +67,16 @@ class PendingResidual(NamedTuple):
 
 
 # A sublayer's input and output. Post-norm: a normalised tensor. norm_first: a sum to be normalised, or its summands.
-HiddenState = TypeVar("HiddenState", Tensor, PendingResidual)
+HiddenState = Tensor | PendingResidual
+# The same, for functions whose result has the type of their input.
+HiddenStateT = TypeVar("HiddenStateT", Tensor, PendingResidual, HiddenState)
 
 
 Compute = Callable[[Tensor, Tensor], PendingResidual]  # of (norm(z), z); post-norm of (x, x)
 AddNorm = Callable[[PendingResidual], tuple[Tensor, Tensor]]  # (norm(z), z)
 
 
-def connect(x: HiddenState, norm_first: bool, compute: Compute, norm: AddNorm) -> HiddenState:
+def connect(x: HiddenStateT, norm_first: bool, compute: Compute, norm: AddNorm) -> HiddenStateT:
     """A sublayer with its residual connection: x and the result are tensors, or with norm_first PendingResiduals."""
     if norm_first:
         return compute(*norm(x))
@@ -105,11 +107,20 @@ def add_norm(
         return layer_norm(z), z
     dropout = dropout if pending.dropout is None else pending.dropout
     branch, residual, bias, dropout = pending._replace(dropout=dropout).with_known_dropout()
-    norm = {"weight": layer_norm.weight, "bias": layer_norm.bias, "eps": layer_norm.eps}
-    options = {"dropout_p": dropout or 0.0, "x_bias": bias, "backend": backend, "return_sum": True}
-    out, z = dropout_add_layer_norm(branch, residual, **norm, **options)
+    weight, norm_bias, eps = layer_norm.weight, layer_norm.bias, layer_norm.eps
+    out, z = dropout_add_layer_norm(
+        branch,
+        residual,
+        weight,
+        norm_bias,
+        eps=eps,
+        dropout_p=dropout or 0.0,
+        return_sum=True,
+        x_bias=bias,
+        backend=backend,
+    )
     if is_recomputing():  # the backward may run outside of use_backend
-        remember_add_norm(out, z.detach(), *norm.values(), requested(backend)[0])
+        remember_add_norm(out, z.detach(), weight, norm_bias, eps, requested(backend)[0])
     return out, z
 
 
@@ -117,5 +128,4 @@ def remember_add_norm(
     out: Tensor, z: Tensor, weight: Tensor, bias: Tensor, eps: float, backend: Backend | None
 ) -> None:
     """Let the backward compute out again, a LayerNorm of z, in place of keeping it."""
-    norm = {"weight": weight, "bias": bias, "eps": eps, "backend": backend}
-    remember_norm(out, lambda: dropout_add_layer_norm(z, None, **norm))
+    remember_norm(out, lambda: dropout_add_layer_norm(z, None, weight, bias, eps=eps, backend=backend))

@@ -25,7 +25,7 @@ from fastattn.nn.fused_calls import Call, Draw, Sublayer, joined_weights, prepar
 from fastattn.nn.kernel_sublayer import run_kernel_sublayer
 from fastattn.nn.plan import Plan
 from fastattn.nn.recompute import is_recomputing, remember_cast
-from fastattn.nn.residual import HiddenState, PendingResidual, add_norm, connect, current_dropout_p
+from fastattn.nn.residual import HiddenState, HiddenStateT, PendingResidual, add_norm, connect, current_dropout_p
 from fastattn.ops import _autocast
 
 
@@ -39,7 +39,7 @@ class Called(NamedTuple):
     dropout: nn.Module | float
     norm: nn.Module
 
-    def __call__(self, x: HiddenState) -> HiddenState:
+    def __call__(self, x: HiddenStateT) -> HiddenStateT:
         branch, dropout, norm = self
 
         def compute(normed: Tensor, residual: Tensor) -> PendingResidual:
@@ -49,7 +49,7 @@ class Called(NamedTuple):
         return connect(x, isinstance(x, PendingResidual), compute, add)
 
 
-def run_module(x: HiddenState, sublayer: Any, compute: Callable[[Tensor], Tensor], fusible: bool) -> HiddenState:
+def run_module(x: HiddenStateT, sublayer: Any, compute: Callable[[Tensor], Tensor], fusible: bool) -> HiddenStateT:
     """A MultiHeadAttention or PositionwiseFeedForward around its block: compute(normed), all (B, L, d_model).
 
     fusible: what all_can_fuse returned of its dropout and layer_norm.
@@ -76,7 +76,7 @@ def run_module(x: HiddenState, sublayer: Any, compute: Callable[[Tensor], Tensor
     return connect(PendingResidual(x, None, None, 0.0), norm_first, block, norm).sum()
 
 
-def run_layer(plan: Plan | None, norm_first: bool, x: HiddenState, sublayers: Sequence[Sublayer]) -> HiddenState:
+def run_layer(plan: Plan | None, norm_first: bool, x: HiddenStateT, sublayers: Sequence[Sublayer]) -> HiddenStateT:
     """The output of a layer, of the type of its input x.
 
     plan: of open_plan; None: every sublayer is called.
