@@ -29,7 +29,7 @@ from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.layers import DecoderLayer
 from fastattn.nn.linear import without_gaps
 from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, norm_params
-from fastattn.nn.residual import PendingResidual, connect
+from fastattn.nn.residual import HiddenState, PendingResidual, connect
 from fastattn.ops import _autocast, _checks
 from fastattn.ops.feed_forward import activate
 
@@ -118,13 +118,13 @@ class StraightSteps:
                 ancestors = None if cache.ancestors is None else cache.ancestors[:, :, : place + 1]
                 visible = self.aten.visible_keys(B, W, place + 1, W, self.device, None, ancestors)
                 now.past_bias = self.aten.as_bias(visible, self.dtype)
-            x, norm_first = self._embed(tokens, place), self.norm_first
-            if norm_first:
-                x = PendingResidual(x, None)
+            norm_first, embedded = self.norm_first, self._embed(tokens, place)
+            x: HiddenState = PendingResidual(embedded, None) if norm_first else embedded
             for layer in self.layers:
                 for sublayer in layer:
                     x = connect(x, norm_first, sublayer.compute, sublayer.norm)
-            return (self.norm(x)[0] if norm_first else x).view(B, W, -1)
+            out = self.norm(x)[0] if isinstance(x, PendingResidual) else x
+            return out.view(B, W, -1)
 
     def _embed(self, tokens: Tensor, place: int) -> Tensor:
         """(rows, d_model): embeddings with their positions, normalised unless norm_first."""
