@@ -56,7 +56,7 @@ class Implementation:
     takes_all: the module has no unsupported_reason, so it supports every call.
     """
 
-    name: str
+    name: Backend
     path: str
     module: Any = None
     failure: str | None = None
@@ -64,7 +64,7 @@ class Implementation:
     takes_all: bool = False
 
 
-_PACKAGES = {
+_PACKAGES: dict[Backend, str] = {
     "reference": "fastattn.backends.reference",
     "aten": "fastattn.backends.aten",
     "triton": "fastattn.kernels",
@@ -80,7 +80,7 @@ _OP_NAMES = (
 )
 # op -> backend -> Implementation. "mask" is no op: Triton has a kernel that prepares masks. The table never changes,
 # only the attributes of its entries: torch.compile keeps a dictionary as it was, and reads attributes again.
-REGISTRY = {
+REGISTRY: dict[str, dict[str, Implementation]] = {
     op_name: {name: Implementation(name, f"{package}.{op_name}") for name, package in _PACKAGES.items()}
     for op_name in (*_OP_NAMES, "mask")
 }

@@ -118,11 +118,11 @@ class StraightSteps:
                 ancestors = None if cache.ancestors is None else cache.ancestors[:, :, : place + 1]
                 visible = self.aten.visible_keys(B, W, place + 1, W, self.device, None, ancestors)
                 now.past_bias = self.aten.as_bias(visible, self.dtype)
-            norm_first, embedded = self.norm_first, self._embed(tokens, place)
-            x: HiddenState = PendingResidual(embedded, None) if norm_first else embedded
+            embedded = self._embed(tokens, place)
+            x: HiddenState = PendingResidual(embedded, None) if self.norm_first else embedded
             for layer in self.layers:
                 for sublayer in layer:
-                    x = connect(x, norm_first, sublayer.compute, sublayer.norm)
+                    x = connect(x, sublayer.compute, sublayer.norm)
             out = self.norm(x)[0] if isinstance(x, PendingResidual) else x
             return out.view(B, W, -1)
 

@@ -17,12 +17,13 @@ from fastattn.nn.residual import HiddenStateT, PendingResidual, connect, remembe
 from fastattn.ops.feed_forward import feed_forward_unchecked
 
 
-def run_formula_sublayer(
-    plan: Plan, norm_first: bool, x: HiddenStateT, call: Call, weights: Weights, draw: Draw
-) -> HiddenStateT:
+def run_formula_sublayer(plan: Plan, x: HiddenStateT, call: Call, weights: Weights, draw: Draw) -> HiddenStateT:
     """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
-    compute = _attend if isinstance(call, AttentionCall) else _feed_forward
-    return connect(x, norm_first, partial(compute, plan, call, weights, draw), partial(_add_norm, plan, call, draw))
+    if isinstance(call, AttentionCall):
+        compute = partial(_attend, plan, call, weights, draw)
+    else:
+        compute = partial(_feed_forward, plan, call, weights, draw)
+    return connect(x, compute, partial(_add_norm, plan, call, draw))
 
 
 def _add_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) -> tuple[Tensor, Tensor]:
@@ -55,6 +56,8 @@ def _feed_forward(
     plan: Plan, call: FeedForwardCall, weights: Weights, draw: Draw, x: Tensor, residual: Tensor
 ) -> PendingResidual:
     params, chosen = call.params, call.chosen
-    options = params.activation, params.dropout_p, draw(chosen, params.dropout_p), plan.is_recomputing, chosen
-    branch = feed_forward_unchecked(plan.cast(x), *weights, *options)
+    dropout = params.dropout_p, draw(chosen, params.dropout_p)
+    branch = feed_forward_unchecked(
+        plan.cast(x), *weights, params.activation, *dropout, recompute=plan.is_recomputing, chosen=chosen
+    )
     return PendingResidual(branch, residual, None, params.norm.dropout_p)

@@ -86,7 +86,9 @@ class FeedForwardCall(NamedTuple):
     chosen: Implementation
     norm: Implementation
 
-    memory = ()
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return ()
 
     @property
     def groups(self) -> Sequence[tuple[Tensor | None, ...]]:
@@ -112,20 +114,20 @@ class FeedForwardCall(NamedTuple):
 
 Call = AttentionCall | FeedForwardCall
 Draw = Callable[[Implementation, float], Tensor | None]  # of a backend and dropout_p: an op's rng_state
-Weights = tuple[Tensor | None, ...]  # weight and bias of the products before and after the heads or hidden units
+# Weight and bias of the products before and after the heads or hidden units.
+Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 def joined_weights(calls: Sequence[Call], dtype: torch.dtype) -> list[Weights]:
     """What the products of each call read, in their dtype: each group of tensors as one."""
     made = joined([group for call in calls for group in call.groups], dtype)
-    return [tuple(made[i : i + 4]) for i in range(0, len(made), 4)]
+    return list(zip(made[::4], made[1::4], made[2::4], made[3::4], strict=True))
 
 
 def prepare(plan: Plan, norm_first: bool, x: HiddenState, sublayers: Sequence[Sublayer]) -> list[Call | None]:
     """The call of each sublayer that is fused; None for one that is called."""
-    is_pending = isinstance(x, PendingResidual)
-    t, residual = (x.branch, x.residual) if is_pending else (x, None)
-    fits = is_pending is norm_first and type(t) is Tensor and t.dim() == 3
+    t, residual = (x.branch, x.residual) if isinstance(x, PendingResidual) else (x, None)
+    fits = isinstance(x, PendingResidual) is norm_first and type(t) is Tensor and t.dim() == 3
     fits = fits and t.dtype in (plan.stream_dtype, plan.dtype)  # a branch may have either
     if not fits or (residual is not None and (residual.device != t.device or residual.dim() != 3)):
         return [None] * len(sublayers)

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastattn._tracing import differentiable_gradients, needs_formula, same_for_the_batch
 from fastattn.backends.reference.philox import dropout
 from fastattn.nn.formula_sublayer import run_formula_sublayer
-from fastattn.nn.fused_calls import AttentionCall, Call, Draw, joined_weights
+from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, joined_weights
 from fastattn.nn.plan import Plan
 from fastattn.nn.residual import HiddenState, PendingResidual, connect, remember_add_norm
 from fastattn.ops import _autocast
@@ -48,7 +48,7 @@ States = tuple[Tensor | None, Tensor | None]  # what dropout draws from: in the 
 def run_kernel_sublayer(plan: Plan, norm_first: bool, x: HiddenState, call: Call, draw: Draw) -> HiddenState:
     """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
     params = call.params
-    if norm_first:
+    if isinstance(x, PendingResidual):
         branch, residual, bias, dropout_p = x
         stream = branch.contiguous(), None if residual is None else residual.contiguous(), bias
         norm_state = draw(call.norm, dropout_p)
@@ -64,7 +64,8 @@ def run_kernel_sublayer(plan: Plan, norm_first: bool, x: HiddenState, call: Call
         out = _forward(given, states, stream, None)
     if not norm_first:
         return out[0]
-    return PendingResidual(*out, _last_bias(given), params.norm.dropout_p)
+    branch, z = out
+    return PendingResidual(branch, z, _last_bias(given), params.norm.dropout_p)
 
 
 def _last_bias(given: _Given) -> Tensor | None:
@@ -119,11 +120,14 @@ def _versions(tensors: Sequence[Tensor | None]) -> int:
 def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kept: Kept | None) -> tuple[Tensor, ...]:
     """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, z)."""
     (weights,) = joined_weights([given.call], given.plan.dtype)
-    compute = _attend if isinstance(given.call, AttentionCall) else _feed_forward
-    compute, norm = partial(compute, given, states[1], kept, *weights), partial(_add_norm, given, states[0], kept)
+    if isinstance(given.call, AttentionCall):
+        compute = partial(_attend, given, given.call, states[1], kept, *weights)
+    else:
+        compute = partial(_feed_forward, given, given.call, states[1], kept, *weights)
+    norm = partial(_add_norm, given, states[0], kept)
     if not given.norm_first:
-        return (connect(stream[0], False, compute, norm),)
-    branch, z, *_ = connect(PendingResidual(*stream), True, compute, norm)
+        return (connect(stream[0], compute, norm),)
+    branch, z, *_ = connect(PendingResidual(*stream), compute, norm)
     return branch, z.view_as(z) if z is stream[0] else z  # an argument must not be returned as it is
 
 
@@ -134,17 +138,20 @@ def _backward(
     plan, call = given.plan, given.call
     dmemory = [torch.empty_like(t) for t in memory]
     norm_state, op_state = states
-    compute = _attend_backward if isinstance(call, AttentionCall) else _feed_forward_backward
+    if isinstance(call, AttentionCall):
+        compute = partial(_attend_backward, given, call)
+    else:
+        compute = partial(_feed_forward_backward, given, call)
     if not given.norm_first:
         dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, douts[0].contiguous(), None)
         dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
-        dx, dweights = compute(given, op_state, kept, dbranch, dresidual, memory, dmemory, dbias)
+        dx, dweights = compute(op_state, kept, dbranch, dresidual, memory, dmemory, dbias)
         return dx, *dmemory, *dweights, *dnorm
     dbranch, dz = (None if t is None else t.contiguous() for t in douts)
     if dbranch is None:
         dbranch = torch.zeros_like(kept[0][0])
     dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
-    dx, dweights = compute(given, op_state, kept, dbranch, None, memory, dmemory, None)
+    dx, dweights = compute(op_state, kept, dbranch, None, memory, dmemory, None)
     dx = dx if dx.dtype is plan.stream_dtype else dx.to(plan.stream_dtype)
     dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, dx, dz)
     return dbranch, dresidual, dbias, *dmemory, *dweights, *dnorm
@@ -162,14 +169,13 @@ def _formula_backward(
     def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         memory, parameters = tensors[: len(call.memory)], tensors[len(call.memory) :]
         of_calls = iter([state for state in (op_state, None if norm_first else norm_state) if state is not None])
-        if norm_first:  # the next sublayer adds the bias
-            x = PendingResidual(x, None, None, 0.0)
-        exact = call.by_formula(parameters, memory, without_last_bias=norm_first)
+        stream: HiddenState = PendingResidual(x, None, None, 0.0) if norm_first else x
+        exact = call.by_formula(parameters, memory, without_last_bias=norm_first)  # the next sublayer adds it
         with _autocast.no_autocast(plan.device), same_for_the_batch():
             (weights,) = joined_weights([exact], plan.dtype)
             draw = lambda _, p: next(of_calls) if p > 0 else None  # noqa: E731
-            out = run_formula_sublayer(plan, norm_first, x, exact, weights, draw)
-        return out[:2] if norm_first else (out,)
+            out = run_formula_sublayer(plan, stream, exact, weights, draw)
+        return (out,) if isinstance(out, Tensor) else (out.branch, out.residual)
 
     dx, *others = differentiable_gradients(formula, (start, *memory, *call.tensors), douts)
     if not norm_first:
@@ -209,6 +215,7 @@ def _add_norm_backward(
 
 def _attend(
     given: _Given,
+    call: AttentionCall,
     rng_state: Tensor | None,
     kept: Kept | None,
     weight: Tensor,
@@ -218,7 +225,7 @@ def _attend(
     x: Tensor,
     residual: Tensor,
 ) -> PendingResidual:
-    call, x = given.call, given.plan.cast(x)
+    x = given.plan.cast(x)
     (chosen, _, _, masks, bound), params = call.choice, call.params
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
     tensors = projected, call.memory, call.sizes
@@ -236,6 +243,7 @@ def _attend(
 
 def _attend_backward(
     given: _Given,
+    call: AttentionCall,
     rng_state: Tensor | None,
     kept: Kept,
     dbranch: Tensor,
@@ -245,7 +253,6 @@ def _attend_backward(
     dbias: Tensor | None,
 ) -> tuple[Tensor, Gradients]:
     x, weight, fc, rows, lse, projected = kept.pop()
-    call = given.call
     (chosen, _, _, masks, bound), params = call.choice, call.params
     dfc, drows = dbranch.t().mm(rows) if params.fc.requires_grad else None, dbranch.mm(fc)
     options, dprojected = (params.softmax_scale, params.dropout_p, rng_state), torch.empty_like(projected)
@@ -268,6 +275,7 @@ def _attend_backward(
 
 def _feed_forward(
     given: _Given,
+    call: FeedForwardCall,
     rng_state: Tensor | None,
     kept: Kept | None,
     weight1: Tensor,
@@ -277,7 +285,7 @@ def _feed_forward(
     x: Tensor,
     residual: Tensor,
 ) -> PendingResidual:
-    (params, chosen, _), x = given.call, given.plan.cast(x)
+    (params, chosen, _), x = call, given.plan.cast(x)
     options = params.activation, params.dropout_p, rng_state
     bias2 = bias2 if kept is None else None
     branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
@@ -288,6 +296,7 @@ def _feed_forward(
 
 def _feed_forward_backward(
     given: _Given,
+    call: FeedForwardCall,
     rng_state: Tensor | None,
     kept: Kept,
     dbranch: Tensor,
@@ -297,7 +306,7 @@ def _feed_forward_backward(
     dbias: Tensor | None,
 ) -> tuple[Tensor, Gradients]:
     x, weight1, bias1, weight2, *saved = kept.pop()
-    params, chosen, _ = given.call
+    params, chosen, _ = call
     module, options = chosen.module, (params.activation, params.dropout_p, rng_state)
     if not saved:
         saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]

@@ -76,9 +76,9 @@ Compute = Callable[[Tensor, Tensor], PendingResidual]  # of (norm(z), z); post-n
 AddNorm = Callable[[PendingResidual], tuple[Tensor, Tensor]]  # (norm(z), z)
 
 
-def connect(x: HiddenStateT, norm_first: bool, compute: Compute, norm: AddNorm) -> HiddenStateT:
-    """A sublayer with its residual connection: x and the result are tensors, or with norm_first PendingResiduals."""
-    if norm_first:
+def connect(x: HiddenStateT, compute: Compute, norm: AddNorm) -> HiddenStateT:
+    """A sublayer with its residual connection: post-norm of a tensor, norm_first of a PendingResidual."""
+    if isinstance(x, PendingResidual):
         return compute(*norm(x))
     return norm(compute(x, x))[0]
 

@@ -46,7 +46,7 @@ class Called(NamedTuple):
             return PendingResidual(branch(normed), residual, None, dropout)
 
         add = partial(add_norm, dropout=dropout, layer_norm=norm, backend=None)
-        return connect(x, isinstance(x, PendingResidual), compute, add)
+        return connect(x, compute, add)
 
 
 def run_module(x: HiddenStateT, sublayer: Any, compute: Callable[[Tensor], Tensor], fusible: bool) -> HiddenStateT:
@@ -71,9 +71,9 @@ def run_module(x: HiddenStateT, sublayer: Any, compute: Callable[[Tensor], Tenso
 
     options = {"layer_norm": sublayer.layer_norm, "backend": sublayer.backend, "fusible": fusible}
     norm = partial(add_norm, dropout=dropout, **options)
-    if not norm_first or is_pending:
-        return connect(x, norm_first, block, norm)
-    return connect(PendingResidual(x, None, None, 0.0), norm_first, block, norm).sum()
+    if isinstance(x, Tensor) and norm_first:
+        return connect(PendingResidual(x, None, None, 0.0), block, norm).sum()
+    return connect(x, block, norm)
 
 
 def run_layer(plan: Plan | None, norm_first: bool, x: HiddenStateT, sublayers: Sequence[Sublayer]) -> HiddenStateT:
@@ -82,20 +82,20 @@ def run_layer(plan: Plan | None, norm_first: bool, x: HiddenStateT, sublayers: S
     plan: of open_plan; None: every sublayer is called.
     x: (B, L, d_model), or with norm_first also a PendingResidual of such.
     """
-    is_sum = norm_first and isinstance(x, Tensor)
-    if is_sum:
-        x = PendingResidual(x, None, None, 0.0)
+    hidden: HiddenState = x
+    if is_sum := norm_first and isinstance(x, Tensor):
+        hidden = PendingResidual(x, None, None, 0.0)
     if plan is None:
         calls: list[Call | None] = [None] * len(sublayers)
     else:
-        calls = prepare(plan, norm_first, x, sublayers)
+        calls = prepare(plan, norm_first, hidden, sublayers)
     fused = [call for call in calls if call is not None]
     if fused:
-        x = _run_fused(plan, norm_first, x, sublayers, calls, fused, is_sum)
+        hidden = _run_fused(plan, norm_first, hidden, sublayers, calls, fused, is_sum)
     else:
         for sublayer in sublayers:
-            x = _run_called(sublayer, x, is_sum)
-    return x.sum() if is_sum else x
+            hidden = _run_called(sublayer, hidden, is_sum)
+    return hidden.sum() if is_sum else hidden  # type: ignore[return-value]  # it has the type of x
 
 
 def _run_fused(
@@ -108,10 +108,13 @@ def _run_fused(
     is_sum: bool,
 ) -> HiddenState:
     """run_layer where at least one sublayer is fused. Others are called under torch.autocast, as they were."""
-    if norm_first:
+    if isinstance(x, PendingResidual):
         x = x.with_known_dropout()
-    shape, all_fused = (x.branch if norm_first else x).shape, len(fused) == len(calls)
-    draw = _draws(plan, norm_first, x, fused, all_fused)
+        shape = x.branch.shape
+    else:
+        shape = x.shape
+    all_fused = len(fused) == len(calls)
+    draw = _draws(plan, x, fused, all_fused)
     with _autocast.no_autocast(plan.device) if plan.is_under_autocast else nullcontext():
         weights = iter(joined_weights([call for call in fused if call.norm.differentiable], plan.dtype))
         for sublayer, call in zip(sublayers, calls, strict=True):
@@ -121,7 +124,7 @@ def _run_fused(
                 continue
             x = _as_matrices(x, call.params.norm.dropout_p)
             if call.norm.differentiable:
-                x = run_formula_sublayer(plan, norm_first, x, call, next(weights), draw)
+                x = run_formula_sublayer(plan, x, call, next(weights), draw)
             else:
                 x = run_kernel_sublayer(plan, norm_first, x, call, draw)
         return _reshaped(x, shape)
@@ -152,10 +155,10 @@ def _reshaped(x: HiddenState, shape: Sequence[int]) -> HiddenState:
     return PendingResidual(branch.reshape(shape), None if residual is None else residual.reshape(shape), bias, dropout)
 
 
-def _draws(plan: Plan, norm_first: bool, x: HiddenState, calls: Sequence[Call], all_fused: bool) -> Draw:
+def _draws(plan: Plan, x: HiddenState, calls: Sequence[Call], all_fused: bool) -> Draw:
     """What dropout draws from, in the order of the layer's ops; where all are fused, by one operator for the layer."""
     ps = [call.params.norm.dropout_p for call in calls]
-    if norm_first:  # the norm of a sublayer reads what the one before made
+    if isinstance(x, PendingResidual):  # the norm of a sublayer reads what the one before made
         ps = [ps[0] if x.dropout is None else x.dropout, *ps[:-1]]
     count = sum([p > 0 for p in (*ps, *[call.params.dropout_p for call in calls])])
     names = {chosen.name for call in calls for chosen in (call.norm, call.chosen)}

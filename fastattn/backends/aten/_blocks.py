@@ -99,9 +99,10 @@ def _result(call: Call, out: Tensor) -> Tensor:
     return out.reshape(out.shape[0] * out.shape[1], -1) if call.as_rows else out
 
 
-def unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
+def unstacked(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v."""
-    return [part for t in tensors for part in (t.unbind() if t.dim() == 5 else (t,))]
+    q, k, v = [part for t in tensors for part in (t.unbind() if t.dim() == 5 else (t,))]
+    return q, k, v
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -119,7 +120,7 @@ def _forward_by_operator(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
     (q, k, v), visible = unstacked(tensors), call.visible
     (B, H, Lq, _), blocks = q.shape, visible.blocks
     if len(blocks) == 1 and visible.has_all_queries:  # no copy
-        keys, values = repeat_heads(*visible.keys_of(k), *visible.keys_of(v), H)
+        keys, values = repeat_heads(visible.keys_of(k)[0], visible.keys_of(v)[0], H)
         out, lse = _operator(q, keys, values, **_options(call, blocks[0]))
         return out, (out, lse)
     k, v = repeat_heads(k, v, H)
@@ -127,8 +128,8 @@ def _forward_by_operator(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
     out = visible.new_queries(q.new_empty(B, Lq, H, v.shape[3])).transpose(1, 2)
     saved = [out]
     parts = visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
-    for block, of_out, *given in zip(blocks, *parts, strict=True):
-        found, lse = _operator(*given, **_options(call, block))
+    for block, of_out, q, k, v in zip(blocks, *parts, strict=True):
+        found, lse = _operator(q, k, v, **_options(call, block))
         of_out.copy_(found)
         saved.append(lse)
     return out, saved
@@ -190,7 +191,7 @@ def _backward_by_products(
     queries, keys = (dout.flatten(0, 1), q, dq), (k, v, dk, dv)
     parts = *map(visible.queries_of, queries), *map(visible.keys_of, keys)
     for block, of_block, dout, q, dq, k, v, dk, dv in zip(visible.blocks, of_blocks, *parts, strict=True):
-        weights, dropped = of_block if has_weights else _weights(call, block, workspace, *of_block, q, k)
+        weights, dropped = of_block if has_weights else _weights(call, block, workspace, of_block[0], q, k)
         dweights = workspace("dweights", weights.shape).baddbmm_(dout, v.mT, beta=0, alpha=call.kept_scale)
         _add_product(dv, dropped.mT, dout, call.kept_scale, visible.shares_keys)
         dscores = _softmax_gradient(dweights, weights, dropped, workspace)
@@ -215,7 +216,8 @@ class _Workspace:
     """Scratch memory that every block uses again, so that it stays in the cache."""
 
     def __init__(self, like: Tensor) -> None:
-        self.like, self.tensors = like, {}
+        self.like = like
+        self.tensors: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         t, count = self.tensors.get(name), math.prod(shape)

@@ -361,13 +361,14 @@ def _unseen(mask: AttentionMask, hidden: Tensor, sizes: tuple[int, ...]) -> Tens
 
 
 def _splits(places: list[Place], B: int, Lq: int, Lk: int) -> tuple[list[int], list[int]] | None:
-    found = []
+    found: list[list[int]] = []
     for length, parts in ((Lq, [rows for _, rows, _ in places]), (Lk, [keys for *_, keys in places])):
         edges = [0, *(part.stop for part in parts)]
         if any(part.start != end for part, end in zip(parts, edges, strict=False)) or edges[-1] != length:
             return None
         found.append([part.stop - part.start for part in parts])
-    return tuple(found) if all(batch == slice(0, B) for batch, *_ in places) else None
+    rows, keys = found
+    return (rows, keys) if all(batch == slice(0, B) for batch, *_ in places) else None
 
 
 def _score_mask(keep: Tensor, bias: Tensor | None, mask_dtype: torch.dtype, keys: int) -> Tensor | None:

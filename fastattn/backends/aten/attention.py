@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,11 +129,11 @@ def decide(
     if mask is not None and mask.cu_seqlens_q is not None and not return_weights:
         plan = plan_unpacking(mask, q, k)
         if plan is not None and (return_lse or _unpacks(q, k, v, mask, plan, dropout_p)):
-            batch = (
+            q, k, v = (
                 t.new_empty(()).expand(len(axis.gather_index), t.shape[1], axis.gather_index.shape[1], t.shape[3])
                 for t, axis in ((q, plan.queries), (k, plan.keys), (v, plan.keys))
             )
-            return decide(*batch, plan.mask, softmax_scale, dropout_p, return_lse)._replace(plan=plan)
+            return decide(q, k, v, plan.mask, softmax_scale, dropout_p, return_lse)._replace(plan=plan)
     weights, dtype = q.shape[:3].numel() * k.shape[2], q.dtype
     if return_lse or return_weights or _learns_bias(mask) or weights == 0 or not may_write_in_place():
         return Way(mask)
@@ -240,16 +240,24 @@ def _attend(
         out = _attend_blocks(tensors, way, as_rows and plan is None, *options)
     else:
         alone = not (return_lse or return_weights or _learns_bias(way.mask))
-        results = {"return_lse": return_lse, "return_weights": return_weights}
-        out, lse, weights = plain_attention(*tensors, way.mask, *options, **results, by_operator=alone)
+        q, k, v = tensors
+        out, lse, weights = plain_attention(
+            q, k, v, way.mask, *options, by_operator=alone, return_lse=return_lse, return_weights=return_weights
+        )
     if plan is not None:
         out, lse = plan.queries.pack(out), None if lse is None else plan.queries.pack(lse[..., None]).squeeze(3)
     return out, lse, weights
 
 
-def _attend_blocks(tensors: Sequence[Tensor], way: Way, as_rows: bool, *options: Any) -> Tensor:
-    """options: softmax_scale, dropout_p, rng_state."""
-    visible, by_torch = way.visible, way.by == TORCH
+def _attend_blocks(
+    tensors: Sequence[Tensor],
+    way: Way,
+    as_rows: bool,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> Tensor:
+    visible, by_torch, options = way.visible, way.by == TORCH, (softmax_scale, dropout_p, rng_state)
     call = _blocks.Call(visible, by_torch, *options, tensors[0].dtype, as_rows and visible.has_keys is None)
     if visible.has_keys is not None:  # a query without one may be NaN
         q, *others = tensors
@@ -265,7 +273,8 @@ def _attend_blocks(tensors: Sequence[Tensor], way: Way, as_rows: bool, *options:
 
         def formula(*tensors: Tensor) -> Tensor:
             with same_for_the_batch():
-                return plain_attention(*unstacked(tensors), way.mask, *options)[0]
+                q, k, v = unstacked(tensors)
+                return plain_attention(q, k, v, way.mask, *options)[0]
 
         out = BlockAttention.apply(call, formula, bias, *_laid_out(tensors, way))
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
